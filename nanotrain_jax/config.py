@@ -1,0 +1,312 @@
+"""The config: frozen, strict sections; one YAML file plus `section.key=value` overrides; pure validation.
+
+`load` reads what the user wrote, `resolve` fills in what only the machine and the data know (mesh sizes,
+vocabulary). Everything downstream receives the resolved config and never changes it. Every error is a
+ValueError of one line that names the value, the rule and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Pair = Field(strict=False)  # YAML has lists where we want tuples
+
+
+def _key(default: Any, meaning: str, **rules: Any) -> Any:
+    return Field(default=default, description=meaning, **rules)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Model(_Section):
+    family: Literal["llama", "gpt2"] = _key("llama", "llama: RMSNorm, rotary, SwiGLU; gpt2: LayerNorm, learned positions, GELU, biases")
+    num_layers: Positive = _key(4, "transformer layers")
+    d_model: Positive = _key(128, "width of the residual stream")
+    num_heads: Positive = _key(4, "query heads; head dim = d_model / num_heads")
+    num_kv_heads: Positive | None = _key(None, "key and value heads (grouped-query attention); null: num_heads")
+    d_ff: Positive | None = _key(None, "hidden width of the MLP; null: 4 d_model (gpt2), 8/3 d_model rounded up to 256 (llama)")
+    vocab_size: Positive | None = _key(None, "rows of the embedding; null: taken from the tokenizer")
+    max_seq_len: Positive | None = _key(None, "longest sequence the model accepts; null: data.seq_len")
+    rope_theta: float = _key(10000.0, "base of the rotary frequencies (llama)", gt=0)
+    norm_eps: float = _key(1e-5, "epsilon of the norms", gt=0)
+    tie_embeddings: bool | None = _key(None, "use the embedding as output head; null: true for gpt2, false for llama")
+    attention: Literal["auto", "xla", "cudnn"] = _key("auto", "attention kernel; auto: cudnn flash attention on a GPU in 16 bit, else xla")
+
+    @model_validator(mode="after")
+    def _heads(self) -> Model:
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"model.num_heads={self.num_heads} does not divide model.d_model={self.d_model}; "
+                f"use {_near_divisors(self.d_model, self.num_heads)}"
+            )
+        if self.num_kv_heads and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
+                f"use {_near_divisors(self.num_heads, self.num_kv_heads)}"
+            )
+        if self.family == "llama" and (self.d_model // self.num_heads) % 2:
+            raise ValueError(
+                f"head dim {self.d_model // self.num_heads} (model.d_model / model.num_heads) is odd, but rotary "
+                "embeddings turn pairs; choose an even head dim"
+            )
+        return self
+
+
+class Parallel(_Section):
+    data: int = _key(-1, "data-parallel devices; -1: whatever devices remain")
+    replica: int = _key(1, "groups of data-parallel devices (replicas of the whole)")
+    tensor: int = _key(1, "tensor-parallel devices (only 1 so far)")
+    pipe: int = _key(1, "pipeline stages (only 1 so far)")
+    context: int = _key(1, "context-parallel devices (only 1 so far)")
+    microbatches: Positive = _key(1, "pieces of the local batch, run one after the other; gradients are reduced once per step")
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Mesh axis -> size as asked for (one of them may be -1)."""
+        return {axis: getattr(self, axis) for axis in ("pipe", "replica", "data", "context", "tensor")}
+
+    @model_validator(mode="after")
+    def _implemented(self) -> Parallel:
+        for axis in ("tensor", "pipe", "context"):
+            if getattr(self, axis) not in (1, -1):
+                raise ValueError(
+                    f"parallel.{axis}={getattr(self, axis)} is not implemented yet; use 1 and spread over parallel.data"
+                )
+        return self
+
+
+class Precision(_Section):
+    compute: Literal["bfloat16", "float32"] = _key("bfloat16", "dtype of matmuls and activations; softmax, norms and loss stay float32")
+    master: Literal["float32"] = _key("float32", "dtype of stored parameters and optimizer moments")
+
+
+class Data(_Section):
+    source: str = _key("stdlib", 'stdlib (Python\'s own library, as text) | "text:GLOB" | "tokens:DIR" (scripts/prepare_data.py) | synthetic')
+    tokenizer: str | None = _key(None, "bytes | path of a tokenizer.json; null: bytes, or what made the token files")
+    batch_size: Positive = _key(32, "sequences per step, over all devices")
+    seq_len: Positive = _key(256, "tokens per sequence")
+    seed: Count = _key(0, "order of the training sequences")
+    val_fraction: float = _key(0.05, "share of the text held out, in whole documents; 0: none", ge=0, lt=1)
+    verify: bool = _key(True, "check the checksum of token files before training")
+
+
+class Optimizer(_Section):
+    name: Literal["adamw"] = _key("adamw", "AdamW; no decay on norms, biases and learned positions")
+    lr: float = _key(1e-3, "peak learning rate", gt=0)
+    min_lr: float = _key(0.0, "learning rate at the end of cosine, linear and wsd", ge=0)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = _key("cosine", "shape after warm-up; wsd: constant, then linear over the last decay_fraction")
+    warmup_steps: Count = _key(0, "steps of linear warm-up")
+    decay_steps: Positive | None = _key(None, "step at which min_lr is reached; null: train.steps")
+    decay_fraction: float = _key(0.1, "share of decay_steps in which wsd decays", gt=0, le=1)
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Pair] = _key((0.9, 0.95), "decay of the first and second moment")
+    eps: float = _key(1e-8, "added to the root of the second moment", gt=0)
+    weight_decay: float = _key(0.1, "decoupled weight decay", ge=0)
+    grad_clip: float = _key(1.0, "largest global norm of the gradients; 0: no clipping", ge=0)
+
+
+class Train(_Section):
+    steps: Positive = _key(100, "optimizer steps of the whole run, resumed parts included")
+    seed: Count = _key(0, "initialisation of the parameters")
+    eval_every: Count = _key(0, "steps between evaluations; 0: never")
+    eval_steps: Positive = _key(10, "batches per evaluation (at most what the held-out text gives)")
+    log_every: Count = _key(1, "steps between logged steps; 0: never")
+
+
+class Checkpoint(_Section):
+    dir: str | None = _key(None, "where checkpoints go; null: <logging.dir>/checkpoints")
+    every: Count = _key(100, "steps between checkpoints (one more at the end and on SIGTERM or Ctrl-C); 0: never any")
+    keep: Positive = _key(3, "newest checkpoints kept")
+    asynchronous: bool = Field(default=True, alias="async", description="write in the background while training goes on")
+    resume: str = _key("auto", "auto: newest checkpoint in dir, if any | never | path of another run's checkpoints")
+
+
+class Logging(_Section):
+    dir: str | None = _key(None, "where the run is written; null: runs/<name of the config file>")
+    tensorboard: bool = _key(True, "write TensorBoard files")
+    progress: Literal["auto", "bar", "lines", "none"] = _key("auto", "auto: a bar on a terminal, plain lines elsewhere")
+
+
+class Runtime(_Section):
+    simulate: Count = _key(0, "run on this many simulated CPU devices; 0: the machine's own devices")
+    compile_cache: bool = _key(True, "keep compiled programs in ~/.cache/nanotrain_jax for the next run")
+    deterministic: bool = _key(False, "ask XLA for deterministic GPU kernels (slower)")
+    profile_steps: Annotated[tuple[int, int], Pair] | None = _key(None, "[first, last] step written to <logging.dir>/profile for TensorBoard or Perfetto")
+
+
+class Config(_Section):
+    model: Model = Model()
+    parallel: Parallel = Parallel()
+    precision: Precision = Precision()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+    runtime: Runtime = Runtime()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config as plain data that `parse` reads back."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `section.key=value` overrides (values are YAML), validate.
+
+    Raises ValueError (one line: value, rule, remedy) or OSError if the file cannot be read.
+    """
+    path = Path(path)
+    tree = _yaml(path.read_text(), str(path)) or {}
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: a config is a mapping of sections, not a {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    config = parse(tree)
+    if config.logging.dir is None:
+        config = _with(config, "logging", dir=f"runs/{path.stem}")
+    if config.checkpoint.dir is None:
+        config = _with(config, "checkpoint", dir=f"{config.logging.dir}/checkpoints")
+    return config
+
+
+def parse(tree: Mapping[str, Any]) -> Config:
+    """Validate plain nested data. Raises ValueError (one line: value, rule, remedy)."""
+    try:
+        # A section left empty in YAML (`train:`) is None: all defaults.
+        return Config.model_validate({k: {} if v is None else v for k, v in tree.items()})
+    except ValidationError as error:
+        raise ValueError(_one_line(error)) from None
+
+
+def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None = None) -> Config:
+    """Fill in what only mesh and data know, and check what depends on it.
+
+    axes: mesh axis -> number of devices. tokenizer_vocab: ids the tokenizer can produce (None: it has no say).
+    Returns a config in which no model size is None. Raises ValueError.
+    """
+    m, d = config.model, config.data
+    vocab = m.vocab_size or tokenizer_vocab
+    if vocab is None:
+        raise ValueError(f"model.vocab_size is needed with data.source={d.source!r}, which has no tokenizer; set it")
+    if tokenizer_vocab and vocab < tokenizer_vocab:
+        raise ValueError(
+            f"model.vocab_size={vocab} is smaller than the tokenizer's {tokenizer_vocab}; "
+            f"use at least {tokenizer_vocab}, or leave it out"
+        )
+    max_seq_len = m.max_seq_len or d.seq_len
+    if d.seq_len > max_seq_len:
+        raise ValueError(
+            f"data.seq_len={d.seq_len} is longer than model.max_seq_len={max_seq_len}; shorten it or raise the latter"
+        )
+    d_ff = 4 * m.d_model if m.family == "gpt2" else -(-8 * m.d_model // (3 * 256)) * 256
+    config = _with(
+        config,
+        "model",
+        vocab_size=vocab,
+        max_seq_len=max_seq_len,
+        num_kv_heads=m.num_kv_heads or m.num_heads,
+        d_ff=m.d_ff or d_ff,
+        tie_embeddings=m.family == "gpt2" if m.tie_embeddings is None else m.tie_embeddings,
+    )
+    config = _with(config, "parallel", **axes)
+    config = _with(config, "optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
+
+    shares = axes["replica"] * axes["data"] * config.parallel.microbatches
+    if d.batch_size % shares:
+        below = d.batch_size // shares * shares
+        raise ValueError(
+            f"data.batch_size={d.batch_size} is not divisible by replica x data x microbatches = {axes['replica']} x "
+            f"{axes['data']} x {config.parallel.microbatches} = {shares}; use "
+            + (f"{below} or " if below else "")
+            + str(below + shares)
+        )
+    if config.optimizer.min_lr > config.optimizer.lr:
+        raise ValueError(f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}; lower it")
+    return config
+
+
+def describe() -> str:
+    """Every section and key with its default and meaning, as text for --help."""
+    lines = []
+    for section, field in Config.model_fields.items():
+        lines.append(f"{section}:")
+        for name, key in field.annotation.model_fields.items():
+            default = "null" if key.default is None else yaml.safe_dump(_plain(key.default), default_flow_style=True)
+            default = default.removesuffix("\n").removesuffix("\n...")
+            choices = [c for c in get_args(key.annotation) if isinstance(c, str)]
+            lines.append(f"  {key.alias or name + '':<15} {default:<12} {key.description}")
+            if choices:
+                lines.append(f"  {'':<15} {'':<12} one of: {', '.join(choices)}")
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _with(config: Config, section: str, **changes: Any) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-3 as a string; people mean the number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key.strip():
+        raise ValueError(f"override {override!r} is not of the form section.key=value; write e.g. train.steps=100")
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        if not isinstance(tree.get(section), dict):
+            tree[section] = {}
+        tree = tree[section]
+    tree[last] = _yaml(value, override)
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key, more = ".".join(map(str, first["loc"])), error.error_count() - 1
+    if first["type"] == "extra_forbidden":
+        text = f"unknown key {key}{_suggest(key)}"
+    elif first["type"] == "value_error":
+        text = str(first["ctx"]["error"])
+    else:
+        text = f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return text + (f" (and {more} more)" if more else "")
+
+
+def _suggest(key: str) -> str:
+    known = [f"{s}.{k.alias or n}" for s, f in Config.model_fields.items() for n, k in f.annotation.model_fields.items()]
+    same_leaf = [k for k in known if k.split(".")[1] == key.split(".")[-1]]
+    near = same_leaf or difflib.get_close_matches(key, known + list(Config.model_fields), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else "; --help lists every key"
+
+
+def _near_divisors(number: int, wanted: int) -> str:
+    """The divisors of number on either side of wanted."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below, above = [d for d in divisors if d < wanted][-1:], [d for d in divisors if d > wanted][:1]
+    return " or ".join(map(str, below + above))

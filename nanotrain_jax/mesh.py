@@ -1,0 +1,80 @@
+"""The device mesh: five named axes, always present; an axis of size 1 costs nothing.
+
+    pipe, replica, data, context, tensor      slowest links first, tensor innermost on the fastest
+
+The batch is split over `replica` and `data` (rows) and `context` (tokens): gradients are summed over those three.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+AXES = ("pipe", "replica", "data", "context", "tensor")
+BATCH_AXES = ("replica", "data", "context")
+
+
+def configure(simulate: int = 0, deterministic: bool = False, compile_cache: str | None = None) -> None:
+    """Set up JAX; to be called before the first use of a device.
+
+    simulate: number of CPU devices to pretend to have (0: the machine's own devices).
+    deterministic: deterministic GPU kernels. compile_cache: folder for compiled programs.
+    Raises ValueError if JAX has already started with another number of devices.
+    """
+    if simulate:
+        jax.config.update("jax_platforms", "cpu")
+        try:
+            jax.config.update("jax_num_cpu_devices", simulate)
+        except RuntimeError:
+            if len(jax.devices()) != simulate:
+                raise ValueError(
+                    f"runtime.simulate={simulate} came too late: JAX already runs with {len(jax.devices())} devices; "
+                    "configure the mesh before anything else uses JAX"
+                ) from None
+    if deterministic:
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
+    if compile_cache:
+        jax.config.update("jax_compilation_cache_dir", compile_cache)
+
+
+def make(
+    pipe: int = 1,
+    replica: int = 1,
+    data: int = -1,
+    context: int = 1,
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh with the axes pipe, replica, data, context, tensor over the first devices; one size may be -1: the rest.
+
+    Raises ValueError if the sizes do not fit the devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    asked = dict(zip(AXES, (pipe, replica, data, context, tensor), strict=True))
+    named = " ".join(f"{axis}={size}" for axis, size in asked.items())
+    free = [axis for axis, size in asked.items() if size == -1]
+    bad = [axis for axis, size in asked.items() if size < 1 and size != -1]
+    if bad:
+        raise ValueError(f"parallel.{bad[0]}={asked[bad[0]]}: an axis has 1 or more devices, or -1 for the rest")
+    if len(free) > 1:
+        raise ValueError(f"mesh {named}: only one axis can be -1; give the size of the others")
+    fixed = math.prod(size for size in asked.values() if size != -1)
+    if free:
+        if len(devices) % fixed:
+            raise ValueError(
+                f"mesh {named}: {len(devices)} devices cannot be split into groups of {fixed}; "
+                f"use sizes whose product divides {len(devices)}, or another runtime.simulate"
+            )
+        asked[free[0]] = len(devices) // fixed
+    sizes = tuple(asked.values())
+    needed = math.prod(sizes)
+    if needed > len(devices):
+        raise ValueError(
+            f"mesh {named} needs {needed} devices but there are {len(devices)}; use a smaller mesh, "
+            f"or runtime.simulate={needed} to try it on this machine's CPU"
+        )
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:needed])

@@ -1,0 +1,182 @@
+"""The decoder (Flax NNX): two families from one set of parts, stacked layers run by `lax.scan`.
+
+    llama  RMSNorm, rotary positions, SwiGLU, grouped-query attention       Touvron et al. 2023, arXiv 2302.13971
+    gpt2   LayerNorm, learned positions, GELU, biases, tied embeddings      Radford et al. 2019
+
+Names: B batch, T tokens, S key tokens, D model, F ffn, N query heads, K kv heads, H head dim, V vocab, L layers. Weights
+under `layers` carry one more, leading dim L in storage; inside the scan each layer sees its own.
+
+Matmuls run in the dtype of the weights they are given; norms, softmax, rotary angles and loss in float32.
+Initialisation (GPT-2 and its successors): normal, std 0.02; the two projections that write to the residual stream
+0.02 / sqrt(2 L), so that its variance does not grow with depth; gains one, biases zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+
+from nanotrain_jax.config import Model
+
+STD = 0.02
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float = STD) -> nnx.Param:
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+class Norm(nnx.Module):
+    """x[B T D] -> x[B T D], normalised over D in float32: RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450)."""
+
+    def __init__(self, config: Model):
+        self.eps, self.center = config.norm_eps, config.family == "gpt2"
+        self.gain_D = nnx.Param(jnp.ones(config.d_model))
+        if self.center:
+            self.bias_D = nnx.Param(jnp.zeros(config.d_model))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        x = x_BTD.astype(jnp.float32)
+        if self.center:
+            x = x - x.mean(-1, keepdims=True)
+        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
+        x = x * self.gain_D[...].astype(jnp.float32)[None, None]
+        if self.center:
+            x = x + self.bias_D[...].astype(jnp.float32)[None, None]
+        return x.astype(x_BTD.dtype)
+
+
+class Attention(nnx.Module):
+    """x[B T D] -> y[B T D]: causal attention with N query heads, each group of N / K sharing one key and value head."""
+
+    def __init__(self, config: Model, rngs: nnx.Rngs):
+        D, N, K = config.d_model, config.num_heads, config.num_kv_heads
+        H = D // N
+        self.family, self.theta, self.kernel = config.family, config.rope_theta, config.attention
+        self.q_DNH, self.k_DKH, self.v_DKH = (_normal(rngs, (D, heads, H)) for heads in (N, K, K))
+        self.out_NHD = _normal(rngs, (N, H, D), STD / math.sqrt(2 * config.num_layers))
+        if config.family == "gpt2":
+            self.bias_q_NH, self.bias_k_KH, self.bias_v_KH = (nnx.Param(jnp.zeros((n, H))) for n in (N, K, K))
+            self.bias_out_D = nnx.Param(jnp.zeros(D))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        q_BTNH = jnp.einsum("BTD,DNH->BTNH", x_BTD, self.q_DNH[...])
+        k_BSKH = jnp.einsum("BSD,DKH->BSKH", x_BTD, self.k_DKH[...])
+        v_BSKH = jnp.einsum("BSD,DKH->BSKH", x_BTD, self.v_DKH[...])
+        if self.family == "gpt2":
+            q_BTNH = q_BTNH + self.bias_q_NH[...][None, None]
+            k_BSKH = k_BSKH + self.bias_k_KH[...][None, None]
+            v_BSKH = v_BSKH + self.bias_v_KH[...][None, None]
+        else:
+            q_BTNH, k_BSKH = rotate(q_BTNH, self.theta), rotate(k_BSKH, self.theta)
+        y_BTNH = jax.nn.dot_product_attention(
+            q_BTNH, k_BSKH, v_BSKH, is_causal=True, implementation=self.kernel
+        )
+        y_BTD = jnp.einsum("BTNH,NHD->BTD", y_BTNH, self.out_NHD[...])
+        return y_BTD + self.bias_out_D[...][None, None] if self.family == "gpt2" else y_BTD
+
+
+class MLP(nnx.Module):
+    """x[B T D] -> y[B T D]: SwiGLU (arXiv 2002.05202) for llama, GELU (tanh form, as GPT-2) for gpt2."""
+
+    def __init__(self, config: Model, rngs: nnx.Rngs):
+        D, F = config.d_model, config.d_ff
+        self.family = config.family
+        self.up_DF = _normal(rngs, (D, F))
+        self.down_FD = _normal(rngs, (F, D), STD / math.sqrt(2 * config.num_layers))
+        if config.family == "llama":
+            self.gate_DF = _normal(rngs, (D, F))
+        else:
+            self.bias_up_F, self.bias_down_D = nnx.Param(jnp.zeros(F)), nnx.Param(jnp.zeros(D))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        h_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up_DF[...])
+        if self.family == "llama":
+            h_BTF = h_BTF * jax.nn.silu(jnp.einsum("BTD,DF->BTF", x_BTD, self.gate_DF[...]))
+        else:
+            h_BTF = jax.nn.gelu(h_BTF + self.bias_up_F[...][None, None], approximate=True)
+        y_BTD = jnp.einsum("BTF,FD->BTD", h_BTF, self.down_FD[...])
+        return y_BTD if self.family == "llama" else y_BTD + self.bias_down_D[...][None, None]
+
+
+class Layer(nnx.Module):
+    """x[B T D] -> x[B T D]: attention and MLP, each normalised before and added to the residual stream."""
+
+    def __init__(self, config: Model, rngs: nnx.Rngs):
+        self.norm_attention, self.attention = Norm(config), Attention(config, rngs)
+        self.norm_mlp, self.mlp = Norm(config), MLP(config, rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD))
+        return x_BTD + self.mlp(self.norm_mlp(x_BTD))
+
+
+class Decoder(nnx.Module):
+    """tokens[B T] -> logits[B T V] in float32. Takes a resolved `config.Model`."""
+
+    def __init__(self, config: Model, rngs: nnx.Rngs):
+        V, D = config.vocab_size, config.d_model
+        self.embedding_VD = _normal(rngs, (V, D))
+        if config.family == "gpt2":
+            self.positions_TD = _normal(rngs, (config.max_seq_len, D))
+        stack = nnx.vmap(Layer, in_axes=(None, 0), out_axes=0)
+        self.layers = nnx.split_rngs(splits=config.num_layers)(lambda rngs: stack(config, rngs))(rngs)
+        self.norm = Norm(config)
+        if not config.tie_embeddings:
+            self.head_VD = _normal(rngs, (V, D))
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = self.embedding_VD[...][tokens_BT]
+        if hasattr(self, "positions_TD"):
+            x_BTD = x_BTD + self.positions_TD[...][None, : tokens_BT.shape[1]]
+        layer, weights = nnx.split(self.layers)
+        x_BTD, _ = lax.scan(lambda x, w: (nnx.merge(layer, w)(x), None), x_BTD, weights)
+        head_VD = self.head_VD if hasattr(self, "head_VD") else self.embedding_VD
+        return jnp.einsum("BTD,VD->BTV", self.norm(x_BTD), head_VD[...], preferred_element_type=jnp.float32)
+
+    def loss(self, inputs_BT: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """inputs[B T], targets[B T] -> (sum of cross-entropies in nats, number of targets), float32 and int32 scalars.
+
+        A negative target counts for nothing (padding).
+        """
+        counted_BT = targets_BT >= 0
+        losses_BT = optax.softmax_cross_entropy_with_integer_labels(self(inputs_BT), jnp.maximum(targets_BT, 0))
+        return jnp.where(counted_BT, losses_BT, 0.0).sum(), counted_BT.sum(dtype=jnp.int32)
+
+
+def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
+    """x[B T N H] -> x[B T N H]: rotary positions (arXiv 2104.09864), dims h and h + H/2 forming a pair, angles in float32."""
+    T, H = x_BTNH.shape[1], x_BTNH.shape[3]
+    frequency_h = theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
+    angle_Th = jnp.arange(T, dtype=jnp.float32)[:, None] * frequency_h[None]
+    cos, sin = jnp.cos(angle_Th)[None, :, None], jnp.sin(angle_Th)[None, :, None]
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def init(config: Model, seed: int) -> dict:
+    """Parameters as a nested dict of float32 arrays. The same seed gives the same values on every mesh and layout."""
+    return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=seed)), nnx.Param))
+
+
+def abstract(config: Model) -> tuple[nnx.GraphDef, dict]:
+    """The structure of the decoder and its parameters as ShapeDtypeStructs. No memory is touched."""
+    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=0))), nnx.Param)
+    return graph, nnx.to_pure_dict(params)
+
+
+def attention_kernel(config: Model, dtype: jnp.dtype, platform: str) -> str:
+    """What `auto` stands for: cudnn (flash attention) where it runs, which is 16-bit heads of at most 128 on NVIDIA; else xla."""
+    if config.attention != "auto":
+        return config.attention
+    H = config.d_model // config.num_heads
+    return "cudnn" if platform in ("gpu", "cuda") and dtype.itemsize == 2 and H <= 128 and H % 8 == 0 else "xla"
+
+
+def is_decayed(path: tuple) -> bool:
+    """Whether weight decay applies to the parameter at this tree path: not to gains, biases and learned positions."""
+    return not path[-1].key.startswith(("gain", "bias", "positions"))

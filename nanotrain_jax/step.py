@@ -1,0 +1,142 @@
+"""The training step: composes model, layout and optimizer into pure functions under the package's one `shard_map`.
+
+The body of `train` is the order of the papers: gather, run, reduce, update. What each of them moves is told where it
+is defined; nothing else in the step communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from nanotrain_jax import model
+from nanotrain_jax.config import Config
+from nanotrain_jax.mesh import BATCH_AXES
+from nanotrain_jax.parallel.collectives import as_varying
+from nanotrain_jax.parallel.zero import ZERO
+from nanotrain_jax.runtime import optim
+from nanotrain_jax.sharding import layout
+
+Tree = Any  # a pytree of arrays
+REPLICATED = PartitionSpec()
+BATCH = layout("B/replica,data T/context")
+
+
+class State(NamedTuple):
+    """All that changes from step to step."""
+
+    step: jax.Array  # int32, batches consumed
+    skipped: jax.Array  # int32, how many of them had gradients that were not finite
+    params: Tree  # float32
+    opt: Tree  # optax state
+
+
+class Step(NamedTuple):
+    """Compiled functions, and the shapes and shardings of their arguments (ShapeDtypeStructs).
+
+    init() -> State
+    train(State, batch) -> State, metrics; consumes (donates) its State
+    evaluate(params, batch) -> sum of losses in nats, number of targets
+
+    batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0.
+    metrics: float32 scalars loss (mean over the batch, in nats per token), grad_norm (before clipping), lr, and the int32
+    skipped_steps so far.
+    """
+
+    init: Callable[[], State]
+    train: Callable[[State, Tree], tuple[State, dict[str, jax.Array]]]
+    evaluate: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
+    state: State
+    batch: Tree
+
+
+def accumulate(objective: Callable[[Tree, Tree], jax.Array], params: Tree, batch: Tree, pieces: int) -> tuple[jax.Array, Tree]:
+    """-> (loss, gradients in float32), summed over the microbatches, which are run one after the other. Moves nothing.
+
+    objective(params, microbatch) is this device's contribution to the loss. params must be varying over the
+    batch axes: then gradients stay local and only one microbatch's activations are alive at a time.
+    """
+
+    def one(sums, microbatch):
+        loss, grads = jax.value_and_grad(objective)(params, microbatch)
+        return jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, (loss, grads)), None
+
+    zero = as_varying(jnp.zeros(()), BATCH_AXES)
+    zeros = zero, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    return lax.scan(one, zeros, split(batch, pieces))[0]
+
+
+def split(batch: Tree, pieces: int) -> Tree:
+    """x[B ...] -> x[pieces B/pieces ...] for each leaf."""
+    return jax.tree.map(lambda x: x.reshape(pieces, x.shape[0] // pieces, *x.shape[1:]), batch)
+
+
+def build(config: Config, mesh: Mesh) -> Step:
+    """The step of a resolved config on a mesh. Nothing is computed or allocated before its functions are called."""
+    zero = ZERO[0]
+    dtype = jnp.dtype(config.precision.compute)
+    pieces = config.parallel.microbatches
+    B, T = config.data.batch_size, config.data.seq_len
+
+    platform = mesh.devices.flat[0].platform
+    model_config = config.model.model_copy(update={"attention": model.attention_kernel(config.model, dtype, platform)})
+    graph, params = model.abstract(model_config)
+    schedule = optim.schedule(config.optimizer)
+    optimizer = optim.build(config.optimizer, model.is_decayed)
+
+    def init() -> State:
+        params = model.init(model_config, config.train.seed)
+        return State(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    def loss(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        return nnx.merge(graph, params).loss(batch["inputs"], batch["targets"])
+
+    def objective(params: Tree, microbatch: Tree) -> jax.Array:
+        return loss(params, microbatch)[0] / (B * T)
+
+    def train(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+        params = zero.gather(state.params, dtype, BATCH_AXES)
+        sums = accumulate(objective, params, batch, pieces)
+        mean_loss, grads = zero.reduce(sums, BATCH_AXES)
+        params, opt, norm, finite = zero.update(optimizer, state.params, grads, state.opt, config.optimizer.grad_clip)
+        skipped = state.skipped + jnp.where(finite, 0, 1)
+        metrics = {
+            "loss": mean_loss,
+            "grad_norm": norm,
+            "lr": jnp.asarray(schedule(state.step - state.skipped), jnp.float32),
+            "skipped_steps": skipped,
+        }
+        return State(state.step + 1, skipped, params, opt), metrics
+
+    def evaluate(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        params = zero.gather(params, dtype, BATCH_AXES)
+        sums = lax.map(lambda microbatch: loss(params, microbatch), split(batch, pieces))
+        return zero.reduce(jax.tree.map(lambda x: x.sum(0), sums), BATCH_AXES)
+
+    state = jax.eval_shape(init)
+    specs = zero.storage(state)
+    batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in ("inputs", "targets")}
+    batch_specs = {name: BATCH for name in batch}
+
+    def on_mesh(function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+    def placed(shapes: Tree, specs: Tree) -> Tree:
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), shapes, specs
+        )
+
+    state, batch = placed(state, specs), placed(batch, batch_specs)
+    return Step(
+        init=jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, state)),
+        train=jax.jit(on_mesh(train, (specs, batch_specs), (specs, REPLICATED)), donate_argnums=0),
+        evaluate=jax.jit(on_mesh(evaluate, (specs.params, batch_specs), REPLICATED)),
+        state=state,
+        batch=batch,
+    )
