@@ -1,0 +1,225 @@
+"""Text -> tokens: tokenizers, and documents that stand one after the other in one array. numpy only.
+
+A token folder (`write`, `read`) holds
+    header.json      format, tokenizer, vocabulary, dtype, counts, SHA-256 of the other two files
+    tokens.bin       the token ids of all documents, little-endian, memory-mapped when read
+    documents.npy    a row per document: where it ends, and a hash of its text
+    tokenizer.json   the tokenizer itself, unless it is `bytes`
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+
+FORMAT = "nanotrain_jax tokens 1"
+DOCUMENT = np.dtype([("end", "<i8"), ("key", "<u8")])
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # names of the token that closes a document, by preference
+
+
+class Tokenizer(NamedTuple):
+    """name identifies it (a hash for files); encode: texts as bytes -> token ids of each; end: id that closes a document."""
+
+    name: str
+    vocab_size: int
+    encode: Callable[[Sequence[bytes]], list[np.ndarray]]
+    end: int | None
+    text: str | None  # content of its tokenizer.json
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+
+class Corpus(NamedTuple):
+    """Documents one after the other: document i is tokens[ends[i-1]:ends[i]]; keys are 64-bit hashes of their texts."""
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    keys: np.ndarray
+    tokenizer: str
+    vocab_size: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal documents in equal order with the same tokenizer."""
+        return hashlib.sha256(self.tokenizer.encode() + self.ends.tobytes() + self.keys.tobytes()).hexdigest()[:16]
+
+    def split(self, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+        """-> indices of (training, held-out) documents, the latter holding about this share of the tokens.
+
+        Held-out are the documents with the smallest hashes, so the choice does not depend on seed or order, and
+        documents with the same text always stand on the same side. Raises ValueError if one side would be empty.
+        """
+        if fraction == 0:
+            return np.arange(len(self.keys)), np.arange(0)
+        order = np.argsort(self.keys, kind="stable")
+        sizes = np.cumsum(np.diff(self.ends, prepend=0)[order])
+        cut = int(np.searchsorted(sizes, fraction * sizes[-1])) + 1
+        while cut < len(order) and self.keys[order[cut]] == self.keys[order[cut - 1]]:
+            cut += 1
+        if cut >= len(order):
+            raise ValueError(
+                f"data.val_fraction={fraction} leaves no text to train on ({len(order)} different documents); "
+                "use a smaller share, 0, or more documents"
+            )
+        return np.sort(order[cut:]), np.sort(order[:cut])
+
+
+def byte_tokenizer() -> Tokenizer:
+    """256 bytes, and 256 as the end of a document."""
+    return Tokenizer("bytes", 257, lambda texts: [np.frombuffer(t, np.uint8) for t in texts], 256, None)
+
+
+def file_tokenizer(path: str | Path) -> Tokenizer:
+    """A tokenizer.json of the `tokenizers` library. Raises ValueError if it is none, OSError if it cannot be read."""
+    text = Path(path).read_text()
+    try:
+        model = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"data.tokenizer={str(path)!r} is not a tokenizer.json ({error}); give such a file, or bytes") from None
+    end = next((i for i in map(model.token_to_id, END_OF_TEXT) if i is not None), None)
+
+    def encode(texts: Sequence[bytes]) -> list[np.ndarray]:
+        decoded = [t.decode("utf-8", errors="replace") for t in texts]
+        return [np.asarray(e.ids, np.uint32) for e in model.encode_batch(decoded, add_special_tokens=False)]
+
+    name = "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Tokenizer(name, model.get_vocab_size(), encode, end, text)
+
+
+def tokenizer(name: str) -> Tokenizer:
+    """`bytes`, or the path of a tokenizer.json."""
+    return byte_tokenizer() if name == "bytes" else file_tokenizer(name)
+
+
+def stdlib_documents() -> Iterator[bytes]:
+    """The source files of this Python's standard library, without its tests: real text that every machine holds."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    leave = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    for path in sorted(root.rglob("*.py")):
+        if not leave & set(path.relative_to(root).parts):
+            yield path.read_bytes()
+
+
+def file_documents(pattern: str, piece: int = 1 << 16) -> Iterator[bytes]:
+    """One document per file that matches. A file that is alone is cut at line ends into documents of about `piece` bytes,
+    so that some can be held out. Raises ValueError if no file matches."""
+    paths = sorted(p for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
+    if not paths:
+        raise ValueError(f"data.source='text:{pattern}' matches no file; check the pattern (relative to {Path.cwd()})")
+    if len(paths) > 1:
+        yield from (Path(p).read_bytes() for p in paths)
+        return
+    text, start = Path(paths[0]).read_bytes(), 0
+    while start < len(text):
+        stop = text.rfind(b"\n", start, start + piece) + 1
+        if stop <= start:
+            stop = start + piece
+        yield text[start:stop]
+        start = stop
+
+
+def encoded(documents: Iterable[bytes], tokenizer: Tokenizer, at_once: int = 256) -> Iterator[tuple[np.ndarray, int]]:
+    """-> (token ids with the closing id, hash of the text) of each document that is not empty."""
+    documents = (d for d in documents if d)
+    while texts := list(islice(documents, at_once)):
+        for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
+            if tokenizer.end is not None:
+                ids = np.append(ids, np.uint32(tokenizer.end))
+            key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+            yield ids.astype(tokenizer.dtype), key
+
+
+def build(documents: Iterable[bytes], tokenizer: Tokenizer) -> Corpus:
+    """Tokenize documents in memory."""
+    pieces, keys = [], []
+    for ids, key in encoded(documents, tokenizer):
+        pieces.append(ids)
+        keys.append(key)
+    ends = np.cumsum([len(p) for p in pieces], dtype=np.int64)
+    tokens = np.concatenate(pieces) if pieces else np.zeros(0, tokenizer.dtype)
+    return Corpus(tokens, ends, np.asarray(keys, np.uint64), tokenizer.name, tokenizer.vocab_size)
+
+
+def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) -> dict:
+    """Tokenize documents into a token folder; -> its header.
+
+    Streams, so texts may be larger than memory. The folder appears whole or not at all. Raises ValueError if it exists
+    already or there is no text, OSError if it cannot be written.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise ValueError(f"{folder} exists already; remove it or choose another --out")
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        rows, end = [], 0
+        with open(partial / "tokens.bin", "wb") as file:
+            for ids, key in encoded(documents, tokenizer):
+                end += len(ids)
+                rows.append((end, key))
+                file.write(ids.tobytes())
+        if not rows:
+            raise ValueError("there is no text in the files given; nothing was written")
+        np.save(partial / "documents.npy", np.asarray(rows, DOCUMENT))
+        if tokenizer.text is not None:
+            (partial / "tokenizer.json").write_text(tokenizer.text)
+        header = {
+            "format": FORMAT,
+            "tokenizer": tokenizer.name,
+            "vocab_size": tokenizer.vocab_size,
+            "dtype": tokenizer.dtype.str,
+            "tokens": end,
+            "documents": len(rows),
+            "sha256": {name: _digest(partial / name) for name in ("tokens.bin", "documents.npy")},
+        }
+        (partial / "header.json").write_text(json.dumps(header, indent=2) + "\n")
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return header
+
+
+def read(folder: str | Path, verify: bool = True) -> Corpus:
+    """Memory-map a token folder. Raises ValueError if it is not whole (with verify: or altered), OSError if it cannot be read."""
+    folder = Path(folder)
+    remedy = "write it again with scripts/prepare_data.py"
+    if not (folder / "header.json").is_file():
+        raise ValueError(f"data.source='tokens:{folder}' has no header.json; make it with scripts/prepare_data.py")
+    try:
+        header = json.loads((folder / "header.json").read_text())
+        dtype, count = np.dtype(header["dtype"]), header["tokens"]
+        sums, name, vocab = header["sha256"], header["tokenizer"], header["vocab_size"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder}/header.json is damaged ({error!r}); {remedy}") from None
+    if header["format"] != FORMAT:
+        raise ValueError(f"{folder}/header.json says format {header['format']!r}, this version reads {FORMAT!r}; {remedy}")
+    size = (folder / "tokens.bin").stat().st_size
+    if size != count * dtype.itemsize:
+        raise ValueError(
+            f"{folder}/tokens.bin holds {size} bytes but its header promises {count * dtype.itemsize}; it was cut short: {remedy}"
+        )
+    for file, expected in sums.items() if verify else ():
+        if _digest(folder / file) != expected:
+            raise ValueError(f"{folder}/{file} does not have the SHA-256 that its header records; it was altered: {remedy}")
+    documents = np.load(folder / "documents.npy")
+    tokens = np.memmap(folder / "tokens.bin", dtype, "r", shape=(count,))
+    return Corpus(tokens, documents["end"].copy(), documents["key"].copy(), name, vocab)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
