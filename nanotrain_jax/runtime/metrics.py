@@ -1,0 +1,165 @@
+"""What people look at: metrics.jsonl, TensorBoard, a progress bar or lines, loss.png.
+
+`Writer.step` takes metrics as they leave the device and writes those of the step before, which are ready by then: the
+device never waits for the host, and the host is at most one step ahead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib.figure
+import numpy as np
+import tensorboardX
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from nanotrain_jax.config import Config
+
+
+class Writer:
+    """Writes a run to config.logging.dir and to the terminal (process 0 only).
+
+    flops_per_step: of the whole batch, peak_flops: of all devices, or None where unknown (then mfu is null).
+    Raises OSError if the folder cannot be written.
+    """
+
+    def __init__(self, config: Config, first_step: int, flops_per_step: float, peak_flops: float | None):
+        self.config, self.flops, self.peak = config, flops_per_step, peak_flops
+        self.tokens = config.data.batch_size * config.data.seq_len
+        self.pending: tuple[int, dict[str, Any]] | None = None
+        self.last: dict[str, Any] = {}
+        self.seconds, self.steps = 0.0, 0
+        self.active = jax.process_index() == 0
+        self.console = Console(highlight=False, soft_wrap=True)
+        how = config.logging.progress
+        self.how = ("bar" if self.console.is_terminal else "lines") if how == "auto" else how
+        if not self.active:
+            return
+        self.folder = Path(config.logging.dir)
+        self.jsonl = open(self.folder / "metrics.jsonl", "a", buffering=1)
+        self.board = tensorboardX.SummaryWriter(str(self.folder / "tensorboard")) if config.logging.tensorboard else None
+        self.bar = None
+        if self.how == "bar":
+            columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
+            self.bar = Progress(*columns, console=self.console)
+            self.task = self.bar.add_task("", total=config.train.steps, completed=first_step, text="")
+            self.bar.start()
+
+    def say(self, text: str) -> None:
+        """Print lines on the terminal."""
+        if self.active:
+            self.console.print(text)
+
+    def start_clock(self) -> None:
+        """Steps are timed from here on (what went before, an evaluation say, is not theirs)."""
+        self.clock = time.perf_counter()
+
+    def step(self, number: int, metrics: dict[str, jax.Array]) -> None:
+        """Take the metrics of step `number`, still being computed, and write those of the step before."""
+        self.write()
+        self.pending = number, metrics
+
+    def settle(self) -> None:
+        """Wait for the pending step, so that what follows is not counted as its time."""
+        if self.pending and isinstance(self.pending[1]["loss"], jax.Array):
+            number, metrics = self.pending
+            self.pending = number, jax.device_get(metrics)
+            now = time.perf_counter()
+            self.seconds, self.steps, self.clock = self.seconds + now - self.clock, self.steps + 1, now
+
+    def write(self, val_loss: float | None = None) -> None:
+        """Write the pending step, if any, together with a validation loss, if any."""
+        if not self.pending:
+            return
+        self.settle()
+        (number, metrics), self.pending = self.pending, None
+        every = self.config.train.log_every
+        if self.bar_active():
+            self.bar.update(self.task, completed=number)
+        if val_loss is None and (not every or number % every) and number != self.config.train.steps:
+            return
+        seconds = self.seconds / self.steps
+        self.seconds, self.steps = 0.0, 0
+        record = {
+            "step": number,
+            # float32 as the shortest text that reads back to the same float32
+            **{k: float(str(np.float32(metrics[k]))) for k in ("loss", "grad_norm", "lr")},
+            "tokens": number * self.tokens,
+            "tokens_per_second": self.tokens / seconds,
+            "mfu": self.flops / seconds / self.peak if self.peak else None,
+            "step_seconds": seconds,
+        }
+        if metrics["skipped_steps"]:
+            record["skipped_steps"] = int(metrics["skipped_steps"])
+        if val_loss is not None:
+            record["val_loss"] = val_loss
+        self.last |= record
+        if self.active:
+            self._show(record)
+
+    def bar_active(self) -> bool:
+        return self.active and self.bar is not None
+
+    def _show(self, record: dict[str, Any]) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self.jsonl.write(json.dumps(finite) + "\n")
+        if self.board:
+            for name, value in record.items():
+                if name != "step" and value is not None:
+                    self.board.add_scalar(name, value, record["step"])
+        text = f"loss {record['loss']:.4f}"
+        val_loss = (self.last if self.bar else record).get("val_loss")
+        if val_loss is not None:
+            text += f"  val {val_loss:.4f}"
+        text += f"  {record['tokens_per_second']:,.0f} tokens/s"
+        if record["mfu"]:
+            text += f"  mfu {record['mfu']:.1%}"
+        if "skipped_steps" in record:
+            text += f"  skipped {record['skipped_steps']}"
+        if self.bar:
+            self.bar.update(self.task, text=text)
+        elif self.how == "lines":
+            steps = self.config.train.steps
+            left = time.strftime("%H:%M:%S", time.gmtime((steps - record["step"]) * record["step_seconds"]))
+            self.console.print(f"step {record['step']:>{len(str(steps))}}/{steps}  {text}  lr {record['lr']:.2e}  left {left}")
+
+    def close(self) -> None:
+        """Write what is pending and the picture of the losses, and close the files."""
+        try:
+            self.write()
+            if self.active:
+                plot(self.folder / "metrics.jsonl", self.folder / "loss.png")
+        finally:
+            if self.bar_active():
+                self.bar.stop()
+            if self.active:
+                with suppress(OSError):
+                    self.jsonl.close()
+                if self.board:
+                    self.board.close()
+
+
+def plot(jsonl: Path, png: Path) -> None:
+    """metrics.jsonl -> a picture of training and validation loss over steps. A step that ran twice counts as it ran last."""
+    records = {r["step"]: r for r in map(json.loads, jsonl.read_text().splitlines())}
+    records = [records[step] for step in sorted(records)]
+    if not records:
+        return
+    figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    train = [(r["step"], r["loss"]) for r in records if r["loss"] is not None]
+    val = [(r["step"], r["val_loss"]) for r in records if r.get("val_loss") is not None]
+    for points, style in (train, {"label": "training", "linewidth": 1}), (val, {"label": "validation", "marker": "o"}):
+        if points:
+            axes.plot(*zip(*points, strict=True), **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(png, dpi=120)

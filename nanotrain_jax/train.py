@@ -1,0 +1,204 @@
+"""`python -m nanotrain_jax.train --config FILE [section.key=value ...]`: the training loop.
+
+Exit codes: 0 done, or stopped by SIGTERM or Ctrl-C after a clean save; 2 the request is wrong (one line on stderr);
+1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import yaml
+from jax.sharding import Mesh
+
+from nanotrain_jax import config as configs
+from nanotrain_jax import mesh as meshes
+from nanotrain_jax import step as steps
+from nanotrain_jax.audit import cost, topology
+from nanotrain_jax.config import Config
+from nanotrain_jax.runtime import checkpoint, data, metrics
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse arguments, train, and turn what is wrong with the request into one line and exit code 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nanotrain_jax.train",
+        description="Train a transformer.",
+        epilog="keys (override as section.key=value):\n\n" + configs.describe(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, help="YAML file; see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the file")
+    arguments = parser.parse_intermixed_args(argv)
+    with stop_signals() as stopped:
+        try:
+            run = prepare(configs.load(arguments.config, arguments.overrides))
+        except (ValueError, OSError) as error:
+            return refuse(error)
+        try:
+            train(run, stopped)
+        except OSError as error:  # a full disk, say; the newest finished checkpoint stays usable
+            return refuse(error)
+    return 0
+
+
+def refuse(error: Exception) -> int:
+    """Tell what is wrong in one line on stderr; -> exit code 2."""
+    print("error: " + " ".join(str(error).split()), file=sys.stderr)
+    return 2
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """Within, the first SIGTERM or Ctrl-C only makes the yielded function return True; the second acts as usual."""
+    received = []
+
+    def handle(number, frame):
+        received.append(number)
+        signal.signal(number, before[number])
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Run(NamedTuple):
+    """A request that was found to be in order, ready to go on from `position` (sequences consumed so far)."""
+
+    config: Config
+    mesh: Mesh
+    dataset: data.Dataset
+    step: steps.Step
+    state: steps.State
+    position: int
+    resumed: str | None
+
+
+def prepare(config: Config) -> Run:
+    """Check everything that can be wrong with the request before a byte is written, and restore or make the state.
+
+    Raises ValueError or OSError.
+    """
+    runtime = config.runtime
+    cache = str(Path.home() / ".cache" / "nanotrain_jax") if runtime.compile_cache else None
+    meshes.configure(runtime.simulate, runtime.deterministic, cache)
+    mesh = meshes.make(**config.parallel.axes)
+    dataset = data.load(config.data, config.model.vocab_size)
+    config = configs.resolve(config, mesh.shape, dataset.vocab_size)
+    start = checkpoint.find(config.checkpoint)
+    step = steps.build(config, mesh)
+    if start is None:
+        return Run(config, mesh, dataset, step, step.init(), 0, None)
+    folder, number = start
+    with checkpoint.open(config.checkpoint, folder) as manager:
+        meta = checkpoint.read_meta(manager, number)
+        checkpoint.check(meta, config, dataset.tokenizer)
+        state = checkpoint.restore(manager, number, step.state)
+    resumed = f"resumed from step {number} in {folder}"
+    if meta["data"]["fingerprint"] != dataset.fingerprint:
+        resumed += "; the training data are not those of the checkpoint: sequences may repeat"
+    return Run(config, mesh, dataset, step, state, meta["data"]["position"], resumed)
+
+
+def train(run: Run, stopped: Callable[[], bool]) -> None:
+    """Train until the last step or until stopped() says so; then save and say what there is. Raises OSError (full disk)."""
+    config, step, state = run.config, run.step, run.state
+    first, last, every = int(state.step), config.train.steps, config.checkpoint.every
+    folder = Path(config.logging.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+
+    devices = list(run.mesh.devices.flat)
+    peak = topology.peak_flops(devices[0].device_kind)
+    tokens = config.data.batch_size * config.data.seq_len
+    flops = cost.flops_per_token(config.model, config.data.seq_len)["full"] * tokens
+    writer = metrics.Writer(config, first, flops, peak and peak * len(devices))
+    writer.say(introduction(run))
+
+    def evaluate() -> float:
+        sums = [step.evaluate(state.params, b) for b in data.evaluation(run.dataset.val, step.batch, config.train.eval_steps)]
+        return sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums)
+
+    def meta(number: int) -> dict:
+        position = run.position + (number - first) * config.data.batch_size
+        return {
+            "config": config.to_dict(),
+            "tokenizer": run.dataset.tokenizer,
+            "data": {"position": position, "fingerprint": run.dataset.fingerprint},
+        }
+
+    with closing(writer), checkpoint.open(config.checkpoint) if every else nullcontext() as manager:
+        started = time.perf_counter()
+        train_step = step.train.lower(step.state, step.batch).compile()
+        writer.say(f"compiled in {time.perf_counter() - started:.1f} s")
+        batches = data.batches(run.dataset.train, step.batch, config.data.seed, run.position)
+        profile = config.runtime.profile_steps or (0, 0)
+        number, saved = first, first
+        writer.start_clock()
+        while number < last and not stopped():
+            number += 1
+            if number == profile[0]:
+                jax.profiler.start_trace(folder / "profile")
+            state, values = train_step(state, next(batches))
+            writer.step(number, values)
+            if number == profile[1]:
+                jax.block_until_ready(values)
+                jax.profiler.stop_trace()
+            if config.train.eval_every and len(run.dataset.val) and (number % config.train.eval_every == 0 or number == last):
+                writer.settle()
+                writer.write(evaluate())
+                writer.start_clock()
+            if every and number % every == 0:
+                writer.settle()
+                checkpoint.save(manager, number, state, meta(number))
+                saved = number
+                writer.start_clock()
+        if every and number > saved:
+            checkpoint.save(manager, number, state, meta(number))
+    writer.say(summary(run, writer, number))
+
+
+def introduction(run: Run) -> str:
+    config, params = run.config, run.step.state.params
+    count = sum(math.prod(p.shape) for p in jax.tree.leaves(params))
+    axes = " x ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
+    lines = [
+        f"{config.model.family}, {count:,} parameters, on {run.mesh.size} x {run.mesh.devices.flat[0].device_kind} ({axes})",
+        f"{config.data.source}: {len(run.dataset.train):,} training and {len(run.dataset.val):,} held-out sequences of "
+        f"{config.data.seq_len} tokens; {config.data.batch_size} per step",
+    ]
+    return "\n".join(lines + [run.resumed] * bool(run.resumed))
+
+
+def summary(run: Run, writer: metrics.Writer, number: int) -> str:
+    config, last = run.config, writer.last
+    lines = [f"{'done' if number == config.train.steps else 'stopped'} at step {number} of {config.train.steps}"]
+    if "loss" in last:
+        lines.append(f"  training loss     {last['loss']:.4f}")
+    if "val_loss" in last:
+        lines.append(f"  validation loss   {last['val_loss']:.4f} nats per token")
+        bigram = data.bigram_loss(run.dataset, config.train.eval_steps * config.data.batch_size)
+        if bigram:
+            lines.append(f"  byte-bigram model {bigram:.4f} on the same held-out text: what letter pairs alone can tell")
+    if "skipped_steps" in last:
+        lines.append(f"  skipped steps     {last['skipped_steps']} (gradients were not finite)")
+    lines.append(f"  in {config.logging.dir}/: loss.png, metrics.jsonl, config.yaml" + ", tensorboard/" * config.logging.tensorboard)
+    if config.checkpoint.every:
+        lines.append(f"  checkpoints       {config.checkpoint.dir} (the same command goes on from step {number})")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
