@@ -53,7 +53,7 @@ def _update(
     and optimizer state come back untouched. All arguments are equal on all devices, so each decides alike and
     nothing moves.
     """
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     if clip:
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)

@@ -28,7 +28,7 @@ def schedule(config: Optimizer) -> optax.Schedule:
     else:
         main = optax.constant_schedule(lr)
     warm = optax.linear_schedule(lr / (warmup + 1), lr, warmup)
-    return optax.join_schedules([warm, main], [warmup]) if warmup else main
+    return _standard_promotion(optax.join_schedules([warm, main], [warmup]) if warmup else main)
 
 
 def build(config: Optimizer, is_decayed: Callable[[tuple], bool]) -> optax.GradientTransformation:
@@ -37,10 +37,21 @@ def build(config: Optimizer, is_decayed: Callable[[tuple], bool]) -> optax.Gradi
     is_decayed: tree path of a parameter -> whether weight decay applies to it. Clipping is not in here: it needs
     the global norm, which only the layout of the gradients can tell (parallel/zero.py).
     """
-    return optax.adamw(
+    adamw = optax.adamw(
         schedule(config),
         *config.betas,
         eps=config.eps,
         weight_decay=config.weight_decay,
         mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, _: is_decayed(path), params),
     )
+    return optax.GradientTransformation(adamw.init, _standard_promotion(adamw.update))
+
+
+def _standard_promotion(function: Callable) -> Callable:
+    """optax mixes integer counts with floats, which a user's strict dtype promotion would refuse."""
+
+    def wrapped(*args):
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args)
+
+    return wrapped

@@ -1,0 +1,75 @@
+"""8 simulated CPU devices, strict dtype promotion, rank promotion raises; what several test files share."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from nanotrain_jax import config as configs
+from nanotrain_jax import mesh as meshes
+
+meshes.configure(simulate=8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The one place for tolerances. Parity is float32 against float32: sums in another order, nothing else. (The eps of Adam in `small`
+# is far above the rounding noise of gradients, which m / sqrt(v) would otherwise blow up to the size of the learning rate.)
+LOSS = {"rtol": 2e-6, "atol": 0}
+GRADS = {"rtol": 1e-5, "atol": 1e-7}  # elements that cancel to almost nothing have only an absolute accuracy
+STATE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def small(family="llama", **changes):
+    """A small config of a family as plain data; changes are section=dict."""
+    tree = {
+        "model": {"family": family, "num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 64, "vocab_size": 61},
+        "precision": {"compute": "float32"},
+        "data": {"source": "synthetic", "batch_size": 32, "seq_len": 16},
+        "optimizer": {"lr": 1e-2, "schedule": "constant", "eps": 1e-4, "grad_clip": 0.0},
+    }
+    if family == "llama":
+        tree["model"]["num_kv_heads"] = 2
+    for section, values in changes.items():
+        tree[section] = tree.get(section, {}) | values
+    return tree
+
+
+def resolved(tree, vocab=None):
+    """-> (resolved config, mesh) of plain data."""
+    config = configs.parse(tree)
+    mesh = meshes.make(**config.parallel.axes)
+    return configs.resolve(config, mesh.shape, vocab), mesh
+
+
+def random_tokens(config, seed=0, count=1):
+    """count arrays int32 [B T+1]."""
+    shape = count, config.data.batch_size, config.data.seq_len + 1
+    return list(np.random.default_rng(seed).integers(config.model.vocab_size, size=shape, dtype=np.int32))
+
+
+def on_devices(tokens, step):
+    """tokens[B T+1] -> the batch of a step, on its devices."""
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    return jax.device_put(batch, jax.tree.map(lambda x: x.sharding, step.batch))
+
+
+def records(folder):
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def text_files(tmp_path):
+    """40 documents of real words; -> the glob that matches them."""
+    import sysconfig
+    from pathlib import Path
+
+    folder = tmp_path / "text"
+    folder.mkdir()
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for name in ("abc", "ast", "bdb", "cmd", "code", "copy", "csv", "dis", "glob", "heapq", "hmac", "io", "keyword", "locale"):
+        text = (library / f"{name}.py").read_text()
+        for part in range(3):
+            (folder / f"{name}{part}.txt").write_text(text[part * 2000 : part * 2000 + 2000])
+    return f"{folder}/*.txt"

@@ -1,0 +1,99 @@
+"""The oracle: a decoder and AdamW on one device, in plain JAX and float32, written from the papers without looking left
+or right. It imports nothing from the package; every layout is compared with it.
+
+Parameters have the package's names (a nested dict, `layers` stacked along a leading dim).
+"""
+
+import jax
+import jax.numpy as jnp
+
+B1, B2, EPS, DECAY = 0.9, 0.95, 1e-4, 0.1
+
+
+def norm(p, x, eps=1e-5):
+    if "bias_D" in p:
+        x = x - jnp.mean(x, -1, keepdims=True)
+    x = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+    return x * p["gain_D"].reshape(1, 1, -1) + p.get("bias_D", jnp.zeros(x.shape[-1])).reshape(1, 1, -1)
+
+
+def rotary(x, theta=10000.0):
+    B, T, N, H = x.shape
+    angle = jnp.outer(jnp.arange(T, dtype=jnp.float32), theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H))
+    z = jax.lax.complex(x[..., : H // 2], x[..., H // 2 :]) * jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).reshape(1, T, 1, H // 2)
+    return jnp.concatenate([z.real, z.imag], -1)
+
+
+def attention(p, x):
+    gpt2 = "bias_out_D" in p
+    heads = []
+    for name, bias in ("q_DNH", "bias_q_NH"), ("k_DKH", "bias_k_KH"), ("v_DKH", "bias_v_KH"):
+        y = jnp.tensordot(x, p[name], axes=1)
+        heads.append(y + p[bias].reshape(1, 1, *p[bias].shape) if gpt2 else y)
+    q, k, v = heads
+    if not gpt2:
+        q, k = rotary(q), rotary(k)
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
+    T = x.shape[1]
+    scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)).reshape(1, 1, T, T), scores, -jnp.inf)
+    y = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+    y = jnp.tensordot(y, p["out_NHD"], axes=2)
+    return y + p["bias_out_D"].reshape(1, 1, -1) if gpt2 else y
+
+
+def mlp(p, x):
+    if "gate_DF" in p:
+        gate = x @ p["gate_DF"]
+        return ((x @ p["up_DF"]) * gate / (1 + jnp.exp(-gate))) @ p["down_FD"]
+    h = x @ p["up_DF"] + p["bias_up_F"].reshape(1, 1, -1)
+    h = 0.5 * h * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (h + 0.044715 * h * h * h)))
+    return h @ p["down_FD"] + p["bias_down_D"].reshape(1, 1, -1)
+
+
+def logits(params, tokens):
+    x = params["embedding_VD"][tokens]
+    if "positions_TD" in params:
+        x = x + params["positions_TD"][: tokens.shape[1]][jnp.newaxis]
+    for i in range(params["layers"]["norm_mlp"]["gain_D"].shape[0]):
+        layer = jax.tree.map(lambda w: w[i], params["layers"])
+        x = x + attention(layer["attention"], norm(layer["norm_attention"], x))
+        x = x + mlp(layer["mlp"], norm(layer["norm_mlp"], x))
+    return norm(params["norm"], x) @ params.get("head_VD", params["embedding_VD"]).T
+
+
+def loss(params, tokens):
+    """tokens[B T+1] -> mean cross-entropy in nats."""
+    log_p = jax.nn.log_softmax(logits(params, tokens[:, :-1]))
+    return -jnp.mean(jnp.take_along_axis(log_p, tokens[:, 1:, jnp.newaxis], axis=-1))
+
+
+def decayed(path):
+    return not any(word in path[-1].key for word in ("gain", "bias", "positions"))
+
+
+@jax.jit
+def update(params, m, v, t, lr, clip, tokens):
+    """Update number t (from 1.0) -> new params, m, v, loss, gradients, global norm."""
+    value, grads = jax.value_and_grad(loss)(params, tokens)
+    total = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / total), grads)
+    m = jax.tree.map(lambda m, g: B1 * m + (1 - B1) * g, m, clipped)
+    v = jax.tree.map(lambda v, g: B2 * v + (1 - B2) * g * g, v, clipped)
+
+    def new(path, p, m, v):
+        step = (m / (1 - B1**t)) / (jnp.sqrt(v / (1 - B2**t)) + EPS)
+        return p - lr * (step + (DECAY * p if decayed(path) else 0.0 * p))
+
+    return jax.tree_util.tree_map_with_path(new, params, m, v), m, v, value, grads, total
+
+
+def train(params, batches, lr, clip=jnp.inf):
+    """-> params, m, v after all batches, and lists of losses, gradients, norms."""
+    m, v = jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+    log = []
+    for t, tokens in enumerate(batches, 1):
+        params, m, v, *values = update(params, m, v, jnp.float32(t), jnp.float32(lr), jnp.float32(clip), tokens)
+        log.append(values)
+    return params, m, v, log

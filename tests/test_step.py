@@ -1,0 +1,171 @@
+"""The step: equal to the oracle on every mesh, one all-reduce, state of one type, bad gradients skipped."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import GRADS, LOSS, STATE, on_devices, random_tokens, resolved, small
+
+import oracle
+from nanotrain_jax import model
+from nanotrain_jax import step as steps
+
+MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (1, 4)]  # (data, replica)
+close = np.testing.assert_allclose
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """family -> what the oracle makes of 3 updates."""
+    results = {}
+    for family in ("llama", "gpt2"):
+        config, _ = resolved(small(family))
+        params = model.init(config.model, config.train.seed)
+        results[family] = oracle.train(params, random_tokens(config, count=3), lr=1e-2)
+    return results
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(("data", "replica"), MESHES)
+def test_loss_gradients_and_state_after_three_updates_equal_the_oracle(family, data, replica, microbatches, expected):
+    parallel = {"data": data, "replica": replica, "microbatches": microbatches}
+    config, mesh = resolved(small(family, parallel=parallel))
+    step = steps.build(config, mesh)
+    state = step.init()
+    params, m, v, log = expected[family]
+    for tokens, (loss, grads, norm) in zip(random_tokens(config, count=3), log, strict=True):
+        first = int(state.step) == 0
+        state, metrics = step.train(state, on_devices(tokens, step))
+        close(metrics["loss"], loss, **LOSS)
+        close(metrics["grad_norm"], norm, **GRADS)
+        if first:  # the first moment is (1 - beta1) times the first gradient
+            jax.tree.map(lambda a, b: close(a / (1 - oracle.B1), b, **GRADS), state.opt[0].mu, grads)
+    jax.tree.map(lambda a, b: close(a, b, **STATE), state.params, params)
+    jax.tree.map(lambda a, b: close(a, b, **STATE), state.opt[0].mu, m)
+    jax.tree.map(lambda a, b: close(a, b, **STATE), state.opt[0].nu, v)
+    assert (int(state.step), int(state.skipped)) == (3, 0)
+
+
+def test_clipping_is_by_the_global_norm():
+    config, mesh = resolved(small(optimizer={"grad_clip": 0.1}))
+    step = steps.build(config, mesh)
+    tokens = random_tokens(config, count=3)
+    params, *_, log = oracle.train(model.init(config.model, 0), tokens, lr=1e-2, clip=0.1)
+    assert all(norm > 0.2 for *_, norm in log)  # so that there is something to clip
+    state = step.init()
+    for batch in tokens:
+        state, _ = step.train(state, on_devices(batch, step))
+    jax.tree.map(lambda a, b: close(a, b, **STATE), state.params, params)
+
+
+def computations(text):
+    """Compiled HLO text -> {computation name: its lines}; the entry computation is 'ENTRY'."""
+    found, name = {}, None
+    for line in text.splitlines():
+        if line and line[0] not in " }" and line.endswith("{"):
+            name = line.split()[0]
+            found[name] = []
+        elif name:
+            found[name].append(line)
+    return found
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_the_compiled_step_holds_exactly_one_collective_whatever_the_number_of_microbatches(microbatches):
+    config, mesh = resolved(small(parallel={"data": 8, "microbatches": microbatches}))
+    step = steps.build(config, mesh)
+    text = step.train.lower(step.state, step.batch).compile().as_text()
+    found = [
+        (where, line)
+        for where, lines in computations(text).items()
+        for line in lines
+        if re.search(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(", line)
+    ]
+    assert [where for where, _ in found] == ["ENTRY"]
+    ((_, line),) = found
+    result = line.split(" all-reduce")[0]
+    elements = sum(np.prod([int(n) for n in dims.split(",") if n], dtype=int) for dims in re.findall(r"f32\[([\d,]*)\]", result))
+    assert elements == sum(p.size for p in jax.tree.leaves(step.state.params)) + 1  # gradients in float32, and the loss
+    assert "replica_groups={{0,1,2,3,4,5,6,7}}" in line or "replica_groups=[1,8]" in line or "mesh[" in line
+
+
+def test_state_has_the_same_types_and_places_before_and_after_a_step():
+    config, mesh = resolved(small())
+    step = steps.build(config, mesh)
+    state = step.init()
+    describe = lambda state: jax.tree.map(lambda x: (x.shape, str(x.dtype), x.sharding), state)  # noqa: E731
+    assert describe(state) == describe(step.state)
+    after, _ = step.train(state, on_devices(random_tokens(config)[0], step))
+    assert describe(after) == describe(step.state)
+    assert jax.tree.leaves(state.params)[0].is_deleted()  # donated
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_whose_gradients_are_not_finite_is_skipped_on_every_device(microbatches):
+    parallel = {"data": 4, "microbatches": microbatches}
+    config, mesh = resolved(small(parallel=parallel, optimizer={"schedule": "linear", "warmup_steps": 5}))
+    step = steps.build(config, mesh)
+    # One embedding row is broken, and one row of the batch, on one device, looks it up.
+    good, bad, last = (np.where(t == 60, 0, t) for t in random_tokens(config, count=3))
+    bad[5, 3] = 60
+
+    def break_row(state):
+        broken = state.params["embedding_VD"].at[60].set(jnp.nan)
+        return state._replace(params=state.params | {"embedding_VD": broken})
+
+    def run(batches):
+        state, log = break_row(step.init()), []
+        for tokens in batches:
+            state, metrics = step.train(state, on_devices(tokens, step))
+            log.append(jax.device_get(metrics))
+        return state, log
+
+    state, log = run([good, bad, last])
+    clean, clean_log = run([good, last])
+    assert [int(m["skipped_steps"]) for m in log] == [0, 1, 1]
+    assert not np.isfinite(log[1]["grad_norm"])
+    assert (int(state.step), int(state.skipped)) == (3, 1)
+    assert log[2]["lr"] == clean_log[1]["lr"] == log[1]["lr"]
+    # Bitwise the run that never saw the batch, on every device.
+    for a, b in zip(jax.tree.leaves((state.params, state.opt)), jax.tree.leaves((clean.params, clean.opt)), strict=True):
+        for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_array_equal(x.data, y.data)
+
+
+def test_evaluation_is_the_oracles_mean_over_targets_that_count():
+    config, mesh = resolved(small(parallel={"microbatches": 2}))
+    step = steps.build(config, mesh)
+    state, tokens = step.init(), random_tokens(config)[0]
+    batch = on_devices(tokens, step)
+    masked = np.array(tokens[:, 1:])
+    masked[20:] = -1
+    batch["targets"] = jax.device_put(masked, step.batch["targets"].sharding)
+    loss, count = step.evaluate(state.params, batch)
+    assert int(count) == 20 * 16
+    close(loss / 320, oracle.loss(state.params, tokens[:20]), **LOSS)
+
+
+def test_the_same_seed_gives_the_same_parameters_on_every_mesh():
+    trees = []
+    for data in (1, 8):
+        config, mesh = resolved(small("gpt2", parallel={"data": data}))
+        trees.append(steps.build(config, mesh).init().params)
+    jax.tree.map(np.testing.assert_array_equal, *trees)
+
+
+@jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
+def test_bfloat16_stays_near_float32_and_keeps_float32_state():
+    losses = {}
+    for compute in ("float32", "bfloat16"):
+        config, mesh = resolved(small(precision={"compute": compute}, optimizer={"grad_clip": 1.0}))
+        step = steps.build(config, mesh)
+        state = step.init()
+        for tokens in random_tokens(config, count=3):
+            state, metrics = step.train(state, on_devices(tokens, step))
+        losses[compute] = float(metrics["loss"])
+        assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+    assert losses["bfloat16"] != losses["float32"]
+    close(losses["bfloat16"], losses["float32"], rtol=2**-8)  # half a unit in the last place of bfloat16
