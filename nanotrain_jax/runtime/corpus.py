@@ -81,13 +81,12 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer("bytes", 257, lambda texts: [np.frombuffer(t, np.uint8) for t in texts], 256, None)
 
 
-def file_tokenizer(path: str | Path) -> Tokenizer:
-    """A tokenizer.json of the `tokenizers` library. Raises ValueError if it is none, OSError if it cannot be read."""
-    text = Path(path).read_text()
+def json_tokenizer(text: str, origin: str) -> Tokenizer:
+    """The content of a tokenizer.json, as the `tokenizers` library writes it. Raises ValueError if it is none."""
     try:
         model = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"data.tokenizer={str(path)!r} is not a tokenizer.json ({error}); give such a file, or bytes") from None
+        raise ValueError(f"tokenizer {origin} is not a tokenizer.json ({error}); give such a file, or bytes") from None
     end = next((i for i in map(model.token_to_id, END_OF_TEXT) if i is not None), None)
 
     def encode(texts: Sequence[bytes]) -> list[np.ndarray]:
@@ -99,8 +98,8 @@ def file_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the path of a tokenizer.json."""
-    return byte_tokenizer() if name == "bytes" else file_tokenizer(name)
+    """`bytes`, or the path of a tokenizer.json. Raises ValueError, or OSError if the file cannot be read."""
+    return byte_tokenizer() if name == "bytes" else json_tokenizer(Path(name).read_text(), repr(name))
 
 
 def stdlib_documents() -> Iterator[bytes]:
@@ -112,20 +111,25 @@ def stdlib_documents() -> Iterator[bytes]:
             yield path.read_bytes()
 
 
-def file_documents(pattern: str, piece: int = 1 << 16) -> Iterator[bytes]:
-    """One document per file that matches. A file that is alone is cut at line ends into documents of about `piece` bytes,
-    so that some can be held out. Raises ValueError if no file matches."""
+def glob_documents(pattern: str) -> Iterator[bytes]:
+    """`text_documents` of the files that match. Raises ValueError if none does."""
     paths = sorted(p for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
     if not paths:
         raise ValueError(f"data.source='text:{pattern}' matches no file; check the pattern (relative to {Path.cwd()})")
+    return text_documents(paths)
+
+
+def text_documents(paths: Sequence[str | Path], piece: int = 1 << 16) -> Iterator[bytes]:
+    """One document per file. A file that is alone is cut at line ends into documents of about `piece` bytes, so that some
+    can be held out."""
     if len(paths) > 1:
         yield from (Path(p).read_bytes() for p in paths)
         return
     text, start = Path(paths[0]).read_bytes(), 0
     while start < len(text):
-        stop = text.rfind(b"\n", start, start + piece) + 1
-        if stop <= start:
-            stop = start + piece
+        stop = start + piece
+        if stop < len(text):
+            stop = text.rfind(b"\n", start, stop) + 1 or stop
         yield text[start:stop]
         start = stop
 

@@ -89,7 +89,7 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
                 f"data.tokenizer={config.tokenizer!r} did not make {config.source!r} (its tokenizer is {corpus.tokenizer}); leave it out"
             )
     elif kind == "text" and where:
-        corpus = corpora.build(corpora.file_documents(where), corpora.tokenizer(config.tokenizer or "bytes"))
+        corpus = corpora.build(corpora.glob_documents(where), corpora.tokenizer(config.tokenizer or "bytes"))
     elif config.source == "stdlib":
         corpus = corpora.build(corpora.stdlib_documents(), corpora.tokenizer(config.tokenizer or "bytes"))
     else:
@@ -127,17 +127,22 @@ def batches(source: Sequence[np.ndarray], shapes: Any, seed: int, position: int 
 def evaluation(source: Sequence[np.ndarray], shapes: Any, most: int) -> Iterator[dict[str, jax.Array]]:
     """At most `most` batches of held-out sequences, the same ones in the same order at every call.
 
-    Sequences are spread evenly over the source. Where it has fewer than a batch needs, rows are filled with targets of -1.
+    Where there are fewer than a batch needs, rows are filled with targets of -1.
     """
     size, length = shapes["inputs"].shape
-    count = min(len(source), most * size)
-    picked = np.arange(count) * len(source) // max(count, 1)
-    for first in range(0, count, size):
+    picked = held_out(source, most * size)
+    for first in range(0, len(picked), size):
         rows = np.stack([source[i] for i in picked[first : first + size]])
         inputs, targets = np.zeros((size, length), np.int32), np.full((size, length), -1, np.int32)
         inputs[: len(rows)], targets[: len(rows)] = rows[:, :-1], rows[:, 1:]
         mine = slice(jax.process_index(), None, jax.process_count())
         yield _to_devices(inputs[mine], targets[mine], shapes)
+
+
+def held_out(source: Sequence[np.ndarray], most: int) -> np.ndarray:
+    """Indices of at most `most` sequences, spread evenly over the source."""
+    count = min(len(source), most)
+    return np.arange(count) * len(source) // max(count, 1)
 
 
 def _to_devices(inputs: np.ndarray, targets: np.ndarray, shapes: Any) -> dict[str, jax.Array]:
@@ -163,6 +168,5 @@ def bigram_loss(dataset: Dataset, most_sequences: int, alpha: float = 0.1) -> fl
         counts += np.bincount(tokens[:-1] * V + tokens[1:], minlength=V * V)
     smooth = counts.reshape(V, V) + alpha
     losses = -np.log(smooth / smooth.sum(1, keepdims=True))
-    count = min(len(dataset.val), most_sequences)
-    picked = np.arange(count) * len(dataset.val) // count
-    return float(np.mean([losses[w[:-1], w[1:]].mean() for w in (dataset.val[i] for i in picked)]))
+    sequences = (dataset.val[i] for i in held_out(dataset.val, most_sequences))
+    return float(np.mean([losses[w[:-1], w[1:]].mean() for w in sequences]))
