@@ -1,0 +1,304 @@
+"""The command, as people use it: it runs, stops, dies, goes on bitwise, and says in one line what is wrong."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from conftest import LOSS, records
+
+from nanotrain_jax import config as configs
+from nanotrain_jax import train
+from nanotrain_jax.runtime import checkpoint
+
+TREE = {
+    "model": {"num_layers": 1, "d_model": 32, "num_heads": 2, "d_ff": 64},
+    "parallel": {"data": 4},
+    "precision": {"compute": "float32"},
+    "data": {"batch_size": 8, "seq_len": 32, "val_fraction": 0.1},
+    "optimizer": {"warmup_steps": 2, "decay_steps": 20},
+    "train": {"steps": 20, "eval_every": 10, "eval_steps": 2},
+    "checkpoint": {"every": 5},
+    "logging": {"tensorboard": False, "progress": "lines"},
+    "runtime": {"simulate": 8, "compile_cache": False},
+}
+
+
+@pytest.fixture
+def config_file(tmp_path, text_files):
+    tree = {**TREE, "data": TREE["data"] | {"source": f"text:{text_files}"}}
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def main(config_file, *overrides):
+    return train.main(["--config", str(config_file), *overrides])
+
+
+def start(config_file, *overrides, **how):
+    """The command as a process of its own; its cache of compiled programs lies beside the config."""
+    command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(config_file), "runtime.compile_cache=true", *overrides]
+    environment = os.environ | {"HOME": str(config_file.parent), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+
+
+def losses(folder):
+    """step -> (loss, val_loss), as it ran last."""
+    return {r["step"]: (r["loss"], r.get("val_loss")) for r in records(folder)}
+
+
+def saved_state(folder):
+    """The newest checkpoint of a run as host arrays."""
+    config = configs.parse({"checkpoint": {"dir": str(folder / "checkpoints")}}).checkpoint
+    with checkpoint.open(config, config.dir) as manager:
+        step = manager.latest_step()
+        items = manager.restore(step).state
+    return step, jax.tree.map(np.asarray, items)
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_run_leaves_what_the_interface_promises(config_file, tmp_path, capsys):
+    assert main(config_file, f"logging.dir={tmp_path}/run", "logging.tensorboard=true") == 0
+    run = tmp_path / "run"
+    assert {p.name for p in run.iterdir()} == {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "loss.png"}
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert any((run / "tensorboard").iterdir())
+    lines = records(run)
+    assert [r["step"] for r in lines] == list(range(1, 21))
+    keys = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "step_seconds"}
+    assert set(lines[0]) == keys
+    assert set(lines[9]) == keys | {"val_loss"}
+    assert lines[19]["tokens"] == 20 * 8 * 32
+    assert lines[19]["loss"] < lines[0]["loss"]
+    assert all(np.float32(r["loss"]) == r["loss"] or str(np.float32(r["loss"])) == str(r["loss"]) for r in lines)
+    # The resolved config runs by itself.
+    resolved = configs.load(run / "config.yaml")
+    assert resolved.model.vocab_size == 257
+    assert resolved.parallel.data == 4
+    out = capsys.readouterr().out
+    for words in "done at step 20 of 20", "validation loss", "bigram", "loss.png", "checkpoints":
+        assert words in out
+
+
+def test_the_same_seed_gives_bitwise_the_same_losses(config_file, tmp_path):
+    for name in "a", "b":
+        assert main(config_file, f"logging.dir={tmp_path}/{name}", "checkpoint.every=0") == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert main(config_file, f"logging.dir={tmp_path}/c", "checkpoint.every=0", "data.seed=1") == 0
+    assert losses(tmp_path / "a") != losses(tmp_path / "c")
+
+
+def test_twenty_steps_are_bitwise_ten_and_ten_more_after_a_resume(config_file, tmp_path, capsys):
+    assert main(config_file, f"logging.dir={tmp_path}/whole") == 0
+    assert main(config_file, f"logging.dir={tmp_path}/parts", "train.steps=10", "checkpoint.async=false") == 0
+    assert main(config_file, f"logging.dir={tmp_path}/parts") == 0
+    assert "resumed from step 10" in capsys.readouterr().out
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    (step, whole), (again, parts) = saved_state(tmp_path / "whole"), saved_state(tmp_path / "parts")
+    assert step == again == 20
+    same(whole, parts)
+
+
+def test_a_resume_on_another_mesh_goes_on_with_the_same_numbers(config_file, tmp_path):
+    assert main(config_file, f"logging.dir={tmp_path}/whole") == 0
+    assert main(config_file, f"logging.dir={tmp_path}/parts", "train.steps=10") == 0
+    assert main(config_file, f"logging.dir={tmp_path}/parts", "parallel.data=2", "parallel.replica=4", "parallel.microbatches=1") == 0
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    np.testing.assert_allclose([parts[i][0] for i in range(1, 21)], [whole[i][0] for i in range(1, 21)], **LOSS)
+
+
+def test_the_newest_checkpoints_are_kept_and_a_finished_run_is_left_alone(config_file, tmp_path, capsys):
+    assert main(config_file, f"logging.dir={tmp_path}/run", "checkpoint.keep=2") == 0
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["15", "20"]
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert main(config_file, f"logging.dir={tmp_path}/run") == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert "done at step 20 of 20" in capsys.readouterr().out
+
+
+def test_another_run_can_start_from_a_checkpoint_by_its_path(config_file, tmp_path, capsys):
+    assert main(config_file, f"logging.dir={tmp_path}/a", "train.steps=10") == 0
+    assert main(config_file, f"logging.dir={tmp_path}/b", f"checkpoint.resume={tmp_path}/a/checkpoints") == 0
+    assert [r["step"] for r in records(tmp_path / "b")] == list(range(11, 21))
+    assert not (tmp_path / "a" / "checkpoints" / "20").exists()
+    assert main(config_file, f"logging.dir={tmp_path}/c", f"checkpoint.resume={tmp_path}/none") == 2
+    assert "holds no finished checkpoint" in capsys.readouterr().err
+
+
+def wait_for_lines(run, more_than, process, limit=120):
+    """Wait until metrics.jsonl has more lines than that."""
+    path, end = run / "metrics.jsonl", time.monotonic() + limit
+    while time.monotonic() < end:
+        if path.exists() and path.read_text().count("\n") > more_than:
+            return
+        if process.poll() is not None:
+            raise AssertionError(f"ended early: {process.communicate()}")
+        time.sleep(0.01)
+    raise AssertionError("no progress")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_saves_and_exits_with_0(number, config_file, tmp_path):
+    long = "train.steps=100000", "train.eval_every=0", "checkpoint.every=100000", f"logging.dir={tmp_path}/run"
+    process = start(config_file, *long)
+    wait_for_lines(tmp_path / "run", 3, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    last = records(tmp_path / "run")[-1]["step"]
+    assert f"stopped at step {last} of 100000" in out
+    assert saved_state(tmp_path / "run")[0] == last
+    assert (tmp_path / "run" / "loss.png").exists()
+
+
+def test_ten_kills_at_random_moments_lose_nothing_and_end_in_bitwise_the_same_run(config_file, tmp_path):
+    options = "train.steps=1500", "train.eval_every=500", "checkpoint.every=10", "checkpoint.keep=2"
+    whole = start(config_file, *options, f"logging.dir={tmp_path}/whole")
+    out, err = whole.communicate(timeout=300)
+    assert whole.returncode == 0, err
+
+    rng, run, kills = random.Random(0), tmp_path / "killed", 0
+    newest = 0
+    while kills < 10:
+        process = start(config_file, *options, f"logging.dir={run}")
+        if kills % 4 == 3:  # while it starts
+            time.sleep(rng.uniform(0, 4))
+        else:  # while it trains and saves
+            wait_for_lines(run, len(records(run)) if run.exists() else 0, process)
+            time.sleep(rng.uniform(0, 0.5))
+        process.kill()
+        out, err = process.communicate()
+        assert process.returncode == -signal.SIGKILL, f"the run ended before the kill: {out} {err}"
+        kills += 1
+        found = checkpoint.latest_step(run / "checkpoints") or 0
+        assert found >= newest  # a finished checkpoint is never lost
+        newest = found
+    assert newest > 0
+    process = start(config_file, *options, f"logging.dir={run}")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "resumed from step" in out
+    assert losses(run) == losses(tmp_path / "whole")
+    same(saved_state(run), saved_state(tmp_path / "whole"))
+
+
+def test_a_full_disk_is_told_in_one_line_and_leaves_the_previous_checkpoint_usable(config_file, tmp_path):
+    run = tmp_path / "run"
+    first = start(config_file, f"logging.dir={run}", "train.steps=5")
+    assert first.wait(120) == 0
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
+    full = start(config_file, f"logging.dir={run}", preexec_fn=limit)
+    out, err = full.communicate(timeout=120)
+    assert full.returncode == 2, err
+    assert [line for line in err.splitlines() if line.startswith("error: ")] == err.splitlines()[-1:]
+    assert "Traceback" not in err
+    again = start(config_file, f"logging.dir={run}")
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 0, err
+    assert "resumed from step 5" in out
+    assert saved_state(run)[0] == 20
+
+
+BAD = [
+    (["model.num_layer=3"], "unknown key model.num_layer; did you mean model.num_layers?"),
+    (["train.lr=1"], "did you mean optimizer.lr?"),
+    (["optimizer.lr=fast"], "optimizer.lr='fast': input should be a valid number"),
+    (["model.family=bert"], "'llama' or 'gpt2'"),
+    (["train.steps"], "not of the form section.key=value"),
+    (["data.source=text:nowhere/*.txt"], "matches no file"),
+    (["data.source=tokens:nowhere"], "prepare_data.py"),
+    (["data.tokenizer=nowhere.json"], "nowhere.json"),
+    (["data.seq_len=100000000"], "data.seq_len=100000000 needs at least 100000001"),
+    (["data.batch_size=9"], "data.batch_size=9 is not divisible by replica x data x microbatches = 1 x 4 x 1 = 4; use 8 or 12"),
+    (["parallel.microbatches=3"], "use 12"),
+    (["model.num_heads=4", "model.num_kv_heads=3"], "model.num_kv_heads=3 does not divide model.num_heads=4; use 2 or 4"),
+    (["parallel.data=16"], "needs 16 devices but there are 8"),
+    (["parallel.data=3", "parallel.replica=-1"], "cannot be split into groups of 3"),
+    (["parallel.tensor=2"], "not implemented yet"),
+    (["model.vocab_size=100"], "smaller than the tokenizer's 257"),
+    (["model.max_seq_len=16"], "longer than model.max_seq_len=16"),
+    (["logging.dir={tmp}/small.yaml/run"], "Not a directory"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), BAD, ids=[" ".join(o) for o, _ in BAD])
+def test_a_wrong_request_is_told_in_one_line_and_nothing_is_written(overrides, message, config_file, tmp_path, capsys):
+    before = sorted(tmp_path.rglob("*"))
+    overrides = [o.format(tmp=tmp_path) for o in overrides]
+    assert main(config_file, f"logging.dir={tmp_path}/run", *overrides) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_missing_or_broken_config_file_is_told_in_one_line(tmp_path, capsys):
+    assert main(tmp_path / "none.yaml") == 2
+    assert "none.yaml" in capsys.readouterr().err
+    (tmp_path / "broken.yaml").write_text("train: [1\n")
+    assert main(tmp_path / "broken.yaml") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.d_model=64"], "model.d_model=64 but the checkpoint was trained with 32"),
+        (["data.tokenizer={bpe}", "model.vocab_size=257"], "the data's tokenizer is sha256:"),
+        (["checkpoint.resume=never"], "already holds step 5"),
+    ],
+)
+def test_a_resume_that_does_not_fit_is_refused_and_the_checkpoint_stays(overrides, message, config_file, tmp_path, capsys):
+    import tokenizers
+
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(map(chr, range(33, 127)))}, []))
+    model.save(str(tmp_path / "bpe.json"))
+    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=5") == 0
+    before = saved_state(tmp_path / "run")
+    overrides = [o.format(bpe=tmp_path / "bpe.json") for o in overrides]
+    assert main(config_file, f"logging.dir={tmp_path}/run", *overrides) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    same(saved_state(tmp_path / "run"), before)
+
+
+def test_other_data_are_announced_on_resume(config_file, tmp_path, capsys):
+    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=5") == 0
+    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=6", "data.source=stdlib") == 0
+    assert "not those of the checkpoint" in capsys.readouterr().out
+
+
+def test_help_lists_every_key_with_default_and_meaning():
+    process = subprocess.run([sys.executable, "-m", "nanotrain_jax.train", "--help"], capture_output=True, text=True)
+    assert process.returncode == 0
+    for section, field in configs.Config.model_fields.items():
+        assert f"\n{section}:" in process.stdout
+        for name, key in field.annotation.model_fields.items():
+            assert f"  {key.alias or name} " in process.stdout
+            assert key.description in process.stdout
+
+
+def test_a_profile_of_some_steps_is_written_where_asked(config_file, tmp_path):
+    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=4", "checkpoint.every=0", "runtime.profile_steps=[2,3]") == 0
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
+def test_metrics_of_a_step_that_is_not_finite_are_still_json(config_file, tmp_path):
+    assert main(config_file, f"logging.dir={tmp_path}/run", "optimizer.lr=1.0e+30", "optimizer.grad_clip=0", "train.steps=6") == 0
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["skipped_steps"] >= 1
