@@ -7,6 +7,7 @@ Exit codes: 0 done, or stopped by SIGTERM or Ctrl-C after a clean save; 2 the re
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import signal
 import sys
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the file")
     arguments = parser.parse_intermixed_args(argv)
+    for library in "absl", "asyncio":  # orbax logs through them what it raises as well
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     with stop_signals() as stopped:
         try:
             run = prepare(configs.load(arguments.config, arguments.overrides))
@@ -102,10 +105,8 @@ def prepare(config: Config) -> Run:
     if start is None:
         return Run(config, mesh, dataset, step, step.init(), 0, None)
     folder, number = start
-    with checkpoint.open(config.checkpoint, folder) as manager:
-        meta = checkpoint.read_meta(manager, number)
-        checkpoint.check(meta, config, dataset.tokenizer)
-        state = checkpoint.restore(manager, number, step.state)
+    accept = lambda meta: checkpoint.check(meta, config, dataset.tokenizer)  # noqa: E731
+    state, meta = checkpoint.read(folder, number, step.state, accept)
     resumed = f"resumed from step {number} in {folder}"
     if meta["data"]["fingerprint"] != dataset.fingerprint:
         resumed += "; the training data are not those of the checkpoint: sequences may repeat"
@@ -127,6 +128,8 @@ def train(run: Run, stopped: Callable[[], bool]) -> None:
     writer = metrics.Writer(config, first, flops, peak and peak * len(devices))
     writer.say(introduction(run))
 
+    evaluating = config.train.eval_every and len(run.dataset.val)
+
     def evaluate() -> float:
         sums = [step.evaluate(state.params, b) for b in data.evaluation(run.dataset.val, step.batch, config.train.eval_steps)]
         return sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums)
@@ -139,35 +142,37 @@ def train(run: Run, stopped: Callable[[], bool]) -> None:
             "data": {"position": position, "fingerprint": run.dataset.fingerprint},
         }
 
-    with closing(writer), checkpoint.open(config.checkpoint) if every else nullcontext() as manager:
-        started = time.perf_counter()
-        train_step = step.train.lower(step.state, step.batch).compile()
-        writer.say(f"compiled in {time.perf_counter() - started:.1f} s")
-        batches = data.batches(run.dataset.train, step.batch, config.data.seed, run.position)
-        profile = config.runtime.profile_steps or (0, 0)
-        number, saved = first, first
-        writer.start_clock()
-        while number < last and not stopped():
-            number += 1
-            if number == profile[0]:
-                jax.profiler.start_trace(folder / "profile")
-            state, values = train_step(state, next(batches))
-            writer.step(number, values)
-            if number == profile[1]:
-                jax.block_until_ready(values)
-                jax.profiler.stop_trace()
-            if config.train.eval_every and len(run.dataset.val) and (number % config.train.eval_every == 0 or number == last):
-                writer.settle()
-                writer.write(evaluate())
-                writer.start_clock()
-            if every and number % every == 0:
-                writer.settle()
-                checkpoint.save(manager, number, state, meta(number))
-                saved = number
-                writer.start_clock()
-        if every and number > saved:
-            checkpoint.save(manager, number, state, meta(number))
-    writer.say(summary(run, writer, number))
+    started = time.perf_counter()
+    train_step = step.train.lower(step.state, step.batch).compile()
+    writer.say(f"compiled in {time.perf_counter() - started:.1f} s")
+    batches = data.batches(run.dataset.train, step.batch, config.data.seed, run.position)
+    begin_profile, end_profile = config.runtime.profile_steps or (0, 0)
+    number = saved = first
+    with closing(writer):
+        with checkpoint.writing(config.checkpoint) if every else nullcontext() as save:
+            writer.start_clock()
+            while number < last and not stopped():
+                number += 1
+                if number == begin_profile:
+                    jax.profiler.start_trace(folder / "profile")
+                state, values = train_step(state, next(batches))
+                writer.step(number, values)
+                if number == end_profile:
+                    writer.settle()
+                    jax.profiler.stop_trace()
+                if evaluating and (number % config.train.eval_every == 0 or number == last):
+                    writer.settle()
+                    writer.write(evaluate())
+                    writer.start_clock()
+                if every and number % every == 0:
+                    writer.settle()
+                    save(number, state, meta(number))
+                    saved = number
+                    writer.start_clock()
+            if every and number > saved:
+                save(number, state, meta(number))
+        writer.finish()
+        writer.say(summary(run, writer, number))
 
 
 def introduction(run: Run) -> str:

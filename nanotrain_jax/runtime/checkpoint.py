@@ -6,29 +6,62 @@ leaves the previous one usable.
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from nanotrain_jax.config import Checkpoint, Config
 
 
-def open(config: Checkpoint, folder: str | Path | None = None) -> ocp.CheckpointManager:
-    """The checkpoints in config.dir, or in another folder (to read from). Creates the folder. Close it, or it may lose the last save."""
+Save = Callable[[int, Any, dict[str, Any]], None]  # step, state, meta (plain JSON data)
+
+
+@contextmanager
+def writing(config: Checkpoint) -> Iterator[Save]:
+    """Yields save(step, state, meta), which returns once the state is copied, so that it may be donated, and writes it in
+    the background; leaving waits for the last one. Raises OSError, at a later save at the latest, if one cannot be written."""
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=config.keep,
-        enable_async_checkpointing=config.asynchronous,
-        cleanup_tmp_directories=folder is None,
-        create=folder is None,
+        max_to_keep=config.keep, enable_async_checkpointing=config.asynchronous, cleanup_tmp_directories=True
     )
-    return ocp.CheckpointManager(Path(folder or config.dir).absolute(), options=options)
+    manager = ocp.CheckpointManager(Path(config.dir).absolute(), options=options)
 
+    def refuse(reason: str) -> OSError:
+        newest = latest_step(config.dir)
+        rest = "the beginning" if newest is None else f"step {newest}"
+        return OSError(f"no checkpoint can be written to {config.dir}: {reason}; make room and start again: the run goes on from {rest}")
 
-def save(manager: ocp.CheckpointManager, step: int, state: Any, meta: dict[str, Any]) -> None:
-    """Start writing state and meta (plain JSON data); returns once the state is copied, so that it may be donated."""
-    items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-    manager.save(step, args=items, force=True)
+    @contextmanager
+    def disk_errors():
+        try:
+            yield
+        except Exception as error:
+            # What the disk says reaches us as a ValueError of tensorstore.
+            if isinstance(error, OSError) or "os_error_code" in str(error):
+                raise refuse(str(error).rsplit(": ", 1)[-1]) from None
+            raise
+
+    def save(step: int, state: Any, meta: dict[str, Any]) -> None:
+        with disk_errors():
+            manager.wait_until_finished()
+        need = sum(x.nbytes for x in jax.tree.leaves(state)) * 11 // 10 + (1 << 20)
+        if shutil.disk_usage(config.dir).free < need:
+            raise refuse(f"it needs {need:,} bytes and {shutil.disk_usage(config.dir).free:,} are free")
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+        with disk_errors():
+            manager.save(step, args=items, force=True)
+
+    try:
+        yield save
+        with disk_errors():
+            manager.wait_until_finished()
+    finally:
+        with suppress(Exception):  # whatever failed was told above
+            manager.close()
 
 
 def find(config: Checkpoint) -> tuple[Path, int] | None:
@@ -55,18 +88,17 @@ def find(config: Checkpoint) -> tuple[Path, int] | None:
 def latest_step(folder: str | Path) -> int | None:
     """The newest finished checkpoint in a folder, or None."""
     folder = Path(folder).absolute()
-    steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
-    return max(steps, default=None)
+    return max(ocp.utils.checkpoint_steps(folder), default=None) if folder.is_dir() else None
 
 
-def read_meta(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
-    """What was saved beside the state."""
-    return manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-
-
-def restore(manager: ocp.CheckpointManager, step: int, abstract: Any) -> Any:
-    """Read a state into the shapes, dtypes and shardings of abstract (ShapeDtypeStructs; the mesh may be another one)."""
-    return manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
+def read(folder: str | Path, step: int, abstract: Any, accept: Callable[[dict[str, Any]], None]) -> tuple[Any, dict[str, Any]]:
+    """-> state, meta. The state comes in the shapes, dtypes and shardings of abstract (ShapeDtypeStructs; the mesh may be
+    another than it was saved from), after accept(meta), which may raise, has agreed."""
+    options = ocp.CheckpointManagerOptions(create=False, read_only=True)
+    with ocp.CheckpointManager(Path(folder).absolute(), options=options) as manager:
+        meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+        accept(meta)
+        return manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state, meta
 
 
 def check(meta: dict[str, Any], config: Config, tokenizer: str | None) -> None:

@@ -40,12 +40,12 @@ class Writer:
         self.console = Console(highlight=False, soft_wrap=True)
         how = config.logging.progress
         self.how = ("bar" if self.console.is_terminal else "lines") if how == "auto" else how
+        self.bar = None
         if not self.active:
             return
         self.folder = Path(config.logging.dir)
         self.jsonl = open(self.folder / "metrics.jsonl", "a", buffering=1)
         self.board = tensorboardX.SummaryWriter(str(self.folder / "tensorboard")) if config.logging.tensorboard else None
-        self.bar = None
         if self.how == "bar":
             columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
             self.bar = Progress(*columns, console=self.console)
@@ -81,7 +81,7 @@ class Writer:
         self.settle()
         (number, metrics), self.pending = self.pending, None
         every = self.config.train.log_every
-        if self.bar_active():
+        if self.bar:
             self.bar.update(self.task, completed=number)
         if val_loss is None and (not every or number % every) and number != self.config.train.steps:
             return
@@ -103,9 +103,6 @@ class Writer:
         self.last |= record
         if self.active:
             self._show(record)
-
-    def bar_active(self) -> bool:
-        return self.active and self.bar is not None
 
     def _show(self, record: dict[str, Any]) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
@@ -130,20 +127,22 @@ class Writer:
             left = time.strftime("%H:%M:%S", time.gmtime((steps - record["step"]) * record["step_seconds"]))
             self.console.print(f"step {record['step']:>{len(str(steps))}}/{steps}  {text}  lr {record['lr']:.2e}  left {left}")
 
+    def finish(self) -> None:
+        """Write what is pending and the picture of the losses."""
+        self.write()
+        if self.active:
+            plot(self.folder / "metrics.jsonl", self.folder / "loss.png")
+
     def close(self) -> None:
-        """Write what is pending and the picture of the losses, and close the files."""
-        try:
-            self.write()
-            if self.active:
-                plot(self.folder / "metrics.jsonl", self.folder / "loss.png")
-        finally:
-            if self.bar_active():
-                self.bar.stop()
-            if self.active:
-                with suppress(OSError):
-                    self.jsonl.close()
-                if self.board:
-                    self.board.close()
+        """Close the files and give the terminal back."""
+        if not self.active:
+            return
+        if self.bar:
+            self.bar.stop()
+        with suppress(OSError):
+            self.jsonl.close()
+        if self.board:
+            self.board.close()
 
 
 def plot(jsonl: Path, png: Path) -> None:
