@@ -1,0 +1,30 @@
+"""nanotrain_jax: explicit, readable, proven parallel training of transformers in JAX.
+
+The public names; each is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_PUBLIC = {
+    "Config": "config",
+    "load": "config",
+    "resolve": "config",
+    "make": "mesh",
+    "layout": "sharding",
+    "Decoder": "model",
+    "State": "step",
+    "Step": "step",
+    "build": "step",
+}
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(import_module(f"nanotrain_jax.{_PUBLIC[name]}"), name)
+    raise AttributeError(f"module 'nanotrain_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

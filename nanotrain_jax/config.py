@@ -30,18 +30,24 @@ class _Section(BaseModel):
 
 
 class Model(_Section):
-    family: Literal["llama", "gpt2"] = _key("llama", "llama: RMSNorm, rotary, SwiGLU; gpt2: LayerNorm, learned positions, GELU, biases")
+    family: Literal["llama", "gpt2"] = _key(
+        "llama", "llama: RMSNorm, rotary, SwiGLU; gpt2: LayerNorm, learned positions, GELU, biases"
+    )
     num_layers: Positive = _key(4, "transformer layers")
     d_model: Positive = _key(128, "width of the residual stream")
     num_heads: Positive = _key(4, "query heads; head dim = d_model / num_heads")
     num_kv_heads: Positive | None = _key(None, "key and value heads (grouped-query attention); null: num_heads")
-    d_ff: Positive | None = _key(None, "hidden width of the MLP; null: 4 d_model (gpt2), 8/3 d_model rounded up to 256 (llama)")
+    d_ff: Positive | None = _key(
+        None, "hidden width of the MLP; null: 4 d_model (gpt2), 8/3 d_model rounded up to 256 (llama)"
+    )
     vocab_size: Positive | None = _key(None, "rows of the embedding; null: taken from the tokenizer")
     max_seq_len: Positive | None = _key(None, "longest sequence the model accepts; null: data.seq_len")
     rope_theta: float = _key(10000.0, "base of the rotary frequencies (llama)", gt=0)
     norm_eps: float = _key(1e-5, "epsilon of the norms", gt=0)
     tie_embeddings: bool | None = _key(None, "use the embedding as output head; null: true for gpt2, false for llama")
-    attention: Literal["auto", "xla", "cudnn"] = _key("auto", "attention kernel; auto: cudnn flash attention on a GPU in 16 bit, else xla")
+    attention: Literal["auto", "xla", "cudnn"] = _key(
+        "auto", "attention kernel; auto: cudnn flash attention on a GPU in 16 bit, else xla"
+    )
 
     @model_validator(mode="after")
     def _heads(self) -> Model:
@@ -69,7 +75,9 @@ class Parallel(_Section):
     tensor: int = _key(1, "tensor-parallel devices (only 1 so far)")
     pipe: int = _key(1, "pipeline stages (only 1 so far)")
     context: int = _key(1, "context-parallel devices (only 1 so far)")
-    microbatches: Positive = _key(1, "pieces of the local batch, run one after the other; gradients are reduced once per step")
+    microbatches: Positive = _key(
+        1, "pieces of the local batch, run one after the other; gradients are reduced once per step"
+    )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -87,12 +95,17 @@ class Parallel(_Section):
 
 
 class Precision(_Section):
-    compute: Literal["bfloat16", "float32"] = _key("bfloat16", "dtype of matmuls and activations; softmax, norms and loss stay float32")
+    compute: Literal["bfloat16", "float32"] = _key(
+        "bfloat16", "dtype of matmuls and activations; softmax, norms and loss stay float32"
+    )
     master: Literal["float32"] = _key("float32", "dtype of stored parameters and optimizer moments")
 
 
 class Data(_Section):
-    source: str = _key("stdlib", 'stdlib (Python\'s own library, as text) | "text:GLOB" | "tokens:DIR" (scripts/prepare_data.py) | synthetic')
+    source: str = _key(
+        "stdlib",
+        'stdlib (Python\'s own library, as text) | "text:GLOB" | "tokens:DIR" (scripts/prepare_data.py) | synthetic',
+    )
     tokenizer: str | None = _key(None, "bytes | path of a tokenizer.json; null: bytes, or what made the token files")
     batch_size: Positive = _key(32, "sequences per step, over all devices")
     seq_len: Positive = _key(256, "tokens per sequence")
@@ -105,11 +118,15 @@ class Optimizer(_Section):
     name: Literal["adamw"] = _key("adamw", "AdamW; no decay on norms, biases and learned positions")
     lr: float = _key(1e-3, "peak learning rate", gt=0)
     min_lr: float = _key(0.0, "learning rate at the end of cosine, linear and wsd", ge=0)
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = _key("cosine", "shape after warm-up; wsd: constant, then linear over the last decay_fraction")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = _key(
+        "cosine", "shape after warm-up; wsd: constant, then linear over the last decay_fraction"
+    )
     warmup_steps: Count = _key(0, "steps of linear warm-up")
     decay_steps: Positive | None = _key(None, "step at which min_lr is reached; null: train.steps")
     decay_fraction: float = _key(0.1, "share of decay_steps in which wsd decays", gt=0, le=1)
-    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Pair] = _key((0.9, 0.95), "decay of the first and second moment")
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Pair] = _key(
+        (0.9, 0.95), "decay of the first and second moment"
+    )
     eps: float = _key(1e-8, "added to the root of the second moment", gt=0)
     weight_decay: float = _key(0.1, "decoupled weight decay", ge=0)
     grad_clip: float = _key(1.0, "largest global norm of the gradients; 0: no clipping", ge=0)
@@ -127,7 +144,9 @@ class Checkpoint(_Section):
     dir: str | None = _key(None, "where checkpoints go; null: <logging.dir>/checkpoints")
     every: Count = _key(100, "steps between checkpoints (one more at the end and on SIGTERM or Ctrl-C); 0: never any")
     keep: Positive = _key(3, "newest checkpoints kept")
-    asynchronous: bool = Field(default=True, alias="async", description="write in the background while training goes on")
+    asynchronous: bool = Field(
+        default=True, alias="async", description="write in the background while training goes on"
+    )
     resume: str = _key("auto", "auto: newest checkpoint in dir, if any | never | path of another run's checkpoints")
 
 
@@ -141,7 +160,9 @@ class Runtime(_Section):
     simulate: Count = _key(0, "run on this many simulated CPU devices; 0: the machine's own devices")
     compile_cache: bool = _key(True, "keep compiled programs in ~/.cache/nanotrain_jax for the next run")
     deterministic: bool = _key(False, "ask XLA for deterministic GPU kernels (slower)")
-    profile_steps: Annotated[tuple[int, int], Pair] | None = _key(None, "[first, last] step written to <logging.dir>/profile for TensorBoard or Perfetto")
+    profile_steps: Annotated[tuple[int, int], Pair] | None = _key(
+        None, "[first, last] step written to <logging.dir>/profile for TensorBoard or Perfetto"
+    )
 
 
 class Config(_Section):
@@ -231,7 +252,9 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
             + str(below + shares)
         )
     if config.optimizer.min_lr > config.optimizer.lr:
-        raise ValueError(f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}; lower it")
+        raise ValueError(
+            f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}; lower it"
+        )
     return config
 
 
@@ -299,7 +322,9 @@ def _one_line(error: ValidationError) -> str:
 
 
 def _suggest(key: str) -> str:
-    known = [f"{s}.{k.alias or n}" for s, f in Config.model_fields.items() for n, k in f.annotation.model_fields.items()]
+    known = [
+        f"{s}.{k.alias or n}" for s, f in Config.model_fields.items() for n, k in f.annotation.model_fields.items()
+    ]
     same_leaf = [k for k in known if k.split(".")[1] == key.split(".")[-1]]
     near = same_leaf or difflib.get_close_matches(key, known + list(Config.model_fields), n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else "; --help lists every key"

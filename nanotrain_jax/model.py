@@ -3,8 +3,8 @@
     llama  RMSNorm, rotary positions, SwiGLU, grouped-query attention       Touvron et al. 2023, arXiv 2302.13971
     gpt2   LayerNorm, learned positions, GELU, biases, tied embeddings      Radford et al. 2019
 
-Names: B batch, T tokens, S key tokens, D model, F ffn, N query heads, K kv heads, H head dim, V vocab, L layers. Weights
-under `layers` carry one more, leading dim L in storage; inside the scan each layer sees its own.
+Names: B batch, T tokens, S key tokens, D model, F ffn, N query heads, K kv heads, H head dim, V vocab, L layers.
+Weights under `layers` carry one more, leading dim L in storage; inside the scan each layer sees its own.
 
 Matmuls run in the dtype of the weights they are given; norms, softmax, rotary angles and loss in float32.
 Initialisation (GPT-2 and its successors): normal, std 0.02; the two projections that write to the residual stream
@@ -31,7 +31,7 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float = STD) -> nnx.Par
 
 
 class Norm(nnx.Module):
-    """x[B T D] -> x[B T D], normalised over D in float32: RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450)."""
+    """x[B T D] -> x[B T D], normalised over D in float32: RMSNorm (arXiv 1910.07467), LayerNorm (arXiv 1607.06450)."""
 
     def __init__(self, config: Model):
         self.eps, self.center = config.norm_eps, config.family == "gpt2"
@@ -73,9 +73,7 @@ class Attention(nnx.Module):
             v_BSKH = v_BSKH + self.bias_v_KH[...][None, None]
         else:
             q_BTNH, k_BSKH = rotate(q_BTNH, self.theta), rotate(k_BSKH, self.theta)
-        y_BTNH = jax.nn.dot_product_attention(
-            q_BTNH, k_BSKH, v_BSKH, is_causal=True, implementation=self.kernel
-        )
+        y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=True, implementation=self.kernel)
         y_BTD = jnp.einsum("BTNH,NHD->BTD", y_BTNH, self.out_NHD[...])
         return y_BTD + self.bias_out_D[...][None, None] if self.family == "gpt2" else y_BTD
 
@@ -149,7 +147,7 @@ class Decoder(nnx.Module):
 
 
 def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
-    """x[B T N H] -> x[B T N H]: rotary positions (arXiv 2104.09864), dims h and h + H/2 forming a pair, angles in float32."""
+    """x[B T N H] -> x[B T N H]: rotary positions (arXiv 2104.09864) in float32; dims h and h + H/2 form a pair."""
     T, H = x_BTNH.shape[1], x_BTNH.shape[3]
     frequency_h = theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
     angle_Th = jnp.arange(T, dtype=jnp.float32)[:, None] * frequency_h[None]
@@ -170,7 +168,7 @@ def abstract(config: Model) -> tuple[nnx.GraphDef, dict]:
 
 
 def attention_kernel(config: Model, dtype: jnp.dtype, platform: str) -> str:
-    """What `auto` stands for: cudnn (flash attention) where it runs, which is 16-bit heads of at most 128 on NVIDIA; else xla."""
+    """What `auto` stands for: cudnn (flash attention) where it runs (16 bit, head dim at most 128, NVIDIA), else xla."""
     if config.attention != "auto":
         return config.attention
     H = config.d_model // config.num_heads

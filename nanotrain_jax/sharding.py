@@ -8,8 +8,9 @@ from jax.sharding import PartitionSpec
 
 
 def layout(text: str) -> PartitionSpec:
-    """"D/data F/tensor" -> PartitionSpec("data", "tensor"): each dim by name, after a slash the mesh axes it is split over.
+    """Text -> PartitionSpec: each dim by name, after a slash the mesh axes it is split over.
 
+    "D/data F/tensor" -> PartitionSpec("data", "tensor"); "L D" -> PartitionSpec(None, None).
     A dim may be split over several axes, major first: "B/replica,data". Raises ValueError on a word that is not
     `dim` or `dim/axis[,axis]`, and on a mesh axis used twice.
     """
@@ -17,7 +18,9 @@ def layout(text: str) -> PartitionSpec:
     for word in text.split():
         match = re.fullmatch(r"(\w+)(?:/(\w+(?:,\w+)*))?", word)
         if not match:
-            raise ValueError(f"layout {text!r}: {word!r} is not of the form dim or dim/axis; write e.g. 'D/data F/tensor'")
+            raise ValueError(
+                f"layout {text!r}: {word!r} is not of the form dim or dim/axis; write e.g. 'D/data F/tensor'"
+            )
         axes = tuple(match[2].split(",")) if match[2] else ()
         for axis in axes:
             if axis in used:

@@ -45,8 +45,8 @@ class Step(NamedTuple):
     evaluate(params, batch) -> sum of losses in nats, number of targets
 
     batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0.
-    metrics: float32 scalars loss (mean over the batch, in nats per token), grad_norm (before clipping), lr, and the int32
-    skipped_steps so far.
+    metrics: float32 scalars loss (mean over the batch, in nats per token), grad_norm (before clipping) and lr, and the
+    int32 skipped_steps so far.
     """
 
     init: Callable[[], State]
@@ -56,7 +56,9 @@ class Step(NamedTuple):
     batch: Tree
 
 
-def accumulate(objective: Callable[[Tree, Tree], jax.Array], params: Tree, batch: Tree, pieces: int) -> tuple[jax.Array, Tree]:
+def accumulate(
+    objective: Callable[[Tree, Tree], jax.Array], params: Tree, batch: Tree, pieces: int
+) -> tuple[jax.Array, Tree]:
     """-> (loss, gradients in float32), summed over the microbatches, which are run one after the other. Moves nothing.
 
     objective(params, microbatch) is this device's contribution to the loss. params must be varying over the
@@ -86,7 +88,7 @@ def build(config: Config, mesh: Mesh) -> Step:
 
     platform = mesh.devices.flat[0].platform
     model_config = config.model.model_copy(update={"attention": model.attention_kernel(config.model, dtype, platform)})
-    graph, params = model.abstract(model_config)
+    graph, _ = model.abstract(model_config)
     schedule = optim.schedule(config.optimizer)
     optimizer = optim.build(config.optimizer, model.is_decayed)
 

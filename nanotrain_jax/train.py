@@ -105,7 +105,7 @@ def prepare(config: Config) -> Run:
     if start is None:
         return Run(config, mesh, dataset, step, step.init(), 0, None)
     folder, number = start
-    accept = lambda meta: checkpoint.check(meta, config, dataset.tokenizer)  # noqa: E731
+    accept = lambda meta: checkpoint.check(meta, config, dataset.tokenizer)
     state, meta = checkpoint.read(folder, number, step.state, accept)
     resumed = f"resumed from step {number} in {folder}"
     if meta["data"]["fingerprint"] != dataset.fingerprint:
@@ -114,7 +114,7 @@ def prepare(config: Config) -> Run:
 
 
 def train(run: Run, stopped: Callable[[], bool]) -> None:
-    """Train until the last step or until stopped() says so; then save and say what there is. Raises OSError (full disk)."""
+    """Train until the last step or until stopped(); then save and say what there is. Raises OSError (full disk)."""
     config, step, state = run.config, run.step, run.state
     first, last, every = int(state.step), config.train.steps, config.checkpoint.every
     folder = Path(config.logging.dir)
@@ -131,7 +131,10 @@ def train(run: Run, stopped: Callable[[], bool]) -> None:
     evaluating = config.train.eval_every and len(run.dataset.val)
 
     def evaluate() -> float:
-        sums = [step.evaluate(state.params, b) for b in data.evaluation(run.dataset.val, step.batch, config.train.eval_steps)]
+        sums = [
+            step.evaluate(state.params, b)
+            for b in data.evaluation(run.dataset.val, step.batch, config.train.eval_steps)
+        ]
         return sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums)
 
     def meta(number: int) -> dict:
@@ -180,7 +183,8 @@ def introduction(run: Run) -> str:
     count = sum(math.prod(p.shape) for p in jax.tree.leaves(params))
     axes = " x ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
     lines = [
-        f"{config.model.family}, {count:,} parameters, on {run.mesh.size} x {run.mesh.devices.flat[0].device_kind} ({axes})",
+        f"{config.model.family}, {count:,} parameters, on {run.mesh.size} x {run.mesh.devices.flat[0].device_kind} "
+        f"({axes})",
         f"{config.data.source}: {len(run.dataset.train):,} training and {len(run.dataset.val):,} held-out sequences of "
         f"{config.data.seq_len} tokens; {config.data.batch_size} per step",
     ]
@@ -196,10 +200,15 @@ def summary(run: Run, writer: metrics.Writer, number: int) -> str:
         lines.append(f"  validation loss   {last['val_loss']:.4f} nats per token")
         bigram = data.bigram_loss(run.dataset, config.train.eval_steps * config.data.batch_size)
         if bigram:
-            lines.append(f"  byte-bigram model {bigram:.4f} on the same held-out text: what letter pairs alone can tell")
+            lines.append(
+                f"  byte-bigram model {bigram:.4f} on the same held-out text: what letter pairs alone can tell"
+            )
     if "skipped_steps" in last:
         lines.append(f"  skipped steps     {last['skipped_steps']} (gradients were not finite)")
-    lines.append(f"  in {config.logging.dir}/: loss.png, metrics.jsonl, config.yaml" + ", tensorboard/" * config.logging.tensorboard)
+    lines.append(
+        f"  in {config.logging.dir}/: loss.png, metrics.jsonl, config.yaml"
+        + ", tensorboard/" * config.logging.tensorboard
+    )
     if config.checkpoint.every:
         lines.append(f"  checkpoints       {config.checkpoint.dir} (the same command goes on from step {number})")
     return "\n".join(lines)

@@ -2,8 +2,8 @@
 
     python scripts/prepare_data.py TEXT_FILES... --out DIR [--tokenizer bytes|train-bpe:32000|FILE]
 
-.txt: a document per file (one file alone is cut into documents of 64 KiB at line ends); .jsonl, .jsonl.gz: a document per
-line; .parquet: a document per row. Exit codes: 0 done; 2 the request is wrong (one line on stderr); 1 anything else.
+.txt: a document per file (one file alone is cut into documents of 64 KiB at line ends); .jsonl, .jsonl.gz: a document
+per line; .parquet: a document per row. Exit codes: 0 done; 2 the request is wrong (one line on stderr); 1 anything else.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def documents(paths: list[Path], field: str) -> Iterator[bytes]:
                         yield json.loads(line)[field].encode()
                     except (ValueError, KeyError, TypeError, AttributeError):
                         raise ValueError(
-                            f"{path}:{number} is not a JSON object with a text under {field!r}; name the key with --field"
+                            f"{path}:{number} is not a JSON object with a text under {field!r}; use --field"
                         ) from None
 
 
@@ -48,7 +48,9 @@ def parquet_documents(path: Path, field: str) -> Iterator[bytes]:
     try:
         file = parquet.ParquetFile(path)
         if field not in file.schema_arrow.names:
-            raise ValueError(f"{path} has no column {field!r} (it has {', '.join(file.schema_arrow.names)}); use --field")
+            raise ValueError(
+                f"{path} has no column {field!r} (it has {', '.join(file.schema_arrow.names)}); use --field"
+            )
         for batch in file.iter_batches(columns=[field]):
             yield from (text.encode() for text in batch.column(0).to_pylist() if text)
     except pyarrow.ArrowInvalid as error:
@@ -59,7 +61,10 @@ def train_bpe(texts: Iterator[bytes], size: str) -> corpus.Tokenizer:
     """A byte-level BPE (as GPT-2) of `size` ids, trained on the texts. Raises ValueError."""
     end = corpus.END_OF_TEXT[0]
     if not size.isdigit() or int(size) < 257:
-        raise ValueError(f"--tokenizer train-bpe:{size}: the size is a number of at least 257 (256 bytes and {end}); try train-bpe:32000")
+        raise ValueError(
+            f"--tokenizer train-bpe:{size}: the size is a number of at least 257 (256 bytes and {end}); "
+            "try train-bpe:32000"
+        )
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
@@ -77,7 +82,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Turn text files into a folder of memory-mapped tokens.")
     parser.add_argument("files", nargs="+", type=Path, help=", ".join(KINDS))
     parser.add_argument("--out", required=True, type=Path, help="folder to write; must not exist")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes | train-bpe:SIZE | path of a tokenizer.json (default: bytes)")
+    parser.add_argument(
+        "--tokenizer", default="bytes", help="bytes | train-bpe:SIZE | path of a tokenizer.json (default: bytes)"
+    )
     parser.add_argument("--field", default="text", help="key or column that holds the text (default: text)")
     arguments = parser.parse_args(argv)
     try:

@@ -13,8 +13,9 @@ meshes.configure(simulate=8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# The one place for tolerances. Parity is float32 against float32: sums in another order, nothing else. (The eps of Adam in `small`
-# is far above the rounding noise of gradients, which m / sqrt(v) would otherwise blow up to the size of the learning rate.)
+# The one place for tolerances. Parity is float32 against float32: sums in another order, nothing else. (The eps of Adam
+# in `small` is far above the rounding noise of gradients, which m / sqrt(v) would blow up to the size of the learning
+# rate.)
 LOSS = {"rtol": 2e-6, "atol": 0}
 GRADS = {"rtol": 1e-5, "atol": 1e-7}  # elements that cancel to almost nothing have only an absolute accuracy
 STATE = {"rtol": 1e-5, "atol": 1e-6}
@@ -68,7 +69,22 @@ def text_files(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
     library = Path(sysconfig.get_paths()["stdlib"])
-    for name in ("abc", "ast", "bdb", "cmd", "code", "copy", "csv", "dis", "glob", "heapq", "hmac", "io", "keyword", "locale"):
+    for name in (
+        "abc",
+        "ast",
+        "bdb",
+        "cmd",
+        "code",
+        "copy",
+        "csv",
+        "dis",
+        "glob",
+        "heapq",
+        "hmac",
+        "io",
+        "keyword",
+        "locale",
+    ):
         text = (library / f"{name}.py").read_text()
         for part in range(3):
             (folder / f"{name}{part}.txt").write_text(text[part * 2000 : part * 2000 + 2000])

@@ -18,9 +18,11 @@ def norm(p, x, eps=1e-5):
 
 
 def rotary(x, theta=10000.0):
-    B, T, N, H = x.shape
+    T, H = x.shape[1], x.shape[3]
     angle = jnp.outer(jnp.arange(T, dtype=jnp.float32), theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H))
-    z = jax.lax.complex(x[..., : H // 2], x[..., H // 2 :]) * jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).reshape(1, T, 1, H // 2)
+    z = jax.lax.complex(x[..., : H // 2], x[..., H // 2 :]) * jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).reshape(
+        1, T, 1, H // 2
+    )
     return jnp.concatenate([z.real, z.imag], -1)
 
 
@@ -57,7 +59,7 @@ def logits(params, tokens):
     if "positions_TD" in params:
         x = x + params["positions_TD"][: tokens.shape[1]][jnp.newaxis]
     for i in range(params["layers"]["norm_mlp"]["gain_D"].shape[0]):
-        layer = jax.tree.map(lambda w: w[i], params["layers"])
+        layer = jax.tree.map(lambda w, i=i: w[i], params["layers"])
         x = x + attention(layer["attention"], norm(layer["norm_attention"], x))
         x = x + mlp(layer["mlp"], norm(layer["norm_mlp"], x))
     return norm(params["norm"], x) @ params.get("head_VD", params["embedding_VD"]).T

@@ -1,6 +1,7 @@
 """Text to batches: documents are not lost, split apart, and come in an order that a resume continues."""
 
 import gzip
+import itertools
 import json
 import shutil
 import subprocess
@@ -126,7 +127,7 @@ def test_the_bigram_figure_is_that_of_counted_pairs():
     losses = []
     for i in range(len(sides[1])):
         window = sides[1][i]
-        for a, b in zip(window[:-1], window[1:], strict=True):
+        for a, b in itertools.pairwise(window):
             pairs = np.sum((stream[:-1] == a) & (stream[1:] == b)) + 0.1
             losses.append(-np.log(pairs / (np.sum(stream[:-1] == a) + 0.1 * 257)))
     assert data.bigram_loss(dataset, 100) == pytest.approx(np.mean(losses), rel=1e-12)

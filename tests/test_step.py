@@ -5,10 +5,10 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from conftest import GRADS, LOSS, STATE, on_devices, random_tokens, resolved, small
 
-import oracle
 from nanotrain_jax import model
 from nanotrain_jax import step as steps
 
@@ -87,7 +87,9 @@ def test_the_compiled_step_holds_exactly_one_collective_whatever_the_number_of_m
     assert [where for where, _ in found] == ["ENTRY"]
     ((_, line),) = found
     result = line.split(" all-reduce")[0]
-    elements = sum(np.prod([int(n) for n in dims.split(",") if n], dtype=int) for dims in re.findall(r"f32\[([\d,]*)\]", result))
+    elements = sum(
+        np.prod([int(n) for n in dims.split(",") if n], dtype=int) for dims in re.findall(r"f32\[([\d,]*)\]", result)
+    )
     assert elements == sum(p.size for p in jax.tree.leaves(step.state.params)) + 1  # gradients in float32, and the loss
     assert "replica_groups={{0,1,2,3,4,5,6,7}}" in line or "replica_groups=[1,8]" in line or "mesh[" in line
 
@@ -96,7 +98,7 @@ def test_state_has_the_same_types_and_places_before_and_after_a_step():
     config, mesh = resolved(small())
     step = steps.build(config, mesh)
     state = step.init()
-    describe = lambda state: jax.tree.map(lambda x: (x.shape, str(x.dtype), x.sharding), state)  # noqa: E731
+    describe = lambda state: jax.tree.map(lambda x: (x.shape, str(x.dtype), x.sharding), state)
     assert describe(state) == describe(step.state)
     after, _ = step.train(state, on_devices(random_tokens(config)[0], step))
     assert describe(after) == describe(step.state)
@@ -130,7 +132,9 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_on_every_device(microb
     assert (int(state.step), int(state.skipped)) == (3, 1)
     assert log[2]["lr"] == clean_log[1]["lr"] == log[1]["lr"]
     # Bitwise the run that never saw the batch, on every device.
-    for a, b in zip(jax.tree.leaves((state.params, state.opt)), jax.tree.leaves((clean.params, clean.opt)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves((state.params, state.opt)), jax.tree.leaves((clean.params, clean.opt)), strict=True
+    ):
         for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
             np.testing.assert_array_equal(x.data, y.data)
 

@@ -48,7 +48,15 @@ def main(config_file, *overrides):
 
 def start(config_file, *overrides, **how):
     """The command as a process of its own; its cache of compiled programs lies beside the config."""
-    command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(config_file), "runtime.compile_cache=true", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "nanotrain_jax.train",
+        "--config",
+        str(config_file),
+        "runtime.compile_cache=true",
+        *overrides,
+    ]
     environment = os.environ | {"HOME": str(config_file.parent), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
 
@@ -114,7 +122,16 @@ def test_twenty_steps_are_bitwise_ten_and_ten_more_after_a_resume(config_file, t
 def test_a_resume_on_another_mesh_goes_on_with_the_same_numbers(config_file, tmp_path):
     assert main(config_file, f"logging.dir={tmp_path}/whole") == 0
     assert main(config_file, f"logging.dir={tmp_path}/parts", "train.steps=10") == 0
-    assert main(config_file, f"logging.dir={tmp_path}/parts", "parallel.data=2", "parallel.replica=4", "parallel.microbatches=1") == 0
+    assert (
+        main(
+            config_file,
+            f"logging.dir={tmp_path}/parts",
+            "parallel.data=2",
+            "parallel.replica=4",
+            "parallel.microbatches=1",
+        )
+        == 0
+    )
     whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     np.testing.assert_allclose([parts[i][0] for i in range(1, 21)], [whole[i][0] for i in range(1, 21)], **LOSS)
 
@@ -213,7 +230,9 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_the_previous_checkpoint_usab
     assert saved_state(run)[0] == 20
 
 
-def test_a_disk_without_room_for_a_checkpoint_is_told_before_anything_is_written(config_file, tmp_path, capsys, monkeypatch):
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_anything_is_written(
+    config_file, tmp_path, capsys, monkeypatch
+):
     assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=5") == 0
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
@@ -237,9 +256,15 @@ BAD = [
     (["data.source=tokens:nowhere"], "prepare_data.py"),
     (["data.tokenizer=nowhere.json"], "nowhere.json"),
     (["data.seq_len=100000000"], "data.seq_len=100000000 needs at least 100000001"),
-    (["data.batch_size=9"], "data.batch_size=9 is not divisible by replica x data x microbatches = 1 x 4 x 1 = 4; use 8 or 12"),
+    (
+        ["data.batch_size=9"],
+        "data.batch_size=9 is not divisible by replica x data x microbatches = 1 x 4 x 1 = 4; use 8 or 12",
+    ),
     (["parallel.microbatches=3"], "use 12"),
-    (["model.num_heads=4", "model.num_kv_heads=3"], "model.num_kv_heads=3 does not divide model.num_heads=4; use 2 or 4"),
+    (
+        ["model.num_heads=4", "model.num_kv_heads=3"],
+        "model.num_kv_heads=3 does not divide model.num_heads=4; use 2 or 4",
+    ),
     (["parallel.data=16"], "needs 16 devices but there are 8"),
     (["parallel.data=3", "parallel.replica=-1"], "cannot be split into groups of 3"),
     (["parallel.tensor=2"], "not implemented yet"),
@@ -277,7 +302,9 @@ def test_a_missing_or_broken_config_file_is_told_in_one_line(tmp_path, capsys):
         (["checkpoint.resume=never"], "already holds step 5"),
     ],
 )
-def test_a_resume_that_does_not_fit_is_refused_and_the_checkpoint_stays(overrides, message, config_file, tmp_path, capsys):
+def test_a_resume_that_does_not_fit_is_refused_and_the_checkpoint_stays(
+    overrides, message, config_file, tmp_path, capsys
+):
     import tokenizers
 
     model = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(map(chr, range(33, 127)))}, []))
@@ -309,11 +336,28 @@ def test_help_lists_every_key_with_default_and_meaning():
 
 
 def test_a_profile_of_some_steps_is_written_where_asked(config_file, tmp_path):
-    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=4", "checkpoint.every=0", "runtime.profile_steps=[2,3]") == 0
+    assert (
+        main(
+            config_file,
+            f"logging.dir={tmp_path}/run",
+            "train.steps=4",
+            "checkpoint.every=0",
+            "runtime.profile_steps=[2,3]",
+        )
+        == 0
+    )
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 
 def test_metrics_of_a_step_that_is_not_finite_are_still_json(config_file, tmp_path):
-    assert main(config_file, f"logging.dir={tmp_path}/run", "optimizer.lr=1.0e+30", "optimizer.grad_clip=0", "train.steps=6") == 0
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        main(
+            config_file, f"logging.dir={tmp_path}/run", "optimizer.lr=1.0e+30", "optimizer.grad_clip=0", "train.steps=6"
+        )
+        == 0
+    )
+    lines = [
+        json.loads(line, parse_constant=pytest.fail)
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines[-1]["skipped_steps"] >= 1

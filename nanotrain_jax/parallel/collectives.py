@@ -1,6 +1,6 @@
 """Every collective of the package: the only file that calls `jax.lax` collectives.
 
-A value inside `shard_map` is *varying* over a mesh axis if devices along it may hold different values, else *invarying*.
+Inside `shard_map` a value is *varying* over a mesh axis if devices along it may hold different values, else *invarying*.
 JAX checks this (`check_vma=True`); these helpers say in one word what a call moves and how the type changes.
 """
 

@@ -17,14 +17,13 @@ import orbax.checkpoint as ocp
 
 from nanotrain_jax.config import Checkpoint, Config
 
-
 Save = Callable[[int, Any, dict[str, Any]], None]  # step, state, meta (plain JSON data)
 
 
 @contextmanager
 def writing(config: Checkpoint) -> Iterator[Save]:
-    """Yields save(step, state, meta), which returns once the state is copied, so that it may be donated, and writes it in
-    the background; leaving waits for the last one. Raises OSError, at a later save at the latest, if one cannot be written."""
+    """Yields save(step, state, meta). It returns once the state is copied, so that it may be donated, and writes in the
+    background; leaving waits for the last one. Raises OSError, here or at the next save, if one cannot be written."""
     options = ocp.CheckpointManagerOptions(
         max_to_keep=config.keep, enable_async_checkpointing=config.asynchronous, cleanup_tmp_directories=True
     )
@@ -33,7 +32,10 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     def refuse(reason: str) -> OSError:
         newest = latest_step(config.dir)
         rest = "the beginning" if newest is None else f"step {newest}"
-        return OSError(f"no checkpoint can be written to {config.dir}: {reason}; make room and start again: the run goes on from {rest}")
+        return OSError(
+            f"no checkpoint can be written to {config.dir}: {reason}; make room and start again: "
+            f"the run goes on from {rest}"
+        )
 
     @contextmanager
     def disk_errors():
@@ -67,7 +69,7 @@ def writing(config: Checkpoint) -> Iterator[Save]:
 def find(config: Checkpoint) -> tuple[Path, int] | None:
     """The folder and step that `resume` asks for; None: begin anew.
 
-    Raises ValueError if there is nothing to resume from where a path was given, or if this run would mix with another's.
+    Raises ValueError if there is nothing to resume from at a given path, or if this run would mix with another's.
     """
     own = latest_step(config.dir)
     if config.resume == "auto":
@@ -81,7 +83,9 @@ def find(config: Checkpoint) -> tuple[Path, int] | None:
         return None
     step = latest_step(config.resume)
     if step is None:
-        raise ValueError(f"checkpoint.resume={config.resume!r} holds no finished checkpoint; give a folder that does, auto or never")
+        raise ValueError(
+            f"checkpoint.resume={config.resume!r} holds no finished checkpoint; give a folder that does, auto or never"
+        )
     return Path(config.resume), step
 
 
@@ -91,9 +95,11 @@ def latest_step(folder: str | Path) -> int | None:
     return max(ocp.utils.checkpoint_steps(folder), default=None) if folder.is_dir() else None
 
 
-def read(folder: str | Path, step: int, abstract: Any, accept: Callable[[dict[str, Any]], None]) -> tuple[Any, dict[str, Any]]:
-    """-> state, meta. The state comes in the shapes, dtypes and shardings of abstract (ShapeDtypeStructs; the mesh may be
-    another than it was saved from), after accept(meta), which may raise, has agreed."""
+def read(
+    folder: str | Path, step: int, abstract: Any, accept: Callable[[dict[str, Any]], None]
+) -> tuple[Any, dict[str, Any]]:
+    """-> state, meta. The state comes in the shapes, dtypes and shardings of abstract (ShapeDtypeStructs; the mesh may
+    be another than it was saved from), after accept(meta), which may raise, has agreed."""
     options = ocp.CheckpointManagerOptions(create=False, read_only=True)
     with ocp.CheckpointManager(Path(folder).absolute(), options=options) as manager:
         meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta

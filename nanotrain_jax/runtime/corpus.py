@@ -28,7 +28,7 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # names of the token
 
 
 class Tokenizer(NamedTuple):
-    """name identifies it (a hash for files); encode: texts as bytes -> token ids of each; end: id that closes a document."""
+    """name identifies it (a hash for files); encode: texts -> token ids of each; end: id that closes a document."""
 
     name: str
     vocab_size: int
@@ -120,8 +120,8 @@ def glob_documents(pattern: str) -> Iterator[bytes]:
 
 
 def text_documents(paths: Sequence[str | Path], piece: int = 1 << 16) -> Iterator[bytes]:
-    """One document per file. A file that is alone is cut at line ends into documents of about `piece` bytes, so that some
-    can be held out."""
+    """One document per file. A file that is alone is cut at line ends into documents of about `piece` bytes, so that
+    some can be held out."""
     if len(paths) > 1:
         yield from (Path(p).read_bytes() for p in paths)
         return
@@ -198,7 +198,7 @@ def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) 
 
 
 def read(folder: str | Path, verify: bool = True) -> Corpus:
-    """Memory-map a token folder. Raises ValueError if it is not whole (with verify: or altered), OSError if it cannot be read."""
+    """Memory-map a token folder. Raises ValueError if it is not whole or (with verify) was altered, or OSError."""
     folder = Path(folder)
     remedy = "write it again with scripts/prepare_data.py"
     if not (folder / "header.json").is_file():
@@ -210,15 +210,20 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder}/header.json is damaged ({error!r}); {remedy}") from None
     if header["format"] != FORMAT:
-        raise ValueError(f"{folder}/header.json says format {header['format']!r}, this version reads {FORMAT!r}; {remedy}")
+        raise ValueError(
+            f"{folder}/header.json says format {header['format']!r}, this version reads {FORMAT!r}; {remedy}"
+        )
     size = (folder / "tokens.bin").stat().st_size
     if size != count * dtype.itemsize:
         raise ValueError(
-            f"{folder}/tokens.bin holds {size} bytes but its header promises {count * dtype.itemsize}; it was cut short: {remedy}"
+            f"{folder}/tokens.bin holds {size} bytes but its header promises {count * dtype.itemsize}; "
+            f"it was cut short: {remedy}"
         )
     for file, expected in sums.items() if verify else ():
         if _digest(folder / file) != expected:
-            raise ValueError(f"{folder}/{file} does not have the SHA-256 that its header records; it was altered: {remedy}")
+            raise ValueError(
+                f"{folder}/{file} does not have the SHA-256 that its header records; it was altered: {remedy}"
+            )
     documents = np.load(folder / "documents.npy")
     tokens = np.memmap(folder / "tokens.bin", dtype, "r", shape=(count,))
     return Corpus(tokens, documents["end"].copy(), documents["key"].copy(), name, vocab)

@@ -80,13 +80,16 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
         if vocab_size is None:
             raise ValueError("model.vocab_size is needed with data.source='synthetic', which has no tokenizer; set it")
         train = Synthetic(vocab_size, config.seq_len, config.seed)
-        val = Synthetic(vocab_size, config.seq_len, config.seed + (1 << 32), length=1 << 16 if config.val_fraction else 0)
+        val = Synthetic(
+            vocab_size, config.seq_len, config.seed + (1 << 32), length=1 << 16 if config.val_fraction else 0
+        )
         return Dataset(train, val, None, None, f"synthetic {vocab_size} {config.seed}")
     if kind == "tokens" and where:
         corpus = corpora.read(where, config.verify)
         if config.tokenizer and corpora.tokenizer(config.tokenizer).name != corpus.tokenizer:
             raise ValueError(
-                f"data.tokenizer={config.tokenizer!r} did not make {config.source!r} (its tokenizer is {corpus.tokenizer}); leave it out"
+                f"data.tokenizer={config.tokenizer!r} did not make {config.source!r} (its tokenizer is "
+                f"{corpus.tokenizer}); leave it out"
             )
     elif kind == "text" and where:
         corpus = corpora.build(corpora.glob_documents(where), corpora.tokenizer(config.tokenizer or "bytes"))
@@ -156,8 +159,8 @@ def _to_devices(inputs: np.ndarray, targets: np.ndarray, shapes: Any) -> dict[st
 def bigram_loss(dataset: Dataset, most_sequences: int, alpha: float = 0.1) -> float | None:
     """Nats per token of a bigram model, counted on all training text, on the held-out sequences that `evaluation` uses.
 
-    P(b | a) = (count(a, b) + alpha) / (count(a) + alpha V). A model that beats it has learned context beyond the previous
-    token. None where there is nothing to compare (no held-out text), or the table would be large (more than 1024 ids).
+    P(b | a) = (count(a, b) + alpha) / (count(a) + alpha V). A model that beats it has learned context beyond the
+    previous token. None where there is no held-out text, or the table would be large (more than 1024 ids).
     """
     V = dataset.vocab_size
     if not V or V > 1024 or not len(dataset.val):

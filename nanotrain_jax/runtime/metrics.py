@@ -44,10 +44,18 @@ class Writer:
         if not self.active:
             return
         self.folder = Path(config.logging.dir)
-        self.jsonl = open(self.folder / "metrics.jsonl", "a", buffering=1)
-        self.board = tensorboardX.SummaryWriter(str(self.folder / "tensorboard")) if config.logging.tensorboard else None
+        self.jsonl = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed by close)
+        self.board = (
+            tensorboardX.SummaryWriter(str(self.folder / "tensorboard")) if config.logging.tensorboard else None
+        )
         if self.how == "bar":
-            columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn()
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+            )
             self.bar = Progress(*columns, console=self.console)
             self.task = self.bar.add_task("", total=config.train.steps, completed=first_step, text="")
             self.bar.start()
@@ -125,7 +133,9 @@ class Writer:
         elif self.how == "lines":
             steps = self.config.train.steps
             left = time.strftime("%H:%M:%S", time.gmtime((steps - record["step"]) * record["step_seconds"]))
-            self.console.print(f"step {record['step']:>{len(str(steps))}}/{steps}  {text}  lr {record['lr']:.2e}  left {left}")
+            self.console.print(
+                f"step {record['step']:>{len(str(steps))}}/{steps}  {text}  lr {record['lr']:.2e}  left {left}"
+            )
 
     def finish(self) -> None:
         """Write what is pending and the picture of the losses."""
@@ -146,7 +156,7 @@ class Writer:
 
 
 def plot(jsonl: Path, png: Path) -> None:
-    """metrics.jsonl -> a picture of training and validation loss over steps. A step that ran twice counts as it ran last."""
+    """metrics.jsonl -> a picture of training and validation loss. A step that ran twice counts as it ran last."""
     records = {r["step"]: r for r in map(json.loads, jsonl.read_text().splitlines())}
     records = [records[step] for step in sorted(records)]
     if not records:

@@ -1,0 +1,128 @@
+"""Time the training step of a config: a table, and one JSON line for programs. The same on CPU and GPU.
+
+    python scripts/bench.py --config configs/quickstart.yaml [--steps 20] [--warmup 3] [section.key=value ...]
+
+Batches are random tokens that lie on the devices already, so this is the step alone, without reading data or writing
+checkpoints. Steps are dispatched one ahead, as in training; times are taken when a step's loss is ready.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from nanotrain_jax import config as configs
+from nanotrain_jax import mesh as meshes
+from nanotrain_jax import step as steps
+from nanotrain_jax.audit import cost, topology
+
+
+def measure(config: configs.Config, count: int, warmup: int) -> dict:
+    """Compile and run the step; -> figures (times in seconds, memory in bytes per device)."""
+    meshes.configure(config.runtime.simulate, config.runtime.deterministic)
+    mesh = meshes.make(**config.parallel.axes)
+    config = configs.resolve(config, mesh.shape, 257)
+    step = steps.build(config, mesh)
+    state = step.init()
+    tokens = np.random.default_rng(0).integers(
+        config.model.vocab_size, size=(config.data.batch_size, config.data.seq_len + 1), dtype=np.int32
+    )
+    batch = {
+        name: jax.device_put(part, step.batch[name].sharding)
+        for name, part in {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}.items()
+    }
+    started = time.perf_counter()
+    train = step.train.lower(step.state, step.batch).compile()
+    compile_seconds = time.perf_counter() - started
+
+    ready, pending = [], None
+    for _ in range(warmup + count + 1):
+        state, metrics = train(state, batch)
+        if pending is not None:
+            pending.block_until_ready()
+            ready.append(time.perf_counter())
+        pending = metrics["loss"]
+    times = np.diff(ready)[-count:].tolist()
+
+    device = mesh.devices.flat[0]
+    seconds = statistics.median(times)
+    rate = tokens[:, 1:].size / seconds
+    peak = topology.peak_flops(device.device_kind)
+    flops = cost.flops_per_token(config.model, config.data.seq_len)
+    memory, allocated = train.memory_analysis(), device.memory_stats()
+    return {
+        "device": device.device_kind,
+        "devices": mesh.size,
+        "jax": jax.__version__,
+        "parameters": cost.parameters(config.model),
+        "tokens_per_step": tokens[:, 1:].size,
+        "step_seconds": seconds,
+        "step_seconds_min": min(times),
+        "step_seconds_max": max(times),
+        "steps": len(times),
+        "tokens_per_second": rate,
+        "tokens_per_second_per_device": rate / mesh.size,
+        "tflops_per_device_full": rate * flops["full"] / mesh.size / 1e12,
+        "tflops_per_device_causal": rate * flops["causal"] / mesh.size / 1e12,
+        "mfu_full": rate * flops["full"] / mesh.size / peak if peak else None,
+        "mfu_causal": rate * flops["causal"] / mesh.size / peak if peak else None,
+        "peak_bytes_compiled": memory.peak_memory_in_bytes,
+        "peak_bytes_measured": allocated["peak_bytes_in_use"] if allocated else None,
+        "compile_seconds": compile_seconds,
+        "loss": float(pending),
+    }
+
+
+def show(f: dict) -> Table:
+    """The figures as a table for people."""
+    table = Table(
+        title=f"{f['devices']} x {f['device']}, jax {f['jax']}, {f['parameters']:,} parameters",
+        show_header=False,
+    )
+    share = lambda value: f"{value:.1%}" if value is not None else "peak FLOP/s of this device unknown"
+    rows = {
+        "step time, median (min - max)": f"{f['step_seconds'] * 1e3:,.1f} ms ({f['step_seconds_min'] * 1e3:,.1f} - "
+        f"{f['step_seconds_max'] * 1e3:,.1f}), {f['steps']} steps of {f['tokens_per_step']:,} tokens",
+        "tokens/s (per device)": f"{f['tokens_per_second']:,.0f} ({f['tokens_per_second_per_device']:,.0f})",
+        "MFU, 6 N + 12 L d T (full attention)": share(f["mfu_full"]),
+        "MFU, 6 N + 6 L d T (causal half)": share(f["mfu_causal"]),
+        "TFLOP/s per device, full (causal)": f"{f['tflops_per_device_full']:.3g} ({f['tflops_per_device_causal']:.3g})",
+        "peak memory per device, compiled": f"{f['peak_bytes_compiled'] / 2**20:,.1f} MiB",
+        "peak memory per device, measured": f"{f['peak_bytes_measured'] / 2**20:,.1f} MiB"
+        if f["peak_bytes_measured"]
+        else "not reported here",
+        "compile time": f"{f['compile_seconds']:.1f} s",
+    }
+    for row in rows.items():
+        table.add_row(*row)
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Time the training step of a config.")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--steps", type=int, default=20, help="steps timed (default: 20)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before (default: 3)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        config = configs.load(arguments.config, arguments.overrides)
+        if arguments.steps < 1 or arguments.warmup < 1:
+            raise ValueError(f"--steps={arguments.steps} --warmup={arguments.warmup}: both are at least 1")
+        figures = measure(config, arguments.steps, arguments.warmup)
+    except (ValueError, OSError) as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    Console(width=110).print(show(figures))
+    print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

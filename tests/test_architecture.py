@@ -1,0 +1,115 @@
+"""The laws of the house, held by a walk over the syntax trees (and nothing is imported to do so)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "nanotrain_jax"
+
+# A file may import from lower floors only; __init__ stands on none.
+FLOORS = [
+    {
+        "config", "mesh", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat", "audit.hlo",
+        "audit.topology", "runtime.corpus",
+    },
+    {
+        "parallel.tensor", "parallel.context", "parallel.zero", "parallel.compress", "runtime.optim", "runtime.data",
+        "runtime.checkpoint", "runtime.metrics", "audit.cost",
+    },
+    {"model", "parallel.pipeline"},
+    {"step"},
+    {"plan", "train", "launch"},
+]  # fmt: skip
+FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
+COLLECTIVES = {
+    "psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pshuffle", "pcast",
+    "axis_index",
+}  # fmt: skip
+MAY_READ_ENVIRONMENT = {"mesh", "launch", "audit.topology"}
+
+
+def module_name(path):
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+FILES = {module_name(p): ast.parse(p.read_text()) for p in sorted(PACKAGE.rglob("*.py")) if p.name != "__init__.py"}
+every_file = pytest.mark.parametrize("name", FILES)
+
+
+def imports(tree):
+    """The package's own modules that a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (
+                a.name.removeprefix("nanotrain_jax.") for a in node.names if a.name.startswith("nanotrain_jax.")
+            )
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "nanotrain_jax":
+            inside = node.module.removeprefix("nanotrain_jax").lstrip(".")
+            for alias in node.names:
+                whole = f"{inside}.{alias.name}".lstrip(".")
+                yield whole if whole in FLOOR else inside
+
+
+def dotted(node):
+    """`a.b.c` as text, or '' for anything else."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@every_file
+def test_a_file_stands_on_a_floor_and_imports_from_lower_floors_only(name):
+    assert name in FLOOR, f"{name} stands on no floor"
+    for other in imports(FILES[name]):
+        assert FLOOR[other] < FLOOR[name], f"{name} (floor {FLOOR[name]}) imports {other} (floor {FLOOR[other]})"
+
+
+@every_file
+def test_techniques_and_audit_know_no_config(name):
+    if name.startswith(("parallel.", "audit.")) or name == "sharding":
+        allowed = {"config"} if name == "audit.cost" else set()
+        assert not {"config", "model", "step"} & set(imports(FILES[name])) - allowed
+
+
+@every_file
+def test_collectives_are_called_in_one_file_and_shard_map_in_one_other(name):
+    for node in ast.walk(FILES[name]):
+        if isinstance(node, ast.Attribute):
+            if node.attr in COLLECTIVES and dotted(node) in {f"lax.{node.attr}", f"jax.lax.{node.attr}"}:
+                assert name == "parallel.collectives", f"{name} calls {dotted(node)}"
+            if node.attr == "shard_map":
+                assert name == "step"
+        elif isinstance(node, ast.ImportFrom) and node.module in {"jax.lax", "jax"}:
+            names = {a.name for a in node.names}
+            assert not names & COLLECTIVES or name == "parallel.collectives"
+            assert "shard_map" not in names
+
+
+@every_file
+def test_only_public_jax_and_its_checker_stays_on(name):
+    for node in ast.walk(FILES[name]):
+        if isinstance(node, ast.keyword) and node.arg == "check_vma":
+            assert isinstance(node.value, ast.Constant)
+            assert node.value.value is True
+        text = dotted(node) if isinstance(node, ast.Attribute) else getattr(node, "module", None) or ""
+        assert "jax._src" not in text
+
+
+@every_file
+def test_the_environment_is_read_at_the_doors_only(name):
+    if name not in MAY_READ_ENVIRONMENT:
+        for node in ast.walk(FILES[name]):
+            assert not (isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"})
+
+
+@every_file
+def test_public_functions_say_what_they_do(name):
+    for node in FILES[name].body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{name}.{node.name} has no docstring"
+
+
+def test_the_oracle_knows_nothing_of_the_package():
+    assert not list(imports(ast.parse((ROOT / "tests" / "oracle.py").read_text())))

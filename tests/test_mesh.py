@@ -1,0 +1,54 @@
+"""The mesh has five axes, fills one of them, and refuses what does not fit."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from nanotrain_jax import mesh as meshes
+
+
+def test_all_five_axes_exist_with_tensor_innermost():
+    mesh = meshes.make(replica=2, data=2, tensor=2)
+    assert mesh.axis_names == ("pipe", "replica", "data", "context", "tensor")
+    assert list(mesh.devices.flat) == jax.devices()
+
+
+@pytest.mark.parametrize("axis", meshes.AXES)
+def test_minus_one_fills_any_axis(axis):
+    sizes = {"data": 1, axis: -1}
+    if axis != "replica":
+        sizes["replica"] = 2
+    assert meshes.make(**sizes).shape[axis] == (8 if axis == "replica" else 4)
+
+
+def test_a_smaller_mesh_takes_the_first_devices():
+    assert list(meshes.make(data=4).devices.flat) == jax.devices()[:4]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"data": 16}, "needs 16 devices but there are 8; use a smaller mesh, or runtime.simulate=16"),
+        ({"data": -1, "tensor": -1}, "only one axis can be -1"),
+        ({"data": -1, "replica": 3}, "8 devices cannot be split into groups of 3"),
+        ({"data": 0}, "parallel.data=0"),
+        ({"data": -2}, "parallel.data=-2"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        meshes.make(**sizes)
+
+
+def test_simulated_devices_need_no_environment_variables_and_come_first_or_not_at_all():
+    code = (
+        "import jax; from nanotrain_jax import mesh; mesh.configure(simulate=3); assert len(jax.devices()) == 3\n"
+        "mesh.configure(simulate=3)\n"
+        "try: mesh.configure(simulate=5)\n"
+        "except ValueError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={})
+    assert done.returncode == 0, done.stderr
+    assert "runtime.simulate=5 came too late" in done.stdout

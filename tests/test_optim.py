@@ -1,0 +1,69 @@
+"""Learning rates over a run, and what is decayed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import resolved, small
+
+from nanotrain_jax import config as configs
+from nanotrain_jax import model
+from nanotrain_jax.runtime import optim
+
+AXES = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
+
+
+def rates(count=100, **keys):
+    tree = {"optimizer": {"lr": 1.0, "min_lr": 0.1} | keys, "train": {"steps": 100}}
+    schedule = optim.schedule(configs.resolve(configs.parse(tree), AXES, 257).optimizer)
+    return np.array([schedule(jnp.int32(i)) for i in range(count + 1)])
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "constant", "wsd"])
+def test_warm_up_learns_from_the_first_step_and_reaches_the_peak(shape):
+    found = rates(schedule=shape, warmup_steps=9)
+    np.testing.assert_allclose(found[:10], np.arange(1, 11) / 10, rtol=1e-6)
+    assert found.max() == 1.0
+
+
+@pytest.mark.parametrize("warmup", [0, 20])
+def test_each_shape_goes_where_it_should(warmup):
+    part = (np.arange(warmup, 101) - warmup) / (100 - warmup)
+    close = lambda shape, expected: np.testing.assert_allclose(
+        rates(schedule=shape, warmup_steps=warmup)[warmup:], expected, rtol=1e-5
+    )
+    close("cosine", 0.1 + 0.9 * (1 + np.cos(np.pi * part)) / 2)
+    close("linear", 1 - 0.9 * part)
+    close("constant", np.ones_like(part))
+    close("wsd", np.where(np.arange(warmup, 101) <= 90, 1.0, 1 - 0.9 * (np.arange(warmup, 101) - 90) / 10))
+
+
+def test_the_end_of_the_decay_can_be_set_apart_from_the_end_of_the_run():
+    found = rates(schedule="linear", decay_steps=50)
+    assert found[49] > 0.1
+    np.testing.assert_allclose(found[50:], 0.1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weight_decay_spares_norms_biases_and_positions(family):
+    config, _ = resolved(small(family, optimizer={"weight_decay": 0.5, "lr": 1.0}))
+    params = jax.tree.map(jnp.ones_like, model.init(config.model, 0))
+    optimizer = optim.build(config.optimizer, model.is_decayed)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    spared = set()
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
+        if not np.any(update):
+            spared.add(path[-1].key)
+        else:
+            np.testing.assert_allclose(update, -0.5)
+    biases = {
+        "bias_D",
+        "bias_q_NH",
+        "bias_k_KH",
+        "bias_v_KH",
+        "bias_out_D",
+        "bias_up_F",
+        "bias_down_D",
+        "positions_TD",
+    }
+    assert spared == ({"gain_D"} if family == "llama" else {"gain_D"} | biases)
