@@ -30,6 +30,8 @@ class _Section(BaseModel):
 
 
 class Model(_Section):
+    """The decoder."""
+
     family: Literal["llama", "gpt2"] = _key(
         "llama", "llama: RMSNorm, rotary, SwiGLU; gpt2: LayerNorm, learned positions, GELU, biases"
     )
@@ -70,6 +72,8 @@ class Model(_Section):
 
 
 class Parallel(_Section):
+    """How many devices each mesh axis has."""
+
     data: int = _key(-1, "data-parallel devices; -1: whatever devices remain")
     replica: int = _key(1, "groups of data-parallel devices (replicas of the whole)")
     tensor: int = _key(1, "tensor-parallel devices (only 1 so far)")
@@ -95,6 +99,8 @@ class Parallel(_Section):
 
 
 class Precision(_Section):
+    """Dtypes."""
+
     compute: Literal["bfloat16", "float32"] = _key(
         "bfloat16", "dtype of matmuls and activations; softmax, norms and loss stay float32"
     )
@@ -102,6 +108,8 @@ class Precision(_Section):
 
 
 class Data(_Section):
+    """What is read."""
+
     source: str = _key(
         "stdlib",
         'stdlib (Python\'s own library, as text) | "text:GLOB" | "tokens:DIR" (scripts/prepare_data.py) | synthetic',
@@ -115,6 +123,8 @@ class Data(_Section):
 
 
 class Optimizer(_Section):
+    """Learning rates and AdamW."""
+
     name: Literal["adamw"] = _key("adamw", "AdamW; no decay on norms, biases and learned positions")
     lr: float = _key(1e-3, "peak learning rate", gt=0)
     min_lr: float = _key(0.0, "learning rate at the end of cosine, linear and wsd", ge=0)
@@ -133,6 +143,8 @@ class Optimizer(_Section):
 
 
 class Train(_Section):
+    """The length of the run."""
+
     steps: Positive = _key(100, "optimizer steps of the whole run, resumed parts included")
     seed: Count = _key(0, "initialisation of the parameters")
     eval_every: Count = _key(0, "steps between evaluations; 0: never")
@@ -141,6 +153,8 @@ class Train(_Section):
 
 
 class Checkpoint(_Section):
+    """What is kept."""
+
     dir: str | None = _key(None, "where checkpoints go; null: <logging.dir>/checkpoints")
     every: Count = _key(100, "steps between checkpoints (one more at the end and on SIGTERM or Ctrl-C); 0: never any")
     keep: Positive = _key(3, "newest checkpoints kept")
@@ -151,12 +165,16 @@ class Checkpoint(_Section):
 
 
 class Logging(_Section):
+    """What people look at."""
+
     dir: str | None = _key(None, "where the run is written; null: runs/<name of the config file>")
     tensorboard: bool = _key(True, "write TensorBoard files")
     progress: Literal["auto", "bar", "lines", "none"] = _key("auto", "auto: a bar on a terminal, plain lines elsewhere")
 
 
 class Runtime(_Section):
+    """Devices and compiler."""
+
     simulate: Count = _key(0, "run on this many simulated CPU devices; 0: the machine's own devices")
     compile_cache: bool = _key(True, "keep compiled programs in ~/.cache/nanotrain_jax for the next run")
     deterministic: bool = _key(False, "ask XLA for deterministic GPU kernels (slower)")
@@ -164,8 +182,19 @@ class Runtime(_Section):
         None, "[first, last] step written to <logging.dir>/profile for TensorBoard or Perfetto"
     )
 
+    @model_validator(mode="after")
+    def _profile(self) -> Runtime:
+        if self.profile_steps and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
+            raise ValueError(
+                f"runtime.profile_steps={list(self.profile_steps)} is not [first, last] with 1 <= first <= last; "
+                "write e.g. [10, 12]"
+            )
+        return self
+
 
 class Config(_Section):
+    """Everything a run is asked for: one section per field."""
+
     model: Model = Model()
     parallel: Parallel = Parallel()
     precision: Precision = Precision()

@@ -73,7 +73,9 @@ class Attention(nnx.Module):
             v_BSKH = v_BSKH + self.bias_v_KH[...][None, None]
         else:
             q_BTNH, k_BSKH = rotate(q_BTNH, self.theta), rotate(k_BSKH, self.theta)
-        y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=True, implementation=self.kernel)
+        y_BTNH = jax.nn.dot_product_attention(
+            q_BTNH, k_BSKH, v_BSKH, is_causal=True, implementation=None if self.kernel == "auto" else self.kernel
+        )
         y_BTD = jnp.einsum("BTNH,NHD->BTD", y_BTNH, self.out_NHD[...])
         return y_BTD + self.bias_out_D[...][None, None] if self.family == "gpt2" else y_BTD
 
@@ -168,7 +170,7 @@ def abstract(config: Model) -> tuple[nnx.GraphDef, dict]:
 
 
 def attention_kernel(config: Model, dtype: jnp.dtype, platform: str) -> str:
-    """What `auto` stands for: cudnn (flash attention) where it runs (16 bit, head dim at most 128, NVIDIA), else xla."""
+    """What `auto` stands for: cudnn (flash attention) where it runs (16 bit, head dim up to 128, NVIDIA), else xla."""
     if config.attention != "auto":
         return config.attention
     H = config.d_model // config.num_heads

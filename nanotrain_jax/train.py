@@ -121,13 +121,6 @@ def train(run: Run, stopped: Callable[[], bool]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
 
-    devices = list(run.mesh.devices.flat)
-    peak = topology.peak_flops(devices[0].device_kind)
-    tokens = config.data.batch_size * config.data.seq_len
-    flops = cost.flops_per_token(config.model, config.data.seq_len)["full"] * tokens
-    writer = metrics.Writer(config, first, flops, peak and peak * len(devices))
-    writer.say(introduction(run))
-
     evaluating = config.train.eval_every and len(run.dataset.val)
 
     def evaluate() -> float:
@@ -145,13 +138,21 @@ def train(run: Run, stopped: Callable[[], bool]) -> None:
             "data": {"position": position, "fingerprint": run.dataset.fingerprint},
         }
 
-    started = time.perf_counter()
-    train_step = step.train.lower(step.state, step.batch).compile()
-    writer.say(f"compiled in {time.perf_counter() - started:.1f} s")
-    batches = data.batches(run.dataset.train, step.batch, config.data.seed, run.position)
-    begin_profile, end_profile = config.runtime.profile_steps or (0, 0)
+    def new_writer() -> metrics.Writer:
+        devices = run.mesh.devices
+        peak = topology.peak_flops(devices.flat[0].device_kind)
+        flops = cost.flops_per_token(config.model, config.data.seq_len)["full"]
+        flops *= config.data.batch_size * config.data.seq_len
+        return metrics.Writer(config, first, flops, peak and peak * devices.size)
+
     number = saved = first
-    with closing(writer):
+    begin_profile, end_profile = config.runtime.profile_steps or (0, 0)
+    with closing(new_writer()) as writer:
+        writer.say(introduction(run))
+        started = time.perf_counter()
+        train_step = step.train.lower(step.state, step.batch).compile()
+        writer.say(f"compiled in {time.perf_counter() - started:.1f} s")
+        batches = data.batches(run.dataset.train, step.batch, config.data.seed, run.position)
         with checkpoint.writing(config.checkpoint) if every else nullcontext() as save:
             writer.start_clock()
             while number < last and not stopped():
@@ -179,12 +180,13 @@ def train(run: Run, stopped: Callable[[], bool]) -> None:
 
 
 def introduction(run: Run) -> str:
+    """What is about to run, in a few lines."""
     config, params = run.config, run.step.state.params
     count = sum(math.prod(p.shape) for p in jax.tree.leaves(params))
     axes = " x ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
+    device = "simulated CPU device" if config.runtime.simulate else run.mesh.devices.flat[0].device_kind
     lines = [
-        f"{config.model.family}, {count:,} parameters, on {run.mesh.size} x {run.mesh.devices.flat[0].device_kind} "
-        f"({axes})",
+        f"{config.model.family} of {count:,} parameters on {run.mesh.size} x {device} ({axes})",
         f"{config.data.source}: {len(run.dataset.train):,} training and {len(run.dataset.val):,} held-out sequences of "
         f"{config.data.seq_len} tokens; {config.data.batch_size} per step",
     ]
@@ -192,8 +194,9 @@ def introduction(run: Run) -> str:
 
 
 def summary(run: Run, writer: metrics.Writer, number: int) -> str:
+    """What came out of it after step `number`, and where it lies."""
     config, last = run.config, writer.last
-    lines = [f"{'done' if number == config.train.steps else 'stopped'} at step {number} of {config.train.steps}"]
+    lines = [f"{'stopped' if number < config.train.steps else 'done'} at step {number} of {config.train.steps}"]
     if "loss" in last:
         lines.append(f"  training loss     {last['loss']:.4f}")
     if "val_loss" in last:
@@ -201,7 +204,7 @@ def summary(run: Run, writer: metrics.Writer, number: int) -> str:
         bigram = data.bigram_loss(run.dataset, config.train.eval_steps * config.data.batch_size)
         if bigram:
             lines.append(
-                f"  byte-bigram model {bigram:.4f} on the same held-out text: what letter pairs alone can tell"
+                f"  a bigram model    {bigram:.4f} on the same text: all that the previous token alone can tell"
             )
     if "skipped_steps" in last:
         lines.append(f"  skipped steps     {last['skipped_steps']} (gradients were not finite)")

@@ -27,7 +27,7 @@ def measure(config: configs.Config, count: int, warmup: int) -> dict:
     """Compile and run the step; -> figures (times in seconds, memory in bytes per device)."""
     meshes.configure(config.runtime.simulate, config.runtime.deterministic)
     mesh = meshes.make(**config.parallel.axes)
-    config = configs.resolve(config, mesh.shape, 257)
+    config = configs.resolve(config, mesh.shape, None if config.model.vocab_size else 257)
     step = steps.build(config, mesh)
     state = step.init()
     tokens = np.random.default_rng(0).integers(

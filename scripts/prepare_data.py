@@ -3,7 +3,8 @@
     python scripts/prepare_data.py TEXT_FILES... --out DIR [--tokenizer bytes|train-bpe:32000|FILE]
 
 .txt: a document per file (one file alone is cut into documents of 64 KiB at line ends); .jsonl, .jsonl.gz: a document
-per line; .parquet: a document per row. Exit codes: 0 done; 2 the request is wrong (one line on stderr); 1 anything else.
+per line; .parquet: a document per row. Exit codes: 0 done; 2 the request is wrong, told in one line on stderr; 1
+anything else.
 """
 
 import argparse

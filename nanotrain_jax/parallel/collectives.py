@@ -1,7 +1,8 @@
 """Every collective of the package: the only file that calls `jax.lax` collectives.
 
-Inside `shard_map` a value is *varying* over a mesh axis if devices along it may hold different values, else *invarying*.
-JAX checks this (`check_vma=True`); these helpers say in one word what a call moves and how the type changes.
+Inside `shard_map` a value is *varying* over a mesh axis if devices along it may hold different values, else
+*invarying*. JAX checks this (`check_vma=True`); these helpers say in one word what a call moves and how the type
+changes.
 """
 
 from __future__ import annotations

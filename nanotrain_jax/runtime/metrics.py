@@ -170,5 +170,6 @@ def plot(jsonl: Path, png: Path) -> None:
             axes.plot(*zip(*points, strict=True), **style)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if train or val:
+        axes.legend()
     figure.savefig(png, dpi=120)
