@@ -40,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the file")
     arguments = parser.parse_intermixed_args(argv)
-    for library in "absl", "asyncio":  # orbax logs through them what it raises as well
-        logging.getLogger(library).setLevel(logging.CRITICAL)
     with stop_signals() as stopped:
         try:
             run = prepare(configs.load(arguments.config, arguments.overrides))
@@ -218,4 +216,6 @@ def summary(run: Run, writer: metrics.Writer, number: int) -> str:
 
 
 if __name__ == "__main__":
+    for library in "absl", "asyncio":  # orbax logs pages of what it raises as well
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     sys.exit(main())

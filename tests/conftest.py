@@ -1,6 +1,7 @@
 """8 simulated CPU devices, strict dtype promotion, rank promotion raises; what several test files share."""
 
 import json
+import tempfile
 
 import jax
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
 
-meshes.configure(simulate=8)
+# Programs compiled twice in one session are compiled once.
+CACHE = tempfile.TemporaryDirectory()
+meshes.configure(simulate=8, compile_cache=CACHE.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

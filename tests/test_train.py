@@ -212,7 +212,7 @@ def test_ten_kills_at_random_moments_lose_nothing_and_end_in_bitwise_the_same_ru
     same(saved_state(run), saved_state(tmp_path / "whole"))
 
 
-def test_a_full_disk_is_told_in_one_line_and_leaves_the_previous_checkpoint_usable(config_file, tmp_path):
+def test_a_write_that_fails_half_way_leaves_the_previous_checkpoint_usable(config_file, tmp_path):
     run = tmp_path / "run"
     first = start(config_file, f"logging.dir={run}", "train.steps=5")
     assert first.wait(120) == 0
@@ -220,7 +220,8 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_the_previous_checkpoint_usab
     resource.prlimit(full.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))  # what exceeds it fails as on a full disk
     out, err = full.communicate(timeout=120)
     assert full.returncode == 2, err
-    line = err.splitlines()[-1]  # orbax may have spoken before
+    # Threads of tensorstore may print what they saw as well; of ours there is one line.
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: no checkpoint can be written")
     assert line.endswith("the run goes on from step 5")
     again = start(config_file, f"logging.dir={run}")
