@@ -10,7 +10,6 @@ _PUBLIC = {
     "Config": "config",
     "load": "config",
     "resolve": "config",
-    "make": "mesh",
     "layout": "sharding",
     "Decoder": "model",
     "State": "step",

@@ -91,7 +91,7 @@ class Parallel(_Section):
     @model_validator(mode="after")
     def _implemented(self) -> Parallel:
         for axis in ("tensor", "pipe", "context"):
-            if getattr(self, axis) not in (1, -1):
+            if getattr(self, axis) != 1:
                 raise ValueError(
                     f"parallel.{axis}={getattr(self, axis)} is not implemented yet; use 1 and spread over parallel.data"
                 )
@@ -149,7 +149,7 @@ class Train(_Section):
     seed: Count = _key(0, "initialisation of the parameters")
     eval_every: Count = _key(0, "steps between evaluations; 0: never")
     eval_steps: Positive = _key(10, "batches per evaluation (at most what the held-out text gives)")
-    log_every: Count = _key(1, "steps between logged steps; 0: never")
+    log_every: Count = _key(1, "steps between logged steps (evaluations and the last step always are); 0: only those")
 
 
 class Checkpoint(_Section):

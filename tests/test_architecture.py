@@ -1,6 +1,8 @@
 """The laws of the house, held by a walk over the syntax trees (and nothing is imported to do so)."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,29 @@ def test_public_functions_say_what_they_do(name):
 
 def test_the_oracle_knows_nothing_of_the_package():
     assert not list(imports(ast.parse((ROOT / "tests" / "oracle.py").read_text())))
+
+
+def test_the_public_names_exist_and_nothing_is_imported_before_it_is_used():
+    code = (
+        "import sys, nanotrain_jax\n"
+        "assert not {'jax', 'flax', 'pydantic'} & set(sys.modules)\n"
+        "assert len(nanotrain_jax.__all__) <= 25\n"
+        "assert all(getattr(nanotrain_jax, name) for name in nanotrain_jax.__all__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_tour_in_the_readme_runs_and_shows_one_all_reduce():
+    readme = (ROOT / "README.md").read_text()
+    tour = readme.split("```python\n")[1].split("```")[0]
+    assert tour.count("\n") <= 42
+    done = subprocess.run([sys.executable, "-c", tour], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[3].startswith("1 ")
+
+
+def test_the_readme_names_every_file():
+    readme = (ROOT / "README.md").read_text()
+    for name in FILES:
+        assert f"  {name.replace('.', '/')}.py " in readme

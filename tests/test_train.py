@@ -269,6 +269,7 @@ BAD = [
     (["parallel.data=16"], "needs 16 devices but there are 8"),
     (["parallel.data=3", "parallel.replica=-1"], "cannot be split into groups of 3"),
     (["parallel.tensor=2"], "not implemented yet"),
+    (["parallel.data=1", "parallel.pipe=-1"], "not implemented yet"),
     (["model.vocab_size=100"], "smaller than the tokenizer's 257"),
     (["model.max_seq_len=16"], "longer than model.max_seq_len=16"),
     (["logging.dir={tmp}/small.yaml/run"], "Not a directory"),
