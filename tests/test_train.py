@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -220,10 +221,8 @@ def test_a_write_that_fails_half_way_leaves_the_previous_checkpoint_usable(confi
     resource.prlimit(full.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))  # what exceeds it fails as on a full disk
     out, err = full.communicate(timeout=120)
     assert full.returncode == 2, err
-    # Threads of tensorstore may print what they saw as well; of ours there is one line.
-    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: no checkpoint can be written")
-    assert line.endswith("the run goes on from step 5")
+    # Threads of tensorstore print what they saw as well, at the same time; of ours there is one message.
+    assert len(re.findall("error: no checkpoint can be written .*: the run goes on from step 5", err)) == 1, err
     again = start(config_file, f"logging.dir={run}")
     out, err = again.communicate(timeout=120)
     assert again.returncode == 0, err
