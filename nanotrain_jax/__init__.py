@@ -11,6 +11,7 @@ _PUBLIC = {
     "load": "config",
     "resolve": "config",
     "layout": "sharding",
+    "zero_specs": "parallel.zero",
     "Decoder": "model",
     "State": "step",
     "Step": "step",

@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Folder = Annotated[str, Field(min_length=1)]
 Pair = Field(strict=False)  # YAML has lists where we want tuples
 
 
@@ -79,6 +81,10 @@ class Parallel(_Section):
     tensor: int = _key(1, "tensor-parallel devices (only 1 so far)")
     pipe: int = _key(1, "pipeline stages (only 1 so far)")
     context: int = _key(1, "context-parallel devices (only 1 so far)")
+    zero: Literal[0, 1, 2, 3] = _key(
+        0, "shard over data: 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO); 0: nothing"
+    )
+    persist_below: Count = _key(10_000, "parameters with fewer elements (per layer) stay whole at zero 1-3")
     microbatches: Positive = _key(
         1, "pieces of the local batch, run one after the other; gradients are reduced once per step"
     )
@@ -104,7 +110,22 @@ class Precision(_Section):
     compute: Literal["bfloat16", "float32"] = _key(
         "bfloat16", "dtype of matmuls and activations; softmax, norms and loss stay float32"
     )
+    grad_reduce: Literal["float32", "bfloat16"] = _key("float32", "dtype in which gradients travel between devices")
     master: Literal["float32"] = _key("float32", "dtype of stored parameters and optimizer moments")
+
+
+class Memory(_Section):
+    """What is traded for memory."""
+
+    remat: str = _key(
+        "none", "what layers keep for their backward: none (all) | selective (matmul outputs) | full (inputs) | block:N"
+    )
+
+    @model_validator(mode="after")
+    def _policy(self) -> Memory:
+        if not re.fullmatch(r"none|selective|full|block:[1-9]\d*", self.remat):
+            raise ValueError(f"memory.remat={self.remat!r} is unknown; use none, selective, full or block:N")
+        return self
 
 
 class Data(_Section):
@@ -117,7 +138,7 @@ class Data(_Section):
     tokenizer: str | None = _key(None, "bytes | path of a tokenizer.json; null: bytes, or what made the token files")
     batch_size: Positive = _key(32, "sequences per step, over all devices")
     seq_len: Positive = _key(256, "tokens per sequence")
-    seed: Count = _key(0, "order of the training sequences")
+    seed: Seed = _key(0, "order of the training sequences")
     val_fraction: float = _key(0.05, "share of the text held out, in whole documents; 0: none", ge=0, lt=1)
     verify: bool = _key(True, "check the checksum of token files before training")
 
@@ -146,7 +167,7 @@ class Train(_Section):
     """The length of the run."""
 
     steps: Positive = _key(100, "optimizer steps of the whole run, resumed parts included")
-    seed: Count = _key(0, "initialisation of the parameters")
+    seed: Seed = _key(0, "initialisation of the parameters")
     eval_every: Count = _key(0, "steps between evaluations; 0: never")
     eval_steps: Positive = _key(10, "batches per evaluation (at most what the held-out text gives)")
     log_every: Count = _key(1, "steps between logged steps (evaluations and the last step always are); 0: only those")
@@ -155,19 +176,21 @@ class Train(_Section):
 class Checkpoint(_Section):
     """What is kept."""
 
-    dir: str | None = _key(None, "where checkpoints go; null: <logging.dir>/checkpoints")
+    dir: Folder | None = _key(None, "where checkpoints go; null: <logging.dir>/checkpoints")
     every: Count = _key(100, "steps between checkpoints (one more at the end and on SIGTERM or Ctrl-C); 0: never any")
     keep: Positive = _key(3, "newest checkpoints kept")
     asynchronous: bool = Field(
         default=True, alias="async", description="write in the background while training goes on"
     )
-    resume: str = _key("auto", "auto: newest checkpoint in dir, if any | never | path of another run's checkpoints")
+    resume: str = _key(
+        "auto", "auto: newest checkpoint in dir, if any | never | path of another run's checkpoints to begin from"
+    )
 
 
 class Logging(_Section):
     """What people look at."""
 
-    dir: str | None = _key(None, "where the run is written; null: runs/<name of the config file>")
+    dir: Folder | None = _key(None, "where the run is written; null: runs/<name of the config file>")
     tensorboard: bool = _key(True, "write TensorBoard files")
     progress: Literal["auto", "bar", "lines", "none"] = _key("auto", "auto: a bar on a terminal, plain lines elsewhere")
 
@@ -175,7 +198,7 @@ class Logging(_Section):
 class Runtime(_Section):
     """Devices and compiler."""
 
-    simulate: Count = _key(0, "run on this many simulated CPU devices; 0: the machine's own devices")
+    simulate: Count = _key(0, "run on this many simulated CPU devices; 0: the machine's own devices", le=4096)
     compile_cache: bool = _key(True, "keep compiled programs in ~/.cache/nanotrain_jax for the next run")
     deterministic: bool = _key(False, "ask XLA for deterministic GPU kernels (slower)")
     profile_steps: Annotated[tuple[int, int], Pair] | None = _key(
@@ -198,6 +221,7 @@ class Config(_Section):
     model: Model = Model()
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
+    memory: Memory = Memory()
     data: Data = Data()
     optimizer: Optimizer = Optimizer()
     train: Train = Train()
@@ -216,17 +240,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ValueError (one line: value, rule, remedy) or OSError if the file cannot be read.
     """
     path = Path(path)
-    tree = _yaml(path.read_text(), str(path)) or {}
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8 ({error}); give a YAML file") from None
+    tree = _yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: a config is a mapping of sections, not a {type(tree).__name__}")
     for override in overrides:
         _apply(tree, override)
     config = parse(tree)
-    if config.logging.dir is None:
-        config = _with(config, "logging", dir=f"runs/{path.stem}")
-    if config.checkpoint.dir is None:
-        config = _with(config, "checkpoint", dir=f"{config.logging.dir}/checkpoints")
-    return config
+    run = Path(config.logging.dir or f"runs/{path.stem}").expanduser()
+    config = _with(config, "logging", dir=str(run))
+    return _with(config, "checkpoint", dir=str(Path(config.checkpoint.dir or run / "checkpoints").expanduser()))
 
 
 def parse(tree: Mapping[str, Any]) -> Config:
@@ -271,6 +297,12 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     config = _with(config, "parallel", **axes)
     config = _with(config, "optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
 
+    size = int(config.memory.remat.removeprefix("block:")) if config.memory.remat.startswith("block:") else 1
+    if m.num_layers % size:
+        raise ValueError(
+            f"memory.remat={config.memory.remat!r} does not divide model.num_layers={m.num_layers}; "
+            f"use block:{_near_divisors(m.num_layers, size).replace(' or ', ' or block:')}"
+        )
     shares = axes["replica"] * axes["data"] * config.parallel.microbatches
     if d.batch_size % shares:
         below = d.batch_size // shares * shares
@@ -311,7 +343,14 @@ def _with(config: Config, section: str, **changes: Any) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as a string; people mean the number."""
+    """YAML 1.1 reads 1e-3 as a string, where people mean the number; PyYAML lets the last of two equal keys win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"key {key!r} stands twice")
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(

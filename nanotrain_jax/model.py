@@ -14,6 +14,7 @@ Initialisation (GPT-2 and its successors): normal, std 0.02; the two projections
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from flax import nnx
 from jax import lax
 
 from nanotrain_jax.config import Model
+from nanotrain_jax.parallel import remat
 
 STD = 0.02
 
@@ -68,16 +70,17 @@ class Attention(nnx.Module):
         k_BSKH = jnp.einsum("BSD,DKH->BSKH", x_BTD, self.k_DKH[...])
         v_BSKH = jnp.einsum("BSD,DKH->BSKH", x_BTD, self.v_DKH[...])
         if self.family == "gpt2":
-            q_BTNH = q_BTNH + self.bias_q_NH[...][None, None]
-            k_BSKH = k_BSKH + self.bias_k_KH[...][None, None]
-            v_BSKH = v_BSKH + self.bias_v_KH[...][None, None]
+            q_BTNH = add(q_BTNH, self.bias_q_NH[...])
+            k_BSKH = add(k_BSKH, self.bias_k_KH[...])
+            v_BSKH = add(v_BSKH, self.bias_v_KH[...])
         else:
             q_BTNH, k_BSKH = rotate(q_BTNH, self.theta), rotate(k_BSKH, self.theta)
+        q_BTNH, k_BSKH, v_BSKH = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k"), remat.name(v_BSKH, "v")
         y_BTNH = jax.nn.dot_product_attention(
             q_BTNH, k_BSKH, v_BSKH, is_causal=True, implementation=None if self.kernel == "auto" else self.kernel
         )
-        y_BTD = jnp.einsum("BTNH,NHD->BTD", y_BTNH, self.out_NHD[...])
-        return y_BTD + self.bias_out_D[...][None, None] if self.family == "gpt2" else y_BTD
+        y_BTD = remat.name(jnp.einsum("BTNH,NHD->BTD", y_BTNH, self.out_NHD[...]), "attention_out")
+        return add(y_BTD, self.bias_out_D[...]) if self.family == "gpt2" else y_BTD
 
 
 class MLP(nnx.Module):
@@ -94,13 +97,14 @@ class MLP(nnx.Module):
             self.bias_up_F, self.bias_down_D = nnx.Param(jnp.zeros(F)), nnx.Param(jnp.zeros(D))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up_DF[...])
+        h_BTF = remat.name(jnp.einsum("BTD,DF->BTF", x_BTD, self.up_DF[...]), "up")
         if self.family == "llama":
-            h_BTF = h_BTF * jax.nn.silu(jnp.einsum("BTD,DF->BTF", x_BTD, self.gate_DF[...]))
+            gate_BTF = remat.name(jnp.einsum("BTD,DF->BTF", x_BTD, self.gate_DF[...]), "gate")
+            h_BTF = h_BTF * jax.nn.silu(gate_BTF)
         else:
-            h_BTF = jax.nn.gelu(h_BTF + self.bias_up_F[...][None, None], approximate=True)
+            h_BTF = jax.nn.gelu(add(h_BTF, self.bias_up_F[...]), approximate=True)
         y_BTD = jnp.einsum("BTF,FD->BTD", h_BTF, self.down_FD[...])
-        return y_BTD if self.family == "llama" else y_BTD + self.bias_down_D[...][None, None]
+        return y_BTD if self.family == "llama" else add(y_BTD, self.bias_down_D[...])
 
 
 class Layer(nnx.Module):
@@ -115,37 +119,82 @@ class Layer(nnx.Module):
         return x_BTD + self.mlp(self.norm_mlp(x_BTD))
 
 
-class Decoder(nnx.Module):
-    """tokens[B T] -> logits[B T V] in float32. Takes a resolved `config.Model`."""
+class Ends(nnx.Module):
+    """What comes before and after the layers: tokens[B T] -> x[B T D], and x[B T D] -> logits or loss."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.d_model
         self.embedding_VD = _normal(rngs, (V, D))
         if config.family == "gpt2":
             self.positions_TD = _normal(rngs, (config.max_seq_len, D))
-        stack = nnx.vmap(Layer, in_axes=(None, 0), out_axes=0)
-        self.layers = nnx.split_rngs(splits=config.num_layers)(lambda rngs: stack(config, rngs))(rngs)
         self.norm = Norm(config)
         if not config.tie_embeddings:
             self.head_VD = _normal(rngs, (V, D))
 
-    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = self.embedding_VD[...][tokens_BT]
+    def embed(self, tokens_BT: jax.Array) -> jax.Array:
+        """tokens[B T] -> x[B T D]"""
+        # In float32, because the gradient of a row is a sum over all places where its token stands.
+        x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT]
         if hasattr(self, "positions_TD"):
-            x_BTD = x_BTD + self.positions_TD[...][None, : tokens_BT.shape[1]]
-        layer, weights = nnx.split(self.layers)
-        x_BTD, _ = lax.scan(lambda x, w: (nnx.merge(layer, w)(x), None), x_BTD, weights)
-        head_VD = self.head_VD if hasattr(self, "head_VD") else self.embedding_VD
-        return jnp.einsum("BTD,VD->BTV", self.norm(x_BTD), head_VD[...], preferred_element_type=jnp.float32)
+            x_BTD = add(x_BTD, self.positions_TD[: tokens_BT.shape[1]])
+        return x_BTD.astype(self.embedding_VD[...].dtype)
 
-    def loss(self, inputs_BT: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """inputs[B T], targets[B T] -> (sum of cross-entropies in nats, number of targets), float32 and int32 scalars.
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """x[B T D] -> logits[B T V] in float32"""
+        head_VD = self.head_VD if hasattr(self, "head_VD") else self.embedding_VD
+        return project(self.norm(x_BTD), head_VD[...])
+
+    def loss(self, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x[B T D], targets[B T] -> (sum of cross-entropies in nats, number of targets), float32 and int32 scalars.
 
         A negative target counts for nothing (padding).
         """
         counted_BT = targets_BT >= 0
-        losses_BT = optax.softmax_cross_entropy_with_integer_labels(self(inputs_BT), jnp.maximum(targets_BT, 0))
+        logits_BTV = self.logits(x_BTD)
+        losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, jnp.maximum(targets_BT, 0))
         return jnp.where(counted_BT, losses_BT, 0.0).sum(), counted_BT.sum(dtype=jnp.int32)
+
+
+class Decoder(nnx.Module):
+    """tokens[B T] -> logits[B T V] in float32. Takes a resolved `config.Model`."""
+
+    def __init__(self, config: Model, rngs: nnx.Rngs):
+        self.ends = Ends(config, rngs)
+        stack = nnx.vmap(Layer, in_axes=(None, 0), out_axes=0)
+        self.layers = nnx.split_rngs(splits=config.num_layers)(lambda rngs: stack(config, rngs))(rngs)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        layer, weights = nnx.split(self.layers)
+        x_BTD = remat.scan(lambda x, w: nnx.merge(layer, w)(x), self.ends.embed(tokens_BT), weights, "none", False)
+        return self.ends.logits(x_BTD)
+
+
+class Graphs(NamedTuple):
+    """The structure of the decoder without its parameters: `nnx.merge(graph, parameters)` makes the module."""
+
+    ends: nnx.GraphDef
+    layer: nnx.GraphDef
+
+
+def add(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x[... F], bias[F] -> x[... F], added in float32, so that the gradient of the bias is summed in float32 too."""
+    bias = jnp.expand_dims(bias, range(x.ndim - bias.ndim))
+    return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+@jax.custom_vjp
+def project(x_BTD: jax.Array, head_VD: jax.Array) -> jax.Array:
+    """x[B T D], head[V D] -> logits[B T V] in float32; the matmuls of its backward run in the dtype of x and head."""
+    return jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, preferred_element_type=jnp.float32)
+
+
+def _project_backward(saved: tuple[jax.Array, jax.Array], g_BTV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BTD, head_VD = saved
+    g_BTV = g_BTV.astype(x_BTD.dtype)
+    return jnp.einsum("BTV,VD->BTD", g_BTV, head_VD), jnp.einsum("BTV,BTD->VD", g_BTV, x_BTD)
+
+
+project.defvjp(lambda x_BTD, head_VD: (project(x_BTD, head_VD), (x_BTD, head_VD)), _project_backward)
 
 
 def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
@@ -163,18 +212,30 @@ def init(config: Model, seed: int) -> dict:
     return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=seed)), nnx.Param))
 
 
-def abstract(config: Model) -> tuple[nnx.GraphDef, dict]:
-    """The structure of the decoder and its parameters as ShapeDtypeStructs. No memory is touched."""
-    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=0))), nnx.Param)
-    return graph, nnx.to_pure_dict(params)
+def abstract(config: Model) -> tuple[Graphs, dict]:
+    """The structure of the decoder, and its parameters as ShapeDtypeStructs: {"ends": ..., "layers": stacked}.
+
+    No memory is touched.
+    """
+    decoder = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=0)))
+    graphs = Graphs(nnx.split(decoder.ends)[0], nnx.split(decoder.layers)[0])
+    return graphs, nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
 
 
-def attention_kernel(config: Model, dtype: jnp.dtype, platform: str) -> str:
-    """What `auto` stands for: cudnn (flash attention) where it runs (16 bit, head dim up to 128, NVIDIA), else xla."""
-    if config.attention != "auto":
-        return config.attention
+def attention_kernel(config: Model, dtype: jnp.dtype, device: jax.Device) -> str:
+    """What `auto` stands for on a device: cudnn (flash attention) where it can run, else xla.
+
+    Raises ValueError if cudnn is asked for where it cannot run.
+    """
     H = config.d_model // config.num_heads
-    return "cudnn" if platform in ("gpu", "cuda") and dtype.itemsize == 2 and H <= 128 and H % 8 == 0 else "xla"
+    ampere = float(getattr(device, "compute_capability", None) or 8.0) >= 8.0
+    can = device.platform in ("gpu", "cuda") and ampere and dtype.itemsize == 2 and H <= 128 and H % 8 == 0
+    if config.attention == "cudnn" and not can:
+        raise ValueError(
+            "model.attention=cudnn needs an NVIDIA GPU (Ampere or newer), precision.compute=bfloat16 and a head dim of "
+            f"at most 128 that 8 divides; here are {device.platform}, {dtype} and {H}: use auto or xla"
+        )
+    return ("cudnn" if can else "xla") if config.attention == "auto" else config.attention
 
 
 def is_decayed(path: tuple) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -18,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from nanotrain_jax import model
 from nanotrain_jax.config import Config
 from nanotrain_jax.mesh import BATCH_AXES
-from nanotrain_jax.parallel.collectives import as_varying
-from nanotrain_jax.parallel.zero import ZERO
+from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel.collectives import all_reduce, as_varying
+from nanotrain_jax.parallel.zero import WHOLE, ZERO, Opt, shard_dims
 from nanotrain_jax.runtime import optim
 from nanotrain_jax.sharding import layout
 
@@ -33,8 +35,8 @@ class State(NamedTuple):
 
     step: jax.Array  # int32, batches consumed
     skipped: jax.Array  # int32, how many of them had gradients that were not finite
-    params: Tree  # float32
-    opt: Tree  # optax state
+    params: Tree  # in the compute dtype: {"ends": ..., "layers": stacked}
+    opt: Opt  # float32 master weights and moments
 
 
 class Step(NamedTuple):
@@ -57,20 +59,20 @@ class Step(NamedTuple):
 
 
 def accumulate(
-    objective: Callable[[Tree, Tree], jax.Array], params: Tree, batch: Tree, pieces: int
+    objective: Callable[[Tree, Tree], jax.Array], inputs: Tree, batch: Tree, pieces: int
 ) -> tuple[jax.Array, Tree]:
     """-> (loss, gradients in float32), summed over the microbatches, which are run one after the other. Moves nothing.
 
-    objective(params, microbatch) is this device's contribution to the loss. params must be varying over the
+    objective(inputs, microbatch) is this device's contribution to the loss. inputs must be varying over the
     batch axes: then gradients stay local and only one microbatch's activations are alive at a time.
     """
 
     def one(sums, microbatch):
-        loss, grads = jax.value_and_grad(objective)(params, microbatch)
+        loss, grads = jax.value_and_grad(objective)(inputs, microbatch)
         return jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, (loss, grads)), None
 
     zero = as_varying(jnp.zeros(()), BATCH_AXES)
-    zeros = zero, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    zeros = zero, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), inputs)
     return lax.scan(one, zeros, split(batch, pieces))[0]
 
 
@@ -81,32 +83,46 @@ def split(batch: Tree, pieces: int) -> Tree:
 
 def build(config: Config, mesh: Mesh) -> Step:
     """The step of a resolved config on a mesh. Nothing is computed or allocated before its functions are called."""
-    zero = ZERO[0]
-    dtype = jnp.dtype(config.precision.compute)
+    zero = ZERO[config.parallel.zero]
+    dtype, reduce_dtype = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.grad_reduce)
     pieces = config.parallel.microbatches
     B, T = config.data.batch_size, config.data.seq_len
 
-    platform = mesh.devices.flat[0].platform
-    model_config = config.model.model_copy(update={"attention": model.attention_kernel(config.model, dtype, platform)})
-    graph, _ = model.abstract(model_config)
+    attention = model.attention_kernel(config.model, dtype, mesh.devices.flat[0])
+    model_config = config.model.model_copy(update={"attention": attention})
+    graphs, shapes = model.abstract(model_config)
     schedule = optim.schedule(config.optimizer)
     optimizer = optim.build(config.optimizer, model.is_decayed)
 
+    devices = mesh.shape["data"] if config.parallel.zero else 1
+    dims = shard_dims(shapes, devices, config.parallel.persist_below)
+    layer_dims = jax.tree.map(lambda d: d if d == WHOLE else d - 1, dims["layers"])  # without the leading L
+
     def init() -> State:
-        params = model.init(model_config, config.train.seed)
-        return State(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        master = model.init(model_config, config.train.seed)
+        params = jax.tree.map(lambda p: p.astype(dtype), master)
+        opt = Opt(None if dtype == jnp.float32 else master, optimizer.init(master))
+        return State(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), params, opt)
 
-    def loss(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        return nnx.merge(graph, params).loss(batch["inputs"], batch["targets"])
+    def loss(params: Tree, inputs: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        weights = zero.gather(params["ends"], inputs["ends"], dims["ends"], reduce_dtype)
+        ends = nnx.merge(graphs.ends, weights)
 
-    def objective(params: Tree, microbatch: Tree) -> jax.Array:
-        return loss(params, microbatch)[0] / (B * T)
+        def layer(x_BTD: jax.Array, layer: tuple[Tree, Tree]) -> jax.Array:
+            return nnx.merge(graphs.layer, zero.gather(*layer, layer_dims, reduce_dtype))(x_BTD)
+
+        layers = params["layers"], inputs["layers"]
+        x_BTD = remat.scan(layer, ends.embed(batch["inputs"]), layers, config.memory.remat, config.parallel.zero == 3)
+        return ends.loss(x_BTD, batch["targets"])
 
     def train(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-        params = zero.gather(state.params, dtype, BATCH_AXES)
-        sums = accumulate(objective, params, batch, pieces)
-        mean_loss, grads = zero.reduce(sums, BATCH_AXES)
-        params, opt, norm, finite = zero.update(optimizer, state.params, grads, state.opt, config.optimizer.grad_clip)
+        inputs = zero.inputs(state.params, dims)
+        objective = lambda inputs, microbatch: loss(state.params, inputs, microbatch)[0] / (B * T)
+        mean_loss, grads = accumulate(objective, inputs, batch, pieces)
+        mean_loss, grads = all_reduce(mean_loss, BATCH_AXES), zero.reduce(grads, dims, reduce_dtype)
+        params, opt, norm, finite = zero.update(
+            optimizer, state.params, grads, state.opt, dims, config.optimizer.grad_clip
+        )
         skipped = state.skipped + jnp.where(finite, 0, 1)
         metrics = {
             "loss": mean_loss,
@@ -117,12 +133,17 @@ def build(config: Config, mesh: Mesh) -> Step:
         return State(state.step + 1, skipped, params, opt), metrics
 
     def evaluate(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        params = zero.gather(params, dtype, BATCH_AXES)
-        sums = lax.map(lambda microbatch: loss(params, microbatch), split(batch, pieces))
-        return zero.reduce(jax.tree.map(lambda x: x.sum(0), sums), BATCH_AXES)
+        inputs = zero.inputs(params, dims)
+        sums = lax.map(lambda microbatch: loss(params, inputs, microbatch), split(batch, pieces))
+        return all_reduce(jax.tree.map(lambda x: x.sum(0), sums), BATCH_AXES)
 
     state = jax.eval_shape(init)
-    specs = zero.storage(state)
+    params_specs, shard_specs = zero.storage(shapes, dims)
+    moments_specs = optax.tree_utils.tree_map_params(
+        optimizer, lambda _, spec: spec, state.opt.moments, shard_specs, transform_non_params=lambda _: REPLICATED
+    )
+    opt_specs = Opt(None if state.opt.master is None else shard_specs, moments_specs)
+    specs = State(REPLICATED, REPLICATED, params_specs, opt_specs)
     batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in ("inputs", "targets")}
     batch_specs = {name: BATCH for name in batch}
 

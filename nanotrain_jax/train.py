@@ -11,6 +11,7 @@ import logging
 import math
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="keys (override as section.key=value):\n\n" + configs.describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.error = lambda message: parser.exit(2, f"error: {message}; --help tells more\n")
     parser.add_argument("--config", required=True, help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the file")
     arguments = parser.parse_intermixed_args(argv)
@@ -111,12 +113,23 @@ def prepare(config: Config) -> Run:
     return Run(config, mesh, dataset, step, state, meta["data"]["position"], resumed)
 
 
+def new_folder(key: str, path: str) -> Path:
+    """Make a folder if it is not there, and see that it can be written to. Raises OSError that names the key."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return Path(path)
+    except OSError as error:
+        raise OSError(f"{key}={path!r} cannot be written to ({error.strerror}); choose another folder") from None
+
+
 def train(run: Run, stopped: Callable[[], bool]) -> None:
     """Train until the last step or until stopped(); then save and say what there is. Raises OSError (full disk)."""
     config, step, state = run.config, run.step, run.state
     first, last, every = int(state.step), config.train.steps, config.checkpoint.every
-    folder = Path(config.logging.dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = new_folder("logging.dir", config.logging.dir)
+    if every:
+        new_folder("checkpoint.dir", config.checkpoint.dir)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
 
     evaluating = config.train.eval_every and len(run.dataset.val)
@@ -144,7 +157,8 @@ def train(run: Run, stopped: Callable[[], bool]) -> None:
         return metrics.Writer(config, first, flops, peak and peak * devices.size)
 
     number = saved = first
-    begin_profile, end_profile = config.runtime.profile_steps or (0, 0)
+    begin_profile, end_profile = config.runtime.profile_steps or (0, -1)
+    profiling = False
     with closing(new_writer()) as writer:
         writer.say(introduction(run))
         started = time.perf_counter()
@@ -155,13 +169,15 @@ def train(run: Run, stopped: Callable[[], bool]) -> None:
             writer.start_clock()
             while number < last and not stopped():
                 number += 1
-                if number == begin_profile:
+                if begin_profile <= number <= end_profile and not profiling:
                     jax.profiler.start_trace(folder / "profile")
+                    profiling = True
                 state, values = train_step(state, next(batches))
                 writer.step(number, values)
-                if number == end_profile:
+                if profiling and number in (end_profile, last):
                     writer.settle()
                     jax.profiler.stop_trace()
+                    profiling = False
                 if evaluating and (number % config.train.eval_every == 0 or number == last):
                     writer.settle()
                     writer.write(evaluate())
@@ -211,7 +227,8 @@ def summary(run: Run, writer: metrics.Writer, number: int) -> str:
         + ", tensorboard/" * config.logging.tensorboard
     )
     if config.checkpoint.every:
-        lines.append(f"  checkpoints       {config.checkpoint.dir} (the same command goes on from step {number})")
+        again = "" if config.checkpoint.resume == "never" else f" (the same command goes on from step {number})"
+        lines.append(f"  checkpoints       {config.checkpoint.dir}{again}")
     return "\n".join(lines)
 
 

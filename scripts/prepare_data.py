@@ -10,6 +10,7 @@ anything else.
 import argparse
 import gzip
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,8 @@ def documents(paths: list[Path], field: str) -> Iterator[bytes]:
         elif path.suffix != ".txt":
             with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
                 for number, line in enumerate(lines, 1):
+                    if not line.strip():
+                        continue
                     try:
                         yield json.loads(line)[field].encode()
                     except (ValueError, KeyError, TypeError, AttributeError):
@@ -53,6 +56,10 @@ def parquet_documents(path: Path, field: str) -> Iterator[bytes]:
                 f"{path} has no column {field!r} (it has {', '.join(file.schema_arrow.names)}); use --field"
             )
         for batch in file.iter_batches(columns=[field]):
+            if not pyarrow.types.is_string(batch.schema.types[0]) and not pyarrow.types.is_large_string(
+                batch.schema.types[0]
+            ):
+                raise ValueError(f"{path}: column {field!r} holds {batch.schema.types[0]}, not text; use --field")
             yield from (text.encode() for text in batch.column(0).to_pylist() if text)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is not a parquet file ({error}); remove it from the list") from None
@@ -61,7 +68,7 @@ def parquet_documents(path: Path, field: str) -> Iterator[bytes]:
 def train_bpe(texts: Iterator[bytes], size: str) -> corpus.Tokenizer:
     """A byte-level BPE (as GPT-2) of `size` ids, trained on the texts. Raises ValueError."""
     end = corpus.END_OF_TEXT[0]
-    if not size.isdigit() or int(size) < 257:
+    if not re.fullmatch(r"\d{1,7}", size, re.ASCII) or int(size) < 257:
         raise ValueError(
             f"--tokenizer train-bpe:{size}: the size is a number of at least 257 (256 bytes and {end}); "
             "try train-bpe:32000"
@@ -93,6 +100,8 @@ def main(argv: list[str] | None = None) -> int:
             if not path.name.endswith(KINDS):
                 raise ValueError(f"{path}: not one of {', '.join(KINDS)}; rename or convert it")
             path.stat()
+        if arguments.out.exists():
+            raise ValueError(f"--out {arguments.out} exists already; remove it or choose another")
 
         def texts(task):
             return track(documents(arguments.files, arguments.field), task, disable=not sys.stderr.isatty())
@@ -103,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             tokenizer = corpus.tokenizer(name)
         header = corpus.write(arguments.out, texts("tokenizing"), tokenizer)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, EOFError) as error:  # EOFError: a .gz that was cut short
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
     print(

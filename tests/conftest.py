@@ -3,12 +3,15 @@
 import json
 import tempfile
 
+import chex
 import jax
 import numpy as np
+import oracle
 import pytest
 
 from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
+from nanotrain_jax import step as steps
 
 # Programs compiled twice in one session are compiled once.
 CACHE = tempfile.TemporaryDirectory()
@@ -57,6 +60,38 @@ def on_devices(tokens, step):
     """tokens[B T+1] -> the batch of a step, on its devices."""
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     return jax.device_put(batch, jax.tree.map(lambda x: x.sharding, step.batch))
+
+
+@pytest.fixture(scope="session")
+def expected():
+    """family -> the state at first (host arrays), and what the oracle makes of it in 3 updates."""
+    results = {}
+    for family in ("llama", "gpt2"):
+        config, mesh = resolved(small(family, parallel={"data": 1}))
+        state = jax.device_get(steps.build(config, mesh).init())
+        results[family] = state, oracle.train(state.params, random_tokens(config, count=3), lr=1e-2)
+    return results
+
+
+def equals_the_oracle(tree, expected):
+    """Hold 3 updates of a config (plain data, based on `small`) against the oracle: loss, gradients, state."""
+    close = np.testing.assert_allclose
+    config, mesh = resolved(tree)
+    step = steps.build(config, mesh)
+    state, (params, m, v, log) = expected[config.model.family]
+    state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.state))
+    for tokens, (loss, grads, norm) in zip(random_tokens(config, count=3), log, strict=True):
+        first = int(state.step) == 0
+        state, metrics = step.train(state, on_devices(tokens, step))
+        close(metrics["loss"], loss, **LOSS)
+        close(metrics["grad_norm"], norm, **GRADS)
+        if first:  # the first moment is (1 - beta1) times the first gradient
+            first_moment = jax.tree.map(lambda m: m / (1 - oracle.B1), state.opt.moments[0].mu)
+            chex.assert_trees_all_close(first_moment, grads, **GRADS)
+    adam = state.opt.moments[0]
+    chex.assert_trees_all_close((state.params, adam.mu, adam.nu), (params, m, v), **STATE)
+    assert (int(state.step), int(state.skipped)) == (3, 0)
+    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, step.state)
 
 
 def records(folder):

@@ -55,14 +55,15 @@ def mlp(p, x):
 
 
 def logits(params, tokens):
-    x = params["embedding_VD"][tokens]
-    if "positions_TD" in params:
-        x = x + params["positions_TD"][: tokens.shape[1]][jnp.newaxis]
+    ends = params["ends"]
+    x = ends["embedding_VD"][tokens]
+    if "positions_TD" in ends:
+        x = x + ends["positions_TD"][: tokens.shape[1]][jnp.newaxis]
     for i in range(params["layers"]["norm_mlp"]["gain_D"].shape[0]):
         layer = jax.tree.map(lambda w, i=i: w[i], params["layers"])
         x = x + attention(layer["attention"], norm(layer["norm_attention"], x))
         x = x + mlp(layer["mlp"], norm(layer["norm_mlp"], x))
-    return norm(params["norm"], x) @ params.get("head_VD", params["embedding_VD"]).T
+    return norm(ends["norm"], x) @ ends.get("head_VD", ends["embedding_VD"]).T
 
 
 def loss(params, tokens):

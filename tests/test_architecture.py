@@ -64,6 +64,7 @@ def dotted(node):
 @every_file
 def test_a_file_stands_on_a_floor_and_imports_from_lower_floors_only(name):
     assert name in FLOOR, f"{name} stands on no floor"
+    assert not any(isinstance(n, ast.ImportFrom) and n.level for n in ast.walk(FILES[name])), f"{name}: relative import"
     for other in imports(FILES[name]):
         assert FLOOR[other] < FLOOR[name], f"{name} (floor {FLOOR[name]}) imports {other} (floor {FLOOR[other]})"
 
@@ -83,10 +84,13 @@ def test_collectives_are_called_in_one_file_and_shard_map_in_one_other(name):
                 assert name == "parallel.collectives", f"{name} calls {dotted(node)}"
             if node.attr == "shard_map":
                 assert name == "step"
-        elif isinstance(node, ast.ImportFrom) and node.module in {"jax.lax", "jax"}:
+        elif isinstance(node, ast.ImportFrom):
             names = {a.name for a in node.names}
-            assert not names & COLLECTIVES or name == "parallel.collectives"
+            assert not (node.module == "jax.lax" and names & COLLECTIVES), f"{name} imports {names & COLLECTIVES}"
             assert "shard_map" not in names
+            assert not any(a.name == "lax" and a.asname for a in node.names), f"{name} hides lax behind another name"
+        elif isinstance(node, ast.Import):
+            assert not any(a.name.startswith("jax.") and a.asname and a.name != "jax.numpy" for a in node.names)
 
 
 @every_file
@@ -104,6 +108,7 @@ def test_the_environment_is_read_at_the_doors_only(name):
     if name not in MAY_READ_ENVIRONMENT:
         for node in ast.walk(FILES[name]):
             assert not (isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"})
+            assert not (isinstance(node, ast.ImportFrom) and node.module == "os")
 
 
 @every_file

@@ -77,6 +77,7 @@ def test_sizes_left_out_follow_the_family(family, d_ff, tied, tmp_path):
         ("runtime: {profile_steps: [3, 2]}", "runtime.profile_steps=[3, 2] is not [first, last]"),
         ("- a\n- b", "a mapping of sections"),
         ("a: [", "not valid YAML"),
+        ("train: {steps: 1}\ntrain: {seed: 2}", "key 'train' stands twice"),
         (
             "model: {d_model: 30, num_heads: 4}",
             "model.num_heads=4 does not divide model.d_model=30; use 3 or 5",

@@ -59,7 +59,7 @@ def test_sequences_follow_each_other_through_the_documents_of_one_side():
 
 def test_no_text_stands_on_both_sides_of_the_split_even_if_it_comes_twice():
     found = corpus.build(DOCUMENTS * 2, corpus.byte_tokenizer())
-    for fraction in 0.01, 0.1, 0.5, 0.9:
+    for fraction in 0.05, 0.1, 0.5, 0.9:
         train, val = found.split(fraction)
         assert not {DOCUMENTS[i % 60] for i in train} & {DOCUMENTS[i % 60] for i in val}
         assert sorted([*train, *val]) == list(range(120))
@@ -133,6 +133,42 @@ def test_the_bigram_figure_is_that_of_counted_pairs():
     assert data.bigram_loss(dataset, 100) == pytest.approx(np.mean(losses), rel=1e-12)
 
 
+def test_the_processes_of_a_run_read_disjoint_rows_of_the_batches_that_one_would_read():
+    found = corpus.build(DOCUMENTS, corpus.byte_tokenizer())
+    windows = data.Windows(found, np.arange(60), 16)
+    whole = data.share(windows, seed=0, position=24, size=8, process=0, processes=1)
+    parts = [data.share(windows, seed=0, position=24, size=8, process=p, processes=4) for p in range(4)]
+    for i in range(5):
+        rows = np.concatenate([part[i] for part in parts])
+        assert sorted(map(tuple, rows)) == sorted(map(tuple, whole[i]))
+
+
+def test_a_long_document_beside_short_ones_is_not_held_out():
+    for documents in (
+        [b"long " * 4000, b"short one", b"short two"],
+        [b"x" * 500, b"y" * 300, *(b"%03d" % i for i in range(50))],
+    ):
+        found = corpus.build(documents, corpus.byte_tokenizer())
+        train, val = found.split(0.05)
+        sizes = np.diff(found.ends, prepend=0)
+        assert 0 < sizes[val].sum() <= 2 * 0.05 * sizes.sum()
+        assert len(train) + len(val) == len(documents)
+
+
+def test_a_tokenizer_file_that_truncates_or_pads_is_not_let_to(tmp_path):
+    import tokenizers
+
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"la": 0, "says": 70_000, "?": 1}, unk_token="?"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.enable_truncation(4)
+    model.enable_padding(length=50)
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = corpus.tokenizer(str(tmp_path / "tokenizer.json"))
+    assert (tokenizer.vocab_size, tokenizer.dtype) == (70_001, np.dtype("<u4"))
+    found = corpus.build([b"la la says la la la says"], tokenizer)
+    assert list(found.tokens) == [0, 0, 70_000, 0, 0, 0, 70_000]
+
+
 def test_synthetic_tokens_are_the_same_at_the_same_place():
     one, two = (data.Synthetic(100, 16, seed=3) for _ in range(2))
     np.testing.assert_array_equal(one[5], two[5])
@@ -193,6 +229,14 @@ def test_preparing_writes_all_or_nothing(tmp_path):
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "x.jsonl:2" in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
+    with gzip.open(tmp_path / "y.jsonl.gz", "wt") as file:
+        file.write('{"text": "fine"}\n' * 1000)
+    (tmp_path / "y.jsonl.gz").write_bytes((tmp_path / "y.jsonl.gz").read_bytes()[:-20])
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "z.parquet")
+    for name in "y.jsonl.gz", "z.parquet":
+        done = prepare(tmp_path / name, "--out", tmp_path / "out")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.jsonl", "y.jsonl.gz", "z.parquet"]
 
 
 @pytest.mark.parametrize(
@@ -230,6 +274,11 @@ def flip(path, at):
     path.write_bytes(content)
 
 
+def change(folder, **values):
+    header = json.loads((folder / "header.json").read_text())
+    (folder / "header.json").write_text(json.dumps(header | values))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -238,6 +287,11 @@ def flip(path, at):
         (lambda f: flip(f / "documents.npy", -1), "altered"),
         (lambda f: (f / "header.json").write_text("{"), "damaged"),
         (lambda f: (f / "header.json").unlink(), "no header.json"),
+        (lambda f: (f / "tokens.bin").unlink(), "damaged"),
+        (lambda f: change(f, vocab_size=100), "holds id 256, but its header says vocab_size=100"),
+        (lambda f: change(f, dtype="<i2"), "damaged"),
+        (lambda f: change(f, sha256={}), "damaged"),
+        (lambda f: change(f, format="other"), "damaged"),
         (shutil.rmtree, "no header.json"),
     ],
 )
@@ -255,7 +309,7 @@ def test_a_token_folder_that_is_not_whole_is_refused(damage, message, token_fold
         ({"source": "web"}, "is unknown"),
         ({"source": "synthetic"}, "vocab_size"),
         ({"source": "text:{short}"}, "holds 6 tokens"),
-        ({"source": "text:{short}", "seq_len": 4, "val_fraction": 0.5}, "no text to train on"),
+        ({"source": "text:{short}", "seq_len": 4, "val_fraction": 0.5}, "the shortest document has 6"),
         ({"source": "text:{many}", "seq_len": 16, "val_fraction": 0.05}, "to hold out"),
     ],
 )

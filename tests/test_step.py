@@ -7,24 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import GRADS, LOSS, STATE, on_devices, random_tokens, resolved, small
+from conftest import LOSS, STATE, equals_the_oracle, on_devices, random_tokens, resolved, small
 
 from nanotrain_jax import model
 from nanotrain_jax import step as steps
 
-MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (1, 4)]  # (data, replica)
+MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2)]  # (data, replica)
 close = np.testing.assert_allclose
-
-
-@pytest.fixture(scope="module")
-def expected():
-    """family -> the state at first, and what the oracle makes of it in 3 updates."""
-    results = {}
-    for family in ("llama", "gpt2"):
-        config, mesh = resolved(small(family, parallel={"data": 1}))
-        state = jax.device_get(steps.build(config, mesh).init())
-        results[family] = state, oracle.train(state.params, random_tokens(config, count=3), lr=1e-2)
-    return results
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -32,21 +21,7 @@ def expected():
 @pytest.mark.parametrize(("data", "replica"), MESHES)
 def test_loss_gradients_and_state_after_three_updates_equal_the_oracle(family, data, replica, microbatches, expected):
     parallel = {"data": data, "replica": replica, "microbatches": microbatches}
-    config, mesh = resolved(small(family, parallel=parallel))
-    step = steps.build(config, mesh)
-    state, (params, m, v, log) = expected[family]
-    state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.state))
-    for tokens, (loss, grads, norm) in zip(random_tokens(config, count=3), log, strict=True):
-        first = int(state.step) == 0
-        state, metrics = step.train(state, on_devices(tokens, step))
-        close(metrics["loss"], loss, **LOSS)
-        close(metrics["grad_norm"], norm, **GRADS)
-        if first:  # the first moment is (1 - beta1) times the first gradient
-            jax.tree.map(lambda a, b: close(a / (1 - oracle.B1), b, **GRADS), state.opt[0].mu, grads)
-    jax.tree.map(lambda a, b: close(a, b, **STATE), state.params, params)
-    jax.tree.map(lambda a, b: close(a, b, **STATE), state.opt[0].mu, m)
-    jax.tree.map(lambda a, b: close(a, b, **STATE), state.opt[0].nu, v)
-    assert (int(state.step), int(state.skipped)) == (3, 0)
+    equals_the_oracle(small(family, parallel=parallel), expected)
 
 
 def test_clipping_is_by_the_global_norm():
@@ -91,7 +66,6 @@ def test_the_compiled_step_holds_exactly_one_collective_whatever_the_number_of_m
         np.prod([int(n) for n in dims.split(",") if n], dtype=int) for dims in re.findall(r"f32\[([\d,]*)\]", result)
     )
     assert elements == sum(p.size for p in jax.tree.leaves(step.state.params)) + 1  # gradients in float32, and the loss
-    assert "replica_groups={{0,1,2,3,4,5,6,7}}" in line or "replica_groups=[1,8]" in line or "mesh[" in line
 
 
 def test_state_has_the_same_types_and_places_before_and_after_a_step():
@@ -115,8 +89,9 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_on_every_device(microb
     bad[5, 3] = 60
 
     def break_row(state):
-        broken = state.params["embedding_VD"].at[60].set(jnp.nan)
-        return state._replace(params=state.params | {"embedding_VD": broken})
+        broken = state.params["ends"]["embedding_VD"].at[60].set(jnp.nan)
+        ends = state.params["ends"] | {"embedding_VD": broken}
+        return state._replace(params=state.params | {"ends": ends})
 
     def run(batches):
         state, log = break_row(step.init()), []
@@ -161,15 +136,23 @@ def test_the_same_seed_gives_the_same_parameters_on_every_mesh():
 
 
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
-def test_bfloat16_stays_near_float32_and_keeps_float32_state():
-    losses = {}
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_bfloat16_gradients_stay_near_float32_also_where_many_terms_are_summed(family):
+    losses, grads = [], []
     for compute in ("float32", "bfloat16"):
-        config, mesh = resolved(small(precision={"compute": compute}, optimizer={"grad_clip": 1.0}))
+        config, mesh = resolved(
+            small(family, precision={"compute": compute}, data={"seq_len": 64, "batch_size": 64}, parallel={"data": 2})
+        )
         step = steps.build(config, mesh)
-        state = step.init()
-        for tokens in random_tokens(config, count=3):
-            state, metrics = step.train(state, on_devices(tokens, step))
-        losses[compute] = float(metrics["loss"])
-        assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-    assert losses["bfloat16"] != losses["float32"]
-    close(losses["bfloat16"], losses["float32"], rtol=2**-8)  # half a unit in the last place of bfloat16
+        (tokens,) = random_tokens(config)
+        tokens = np.where(tokens < 40, 7, tokens)  # one token is most of the text, as the blank is in bytes
+        state, metrics = step.train(step.init(), on_devices(tokens, step))
+        losses.append(float(metrics["loss"]))
+        grads.append(jax.device_get(state.opt.moments[0].mu))
+    close(losses[1], losses[0], rtol=2**-8)
+    for (path, exact), near in zip(
+        jax.tree_util.tree_leaves_with_path(grads[0]), jax.tree.leaves(grads[1]), strict=True
+    ):
+        if path[-1].key != "bias_k_KH":  # its true gradient is zero
+            error = np.linalg.norm(near - exact) / np.linalg.norm(exact)
+            assert error < 0.03, (path, error)

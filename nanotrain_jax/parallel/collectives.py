@@ -41,3 +41,26 @@ def all_reduce(tree: Tree, axes: Sequence[str]) -> Tree:
     devices along axes and S the bytes of the tree.
     """
     return lax.psum(as_varying(tree, axes), tuple(axes))
+
+
+def all_gather(x: jax.Array, axis: str, dim: int, invarying: bool = False) -> jax.Array:
+    """x[.../axis] -> x[...]: the blocks of all devices along axis, put together along dim.
+
+    invarying: tell the type system that the result is the same everywhere (it is), as outputs stored whole must be; its
+    transpose is costly, so not for what is differentiated. Wire bytes per device: (N-1)/N of the result.
+    """
+    return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying" if invarying else "varying")
+
+
+def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """x[...] {varying over axis} -> sum over axis, of which each device gets its block along dim: x[.../axis].
+
+    Wire bytes per device: (N-1)/N of x.
+    """
+    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+
+def own_shard(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """x[...], whole on each device -> this device's block of it along dim: x[.../axis]. Moves nothing."""
+    size = x.shape[dim] // lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)

@@ -1,66 +1,235 @@
 """How parameters, gradients and optimizer state live on the devices that share a batch (ZeRO, arXiv 1910.02054).
 
-A stage is four pure functions; `step.py` calls them in this order, inside `shard_map`:
+A stage is five pure functions; `step.py` calls them in this order, inside `shard_map`:
 
-    storage(tree)                          where each array rests: a tree of PartitionSpecs
-    gather(params, dtype, axes)            stored parameters -> what the model computes with
-    reduce(tree, axes)                     each device's own sums -> the sums over all devices
-    update(optimizer, params, grads, opt)  one optimizer step on what this device stores
+    storage(params, dims)          where parameters, and where master weights and moments rest: PartitionSpecs
+    inputs(stored, dims)           what the loss is differentiated with respect to
+    gather(stored, inputs, dims)   what the model computes with; per layer, as its scan reaches it
+    reduce(grads, dims)            what the backward left on this device -> sums over all devices
+    update(...)                    one optimizer step on what this device stores
 
-Stage 0 is data parallelism: everything is stored everywhere, gradients are all-reduced once per step.
+with N devices along `data`, Psi parameters:
+
+    stage  parameters  gradients  master, moments  moves per step and device, elements (ring, (N-1)/N apart)
+    0      whole       whole      whole            all-reduce of the gradients                            2 Psi
+    1      whole       whole      1/N              reduce-scatter once per step, all-gather of weights    2 Psi
+    2      whole       1/N        1/N              reduce-scatter per microbatch (M), all-gather          (M + 1) Psi
+    3      1/N         1/N        1/N              gather, gather again, reduce-scatter per microbatch    3 M Psi
+
+`replica` axis: sharding inside a group, replication across groups (PyTorch's HYBRID_SHARD): after the reduce-scatter
+over `data`, shards are all-reduced over `replica`. Arrays with fewer than persist_below elements (norm gains, biases),
+and those with no dim that N divides, stay whole and are all-reduced.
+
+What is differentiated are `inputs`: at stages 0 and 1 the weights themselves, at 2 and 3 zeros in the shape of the
+shards, float32, whose cotangent is the reduce-scattered gradient. So a layer's whole gradient lives only as long as
+that layer's backward, and sums are kept in float32 whatever the compute dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from nanotrain_jax.parallel.collectives import all_reduce, as_varying
+from nanotrain_jax.mesh import BATCH_AXES
+from nanotrain_jax.parallel.collectives import all_gather, all_reduce, as_varying, own_shard, reduce_scatter
 
 Tree = Any  # a pytree of arrays
+WHOLE = -1  # in a tree of dims: the leaf is not sharded
+OTHER_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")
 
 
 class Zero(NamedTuple):
     """One stage of sharding, as pure functions (see the top of this file)."""
 
-    storage: Callable[[Tree], Tree]
-    gather: Callable[[Tree, jnp.dtype, Sequence[str]], Tree]
-    reduce: Callable[[Tree, Sequence[str]], Tree]
-    update: Callable[..., tuple[Tree, Tree, jax.Array, jax.Array]]
+    storage: Callable[..., tuple[Tree, Tree]]
+    inputs: Callable[..., Tree]
+    gather: Callable[..., Tree]
+    reduce: Callable[..., Tree]
+    update: Callable[..., Any]
 
 
-def _replicated(tree: Tree) -> Tree:
-    """-> PartitionSpec() for every leaf: each device stores all of it."""
-    return jax.tree.map(lambda _: PartitionSpec(), tree)
+class Opt(NamedTuple):
+    """Optimizer state: float32 master weights (None where the stored parameters are float32), and optax state."""
+
+    master: Tree
+    moments: Tree
 
 
-def _cast(params: Tree, dtype: jnp.dtype, axes: Sequence[str]) -> Tree:
-    """-> params in the compute dtype, varying over axes, so that gradients stay local until `reduce`. Moves nothing."""
-    return as_varying(jax.tree.map(lambda p: p.astype(dtype), params), axes)
+def shard_dims(params: Tree, size: int, persist_below: int = 10_000, stacked: Sequence[str] = ("layers",)) -> Tree:
+    """The dim along which each leaf is sharded over `size` devices: its largest that size divides, or WHOLE (-1).
+
+    Leaves under a top-level key in `stacked` have a leading dim of layers, which is left alone and does not count
+    towards persist_below.
+    """
+
+    def choose(path: tuple, leaf: jax.ShapeDtypeStruct) -> int:
+        first = int(bool(path) and getattr(path[0], "key", None) in stacked)
+        dims = [d for d in range(first, len(leaf.shape)) if leaf.shape[d] % size == 0]
+        count = leaf.size // max(leaf.shape[0], 1) if first else leaf.size
+        return max(dims, key=lambda d: leaf.shape[d]) if dims and size > 1 and count >= persist_below else WHOLE
+
+    return jax.tree_util.tree_map_with_path(choose, params)
+
+
+def zero_specs(
+    params: Tree, mesh: Mesh, stage: int, persist_below: int = 10_000, stacked: Sequence[str] = ()
+) -> tuple[Tree, Tree]:
+    """-> (PartitionSpecs of the parameters, PartitionSpecs of their master weights and moments) at a ZeRO stage.
+
+    For any pytree of arrays or ShapeDtypeStructs (Flax NNX state, Linen variables, plain). Raises ValueError on an
+    unknown stage.
+    """
+    if stage not in ZERO:
+        raise ValueError(f"zero stage {stage} is unknown; use 0, 1, 2 or 3")
+    return ZERO[stage].storage(params, shard_dims(params, mesh.shape["data"], persist_below, stacked))
+
+
+def _sharded(params: Tree, dims: Tree) -> Tree:
+    """-> PartitionSpec with `data` at each leaf's dim."""
+    return jax.tree.map(
+        lambda _, d: PartitionSpec() if d == WHOLE else PartitionSpec(*[None] * d, "data"), params, dims
+    )
+
+
+def _whole(params: Tree, dims: Tree) -> Tree:
+    """-> PartitionSpec() for every leaf."""
+    return jax.tree.map(lambda _: PartitionSpec(), params)
+
+
+def _weights(stored: Tree, dims: Tree) -> Tree:
+    """The stored weights are what is differentiated; their gradients stay on this device. Moves nothing."""
+    return as_varying(stored, BATCH_AXES)
+
+
+def _taps(stored: Tree, dims: Tree, already: bool) -> Tree:
+    """Float32 zeros in the shape of the shards (`already`: of stored itself, which is sharded). Moves nothing."""
+    size = jax.lax.axis_size("data")
+
+    def tap(w: jax.Array, d: int) -> jax.Array:
+        shape = tuple(n // size if i == d and not already else n for i, n in enumerate(w.shape))
+        return jnp.zeros(shape, jnp.float32)
+
+    return as_varying(jax.tree.map(tap, stored, dims), BATCH_AXES)
+
+
+def _as_is(stored: Tree, inputs: Tree, dims: Tree, dtype: jnp.dtype) -> Tree:
+    """Stages 0 and 1: the weights. Moves nothing."""
+    return inputs
+
+
+def _tapped(stored: Tree, taps: Tree, dims: Tree, dtype: jnp.dtype, stored_sharded: bool) -> Tree:
+    """Stages 2 and 3: the whole weights, such that their gradient leaves through taps, reduce-scattered in `dtype`.
+
+    forward, stage 3   w[... D] = all_gather(w[... D/data])             (N-1)/N of its elements per device
+    backward, both     g[... D/data] = reduce_scatter(g[... D])         (N-1)/N of its elements per device
+    """
+
+    def forward(w: jax.Array, d: int) -> jax.Array:
+        w = as_varying(w, BATCH_AXES)
+        return all_gather(w, "data", d) if stored_sharded and d != WHOLE else w
+
+    def one(w: jax.Array, tap: jax.Array, d: int) -> jax.Array:
+        @jax.custom_vjp
+        def gathered(w, tap):
+            return forward(w, d)
+
+        def backward(_, g):
+            g = g.astype(dtype)
+            g = g if d == WHOLE else reduce_scatter(g, "data", d)
+            return None, g.astype(jnp.float32)
+
+        gathered.defvjp(lambda w, tap: (forward(w, d), None), backward)
+        return gathered(jax.lax.stop_gradient(w), tap)
+
+    return jax.tree.map(one, stored, taps, dims)
+
+
+def _reduce(grads: Tree, dims: Tree, dtype: jnp.dtype, scatter: bool) -> Tree:
+    """Sums over all devices that share the batch, in `dtype`, returned in float32.
+
+    stage 0          g[... D] {local} -> all_reduce over replica, data, context          2 (N-1)/N
+    stage 1          g[... D] {local} -> reduce_scatter over data -> g[... D/data]       (N-1)/N   (scatter)
+    stages 2 and 3   g[... D/data], scattered in the backward                            nothing
+    stages 1 to 3    shards -> all_reduce over replica and context
+    """
+    leaves, tree = jax.tree.flatten(grads)
+    ways = jax.tree.leaves(dims)
+    leaves = [g.astype(dtype) for g in leaves]
+    if scatter:
+        leaves = [g if d == WHOLE else reduce_scatter(g, "data", d) for g, d in zip(leaves, ways, strict=True)]
+    whole = [g for g, d in zip(leaves, ways, strict=True) if d == WHOLE]
+    shards = [g for g, d in zip(leaves, ways, strict=True) if d != WHOLE]
+    whole, shards = iter(all_reduce(whole, BATCH_AXES)), iter(all_reduce(shards, OTHER_AXES))
+    return jax.tree.unflatten(tree, [next(whole if d == WHOLE else shards).astype(jnp.float32) for d in ways])
+
+
+def global_norm(grads: Tree, dims: Tree) -> jax.Array:
+    """Root of the sum of squares of all elements, each counted once; shards are summed over data (one scalar moves)."""
+    squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)]
+    ways = jax.tree.leaves(dims)
+    total = sum((s for s, d in zip(squares, ways, strict=True) if d == WHOLE), jnp.zeros(()))
+    shards = [s for s, d in zip(squares, ways, strict=True) if d != WHOLE]
+    return jnp.sqrt(total + all_reduce(sum(shards[1:], shards[0]), ("data",)) if shards else total)
 
 
 def _update(
-    optimizer: optax.GradientTransformation, params: Tree, grads: Tree, opt: Tree, clip: float
-) -> tuple[Tree, Tree, jax.Array, jax.Array]:
-    """-> params, optimizer state, global norm of the gradients before clipping (float32), whether it is finite.
+    optimizer: optax.GradientTransformation,
+    stored: Tree,
+    grads: Tree,
+    opt: Opt,
+    dims: Tree,
+    clip: float,
+    stored_sharded: bool,
+) -> tuple[Tree, Opt, jax.Array, jax.Array]:
+    """-> stored parameters, optimizer state, global norm before clipping (float32), whether it is finite.
 
-    Gradients are scaled to a global norm of at most clip (0: never; arXiv 1211.5063). If the norm is not finite, params
-    and optimizer state come back untouched. All arguments are equal on all devices, so each decides alike and
-    nothing moves.
+    Gradients are scaled to a global norm of at most clip (0: never; arXiv 1211.5063). Where the norm is not finite,
+    parameters and state come back untouched. Each device updates what it has the gradients of; where parameters are
+    stored whole but updated in shards (stages 1 and 2), the new weights are all-gathered in the dtype they rest in.
     """
-    norm = optax.tree.norm(grads)
+    norm = global_norm(grads, dims)
     finite = jnp.isfinite(norm)
     if clip:
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
-    updates, new_opt = optimizer.update(grads, opt, params)
-    new_params = optax.apply_updates(params, updates)
-    params, opt = jax.tree.map(lambda new, old: jnp.where(finite, new, old), (new_params, new_opt), (params, opt))
-    return params, opt, norm, finite
+
+    def own(w: jax.Array, d: int) -> jax.Array:
+        return w if d == WHOLE or stored_sharded else own_shard(w, "data", d)
+
+    def share(w: jax.Array, d: int) -> jax.Array:
+        return w if d == WHOLE or stored_sharded else all_gather(w, "data", d, invarying=True)
+
+    master = jax.tree.map(own, stored, dims) if opt.master is None else opt.master
+    updates, moments = optimizer.update(grads, opt.moments, master)
+    updated = optax.apply_updates(master, updates)
+    updated, moments = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), (updated, moments), (master, opt.moments)
+    )
+    stored = jax.tree.map(lambda w, old, d: share(w.astype(old.dtype), d), updated, stored, dims)
+    return stored, Opt(None if opt.master is None else updated, moments), norm, finite
 
 
-ZERO = {0: Zero(_replicated, _cast, all_reduce, _update)}
+def _stage(params_sharded: bool, state_sharded: bool, scattered_in_backward: bool) -> Zero:
+    return Zero(
+        storage=lambda params, dims: (
+            (_sharded if params_sharded else _whole)(params, dims),
+            (_sharded if state_sharded else _whole)(params, dims),
+        ),
+        inputs=partial(_taps, already=params_sharded) if scattered_in_backward else _weights,
+        gather=partial(_tapped, stored_sharded=params_sharded) if scattered_in_backward else _as_is,
+        reduce=partial(_reduce, scatter=state_sharded and not scattered_in_backward),
+        update=partial(_update, stored_sharded=params_sharded),
+    )
+
+
+ZERO = {
+    0: _stage(params_sharded=False, state_sharded=False, scattered_in_backward=False),
+    1: _stage(params_sharded=False, state_sharded=True, scattered_in_backward=False),
+    2: _stage(params_sharded=False, state_sharded=True, scattered_in_backward=True),
+    3: _stage(params_sharded=True, state_sharded=True, scattered_in_backward=True),
+}

@@ -6,6 +6,7 @@ leaves the previous one usable.
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,16 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     options = ocp.CheckpointManagerOptions(
         max_to_keep=config.keep, enable_async_checkpointing=config.asynchronous, cleanup_tmp_directories=True
     )
+    Path(config.dir).mkdir(parents=True, exist_ok=True)
+    lock = (Path(config.dir) / ".lock").open("w")
+    try:
+        if jax.process_index() == 0:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise OSError(
+            f"checkpoint.dir={config.dir!r} is in use by another process; stop it or use another folder"
+        ) from None
     manager = ocp.CheckpointManager(Path(config.dir).absolute(), options=options)
 
     def refuse(reason: str) -> OSError:
@@ -64,22 +75,24 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     finally:
         with suppress(Exception):  # whatever failed was told above
             manager.close()
+        lock.close()
 
 
 def find(config: Checkpoint) -> tuple[Path, int] | None:
     """The folder and step that `resume` asks for; None: begin anew.
 
-    Raises ValueError if there is nothing to resume from at a given path, or if this run would mix with another's.
+    The run's own newest checkpoint comes before another run's, so that a run that began from a path can be restarted
+    by the same command. Raises ValueError if there is nothing at a given path, or if this run would mix with another.
     """
     own = latest_step(config.dir)
-    if config.resume == "auto":
-        return None if own is None else (Path(config.dir), own)
     if own is not None:
-        raise ValueError(
-            f"checkpoint.dir={config.dir!r} already holds step {own}, which checkpoint.resume={config.resume!r} would "
-            "mix with another run; use checkpoint.resume=auto to go on, or another checkpoint.dir (or logging.dir)"
-        )
-    if config.resume == "never":
+        if config.resume == "never":
+            raise ValueError(
+                f"checkpoint.dir={config.dir!r} already holds step {own}, which checkpoint.resume=never would mix with "
+                "another run; use checkpoint.resume=auto to go on, or another checkpoint.dir (or logging.dir)"
+            )
+        return Path(config.dir), own
+    if config.resume in ("auto", "never"):
         return None
     step = latest_step(config.resume)
     if step is None:
@@ -92,7 +105,8 @@ def find(config: Checkpoint) -> tuple[Path, int] | None:
 def latest_step(folder: str | Path) -> int | None:
     """The newest finished checkpoint in a folder, or None."""
     folder = Path(folder).absolute()
-    return max(ocp.utils.checkpoint_steps(folder), default=None) if folder.is_dir() else None
+    steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
+    return max((s for s in steps if (folder / str(s) / "_CHECKPOINT_METADATA").exists()), default=None)
 
 
 def read(
@@ -100,24 +114,34 @@ def read(
 ) -> tuple[Any, dict[str, Any]]:
     """-> state, meta. The state comes in the shapes, dtypes and shardings of abstract (ShapeDtypeStructs; the mesh may
     be another than it was saved from), after accept(meta), which may raise, has agreed."""
+
+    def read_item(**item: Any) -> Any:
+        try:
+            return manager.restore(step, args=ocp.args.Composite(**item))
+        except Exception as error:  # orbax and tensorstore raise many kinds for files that are missing or damaged
+            raise ValueError(
+                f"checkpoint {step} in {folder} cannot be read ({type(error).__name__}: {str(error)[:200]}); "
+                f"remove {Path(folder) / str(step)} to go on from the one before"
+            ) from None
+
     options = ocp.CheckpointManagerOptions(create=False, read_only=True)
     with ocp.CheckpointManager(Path(folder).absolute(), options=options) as manager:
-        meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+        meta = read_item(meta=ocp.args.JsonRestore()).meta
         accept(meta)
-        return manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state, meta
+        return read_item(state=ocp.args.StandardRestore(abstract)).state, meta
 
 
 def check(meta: dict[str, Any], config: Config, tokenizer: str | None) -> None:
     """Raise ValueError unless the checkpoint is of this model and tokenizer; both configs resolved."""
-    now, then = config.to_dict()["model"], meta["config"]["model"]
-    for key in now:
-        if key != "attention" and now[key] != then.get(key):
-            raise ValueError(
-                f"model.{key}={now[key]} but the checkpoint was trained with {then.get(key)}; "
-                "resume with the same model, or begin anew in another logging.dir"
-            )
     if tokenizer != meta["tokenizer"]:
         raise ValueError(
             f"the data's tokenizer is {tokenizer} but the checkpoint was trained with {meta['tokenizer']}; "
             "resume with the same tokenizer, or begin anew in another logging.dir"
         )
+    now, then = config.to_dict(), meta["config"]
+    for section, key in [*(("model", key) for key in now["model"] if key != "attention"), ("precision", "compute")]:
+        if now[section][key] != then[section].get(key):
+            raise ValueError(
+                f"{section}.{key}={now[section][key]} but the checkpoint was trained with {then[section].get(key)}; "
+                f"resume with the same {section}, or begin anew in another logging.dir"
+            )

@@ -14,6 +14,7 @@ import hashlib
 import json
 import shutil
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -59,21 +60,22 @@ class Corpus(NamedTuple):
         """-> indices of (training, held-out) documents, the latter holding about this share of the tokens.
 
         Held-out are the documents with the smallest hashes, so the choice does not depend on seed or order, and
-        documents with the same text always stand on the same side. Raises ValueError if one side would be empty.
+        documents with the same text always stand on the same side. One that alone is longer than the share is never
+        held out. Raises ValueError if nothing can be.
         """
         if fraction == 0:
             return np.arange(len(self.keys)), np.arange(0)
-        order = np.argsort(self.keys, kind="stable")
-        sizes = np.cumsum(np.diff(self.ends, prepend=0)[order])
-        cut = int(np.searchsorted(sizes, fraction * sizes[-1])) + 1
-        while cut < len(order) and self.keys[order[cut]] == self.keys[order[cut - 1]]:
-            cut += 1
-        if cut >= len(order):
+        _, group = np.unique(self.keys, return_inverse=True)  # in the order of the hashes
+        sizes = np.bincount(group, np.diff(self.ends, prepend=0))
+        share = fraction * sizes.sum()
+        fits = sizes <= share
+        held = fits & (np.cumsum(np.where(fits, sizes, 0)) - sizes < share)
+        if not held.any():
             raise ValueError(
-                f"data.val_fraction={fraction} leaves no text to train on ({len(order)} different documents); "
-                "use a smaller share, 0, or more documents"
+                f"data.val_fraction={fraction} is {share:.0f} tokens, but the shortest document has {sizes.min():.0f}; "
+                "use more or shorter documents, a larger share, or 0 to hold out nothing"
             )
-        return np.sort(order[cut:]), np.sort(order[:cut])
+        return np.flatnonzero(~held[group]), np.flatnonzero(held[group])
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -87,6 +89,8 @@ def json_tokenizer(text: str, origin: str) -> Tokenizer:
         model = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"tokenizer {origin} is not a tokenizer.json ({error}); give such a file, or bytes") from None
+    model.no_truncation()
+    model.no_padding()
     end = next((i for i in map(model.token_to_id, END_OF_TEXT) if i is not None), None)
 
     def encode(texts: Sequence[bytes]) -> list[np.ndarray]:
@@ -94,7 +98,7 @@ def json_tokenizer(text: str, origin: str) -> Tokenizer:
         return [np.asarray(e.ids, np.uint32) for e in model.encode_batch(decoded, add_special_tokens=False)]
 
     name = "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Tokenizer(name, model.get_vocab_size(), encode, end, text)
+    return Tokenizer(name, max(model.get_vocab().values(), default=0) + 1, encode, end, text)
 
 
 def tokenizer(name: str) -> Tokenizer:
@@ -119,13 +123,14 @@ def glob_documents(pattern: str) -> Iterator[bytes]:
     return text_documents(paths)
 
 
-def text_documents(paths: Sequence[str | Path], piece: int = 1 << 16) -> Iterator[bytes]:
-    """One document per file. A file that is alone is cut at line ends into documents of about `piece` bytes, so that
-    some can be held out."""
+def text_documents(paths: Sequence[str | Path]) -> Iterator[bytes]:
+    """One document per file. A file that is alone is cut at line ends into about a hundred documents (of 1 to 64 KiB),
+    so that some can be held out."""
     if len(paths) > 1:
         yield from (Path(p).read_bytes() for p in paths)
         return
     text, start = Path(paths[0]).read_bytes(), 0
+    piece = min(max(len(text) // 100, 1 << 10), 1 << 16)
     while start < len(text):
         stop = start + piece
         if stop < len(text):
@@ -159,15 +164,14 @@ def build(documents: Iterable[bytes], tokenizer: Tokenizer) -> Corpus:
 def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) -> dict:
     """Tokenize documents into a token folder; -> its header.
 
-    Streams, so texts may be larger than memory. The folder appears whole or not at all. Raises ValueError if it exists
-    already or there is no text, OSError if it cannot be written.
+    Streams, so all documents together may be larger than memory. The folder appears whole or not at all. Raises
+    ValueError if it exists already or there is no text, OSError if it cannot be written.
     """
     folder = Path(folder)
     if folder.exists():
         raise ValueError(f"{folder} exists already; remove it or choose another --out")
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
     try:
         rows, end = [], 0
         with open(partial / "tokens.bin", "wb") as file:
@@ -190,6 +194,7 @@ def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) 
             "sha256": {name: _digest(partial / name) for name in ("tokens.bin", "documents.npy")},
         }
         (partial / "header.json").write_text(json.dumps(header, indent=2) + "\n")
+        partial.chmod(0o755)
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -205,15 +210,16 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
         raise ValueError(f"data.source='tokens:{folder}' has no header.json; make it with scripts/prepare_data.py")
     try:
         header = json.loads((folder / "header.json").read_text())
-        dtype, count = np.dtype(header["dtype"]), header["tokens"]
-        sums, name, vocab = header["sha256"], header["tokenizer"], header["vocab_size"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder}/header.json is damaged ({error!r}); {remedy}") from None
-    if header["format"] != FORMAT:
-        raise ValueError(
-            f"{folder}/header.json says format {header['format']!r}, this version reads {FORMAT!r}; {remedy}"
-        )
-    size = (folder / "tokens.bin").stat().st_size
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']!r}, where this version reads {FORMAT!r}")
+        dtype, count = np.dtype(header["dtype"]), int(header["tokens"])
+        sums = {name: str(header["sha256"][name]) for name in ("tokens.bin", "documents.npy")}
+        name, vocab = str(header["tokenizer"]), int(header["vocab_size"])
+        if dtype not in (np.dtype("<u2"), np.dtype("<u4")):
+            raise ValueError(f"dtype {dtype}")
+        size = (folder / "tokens.bin").stat().st_size
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"data.source='tokens:{folder}' is damaged ({error!r}); {remedy}") from None
     if size != count * dtype.itemsize:
         raise ValueError(
             f"{folder}/tokens.bin holds {size} bytes but its header promises {count * dtype.itemsize}; "
@@ -226,6 +232,10 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
             )
     documents = np.load(folder / "documents.npy")
     tokens = np.memmap(folder / "tokens.bin", dtype, "r", shape=(count,))
+    if verify and tokens.max(initial=0) >= vocab:
+        raise ValueError(
+            f"{folder}/tokens.bin holds id {tokens.max()}, but its header says vocab_size={vocab}; {remedy}"
+        )
     return Corpus(tokens, documents["end"].copy(), documents["key"].copy(), name, vocab)
 
 

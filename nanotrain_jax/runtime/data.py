@@ -111,7 +111,8 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
                 f"data.val_fraction={config.val_fraction} leaves {side.total} tokens to {name}, but data.seq_len="
                 f"{config.seq_len} needs at least {need}; change val_fraction (0: hold out nothing), or use more text"
             )
-    return Dataset(train, val, corpus.tokenizer, corpus.vocab_size, corpus.fingerprint)
+    fingerprint = f"{corpus.fingerprint} val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
+    return Dataset(train, val, corpus.tokenizer, corpus.vocab_size, fingerprint)
 
 
 def batches(source: Sequence[np.ndarray], shapes: Any, seed: int, position: int = 0) -> Iterator[dict[str, jax.Array]]:
@@ -120,11 +121,18 @@ def batches(source: Sequence[np.ndarray], shapes: Any, seed: int, position: int 
     shapes: {"inputs", "targets"} as ShapeDtypeStructs with sharding (`Step.batch`). Process p of n reads every n-th
     sequence; which sequences make up a batch does not depend on n.
     """
-    processes, rows = jax.process_count(), shapes["inputs"].shape[0]
-    order = grain.MapDataset.source(source).seed(seed).shuffle().repeat(None)
-    mine = order[position + jax.process_index() :: processes].batch(rows // processes)
+    size = shapes["inputs"].shape[0]
+    mine = share(source, seed, position, size, jax.process_index(), jax.process_count())
     for rows in mine.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)):
         yield _to_devices(rows[:, :-1], rows[:, 1:], shapes)
+
+
+def share(
+    source: Sequence[np.ndarray], seed: int, position: int, size: int, process: int, processes: int
+) -> grain.MapDataset:
+    """The rows that one process reads of each batch of `size` sequences: item i is int32 [size / processes, T + 1]."""
+    order = grain.MapDataset.source(source).seed(seed).shuffle().repeat(None)
+    return order[position + process :: processes].batch(size // processes)
 
 
 def evaluation(source: Sequence[np.ndarray], shapes: Any, most: int) -> Iterator[dict[str, jax.Array]]:

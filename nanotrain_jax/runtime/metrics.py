@@ -44,6 +44,7 @@ class Writer:
         if not self.active:
             return
         self.folder = Path(config.logging.dir)
+        trim(self.folder / "metrics.jsonl")
         self.jsonl = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed by close)
         self.board = (
             tensorboardX.SummaryWriter(str(self.folder / "tensorboard")) if config.logging.tensorboard else None
@@ -153,6 +154,13 @@ class Writer:
             self.jsonl.close()
         if self.board:
             self.board.close()
+
+
+def trim(jsonl: Path) -> None:
+    """Cut off a last line that was not written to its end (by a run that was killed, or on a full disk)."""
+    if jsonl.exists():
+        with open(jsonl, "r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def plot(jsonl: Path, png: Path) -> None:

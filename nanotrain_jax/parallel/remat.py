@@ -1,0 +1,67 @@
+"""Rematerialisation: what the forward of a layer keeps for its backward, as data.
+
+    none       everything
+    selective  the outputs of the matmuls (SAVED names); attention internals, norms and activations are computed again
+               (Korthikanti et al. 2022, arXiv 2205.05198, section 4)
+    full       nothing but the input of each layer (Chen et al. 2016, arXiv 1604.06174)
+    block:N    nothing but the input of every N-th layer: the square-root trick (same paper)
+
+Gathered weights (named GATHERED) are kept by no policy: ZeRO-3 gathers them again in the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+GATHERED = "gathered"
+SAVED = ("q", "k", "v", "attention_out", "gate", "up")  # matmul outputs of a layer that its backward needs
+
+Tree = Any  # a pytree of arrays
+
+
+def name(x: jax.Array, what: str) -> jax.Array:
+    """x, known to policies by a name of SAVED or as GATHERED."""
+    return checkpoint_name(x, what)
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """The gather and its named result are not kept; everything else is."""
+    return primitive.name != "all_gather" and parameters.get("name") != GATHERED
+
+
+def scan(body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree, policy: str, regather: bool) -> Tree:
+    """x after body(x, layer) for each layer in turn, keeping what policy says. Moves nothing by itself.
+
+    layers: arrays stacked along a leading dim. regather: the body gathers its weights, which are not to be kept.
+    Raises ValueError if block:N does not divide the number of layers.
+    """
+
+    def step(x: Tree, layer: Tree) -> tuple[Tree, None]:
+        return body(x, layer), None
+
+    if policy == "full":
+        step = jax.checkpoint(step, policy=jax.checkpoint_policies.nothing_saveable)
+    elif policy == "selective":
+        step = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*SAVED))
+    elif regather:
+        step = jax.checkpoint(step, policy=_all_but_gathered)
+    if not policy.startswith("block:"):
+        return lax.scan(step, x, layers)[0]
+
+    size, count = int(policy.removeprefix("block:")), jax.tree.leaves(layers)[0].shape[0]
+    if count % size:
+        raise ValueError(
+            f"memory.remat={policy!r}: {count} layers are not a multiple of {size}; use a divisor of {count}"
+        )
+    blocks = jax.tree.map(lambda w: w.reshape(count // size, size, *w.shape[1:]), layers)
+
+    @jax.checkpoint
+    def block(x: Tree, layers: Tree) -> tuple[Tree, None]:
+        return lax.scan(step, x, layers)[0], None
+
+    return lax.scan(block, x, blocks)[0]
