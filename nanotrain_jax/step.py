@@ -1,7 +1,7 @@
 """The training step: composes model, layout and optimizer into pure functions under the package's one `shard_map`.
 
 The body of `train` is the order of the papers: gather, run, reduce, update. What each of them moves is told where it
-is defined; nothing else in the step communicates.
+is defined; besides them only the loss does, one scalar.
 """
 
 from __future__ import annotations

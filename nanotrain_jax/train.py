@@ -204,6 +204,8 @@ def introduction(run: Run) -> str:
         f"{config.data.source}: {len(run.dataset.train):,} training and {len(run.dataset.val):,} held-out sequences of "
         f"{config.data.seq_len} tokens; {config.data.batch_size} per step",
     ]
+    if config.parallel.zero and run.mesh.shape["data"] == 1:
+        lines.append(f"parallel.zero={config.parallel.zero} has nothing to shard over: parallel.data is 1")
     return "\n".join(lines + [run.resumed] * bool(run.resumed))
 
 

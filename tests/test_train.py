@@ -139,6 +139,11 @@ def test_the_newest_checkpoints_are_kept_and_a_finished_run_is_left_alone(config
     assert "done at step 20 of 20" in capsys.readouterr().out
 
 
+def test_zero_with_nothing_to_shard_over_works_and_says_so(config_file, tmp_path, capsys):
+    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=2", "parallel.data=1", "parallel.zero=3") == 0
+    assert "parallel.zero=3 has nothing to shard over" in capsys.readouterr().out
+
+
 def test_another_run_can_start_from_a_checkpoint_by_its_path(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/a", "train.steps=10") == 0
     assert main(config_file, f"logging.dir={tmp_path}/b", f"checkpoint.resume={tmp_path}/a/checkpoints") == 0
