@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             return refuse(error)
         try:
-            train(run, stopped)
+            folder = new_folder("logging.dir", run.config.logging.dir)
+            with checkpoint.alone(folder):
+                train(run, folder, stopped)
         except OSError as error:  # a full disk, say; the newest finished checkpoint stays usable
             return refuse(error)
     return 0
@@ -123,11 +125,13 @@ def new_folder(key: str, path: str) -> Path:
         raise OSError(f"{key}={path!r} cannot be written to ({error.strerror}); choose another folder") from None
 
 
-def train(run: Run, stopped: Callable[[], bool]) -> None:
-    """Train until the last step or until stopped(); then save and say what there is. Raises OSError (full disk)."""
+def train(run: Run, folder: Path, stopped: Callable[[], bool]) -> None:
+    """Train until the last step or until stopped(); then save, and say what there is in folder (config.logging.dir).
+
+    Raises OSError (a full disk).
+    """
     config, step, state = run.config, run.step, run.state
     first, last, every = int(state.step), config.train.steps, config.checkpoint.every
-    folder = new_folder("logging.dir", config.logging.dir)
     if every:
         new_folder("checkpoint.dir", config.checkpoint.dir)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))

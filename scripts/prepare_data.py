@@ -2,9 +2,9 @@
 
     python scripts/prepare_data.py TEXT_FILES... --out DIR [--tokenizer bytes|train-bpe:32000|FILE]
 
-.txt: a document per file (one file alone is cut into documents of 64 KiB at line ends); .jsonl, .jsonl.gz: a document
-per line; .parquet: a document per row. Exit codes: 0 done; 2 the request is wrong, told in one line on stderr; 1
-anything else.
+.txt: a document per file (one file alone is cut at line ends into about a hundred); .jsonl, .jsonl.gz: a document per
+line; .parquet: a document per row. Exit codes: 0 done; 2 the request is wrong, told in one line on stderr; 1 anything
+else.
 """
 
 import argparse
@@ -44,6 +44,7 @@ def documents(paths: list[Path], field: str) -> Iterator[bytes]:
 
 
 def parquet_documents(path: Path, field: str) -> Iterator[bytes]:
+    """The texts in one column of a file. Raises ValueError or OSError."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -55,11 +56,10 @@ def parquet_documents(path: Path, field: str) -> Iterator[bytes]:
             raise ValueError(
                 f"{path} has no column {field!r} (it has {', '.join(file.schema_arrow.names)}); use --field"
             )
+        kind = file.schema_arrow.field(field).type
+        if kind not in (pyarrow.string(), pyarrow.large_string()):
+            raise ValueError(f"{path}: column {field!r} holds {kind}, not text; use --field")
         for batch in file.iter_batches(columns=[field]):
-            if not pyarrow.types.is_string(batch.schema.types[0]) and not pyarrow.types.is_large_string(
-                batch.schema.types[0]
-            ):
-                raise ValueError(f"{path}: column {field!r} holds {batch.schema.types[0]}, not text; use --field")
             yield from (text.encode() for text in batch.column(0).to_pylist() if text)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is not a parquet file ({error}); remove it from the list") from None

@@ -1,6 +1,7 @@
 """8 simulated CPU devices, strict dtype promotion, rank promotion raises; what several test files share."""
 
 import json
+import re
 import tempfile
 
 import chex
@@ -92,6 +93,17 @@ def equals_the_oracle(tree, expected):
     chex.assert_trees_all_close((state.params, adam.mu, adam.nu), (params, m, v), **STATE)
     assert (int(state.step), int(state.skipped)) == (3, 0)
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, step.state)
+
+
+def collectives(text):
+    """Compiled HLO text -> (computation, opcode) of each collective; the entry computation is 'ENTRY'."""
+    found, where = [], None
+    for line in text.splitlines():
+        if line and line[0] not in " }" and line.endswith("{"):
+            where = line.split()[0]
+        pattern = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+        found += [(where, operation) for operation in re.findall(pattern, line)]
+    return found
 
 
 def records(folder):

@@ -81,7 +81,13 @@ def same(a, b):
 def test_a_run_leaves_what_the_interface_promises(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/run", "logging.tensorboard=true") == 0
     run = tmp_path / "run"
-    assert {p.name for p in run.iterdir()} == {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "loss.png"}
+    assert {p.name for p in run.iterdir()} - {".lock"} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "loss.png",
+    }
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert any((run / "tensorboard").iterdir())
     lines = records(run)
@@ -383,8 +389,12 @@ def test_a_damaged_checkpoint_is_told_in_one_line_with_the_way_out(config_file, 
 def test_a_second_run_in_the_same_folder_is_refused(config_file, tmp_path, capsys):
     first = start(config_file, f"logging.dir={tmp_path}/run", "train.steps=100000", "train.eval_every=0")
     wait_for_lines(tmp_path / "run", 1, first)
+    before = (tmp_path / "run" / "config.yaml").read_text()
     assert main(config_file, f"logging.dir={tmp_path}/run") == 2
-    assert "in use by another process" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "in use by another run" in err
+    assert err.count("\n") == 1
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
     first.kill()
     first.communicate()
 

@@ -6,7 +6,7 @@
     full       nothing but the input of each layer (Chen et al. 2016, arXiv 1604.06174)
     block:N    nothing but the input of every N-th layer: the square-root trick (same paper)
 
-Gathered weights (named GATHERED) are kept by no policy: ZeRO-3 gathers them again in the backward.
+Gathered weights are kept by no policy: ZeRO-3 gathers them again in the backward.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-GATHERED = "gathered"
 SAVED = ("q", "k", "v", "attention_out", "gate", "up")  # matmul outputs of a layer that its backward needs
 
 Tree = Any  # a pytree of arrays
 
 
 def name(x: jax.Array, what: str) -> jax.Array:
-    """x, known to policies by a name of SAVED or as GATHERED."""
+    """x, known to policies by one of the names in SAVED."""
     return checkpoint_name(x, what)
 
 
-def _all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """The gather and its named result are not kept; everything else is."""
-    return primitive.name != "all_gather" and parameters.get("name") != GATHERED
+def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """What an all-gather returns is not kept; everything else is."""
+    return primitive.name != "all_gather"
 
 
 def scan(body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree, policy: str, regather: bool) -> Tree:

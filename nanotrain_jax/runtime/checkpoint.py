@@ -22,22 +22,24 @@ Save = Callable[[int, Any, dict[str, Any]], None]  # step, state, meta (plain JS
 
 
 @contextmanager
+def alone(folder: str | Path) -> Iterator[None]:
+    """Within, no other run writes to this folder, which exists. Raises OSError if one does now."""
+    with open(Path(folder) / ".lock", "w") as lock:  # the lock goes with the process, however that ends
+        try:
+            if jax.process_index() == 0:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"{folder} is in use by another run; stop it, or choose another logging.dir") from None
+        yield
+
+
+@contextmanager
 def writing(config: Checkpoint) -> Iterator[Save]:
     """Yields save(step, state, meta). It returns once the state is copied, so that it may be donated, and writes in the
     background; leaving waits for the last one. Raises OSError, here or at the next save, if one cannot be written."""
     options = ocp.CheckpointManagerOptions(
         max_to_keep=config.keep, enable_async_checkpointing=config.asynchronous, cleanup_tmp_directories=True
     )
-    Path(config.dir).mkdir(parents=True, exist_ok=True)
-    lock = (Path(config.dir) / ".lock").open("w")
-    try:
-        if jax.process_index() == 0:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise OSError(
-            f"checkpoint.dir={config.dir!r} is in use by another process; stop it or use another folder"
-        ) from None
     manager = ocp.CheckpointManager(Path(config.dir).absolute(), options=options)
 
     def refuse(reason: str) -> OSError:
@@ -75,7 +77,6 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     finally:
         with suppress(Exception):  # whatever failed was told above
             manager.close()
-        lock.close()
 
 
 def find(config: Checkpoint) -> tuple[Path, int] | None:
