@@ -151,19 +151,21 @@ def test_memory_falls_from_stage_to_stage_and_with_remat():
 def test_each_stage_communicates_where_its_table_says(zero, remat):
     config, mesh = resolved(sharded(zero=zero, data=8, microbatches=2, remat=remat))
     step = steps.build(config, mesh)
-    found = collectives(step.train.lower(step.state, step.batch).compile().as_text())
-    places = {op: {"ENTRY" if where == "ENTRY" else "loop" for where, _ in found if _ == op} for _, op in found}
-    assert (
-        places
-        == [
-            {"all-reduce": {"ENTRY"}},
-            {"all-reduce": {"ENTRY"}, "reduce-scatter": {"ENTRY"}, "all-gather": {"ENTRY"}},
-            {"all-reduce": {"ENTRY"}, "reduce-scatter": {"loop"}, "all-gather": {"ENTRY"}},
-            {"all-reduce": {"ENTRY"}, "reduce-scatter": {"loop"}, "all-gather": {"loop"}},
-        ][zero]
-    )
-    if zero == 3:  # the loops of layers, forward and backward, and that of microbatches, for the ends
-        assert len({where for where, op in found if op == "all-gather"}) == 3
+    places = {}
+    for where, operation in collectives(step.train.lower(step.state, step.batch).compile().as_text()):
+        places.setdefault(operation, set()).add(where)
+    in_loops = {operation: len(found - {"ENTRY"}) for operation, found in places.items()}
+    once = {operation for operation, found in places.items() if "ENTRY" in found}
+    gathers, scatters = in_loops.get("all-gather", 0), in_loops.get("reduce-scatter", 0)
+    # Computations inside loops that gather (layers forward and backward), and that scatter (layers, ends); what else
+    # is done once per step. XLA:CPU gathers the ends of stage 3 once, before the loop of microbatches.
+    assert (gathers, scatters > 0, once) == [
+        (0, False, {"all-reduce"}),
+        (0, False, {"all-reduce", "reduce-scatter", "all-gather"}),
+        (0, True, {"all-reduce", "all-gather"}),
+        (2, True, {"all-reduce", "all-gather"}),
+    ][zero]
+    assert in_loops["all-reduce"] == 0
 
 
 class LinenMLP(linen.Module):

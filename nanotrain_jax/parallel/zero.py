@@ -1,6 +1,6 @@
 """How parameters, gradients and optimizer state live on the devices that share a batch (ZeRO, arXiv 1910.02054).
 
-A stage is five pure functions; `step.py` calls them in this order, inside `shard_map`:
+A stage is five pure functions; `step.py` calls them in this order, all but the first inside `shard_map`:
 
     storage(params, dims)          where parameters, and where master weights and moments rest: PartitionSpecs
     inputs(stored, dims)           what the loss is differentiated with respect to
@@ -15,6 +15,9 @@ with N devices along `data`, Psi parameters:
     1      whole       whole      1/N              reduce-scatter once per step, all-gather of weights    2 Psi
     2      whole       1/N        1/N              reduce-scatter per microbatch (M), all-gather          (M + 1) Psi
     3      1/N         1/N        1/N              gather, gather again, reduce-scatter per microbatch    3 M Psi
+
+At stage 3 that is what layers cost; embedding and head are gathered at most once per microbatch, not again in the
+backward.
 
 `replica` axis: sharding inside a group, replication across groups (PyTorch's HYBRID_SHARD): after the reduce-scatter
 over `data`, shards are all-reduced over `replica`. Arrays with fewer than persist_below elements (norm gains, biases),
