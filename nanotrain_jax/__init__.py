@@ -8,7 +8,7 @@ from typing import Any
 
 _PUBLIC = {
     "Config": "config",
-    "load": "config",
+    "load": "runtime.request",
     "resolve": "config",
     "layout": "sharding",
     "zero_specs": "parallel.zero",

@@ -1,20 +1,17 @@
-"""The config: frozen, strict sections; one YAML file plus `section.key=value` overrides; pure validation.
+"""The config: every key with its default and meaning, in frozen, strict sections; pure validation.
 
-`load` reads what the user wrote, `resolve` fills in what only the machine and the data know (mesh sizes,
-vocabulary). Everything downstream receives the resolved config and never changes it. Every error is a
-ValueError of one line that names the value, the rule and the remedy.
+runtime/request.py reads what the user wrote; `resolve` fills in what only the machine and the data know (mesh sizes,
+vocabulary). Everything downstream receives the resolved config and never changes it. Every error is a ValueError of
+one line that names the value, the rule and the remedy.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
@@ -230,38 +227,12 @@ class Config(_Section):
     runtime: Runtime = Runtime()
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as plain data that `parse` reads back."""
+        """The config as plain data that `request.parse` reads back."""
         return self.model_dump(mode="json", by_alias=True)
 
-
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply `section.key=value` overrides (values are YAML), validate.
-
-    Raises ValueError (one line: value, rule, remedy) or OSError if the file cannot be read.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8 ({error}); give a YAML file") from None
-    tree = _yaml(text, str(path)) or {}
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path}: a config is a mapping of sections, not a {type(tree).__name__}")
-    for override in overrides:
-        _apply(tree, override)
-    config = parse(tree)
-    run = Path(config.logging.dir or f"runs/{path.stem}").expanduser()
-    config = _with(config, "logging", dir=str(run))
-    return _with(config, "checkpoint", dir=str(Path(config.checkpoint.dir or run / "checkpoints").expanduser()))
-
-
-def parse(tree: Mapping[str, Any]) -> Config:
-    """Validate plain nested data. Raises ValueError (one line: value, rule, remedy)."""
-    try:
-        # A section left empty in YAML (`train:`) is None: all defaults.
-        return Config.model_validate({k: {} if v is None else v for k, v in tree.items()})
-    except ValidationError as error:
-        raise ValueError(_one_line(error)) from None
+    def replace(self, section: str, **changes: Any) -> Config:
+        """This config with some keys of a section changed. Checks nothing."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=changes)})
 
 
 def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None = None) -> Config:
@@ -285,8 +256,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
             f"data.seq_len={d.seq_len} is longer than model.max_seq_len={max_seq_len}; shorten it or raise the latter"
         )
     d_ff = 4 * m.d_model if m.family == "gpt2" else -(-8 * m.d_model // (3 * 256)) * 256
-    config = _with(
-        config,
+    config = config.replace(
         "model",
         vocab_size=vocab,
         max_seq_len=max_seq_len,
@@ -294,8 +264,8 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
         d_ff=m.d_ff or d_ff,
         tie_embeddings=m.family == "gpt2" if m.tie_embeddings is None else m.tie_embeddings,
     )
-    config = _with(config, "parallel", **axes)
-    config = _with(config, "optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
+    config = config.replace("parallel", **axes)
+    config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
 
     size = int(config.memory.remat.removeprefix("block:")) if config.memory.remat.startswith("block:") else 1
     if m.num_layers % size:
@@ -317,85 +287,6 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
             f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}; lower it"
         )
     return config
-
-
-def describe() -> str:
-    """Every section and key with its default and meaning, as text for --help."""
-    lines = []
-    for section, field in Config.model_fields.items():
-        lines.append(f"{section}:")
-        for name, key in field.annotation.model_fields.items():
-            default = "null" if key.default is None else yaml.safe_dump(_plain(key.default), default_flow_style=True)
-            default = default.removesuffix("\n").removesuffix("\n...")
-            choices = [c for c in get_args(key.annotation) if isinstance(c, str)]
-            lines.append(f"  {key.alias or name + '':<15} {default:<12} {key.description}")
-            if choices:
-                lines.append(f"  {'':<15} {'':<12} one of: {', '.join(choices)}")
-    return "\n".join(lines)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _with(config: Config, section: str, **changes: Any) -> Config:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as a string, where people mean the number; PyYAML lets the last of two equal keys win."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"key {key!r} stands twice")
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
-def _yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)  # a SafeLoader
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
-    if not equals or not key.strip():
-        raise ValueError(f"override {override!r} is not of the form section.key=value; write e.g. train.steps=100")
-    *sections, last = key.strip().split(".")
-    for section in sections:
-        if not isinstance(tree.get(section), dict):
-            tree[section] = {}
-        tree = tree[section]
-    tree[last] = _yaml(value, override)
-
-
-def _one_line(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key, more = ".".join(map(str, first["loc"])), error.error_count() - 1
-    if first["type"] == "extra_forbidden":
-        text = f"unknown key {key}{_suggest(key)}"
-    elif first["type"] == "value_error":
-        text = str(first["ctx"]["error"])
-    else:
-        text = f"{key}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
-    return text + (f" (and {more} more)" if more else "")
-
-
-def _suggest(key: str) -> str:
-    known = [
-        f"{s}.{k.alias or n}" for s, f in Config.model_fields.items() for n, k in f.annotation.model_fields.items()
-    ]
-    same_leaf = [k for k in known if k.split(".")[1] == key.split(".")[-1]]
-    near = same_leaf or difflib.get_close_matches(key, known + list(Config.model_fields), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else "; --help lists every key"
 
 
 def _near_divisors(number: int, wanted: int) -> str:

@@ -27,7 +27,7 @@ from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, topology
 from nanotrain_jax.config import Config
-from nanotrain_jax.runtime import checkpoint, data, metrics
+from nanotrain_jax.runtime import checkpoint, data, metrics, request
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m nanotrain_jax.train",
         description="Train a transformer.",
-        epilog="keys (override as section.key=value):\n\n" + configs.describe(),
+        epilog="keys (override as section.key=value):\n\n" + request.describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.error = lambda message: parser.exit(2, f"error: {message}; --help tells more\n")
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     with stop_signals() as stopped:
         try:
-            run = prepare(configs.load(arguments.config, arguments.overrides))
+            run = prepare(request.load(arguments.config, arguments.overrides))
         except (ValueError, OSError) as error:
             return refuse(error)
         try:

@@ -21,7 +21,7 @@ from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, topology
-from nanotrain_jax.runtime import data
+from nanotrain_jax.runtime import data, request
 
 
 def measure(config: configs.Config, count: int, warmup: int) -> dict:
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     try:
-        config = configs.load(arguments.config, arguments.overrides)
+        config = request.load(arguments.config, arguments.overrides)
         if arguments.steps < 1 or arguments.warmup < 1:
             raise ValueError(f"--steps={arguments.steps} --warmup={arguments.warmup}: both are at least 1")
         figures = measure(config, arguments.steps, arguments.warmup)

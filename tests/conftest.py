@@ -13,6 +13,7 @@ import pytest
 from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
+from nanotrain_jax.runtime import request
 
 # Programs compiled twice in one session are compiled once.
 CACHE = tempfile.TemporaryDirectory()
@@ -46,7 +47,7 @@ def small(family="llama", **changes):
 
 def resolved(tree, vocab=None):
     """-> (resolved config, mesh) of plain data."""
-    config = configs.parse(tree)
+    config = request.parse(tree)
     mesh = meshes.make(**config.parallel.axes)
     return configs.resolve(config, mesh.shape, vocab), mesh
 

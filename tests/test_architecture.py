@@ -18,7 +18,7 @@ FLOORS = [
     },
     {
         "parallel.tensor", "parallel.context", "parallel.zero", "parallel.compress", "runtime.optim", "runtime.data",
-        "runtime.checkpoint", "runtime.metrics", "audit.cost",
+        "runtime.checkpoint", "runtime.metrics", "runtime.request", "audit.cost",
     },
     {"model", "parallel.pipeline"},
     {"step"},

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from nanotrain_jax import config as configs
+from nanotrain_jax.runtime import request
 
 AXES = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
 
@@ -11,7 +12,7 @@ AXES = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
 def load(tmp_path, text, *overrides):
     path = tmp_path / "name.yaml"
     path.write_text(text)
-    return configs.load(path, overrides)
+    return request.load(path, overrides)
 
 
 def test_overrides_win_over_the_file_and_a_section_may_be_given_whole(tmp_path):
@@ -40,7 +41,7 @@ def test_a_run_is_named_after_its_config_file(tmp_path):
 
 def test_a_resolved_config_survives_yaml(tmp_path):
     found = configs.resolve(load(tmp_path, "model: {family: gpt2}\n"), AXES, 257)
-    again = configs.parse(yaml.safe_load(yaml.safe_dump(found.to_dict())))
+    again = request.parse(yaml.safe_load(yaml.safe_dump(found.to_dict())))
     assert again == found
     assert configs.resolve(again, AXES, 257) == found
 

@@ -16,16 +16,15 @@ import pyarrow.parquet
 import pytest
 from conftest import resolved, small
 
-from nanotrain_jax import config as configs
 from nanotrain_jax import step as steps
-from nanotrain_jax.runtime import corpus, data
+from nanotrain_jax.runtime import corpus, data, request
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "prepare_data.py"
 DOCUMENTS = [f"document {i} says {'la ' * (i % 7 + 3)}\n".encode() for i in range(60)]
 
 
 def load(**keys):
-    return data.load(configs.parse({"data": keys}).data)
+    return data.load(request.parse({"data": keys}).data)
 
 
 def prepare(*arguments):

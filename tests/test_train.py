@@ -20,7 +20,7 @@ from conftest import LOSS, records
 
 from nanotrain_jax import config as configs
 from nanotrain_jax import train
-from nanotrain_jax.runtime import checkpoint
+from nanotrain_jax.runtime import checkpoint, request
 
 TREE = {
     "model": {"num_layers": 1, "d_model": 32, "num_heads": 2, "d_ff": 64},
@@ -99,7 +99,7 @@ def test_a_run_leaves_what_the_interface_promises(config_file, tmp_path, capsys)
     assert lines[19]["loss"] < lines[0]["loss"]
     assert all(str(np.float32(r["loss"])) == str(r["loss"]) for r in lines)  # all of a float32, and no more
     # The resolved config runs by itself.
-    resolved = configs.load(run / "config.yaml")
+    resolved = request.load(run / "config.yaml")
     assert resolved.model.vocab_size == 257
     assert resolved.parallel.data == 4
     out = capsys.readouterr().out
