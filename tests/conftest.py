@@ -13,6 +13,7 @@ import pytest
 from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
+from nanotrain_jax.audit import topology
 from nanotrain_jax.runtime import request
 
 # Programs compiled twice in one session are compiled once.
@@ -21,6 +22,20 @@ meshes.configure(simulate=8, compile_cache=CACHE.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def _can_compile_for_cuda():
+    try:
+        return bool(topology.compile_only("h100", 1))
+    except RuntimeError:
+        return False
+
+
+def needs_cuda_compiler(test):
+    """For tests that compile for GPUs that are not here."""
+    missing = "the CUDA compiler is not installed: pip install -e '.[cuda12]'"
+    return pytest.mark.cuda_compiler(pytest.mark.skipif(not _can_compile_for_cuda(), reason=missing)(test))
+
 
 # The one place for tolerances. Parity is float32 against float32: sums in another order, nothing else. (The eps of Adam
 # in `small` is far above the rounding noise of gradients, which m / sqrt(v) would blow up to the size of the learning

@@ -1,0 +1,275 @@
+"""What a compiled program does, read from its text: collectives, matmul FLOPs, bytes.
+
+The text is that of `jax.jit(f).lower(...).compile().as_text()`, of any JAX program on CPU or GPU. What stands in a loop
+is counted as often as the loop runs. Wire bytes are those a device sends on a ring of N devices, S the whole buffer:
+
+    all_gather, reduce_scatter, all_to_all   (N-1)/N S
+    all_reduce                               2 (N-1)/N S
+    permute                                  S
+
+XLA:CPU sends 16-bit values as float32: audit bytes of 16-bit programs on the GPU compile (audit/topology.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Collective(NamedTuple):
+    """One collective instruction."""
+
+    operation: str  # all_gather, all_reduce, reduce_scatter, all_to_all, permute
+    axes: tuple[str, ...]  # the mesh axes it communicates over
+    bytes: float  # on the wire, per device and execution
+    count: int  # executions in one run of the program
+    exposed: bool  # nothing computes between its start and its done
+    source: str  # where in the traced program it comes from
+
+
+class Instruction(NamedTuple):
+    """`name = type opcode(operands), attributes`"""
+
+    name: str
+    type: str
+    opcode: str
+    operands: list[str]
+    attributes: str
+
+
+class Program(NamedTuple):
+    """Computations by name, each the list of its instructions in order of execution."""
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+
+
+OPERATIONS = {
+    "all-gather": "all_gather",
+    "all-reduce": "all_reduce",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "collective-permute": "permute",
+}
+COMPUTES = {"fusion", "custom-call", "dot", "convolution", "while", "conditional", "call"}
+ARRAY = re.compile(r"\b(pred|bf16|f8\w+|[sufc]\d+)\[([\d,]*)\]")
+CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+def parse(text: str) -> Program:
+    """Text of a compiled module -> its computations."""
+    computations, entry, here = {}, "", []
+    for line in text.splitlines():
+        if line and not line[0].isspace() and line.endswith("{") and not line.startswith("HloModule"):
+            words = line.split()
+            name = words[words[0] == "ENTRY"].lstrip("%")
+            entry = name if words[0] == "ENTRY" else entry
+            computations[name] = here = []
+        elif " = " in line and line.startswith(" "):
+            here.append(_instruction(line))
+    return Program(computations, entry)
+
+
+def _instruction(line: str) -> Instruction:
+    name, rest = re.sub(r"/\*.*?\*/", "", line).split(" = ", 1)
+    end = _closing(rest) if rest.startswith("(") else rest.index(" ")
+    kind, rest = rest[:end], rest[end:].lstrip()
+    start = rest.index("(")
+    end = start + _closing(rest[start:])
+    operands = re.findall(r"%([\w.\-]+)", rest[start:end])
+    return Instruction(name.split()[-1].lstrip("%"), kind, rest[:start], operands, rest[end:])
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis that opens text is closed (the index after it)."""
+    depth = 0
+    for index, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return index + 1
+    raise ValueError(f"no closing parenthesis in {text[:80]!r}")
+
+
+def _shapes(kind: str) -> list[tuple[int, ...]]:
+    return [tuple(int(n) for n in dims.split(",") if n) for _, dims in ARRAY.findall(kind)]
+
+
+def size(kind: str) -> int:
+    """Bytes of an HLO type: `bf16[8,128]{1,0}`, or a tuple of such."""
+    bits = {dtype: int((re.search(r"\d+", dtype) or ["8"])[0]) for dtype, _ in ARRAY.findall(kind)}
+    return sum(
+        math.prod(int(n) for n in dims.split(",") if n) * bits[dtype] // 8 for dtype, dims in ARRAY.findall(kind)
+    )
+
+
+def walk(program: Program) -> Iterator[tuple[str, int, int]]:
+    """-> (computation, index of the instruction in it, executions) for all that the program runs.
+
+    A conditional counts as if each of its branches ran: an upper bound. Raises ValueError if a loop with an unknown
+    number of turns holds a collective or a matmul.
+    """
+    yield from _walk(program, program.entry, 1)
+
+
+def _walk(program: Program, name: str, times: int) -> Iterator[tuple[str, int, int]]:
+    for index, i in enumerate(program.computations[name]):
+        yield name, index, times
+        called = CALLED.findall(i.attributes)
+        for names in BRANCHES.findall(i.attributes):
+            called += [n.strip().lstrip("%") for n in names.split(",") if n.strip()]
+        inner = times
+        if i.opcode == "while":
+            trips = TRIPS.search(i.attributes)
+            if not trips and any(map(_matters, (p for c in called for p in _everything(program, c)))):
+                raise ValueError(f"loop {i.name} runs an unknown number of times; audit a program with static loops")
+            inner = times * int(trips[1]) if trips else 0
+        for other in called:
+            yield from _walk(program, other, inner)
+
+
+def _everything(program: Program, name: str) -> Iterator[Instruction]:
+    return (program.computations[c][index] for c, index, _ in _walk(program, name, 1))
+
+
+def _matters(i: Instruction) -> bool:
+    return i.opcode == "dot" or i.opcode.removesuffix("-start") in OPERATIONS
+
+
+def collectives(text: str, axes: Mapping[str, int]) -> list[Collective]:
+    """Every collective of a compiled program. axes: mesh axis -> size, in mesh order (`mesh.shape`).
+
+    Raises ValueError if a group of devices is not that of some mesh axes.
+    """
+    program, found = parse(text), []
+    for name, index, times in walk(program):
+        block = program.computations[name]
+        i = block[index]
+        operation = OPERATIONS.get(i.opcode.removesuffix("-start"))
+        if not operation or not times:
+            continue
+        types = {other.name: other.type for other in block}
+        over = _axes(i.attributes, axes)
+        if not over:
+            continue  # each device by itself: nothing moves
+        group = math.prod(axes[a] for a in over)
+        sent = sum(size(types[operand]) for operand in i.operands)
+        factor = {
+            "all_gather": group - 1,  # of the shard that goes in
+            "all_reduce": 2 * (group - 1) / group,
+            "reduce_scatter": (group - 1) / group,
+            "all_to_all": (group - 1) / group,
+            "permute": 1,
+        }[operation]
+        source = (re.search(r'op_name="([^"]*)"', i.attributes) or ["", ""])[1]
+        found.append(Collective(operation, over, sent * factor, times, _exposed(program, name, index), source))
+    return found
+
+
+def _exposed(program: Program, name: str, index: int) -> bool:
+    """Whether no matmul, fusion or other work is scheduled between the start of a collective and its done."""
+    block = program.computations[name]
+    starter = block[index]
+    if not starter.opcode.endswith("-start"):  # wrapped in an async-start, or not asynchronous at all
+        wrapped = [
+            (c, k)
+            for c, block in program.computations.items()
+            for k, i in enumerate(block)
+            if i.opcode == "async-start" and name in CALLED.findall(i.attributes)
+        ]
+        return _exposed(program, *wrapped[0]) if wrapped else True
+    if '"is_sync":true' in starter.attributes:
+        return True
+    for later in block[index + 1 :]:
+        if later.opcode.endswith("-done") and starter.name in later.operands:
+            return True
+        if later.opcode in COMPUTES:
+            return False
+    return False  # done in another turn of the loop
+
+
+def _axes(attributes: str, axes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ, from the three ways XLA writes groups."""
+    named = re.search(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", attributes)
+    if named:
+        return tuple(a for a in re.findall(r"'(\w+)'", named[1]) if axes[a] > 1)
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(.*?)\}\}", attributes)
+    if iota:
+        groups, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        groups = np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(groups)
+    elif listed:
+        groups = [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)", listed[0] + "}")]
+    else:  # all devices
+        groups = [list(range(math.prod(axes.values())))]
+    sizes = tuple(axes.values())
+    places = [np.stack(np.unravel_index(np.asarray(group), sizes)) for group in groups]
+    differ = np.any([(p != p[:, :1]).any(axis=1) for p in places], axis=0)
+    over = tuple(a for a, d in zip(axes, differ, strict=True) if d)
+    if "source_target_pairs" not in attributes and any(
+        len(group) != math.prod(axes[a] for a in over) for group in groups
+    ):
+        raise ValueError(f"devices {list(map(int, groups[0]))} are not those along some axes of the mesh {dict(axes)}")
+    return over
+
+
+def matmul_flops(text: str) -> float:
+    """FLOPs of all matmuls of a compiled program, per device; 2 per multiplication and addition.
+
+    cuDNN attention counts as the matmuls of its definition in full, without regard to a causal mask: 2 forward, 4
+    backward; that its backward computes the scores again is not counted.
+    """
+    program = parse(text)
+    types = {name: {i.name: i.type for i in block} for name, block in program.computations.items()}
+    total = 0.0
+    for name, index, times in walk(program):
+        i = program.computations[name][index]
+        if i.opcode == "dot":
+            contracted = [int(n) for n in re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)[1].split(",")]
+        elif i.opcode == "custom-call" and '"__cublas$' in i.attributes:
+            dims = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', i.attributes)[1]
+            contracted = [int(n) for n in re.findall(r"\d+", dims)]
+        elif i.opcode == "custom-call" and '"__cudnn$fmha' in i.attributes:
+            shape = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', i.attributes)[1]
+            scores = math.prod(int(n) for n in re.findall(r"\d+", shape))
+            head_dim = _shapes(types[name][i.operands[0]])[0][-1]
+            total += times * (4 if "Backward" in i.attributes else 2) * 2.0 * scores * head_dim
+            continue
+        else:
+            continue
+        shape = _shapes(types[name][i.operands[0]])[0]
+        total += times * 2.0 * math.prod(_shapes(i.type)[0]) * math.prod(shape[d] for d in contracted)
+    return total
+
+
+def summary(found: list[Collective]) -> list[dict[str, Any]]:
+    """Collectives put together by axes and operation: count and bytes over all executions, most bytes first."""
+    rows: dict[tuple, dict[str, Any]] = {}
+    for c in found:
+        row = rows.setdefault(
+            (c.axes, c.operation),
+            {"axis": ",".join(c.axes), "op": c.operation, "bytes_per_device": 0.0, "count": 0, "exposed_bytes": 0.0},
+        )
+        row["count"] += c.count
+        row["bytes_per_device"] += c.count * c.bytes
+        row["exposed_bytes"] += c.count * c.bytes * c.exposed
+    return sorted(rows.values(), key=lambda row: -row["bytes_per_device"])
+
+
+def memory(compiled: Any) -> dict[str, int]:
+    """Bytes per device of a compiled program (`.compile()`): argument, temp, peak, and host.
+
+    Arguments that are donated are written in place, so peak counts them once.
+    """
+    m = compiled.memory_analysis()
+    return {
+        "argument_bytes": m.argument_size_in_bytes,
+        "temp_bytes": m.temp_size_in_bytes,
+        "peak_bytes": m.peak_memory_in_bytes,
+        "host_bytes": m.host_argument_size_in_bytes + m.host_temp_size_in_bytes,
+    }
