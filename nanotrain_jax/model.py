@@ -14,6 +14,7 @@ Initialisation (GPT-2 and its successors): normal, std 0.02; the two projections
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -42,14 +43,8 @@ class Norm(nnx.Module):
             self.bias_D = nnx.Param(jnp.zeros(config.d_model))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        x = x_BTD.astype(jnp.float32)
-        if self.center:
-            x = x - x.mean(-1, keepdims=True)
-        x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
-        x = x * self.gain_D[...].astype(jnp.float32)[None, None]
-        if self.center:
-            x = x + self.bias_D[...].astype(jnp.float32)[None, None]
-        return x.astype(x_BTD.dtype)
+        bias_D = self.bias_D[...] if self.center else None
+        return normalize(x_BTD, self.gain_D[...], bias_D, self.eps)
 
 
 class Attention(nnx.Module):
@@ -100,9 +95,9 @@ class MLP(nnx.Module):
         h_BTF = remat.name(jnp.einsum("BTD,DF->BTF", x_BTD, self.up_DF[...]), "up")
         if self.family == "llama":
             gate_BTF = remat.name(jnp.einsum("BTD,DF->BTF", x_BTD, self.gate_DF[...]), "gate")
-            h_BTF = h_BTF * jax.nn.silu(gate_BTF)
+            h_BTF = swiglu(gate_BTF, h_BTF)
         else:
-            h_BTF = jax.nn.gelu(add(h_BTF, self.bias_up_F[...]), approximate=True)
+            h_BTF = gelu(add(h_BTF, self.bias_up_F[...]))
         y_BTD = jnp.einsum("BTF,FD->BTD", h_BTF, self.down_FD[...])
         return y_BTD if self.family == "llama" else add(y_BTD, self.bias_down_D[...])
 
@@ -151,7 +146,8 @@ class Ends(nnx.Module):
         """
         counted_BT = targets_BT >= 0
         logits_BTV = self.logits(x_BTD)
-        losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, jnp.maximum(targets_BT, 0))
+        labels_BTV = jax.nn.one_hot(targets_BT, logits_BTV.shape[-1])
+        losses_BT = optax.softmax_cross_entropy(logits_BTV, labels_BTV)
         return jnp.where(counted_BT, losses_BT, 0.0).sum(), counted_BT.sum(dtype=jnp.int32)
 
 
@@ -174,6 +170,36 @@ class Graphs(NamedTuple):
 
     ends: nnx.GraphDef
     layer: nnx.GraphDef
+
+
+# What is cheap keeps nothing but its inputs for its backward, as fused kernels do: else each step of a norm or of an
+# activation would be kept, the norms' in float32. (Forward and backward stand in different loops: XLA cannot merge them.)
+_keeps_inputs = partial(jax.checkpoint, prevent_cse=False)
+
+
+@partial(_keeps_inputs, static_argnums=3)
+def normalize(x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
+    """x[B T D] -> x[B T D] with root mean square 1 over D, times gain; with a bias: centred first. In float32."""
+    x = x_BTD.astype(jnp.float32)
+    if bias_D is not None:
+        x = x - x.mean(-1, keepdims=True)
+    x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+    x = x * gain_D.astype(jnp.float32)[None, None]
+    if bias_D is not None:
+        x = x + bias_D.astype(jnp.float32)[None, None]
+    return x.astype(x_BTD.dtype)
+
+
+@_keeps_inputs
+def swiglu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    """gate[B T F], up[B T F] -> h[B T F] = silu(gate) up"""
+    return jax.nn.silu(gate_BTF) * up_BTF
+
+
+@_keeps_inputs
+def gelu(x_BTF: jax.Array) -> jax.Array:
+    """x[B T F] -> h[B T F], the tanh form of GPT-2"""
+    return jax.nn.gelu(x_BTF, approximate=True)
 
 
 def add(x: jax.Array, bias: jax.Array) -> jax.Array:

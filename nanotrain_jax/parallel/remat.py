@@ -1,6 +1,6 @@
 """Rematerialisation: what the forward of a layer keeps for its backward, as data.
 
-    none       everything
+    none       everything that a matmul or an attention kernel returned, and what the rest needs for its backward
     selective  the outputs of the matmuls (SAVED names); attention internals, norms and activations are computed again
                (Korthikanti et al. 2022, arXiv 2205.05198, section 4)
     full       nothing but the input of each layer (Chen et al. 2016, arXiv 1604.06174)
@@ -28,9 +28,9 @@ def name(x: jax.Array, what: str) -> jax.Array:
     return checkpoint_name(x, what)
 
 
-def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """What an all-gather returns is not kept; everything else is."""
-    return primitive.name != "all_gather"
+def _expensive(primitive: Any, *_: Any, **__: Any) -> bool:
+    """What matmuls and attention kernels return is kept; neither gathered weights nor what is cheap to compute is."""
+    return primitive.name in ("dot_general", "dot_product_attention_fwd_wrapper")
 
 
 def scan(body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree, policy: str, regather: bool) -> Tree:
@@ -48,7 +48,7 @@ def scan(body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree, policy: str,
     elif policy == "selective":
         step = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*SAVED))
     elif regather:
-        step = jax.checkpoint(step, policy=_all_but_gathered)
+        step = jax.checkpoint(step, policy=_expensive)
     if not policy.startswith("block:"):
         return lax.scan(step, x, layers)[0]
 

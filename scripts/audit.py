@@ -1,0 +1,128 @@
+"""Hold the compiled training step to theory, on a machine without a GPU: a table, and one JSON line for programs.
+
+    python scripts/audit.py --config configs/gpt2_124m.yaml [--gpu h100] [--gpus 8]
+                            [--zero 0,1,2,3] [--remat none,full] [section.key=value ...]
+
+Compiles the real step for GPUs that are not here (needs `pip install 'nanotrain_jax[cuda12]'`) and sets what the program
+moves, computes and stores beside the closed forms of nanotrain_jax/audit/cost.py. Without parallel.data and
+parallel.replica among the overrides, all GPUs are data-parallel; data.batch_size is that of the config per data-parallel device.
+"""
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from nanotrain_jax import config as configs
+from nanotrain_jax import mesh as meshes
+from nanotrain_jax import step as steps
+from nanotrain_jax.audit import cost, hlo, topology
+from nanotrain_jax.runtime import request
+
+
+def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
+    """Compile the step of a config for GPUs -> theory, compiled, and their ratios. Bytes and FLOPs per device and step.
+
+    Raises ValueError if the config does not fit the GPUs, RuntimeError without the CUDA compiler.
+    """
+    mesh = meshes.make(**config.parallel.axes, devices=topology.compile_only(gpu, gpus))
+    config = configs.resolve(config, mesh.shape)
+    step = steps.build(config, mesh)
+    started = time.perf_counter()
+    compiled = step.train.lower(step.state, step.batch).compile()
+    seconds = time.perf_counter() - started
+    text = compiled.as_text()
+
+    moves, memory = hlo.summary(hlo.collectives(text, mesh.shape)), cost.memory(config)
+    theory = {
+        "collectives": cost.communication(config),
+        "flops": cost.step_flops(config),
+        **{f"{name}_bytes": value for name, value in memory.items()},
+        "argument_bytes": memory["params"] + memory["optimizer"],
+        "peak_bytes": sum(memory.values()),
+    }
+    found = {"collectives": moves, "flops": hlo.matmul_flops(text), "compile_seconds": seconds, **hlo.memory(compiled)}
+    for side in theory, found:
+        side["wire_bytes"] = sum(row["bytes_per_device"] for row in side["collectives"])
+    ratios = {
+        name: found[name] / theory[name] if theory[name] else 1.0
+        for name in ("wire_bytes", "flops", "argument_bytes", "peak_bytes")
+    }
+    return {
+        "gpu": gpu,
+        "gpus": gpus,
+        "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
+        "zero": config.parallel.zero,
+        "microbatches": config.parallel.microbatches,
+        "remat": config.memory.remat,
+        "theory": theory,
+        "compiled": found,
+        "ratios": ratios,
+        "exposed": sum(row["exposed_bytes"] for row in moves) / max(found["wire_bytes"], 1),
+    }
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> Table:
+    """The audits as a table for people: compiled, and in brackets its ratio to theory."""
+    table = Table(title=title)
+    for name in ("zero", "remat", "wire MB", "exposed", "TFLOP", "arguments MB", "peak MB", "compile s"):
+        table.add_column(name, justify="left" if name == "remat" else "right")
+    for row in rows:
+        cell = lambda name, unit, row=row: f"{row['compiled'][name] / unit:,.1f} ({row['ratios'][name]:.3f})"
+        table.add_row(
+            str(row["zero"]),
+            row["remat"],
+            cell("wire_bytes", 1e6),
+            f"{row['exposed']:.0%}",
+            cell("flops", 1e12),
+            cell("argument_bytes", 1e6),
+            cell("peak_bytes", 1e6),
+            f"{row['compiled']['compile_seconds']:.0f}",
+        )
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Hold the compiled training step to theory.")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--gpu", default="h100", help="a100, h100, h200, b200 (default: h100)")
+    parser.add_argument("--gpus", type=int, default=8, help="number of GPUs (default: 8)")
+    parser.add_argument("--zero", help="stages to compare, e.g. 0,1,2,3 (default: that of the config)")
+    parser.add_argument("--remat", help="policies to compare, e.g. none,full (default: that of the config)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        meshes.configure(simulate=1)
+        overrides = arguments.overrides
+        base = request.load(arguments.config, overrides)
+        if not any(o.startswith(("parallel.data=", "parallel.replica=")) for o in overrides):
+            share = max(base.data.batch_size // max(base.parallel.data * base.parallel.replica, 1), 1)
+            overrides = [*overrides, f"parallel.data={arguments.gpus}", "parallel.replica=1"]
+            if not any(o.startswith("data.batch_size=") for o in overrides):
+                overrides.append(f"data.batch_size={share * arguments.gpus}")
+        stages = (arguments.zero or str(base.parallel.zero)).split(",")
+        policies = (arguments.remat or base.memory.remat).split(",")
+        rows = [
+            audit(
+                request.load(arguments.config, [*overrides, f"parallel.zero={stage}", f"memory.remat={policy}"]),
+                arguments.gpu,
+                arguments.gpus,
+            )
+            for stage in stages
+            for policy in policies
+        ]
+    except (ValueError, OSError, RuntimeError) as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    title = f"{arguments.config} compiled for {arguments.gpus} x {arguments.gpu}: per device and step (ratio to theory)"
+    Console(width=118).print(show(title, rows))
+    print(json.dumps(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""The yardstick: the same training step under plain `jax.jit`, where the compiler decides what moves, beside ours.
+
+    python scripts/compare_jit.py --config configs/quickstart.yaml [--stages 0,1,2,3] [--steps 30] [section.key=value]
+    python scripts/compare_jit.py --config configs/quickstart.yaml [--stages 0,1,2,3] --gpu h100 [--gpus 8] [...]
+
+Three programs with one model, optimizer, accumulation, clipping, State and layout of State, at every ZeRO stage:
+
+    ours                step.train: one shard_map, every collective written out
+    jit                 only State and batch are annotated; XLA's partitioner does the rest
+    jit + constraints   activations are annotated as well, at layer boundaries and at the logits, as MaxText does
+
+The first form runs them, in turn and step by step, and prints times. The second only compiles them, for GPUs that need
+not be here, and prints what the compiled programs move, compute and hold on each device. Both first hold the three
+programs to the same losses in float32, on a small model of the same family, layout and options.
+
+Under jit gradients travel in the dtype of the matmul that makes them, precision.compute. Ours travel in
+precision.grad_reduce: give both the same value to compare like with like.
+"""
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from rich.console import Console
+from rich.table import Table
+
+from nanotrain_jax import config as configs
+from nanotrain_jax import mesh as meshes
+from nanotrain_jax import model
+from nanotrain_jax import step as steps
+from nanotrain_jax.audit import cost, hlo, topology
+from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel.zero import Opt, zero_specs
+from nanotrain_jax.runtime import data, optim, request
+from nanotrain_jax.sharding import layout
+
+WARMUP = 3  # rounds
+ENOUGH = 30  # steps timed; the median of fewer says little
+OURS = "ours"
+FIGURES = {  # name -> (column, unit, digits); the first three of programs that run, the others of compiled ones
+    "step_seconds": ("median ms", 1e-3, 1),
+    "step_seconds_min": ("min ms", 1e-3, 1),
+    "ratio_to_ours": ("ratio to ours", 1, 3),
+    "wire_bytes": ("wire MiB", 2**20, 1),
+    "exposed_bytes": ("exposed MiB", 2**20, 1),
+    "matmul_flops": ("matmul GFLOP", 1e9, 1),
+    "argument_bytes": ("args MiB", 2**20, 1),
+    "temp_bytes": ("temp MiB", 2**20, 1),
+    "peak_bytes": ("peak MiB", 2**20, 1),
+    "compile_seconds": ("compile s", 1, 1),
+}
+
+
+def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
+    """(State, batch) -> (State, metrics), as `steps.build(config, mesh).train`, without shard_map or collectives.
+
+    stage 0      everything whole
+    stage 1      master weights and moments sharded over data
+    stage 2      so are the sums of gradients, in every turn of the accumulation
+    stage 3      so are the parameters; they are gathered where and as often as the compiler likes
+
+    constrain: annotate activations too.
+    """
+    ours = steps.build(config, mesh)
+    placed = jax.tree.map(lambda x: x.sharding, (ours.state, ours.batch))
+    stage, pieces, clip = config.parallel.zero, config.parallel.microbatches, config.optimizer.grad_clip
+    B, T = config.data.batch_size, config.data.seq_len
+    attention = model.attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
+    graphs, shapes = model.abstract(config.model.model_copy(update={"attention": attention}))
+    schedule, optimizer = optim.schedule(config.optimizer), optim.build(config.optimizer, model.is_decayed)
+    _, shards = zero_specs(shapes, mesh, stage, config.parallel.persist_below, stacked=("layers",))
+    shards = jax.tree.map(lambda spec: NamedSharding(mesh, spec), shards)
+    activations = NamedSharding(mesh, layout("B/replica,data T/context D"))
+
+    def pin(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, activations) if constrain else x
+
+    def pin_sums(grads: steps.Tree) -> steps.Tree:
+        return jax.lax.with_sharding_constraint(grads, shards) if stage >= 2 else grads
+
+    def split(x: jax.Array) -> jax.Array:
+        """x[B T] -> x[M B/M T]. Row b goes to microbatch b mod M: so each device keeps its rows, and nothing moves."""
+        return x.reshape(B // pieces, pieces, T).swapaxes(0, 1)
+
+    def objective(params: steps.Tree, batch: steps.Tree) -> jax.Array:
+        ends = nnx.merge(graphs.ends, params["ends"])
+        logits = ends.logits
+        ends.logits = lambda x_BTD: pin(logits(x_BTD))  # inside ends.loss, which is the model's own
+        layer = lambda x_BTD, weights: pin(nnx.merge(graphs.layer, weights)(x_BTD))
+        x_BTD = remat.scan(layer, pin(ends.embed(batch["inputs"])), params["layers"], config.memory.remat, False)
+        return ends.loss(x_BTD, batch["targets"])[0] / (B * T)
+
+    def accumulate(params: steps.Tree, batch: steps.Tree) -> tuple[jax.Array, steps.Tree]:
+        def one(sums, microbatch):
+            found = jax.value_and_grad(objective)(params, microbatch)
+            loss, grads = jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, found)
+            return (loss, pin_sums(grads)), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        return jax.lax.scan(one, (jnp.zeros(()), pin_sums(zeros)), jax.tree.map(split, batch))[0]
+
+    def train(state: steps.State, batch: steps.Tree) -> tuple[steps.State, dict[str, jax.Array]]:
+        loss, grads = accumulate(state.params, batch)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+        finite = jnp.isfinite(norm)
+        if clip:
+            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
+        master = state.params if state.opt.master is None else state.opt.master
+        updates, moments = optimizer.update(grads, state.opt.moments, master)
+        new, old = (optax.apply_updates(master, updates), moments), (master, state.opt.moments)
+        updated, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+        params = jax.tree.map(lambda w, old: w.astype(old.dtype), updated, state.params)
+        opt = Opt(None if state.opt.master is None else updated, moments)
+        skipped = state.skipped + jnp.where(finite, 0, 1)
+        lr = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
+        metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "skipped_steps": skipped}
+        return steps.State(state.step + 1, skipped, params, opt), metrics
+
+    whole = NamedSharding(mesh, steps.REPLICATED)
+    return jax.jit(train, in_shardings=placed, out_shardings=(placed[0], whole), donate_argnums=0)
+
+
+def programs(config: configs.Config, mesh: Mesh) -> tuple[steps.Step, dict[str, Callable]]:
+    """-> our Step, and the three training functions by name."""
+    step, jit, constrained = steps.build(config, mesh), jit_step(config, mesh, False), jit_step(config, mesh, True)
+    return step, {OURS: step.train, "jit": jit, "jit + constraints": constrained}
+
+
+def random_batch(config: configs.Config, step: steps.Step) -> steps.Tree:
+    shape = config.data.batch_size, config.data.seq_len + 1
+    tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    return jax.device_put(batch, jax.tree.map(lambda x: x.sharding, step.batch))
+
+
+def check(config: configs.Config, updates: int = 3, tolerance: float = 1e-5) -> None:
+    """Run the three programs on a small model in float32. Raises ValueError unless their losses agree."""
+    mesh = meshes.make(**config.parallel.axes)
+    N, devices, rows = config.model.num_heads, mesh.shape["data"], mesh.size * config.parallel.microbatches
+    sizes = {"d_model": 8 * N, "d_ff": 16 * devices, "vocab_size": 16 * devices, "max_seq_len": 16}
+    config = config.replace("model", attention="xla", **sizes).replace("data", batch_size=2 * rows, seq_len=16)
+    config = config.replace("precision", compute="float32", grad_reduce="float32")
+    config, losses = config.replace("parallel", persist_below=256), {}  # even so small, it has something to shard
+    with jax.default_matmul_precision("highest"):  # GPUs multiply float32 as TF32 otherwise
+        step, trains = programs(config, mesh)
+        for name, train in trains.items():
+            state, batch, losses[name] = step.init(), random_batch(config, step), []
+            for _ in range(updates):
+                state, metrics = train(state, batch)
+                losses[name].append(float(metrics["loss"]))
+    if not all(np.allclose(found, losses[OURS], rtol=tolerance, atol=0) for found in losses.values()):
+        raise ValueError(
+            f"zero stage {config.parallel.zero}: the programs compute different things, so nothing is compared: "
+            f"their first losses are {losses}, which have to agree to {tolerance}"
+        )
+
+
+def run(config: configs.Config, mesh: Mesh, count: int) -> list[dict]:
+    """Steps of the three programs in turn, each on its own state; -> a row of figures per program."""
+    step, trains = programs(config, mesh)
+    batch, names = random_batch(config, step), list(trains)
+    trains = {name: train.lower(step.state, step.batch).compile() for name, train in trains.items()}
+    states, times, losses = {name: step.init() for name in names}, {name: [] for name in names}, {}
+    for turn in range(WARMUP + count):
+        for name in names[turn % 3 :] + names[: turn % 3]:  # each is the first, second and third equally often
+            started = time.perf_counter()
+            states[name], metrics = jax.block_until_ready(trains[name](states[name], batch))
+            times[name].append(time.perf_counter() - started)
+            losses[name] = float(metrics["loss"])
+    rows = [{"stage": config.parallel.zero, "program": name, "loss": losses[name]} for name in names]
+    for row, timed in zip(rows, (times[name][WARMUP:] for name in names), strict=True):
+        row |= {"step_seconds": statistics.median(timed), "step_seconds_min": min(timed)}
+        row["ratio_to_ours"] = row["step_seconds"] / rows[0]["step_seconds"]
+    return rows
+
+
+def compiled(train: Callable, step: steps.Step) -> tuple[jax.stages.Compiled, float]:
+    """-> the compiled program, seconds it took. An assembler that could not be started gets two more chances."""
+    for chances in (2, 1, 0):
+        started = time.perf_counter()
+        try:
+            return train.lower(step.state, step.batch).compile(), time.perf_counter() - started
+        except jax.errors.JaxRuntimeError as error:
+            if not chances or "Failed to launch ptxas" not in str(error):
+                raise
+
+
+def without_names(text: str) -> str:
+    """Compiled text with groups of devices by number: the partitioner writes them along axes of its own naming."""
+
+    def numbered(match: re.Match) -> str:
+        sizes = [int(size) for size in re.findall(r"=(\d+)", match[1])]
+        names, over = (re.findall(r"'(\w+)'", part) for part in match.groups())
+        group = math.prod(sizes[names.index(axis)] for axis in over)
+        order = sorted(range(len(names)), key=lambda d: names[d] in over)
+        return f"replica_groups=[{math.prod(sizes) // group},{group}]<={sizes}T({str(order)[1:-1]})".replace(" ", "")
+
+    text = re.sub(r"replica_groups=mesh\[([^\]]*)\] \{((?:'\w+',?)*)\}", numbered, text)
+    if "replica_groups=mesh" in text:
+        raise ValueError("groups along parts of axes, or devices in another order than the mesh's")
+    return text
+
+
+def audit(config: configs.Config, mesh: Mesh) -> list[dict]:
+    """Compile the three programs; -> a row of figures per program, None where notes say why there is none."""
+    (step, trains), rows, refused = programs(config, mesh), [], False
+    for name, train in trains.items():
+        row = dict.fromkeys(list(FIGURES)[3:]) | {"stage": config.parallel.zero, "program": name, "notes": []}
+        rows.append(row)
+        try:
+            program, row["compile_seconds"] = compiled(train, step)
+        except jax.errors.JaxRuntimeError as error:
+            if name == OURS or config.model.attention == "xla":
+                raise
+            refused, row["notes"] = True, [f"does not compile; all three follow with xla attention: {str(error)[:200]}"]
+            continue
+        row |= hlo.memory(program)
+        try:
+            text = without_names(program.as_text())
+            moved = row["collectives"] = hlo.summary(hlo.collectives(text, mesh.shape))
+            row["wire_bytes"] = sum(kind["bytes_per_device"] for kind in moved)
+            row["exposed_bytes"] = sum(kind["exposed_bytes"] for kind in moved)
+            row["matmul_flops"] = hlo.matmul_flops(text)
+        except ValueError as error:
+            row["notes"] += [f"n/a: {error}"]
+    again = audit(config.replace("model", attention="xla"), mesh) if refused else []
+    return rows + [row | {"program": row["program"] + " (xla attention)"} for row in again]
+
+
+def show(rows: list[dict], title: str) -> Table:
+    """A row per program, per device where bytes or FLOPs; under each stage, ours over the best of jit's, per figure."""
+    figures = {key: figure for key, figure in FIGURES.items() if key in rows[0]}
+    cell = lambda value, unit, digits: "n/a" if value is None else f"{value / unit:,.{digits}f}"
+    table = Table("stage", "program", *(column for column, _, _ in figures.values()), title=title)
+    for first in range(0, len(rows), 3):
+        ours, *others = rows[first : first + 3]
+        for row in (ours, *others):
+            cells = (cell(row[key], unit, digits) for key, (_, unit, digits) in figures.items())
+            table.add_row(str(row["stage"]), row["program"], *cells)
+        best = {key: min((o[key] for o in others if o[key] is not None), default=None) for key in figures}
+        known = {key for key in figures if ours[key] is not None and (best[key] or 0) > figures[key][1] / 20}  # not 0.0
+        ratios = (f"{ours[key] / best[key]:.3f}" if key in known else "n/a" for key in figures)
+        table.add_row(str(ours["stage"]), "ours / best jit", *ratios, style="bold", end_section=True)
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Our training step beside the same step under plain jax.jit.")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--stages", default="0,1,2,3", help="ZeRO stages (default: 0,1,2,3)")
+    parser.add_argument("--steps", type=int, default=ENOUGH, help=f"steps timed (default: {ENOUGH})")
+    parser.add_argument("--gpu", help=f"compile only, for this GPU: {', '.join(topology.GPUS)}")
+    parser.add_argument("--gpus", type=int, default=8, help="how many of them (default: 8)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    asked = parser.parse_intermixed_args(argv)
+    try:
+        config, rows = request.load(asked.config, asked.overrides), []
+        stages = asked.stages.split(",")
+        if not set(stages) <= set("0123") or asked.steps < 1:
+            raise ValueError(f"--stages={asked.stages} --steps={asked.steps}: stages are 0, 1, 2, 3; steps 1 or more")
+        meshes.configure(asked.gpus if asked.gpu else config.runtime.simulate, config.runtime.deterministic)
+        try:
+            devices = topology.compile_only(asked.gpu, asked.gpus) if asked.gpu else None
+        except RuntimeError as error:  # no CUDA compiler
+            raise ValueError(str(error)) from None
+        mesh = meshes.make(**config.parallel.axes, devices=devices)
+        vocab = None if config.model.vocab_size else data.load(config.data).vocab_size
+        config = configs.resolve(config, mesh.shape, vocab)
+        for stage in map(int, stages):
+            staged = config.replace("parallel", zero=stage)
+            check(staged)
+            rows += audit(staged, mesh) if asked.gpu else run(staged, mesh, asked.steps)
+    except (ValueError, OSError) as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    about = {"device": mesh.devices.flat[0].device_kind, "devices": mesh.size, "jax": jax.__version__}
+    about |= {"parameters": cost.parameters(config.model), "remat": config.memory.remat}
+    title = "{devices} x {device}, jax {jax}, {parameters:,} parameters, remat {remat}, ".format(**about)
+    title += "compiled only" if asked.gpu else f"{asked.steps} steps each"
+    title += "" if asked.gpu or asked.steps >= ENOUGH else f" (fewer than {ENOUGH} say little)"
+    Console(width=130).print(show(rows, title))
+    for line in (f"stage {r['stage']}, {r['program']}: {note}" for r in rows for note in r.get("notes", ())):
+        print(" ".join(line.split()))
+    print(json.dumps(about | {"rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

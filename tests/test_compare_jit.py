@@ -1,0 +1,99 @@
+"""The yardstick compares like with like: plain `jax.jit` makes the numbers and the state that our step makes."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+import yaml
+from conftest import LOSS, STATE, on_devices, random_tokens, resolved, small
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "compare_jit.py"
+spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+compare_jit = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(compare_jit)
+
+
+def two_microbatches(family="llama", zero=3):
+    parallel = {"data": 8, "zero": zero, "microbatches": 2, "persist_below": 64}
+    return small(family, parallel=parallel, optimizer={"grad_clip": 0.5}, runtime={"simulate": 8})
+
+
+@pytest.mark.parametrize(("zero", "family"), [(0, "gpt2"), (3, "llama")])
+def test_the_programs_under_jit_equal_ours(zero, family):
+    config, mesh = resolved(two_microbatches(family, zero))
+    step, programs = compare_jit.programs(config, mesh)
+    states, losses = {name: step.init() for name in programs}, {name: [] for name in programs}
+    for tokens in random_tokens(config, count=3):
+        for name, train in programs.items():
+            states[name], metrics = train(states[name], on_devices(tokens, step))
+            losses[name].append(float(metrics["loss"]))
+    for name in ("jit", "jit + constraints"):
+        np.testing.assert_allclose(losses[name], losses["ours"], **LOSS)
+        chex.assert_trees_all_close(states[name], states["ours"], **STATE)
+        chex.assert_trees_all_equal_shapes_and_dtypes(states[name], states["ours"])
+        assert jax.tree.map(lambda x: x.sharding, states[name]) == jax.tree.map(lambda x: x.sharding, step.state)
+
+
+@pytest.mark.parametrize("other", [4.0001, float("nan")])
+def test_programs_that_compute_different_things_are_not_compared(other, monkeypatch):
+    config, mesh = resolved(two_microbatches())
+    step, _ = compare_jit.programs(config, mesh)
+    train = lambda loss: lambda state, batch: (state, {"loss": loss})
+    monkeypatch.setattr(compare_jit, "random_batch", lambda config, step: None)
+    programs = {"ours": train(4.0), "jit": train(4.00001), "jit + constraints": train(other)}
+    monkeypatch.setattr(compare_jit, "programs", lambda *_: (step._replace(init=lambda: None), programs))
+    with pytest.raises(ValueError, match="compute different things"):
+        compare_jit.check(config)
+    programs["jit + constraints"] = train(4.00001)
+    compare_jit.check(config)
+
+
+def test_groups_along_axes_of_the_partitioner_are_numbered():
+    text = "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, replica_groups={{0,1}}"
+    assert compare_jit.without_names(text) == "replica_groups=[4,2]<=[2,4]T(1,0), replica_groups={{0,1}}"
+    with pytest.raises(ValueError, match="parts of axes"):
+        compare_jit.without_names("replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}")
+
+
+def test_what_cannot_be_counted_or_compiled_is_said(monkeypatch):
+    """Compiled for CPU, as anything that has text: the GPU compile takes the same way."""
+    config, mesh = resolved(small(model={"num_layers": 1}, parallel={"data": 8}))
+    compiled, refused = compare_jit.compiled, [False, True, False]
+    ours = compiled(compare_jit.programs(config, mesh)[0].train, compare_jit.programs(config, mesh)[0])
+
+    def compile_some(train, step):
+        if refused and refused.pop(0):
+            raise jax.errors.JaxRuntimeError("no kernel")
+        return ours
+
+    monkeypatch.setattr(compare_jit, "compiled", compile_some)
+    rows = compare_jit.audit(config, mesh)
+    assert [row["program"].endswith("(xla attention)") for row in rows] == [False] * 3 + [True] * 3
+    assert "no kernel" in rows[1]["notes"][0]
+    assert rows[1]["wire_bytes"] is None
+    assert rows[4]["wire_bytes"] == rows[0]["wire_bytes"] > 0
+    monkeypatch.setattr(compare_jit, "without_names", lambda text: text.replace('"known_trip_count"', "x") + "{")
+
+
+def test_the_script_prints_a_table_and_one_json_line(tmp_path, capsys):
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(two_microbatches()))
+    assert compare_jit.main(["--config", f"{tmp_path}/x.yaml", "--stages", "3", "--steps", "2"]) == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    assert "ratio to ours" in "\n".join(table)
+    assert "fewer than 30" in "\n".join(table)
+    found = json.loads(line)
+    assert found["devices"] == 8
+    assert [row["program"] for row in found["rows"]] == ["ours", "jit", "jit + constraints"]
+    assert all(row["step_seconds"] >= row["step_seconds_min"] > 0 for row in found["rows"])
+    assert found["rows"][0]["ratio_to_ours"] == 1
+
+
+@pytest.mark.parametrize("wrong", [["--stages", "0,4"], ["--steps", "0"], ["--gpu", "h1000"], ["model.layers=3"]])
+def test_a_wrong_request_is_told_in_one_line(tmp_path, capsys, wrong):
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(small(runtime={"simulate": 8})))
+    assert compare_jit.main(["--config", f"{tmp_path}/x.yaml", *wrong]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
