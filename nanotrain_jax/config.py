@@ -104,11 +104,21 @@ class Parallel(_Section):
 class Precision(_Section):
     """Dtypes."""
 
-    compute: Literal["bfloat16", "float32"] = _key(
+    compute: Literal["bfloat16", "float16", "float32"] = _key(
         "bfloat16", "dtype of matmuls and activations; softmax, norms and loss stay float32"
     )
+    loss_scale: str | float = _key(
+        "none", "factor on the loss that keeps float16 gradients from vanishing: none | dynamic | NUMBER"
+    )
     grad_reduce: Literal["float32", "bfloat16"] = _key("float32", "dtype in which gradients travel between devices")
-    master: Literal["float32"] = _key("float32", "dtype of stored parameters and optimizer moments")
+    master: Literal["float32"] = _key("float32", "dtype of master weights and optimizer moments")
+
+    @model_validator(mode="after")
+    def _scale(self) -> Precision:
+        scale = self.loss_scale
+        if scale not in ("none", "dynamic") and (isinstance(scale, str) or scale <= 0):
+            raise ValueError(f"precision.loss_scale={scale!r} is unknown; use none, dynamic or a number above 0")
+        return self
 
 
 class Memory(_Section):

@@ -70,10 +70,11 @@ class Attention(nnx.Module):
             v_BSKH = add(v_BSKH, self.bias_v_KH[...])
         else:
             q_BTNH, k_BSKH = rotate(q_BTNH, self.theta), rotate(k_BSKH, self.theta)
-        q_BTNH, k_BSKH, v_BSKH = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k"), remat.name(v_BSKH, "v")
-        y_BTNH = jax.nn.dot_product_attention(
-            q_BTNH, k_BSKH, v_BSKH, is_causal=True, implementation=None if self.kernel == "auto" else self.kernel
-        )
+        qkv = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k"), remat.name(v_BSKH, "v")
+        if self.kernel == "xla" and x_BTD.dtype == jnp.float16:  # XLA:CPU lacks the float16 matmul that JAX asks for
+            qkv = [x.astype(jnp.float32) for x in qkv]
+        kernel = None if self.kernel == "auto" else self.kernel
+        y_BTNH = jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=kernel).astype(x_BTD.dtype)
         y_BTD = remat.name(jnp.einsum("BTNH,NHD->BTD", y_BTNH, self.out_NHD[...]), "attention_out")
         return add(y_BTD, self.bias_out_D[...]) if self.family == "gpt2" else y_BTD
 
@@ -173,7 +174,7 @@ class Graphs(NamedTuple):
 
 
 # What is cheap keeps nothing but its inputs for its backward, as fused kernels do: else each step of a norm or of an
-# activation would be kept, the norms' in float32. (Forward and backward stand in different loops: XLA cannot merge them.)
+# activation would be kept, the norms' in float32. (Forward and backward are different loops: XLA cannot merge them.)
 _keeps_inputs = partial(jax.checkpoint, prevent_cse=False)
 
 
@@ -258,7 +259,7 @@ def attention_kernel(config: Model, dtype: jnp.dtype, device: jax.Device) -> str
     can = device.platform in ("gpu", "cuda") and ampere and dtype.itemsize == 2 and H <= 128 and H % 8 == 0
     if config.attention == "cudnn" and not can:
         raise ValueError(
-            "model.attention=cudnn needs an NVIDIA GPU (Ampere or newer), precision.compute=bfloat16 and a head dim of "
+            "model.attention=cudnn needs an NVIDIA GPU (Ampere or newer), a 16-bit precision.compute and a head dim of "
             f"at most 128 that 8 divides; here are {device.platform}, {dtype} and {H}: use auto or xla"
         )
     return ("cudnn" if can else "xla") if config.attention == "auto" else config.attention

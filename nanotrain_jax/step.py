@@ -37,6 +37,7 @@ class State(NamedTuple):
     skipped: jax.Array  # int32, how many of them had gradients that were not finite
     params: Tree  # in the compute dtype: {"ends": ..., "layers": stacked}
     opt: Opt  # float32 master weights and moments
+    scale: optim.LossScale | None  # None without loss scaling
 
 
 class Step(NamedTuple):
@@ -48,7 +49,7 @@ class Step(NamedTuple):
 
     batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0.
     metrics: float32 scalars loss (mean over the batch, in nats per token), grad_norm (before clipping) and lr, and the
-    int32 skipped_steps so far.
+    int32 skipped_steps so far; with loss scaling also loss_scale, by which this step's loss was multiplied.
     """
 
     init: Callable[[], State]
@@ -102,7 +103,8 @@ def build(config: Config, mesh: Mesh) -> Step:
         master = model.init(model_config, config.train.seed)
         params = jax.tree.map(lambda p: p.astype(dtype), master)
         opt = Opt(None if dtype == jnp.float32 else master, optimizer.init(master))
-        return State(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), params, opt)
+        scale = optim.loss_scale(config.precision)
+        return State(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), params, opt, scale)
 
     def loss(params: Tree, inputs: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         weights = zero.gather(params["ends"], inputs["ends"], dims["ends"], reduce_dtype)
@@ -117,9 +119,12 @@ def build(config: Config, mesh: Mesh) -> Step:
 
     def train(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         inputs = zero.inputs(state.params, dims)
-        objective = lambda inputs, microbatch: loss(state.params, inputs, microbatch)[0] / (B * T)
+        factor = state.scale.value if state.scale else 1.0
+        objective = lambda inputs, microbatch: loss(state.params, inputs, microbatch)[0] * (factor / (B * T))
         mean_loss, grads = accumulate(objective, inputs, batch, pieces)
         mean_loss, grads = all_reduce(mean_loss, BATCH_AXES), zero.reduce(grads, dims, reduce_dtype)
+        if state.scale:
+            mean_loss, grads = jax.tree.map(lambda x: x / factor, (mean_loss, grads))
         params, opt, norm, finite = zero.update(
             optimizer, state.params, grads, state.opt, dims, config.optimizer.grad_clip
         )
@@ -130,7 +135,11 @@ def build(config: Config, mesh: Mesh) -> Step:
             "lr": jnp.asarray(schedule(state.step - state.skipped), jnp.float32),
             "skipped_steps": skipped,
         }
-        return State(state.step + 1, skipped, params, opt), metrics
+        scale = state.scale
+        if scale:
+            metrics["loss_scale"] = scale.value
+            scale = optim.adjust(scale, finite, config.precision)
+        return State(state.step + 1, skipped, params, opt, scale), metrics
 
     def evaluate(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         inputs = zero.inputs(params, dims)
@@ -143,7 +152,8 @@ def build(config: Config, mesh: Mesh) -> Step:
         optimizer, lambda _, spec: spec, state.opt.moments, shard_specs, transform_non_params=lambda _: REPLICATED
     )
     opt_specs = Opt(None if state.opt.master is None else shard_specs, moments_specs)
-    specs = State(REPLICATED, REPLICATED, params_specs, opt_specs)
+    scale_specs = jax.tree.map(lambda _: REPLICATED, state.scale)
+    specs = State(REPLICATED, REPLICATED, params_specs, opt_specs, scale_specs)
     batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in ("inputs", "targets")}
     batch_specs = {name: BATCH for name in batch}
 

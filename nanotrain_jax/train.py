@@ -210,6 +210,11 @@ def introduction(run: Run) -> str:
     ]
     if config.parallel.zero and run.mesh.shape["data"] == 1:
         lines.append(f"parallel.zero={config.parallel.zero} has nothing to shard over: parallel.data is 1")
+    if config.precision.compute == "float16" and config.precision.loss_scale == "none":
+        lines.append(
+            "warning: float16 without a loss scale: gradients below 6e-8 become zero and the model learns badly or not "
+            "at all; use precision.loss_scale=dynamic, or bfloat16"
+        )
     return "\n".join(lines + [run.resumed] * bool(run.resumed))
 
 

@@ -3,9 +3,9 @@
     python scripts/audit.py --config configs/gpt2_124m.yaml [--gpu h100] [--gpus 8]
                             [--zero 0,1,2,3] [--remat none,full] [section.key=value ...]
 
-Compiles the real step for GPUs that are not here (needs `pip install 'nanotrain_jax[cuda12]'`) and sets what the program
-moves, computes and stores beside the closed forms of nanotrain_jax/audit/cost.py. Without parallel.data and
-parallel.replica among the overrides, all GPUs are data-parallel; data.batch_size is that of the config per data-parallel device.
+Compiles the real step for GPUs that are not here (needs `pip install 'nanotrain_jax[cuda12]'`) and sets what the
+program moves, computes and stores beside the closed forms of nanotrain_jax/audit/cost.py. Unless overrides say
+otherwise, all GPUs are data-parallel, each with as many sequences as in the config.
 """
 
 import argparse

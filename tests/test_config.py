@@ -76,6 +76,13 @@ def test_sizes_left_out_follow_the_family(family, d_ff, tied, tmp_path):
         ("optimizer: {betas: [0.9, 1.5]}", "optimizer.betas.1=1.5"),
         ("train: 3", "train=3"),
         ("runtime: {profile_steps: [3, 2]}", "runtime.profile_steps=[3, 2] is not [first, last]"),
+        ("parallel: {zero: 4}", "parallel.zero=4: input should be 0, 1, 2 or 3"),
+        ("memory: {remat: some}", "memory.remat='some' is unknown; use none, selective, full or block:N"),
+        (
+            "precision: {loss_scale: big}",
+            "precision.loss_scale='big' is unknown; use none, dynamic or a number above 0",
+        ),
+        ("precision: {loss_scale: 0}", "precision.loss_scale=0"),
         ("- a\n- b", "a mapping of sections"),
         ("a: [", "not valid YAML"),
         ("train: {steps: 1}\ntrain: {seed: 2}", "key 'train' stands twice"),

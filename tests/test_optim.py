@@ -67,3 +67,16 @@ def test_weight_decay_spares_norms_biases_and_positions(family):
         "positions_TD",
     }
     assert spared == ({"gain_D"} if family == "llama" else {"gain_D"} | biases)
+
+
+def test_a_dynamic_loss_scale_halves_on_overflow_and_doubles_after_many_clean_steps(monkeypatch):
+    monkeypatch.setattr(optim, "GROW_AFTER", 3)
+    config = configs.Precision(loss_scale="dynamic")
+    scale, seen = optim.loss_scale(config), []
+    for finite in (True, False, True, True, True, True, True, False):
+        scale = optim.adjust(scale, jnp.asarray(finite), config)
+        seen.append(float(scale.value) / optim.FIRST_SCALE)
+    assert seen == [1, 1 / 2, 1 / 2, 1 / 2, 1, 1, 1, 1 / 2]
+    fixed = configs.Precision(loss_scale=128.0)
+    assert float(optim.adjust(optim.loss_scale(fixed), jnp.asarray(False), fixed).value) == 128
+    assert optim.loss_scale(configs.Precision()) is None

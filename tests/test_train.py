@@ -150,6 +150,17 @@ def test_zero_with_nothing_to_shard_over_works_and_says_so(config_file, tmp_path
     assert "parallel.zero=3 has nothing to shard over" in capsys.readouterr().out
 
 
+@jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
+def test_float16_tells_its_loss_scale_and_warns_without_one(config_file, tmp_path, capsys):
+    half = "precision.compute=float16", "train.steps=2", "checkpoint.every=0"
+    assert main(config_file, f"logging.dir={tmp_path}/scaled", *half, "precision.loss_scale=dynamic") == 0
+    assert [r["loss_scale"] for r in records(tmp_path / "scaled")] == [65536.0, 65536.0]
+    assert "warning" not in capsys.readouterr().out
+    assert main(config_file, f"logging.dir={tmp_path}/plain", *half) == 0
+    assert "warning: float16 without a loss scale: gradients below 6e-8 become zero" in capsys.readouterr().out
+    assert "loss_scale" not in records(tmp_path / "plain")[0]
+
+
 def test_another_run_can_start_from_a_checkpoint_by_its_path(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/a", "train.steps=10") == 0
     assert main(config_file, f"logging.dir={tmp_path}/b", f"checkpoint.resume={tmp_path}/a/checkpoints") == 0

@@ -102,6 +102,20 @@ def test_bfloat16_runs_of_all_stages_stay_near_float32(zero, reduce, exact):
     jax.tree.map(lambda w, m: np.testing.assert_array_equal(w, m.astype(w.dtype)), state.params, state.opt.master)
 
 
+def with_embedding(state, row, value):
+    """state with one row of the embedding changed, in the weights and in their master copy."""
+
+    def changed(params):
+        old = params["ends"]["embedding_VD"]
+        new = np.array(old.astype(jnp.float32))
+        new[row] = value
+        new = jax.device_put(jnp.asarray(new).astype(old.dtype), old.sharding)
+        return params | {"ends": params["ends"] | {"embedding_VD": new}}
+
+    master = state.opt.master and changed(state.opt.master)
+    return state._replace(params=changed(state.params), opt=state.opt._replace(master=master))
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_step_whose_gradients_are_not_finite_is_skipped_at_every_stage(zero):
     config, mesh = resolved(sharded(zero=zero, data=4))
@@ -111,11 +125,7 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_at_every_stage(zero):
     bad[5, 3] = 60
 
     def after(batches):
-        state = step.init()
-        broken = np.array(state.params["ends"]["embedding_VD"])
-        broken[60] = np.nan
-        broken = jax.device_put(broken, step.state.params["ends"]["embedding_VD"].sharding)
-        state = state._replace(params=state.params | {"ends": state.params["ends"] | {"embedding_VD": broken}})
+        state = with_embedding(step.init(), 60, np.nan)
         for tokens in batches:
             state, _ = step.train(state, on_devices(tokens, step))
         return jax.device_get(state)
@@ -123,6 +133,41 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_at_every_stage(zero):
     state, clean = after([good, bad, last]), after([good, last])
     assert (int(state.step), int(state.skipped), int(clean.skipped)) == (3, 1, 0)
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt), (clean.params, clean.opt))
+
+
+@jax.numpy_dtype_promotion("standard")
+@pytest.mark.parametrize(("zero", "scale"), [(0, "dynamic"), (1, 1024.0), (2, "dynamic"), (3, "dynamic")])
+def test_a_float16_overflow_halves_the_scale_and_skips_that_step_on_all_devices(zero, scale):
+    precision = {"precision": {"compute": "float16", "loss_scale": scale}}
+    config, mesh = resolved(sharded(zero=zero, data=4, microbatches=2, more=precision))
+    step = steps.build(config, mesh)
+    # One embedding row is too large for float16. One row of the second batch, on one device, looks it up.
+    good, bad, last = (np.where(t == 60, 0, t) for t in random_tokens(config, count=3))
+    bad[5, 3] = 60
+
+    states, log = [with_embedding(step.init(), 60, 7e4)], []
+    for tokens in good, bad, last:
+        state, metrics = step.train(jax.tree.map(jnp.copy, states[-1]), on_devices(tokens, step))
+        states.append(state)
+        log.append(jax.device_get(metrics))
+    _, before, after, end = states
+    first = 2.0**16 if scale == "dynamic" else scale
+    left = first / 2 if scale == "dynamic" else scale
+    assert [float(m["loss_scale"]) for m in log] == [first, first, left]
+    assert [int(m["skipped_steps"]) for m in log] == [0, 1, 1]
+    assert [bool(np.isfinite(m["grad_norm"])) for m in log] == [True, False, True]
+    jax.tree.map(np.testing.assert_array_equal, (before.params, before.opt), (after.params, after.opt))
+    for copies in (x.addressable_shards for x in jax.tree.leaves((end.skipped, end.scale))):
+        assert {float(copy.data) for copy in copies} == {float(copies[0].data)}
+    assert (int(end.opt.moments[0].count), int(end.step), float(end.scale.value)) == (2, 3, left)
+
+
+@jax.numpy_dtype_promotion("standard")
+@pytest.mark.parametrize("zero", [0, 3])
+def test_float16_with_a_loss_scale_stays_near_float32(zero, exact):
+    precision = {"precision": {"compute": "float16", "loss_scale": "dynamic"}}
+    _, log = run(sharded(zero=zero, data=4, more=precision))
+    np.testing.assert_allclose([m["loss"] for m in log], exact, rtol=2**-11)  # one unit in the last place
 
 
 def test_memory_falls_from_stage_to_stage_and_with_remat():

@@ -62,8 +62,8 @@ def step_flops(config: Config) -> float:
 
     Per token, besides 6 N + 12 L d T:
         selective   4 L d T                          attention's forward again
-        full        2 N_layers + 4 L d T - 2 L d F   all forward matmuls of the layers but the last, which no gradient needs
-        block:n     2 N_layers + 4 L d T             the layers' whole forward
+        full        2 N_layers + 4 L d T - 2 L d F   the forward again, but for the last matmul
+        block:n     2 N_layers + 4 L d T             the whole forward again
     """
     m, T, remat = config.model, config.data.seq_len, config.memory.remat
     attention = 4.0 * m.num_layers * m.d_model * T

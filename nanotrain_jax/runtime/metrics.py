@@ -107,6 +107,8 @@ class Writer:
         }
         if metrics["skipped_steps"]:
             record["skipped_steps"] = int(metrics["skipped_steps"])
+        if "loss_scale" in metrics:
+            record["loss_scale"] = float(metrics["loss_scale"])
         if val_loss is not None:
             record["val_loss"] = val_loss
         self.last |= record

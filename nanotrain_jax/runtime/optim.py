@@ -1,13 +1,45 @@
-"""Config -> optax: the learning-rate schedule and AdamW."""
+"""Config -> optax: the learning-rate schedule and AdamW; the loss scale of float16."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from nanotrain_jax.config import Optimizer
+from nanotrain_jax.config import Optimizer, Precision
+
+FIRST_SCALE, GROW_AFTER = 2.0**16, 2000  # of a dynamic loss scale, as in PyTorch's GradScaler
+
+
+class LossScale(NamedTuple):
+    """The loss is multiplied by `value` before the backward, the gradients are divided by it after."""
+
+    value: jax.Array  # float32
+    clean: jax.Array  # int32: steps since the last overflow or growth
+
+
+def loss_scale(config: Precision) -> LossScale | None:
+    """The scale to begin with; None if there is none."""
+    if config.loss_scale == "none":
+        return None
+    first = FIRST_SCALE if config.loss_scale == "dynamic" else config.loss_scale
+    return LossScale(jnp.asarray(first, jnp.float32), jnp.zeros((), jnp.int32))
+
+
+def adjust(scale: LossScale, finite: jax.Array, config: Precision) -> LossScale:
+    """The scale of the next step (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
+
+    dynamic: half after gradients that were not finite, double after GROW_AFTER clean steps. A NUMBER stays.
+    """
+    if config.loss_scale != "dynamic":
+        return scale
+    clean = jnp.where(finite, scale.clean + 1, 0)
+    grown = clean == GROW_AFTER
+    value = jnp.where(finite, jnp.where(grown, scale.value * 2, scale.value), jnp.maximum(scale.value / 2, 1))
+    return LossScale(value, jnp.where(grown, 0, clean))
 
 
 def schedule(config: Optimizer) -> optax.Schedule:
