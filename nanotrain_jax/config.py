@@ -81,6 +81,10 @@ class Parallel(_Section):
     zero: Literal[0, 1, 2, 3] = _key(
         0, "shard over data: 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO); 0: nothing"
     )
+    grad_reduce: Literal["after_backward", "per_layer"] = _key(
+        "after_backward", "zero 0 and 1: when gradients leave; per_layer: while the last microbatch's backward goes on"
+    )
+    bucket_mb: float = _key(25.0, "GPU: gradients and weights smaller than this travel together, in buckets", ge=0)
     persist_below: Count = _key(10_000, "parameters with fewer elements (per layer) stay whole at zero 1-3")
     microbatches: Positive = _key(
         1, "pieces of the local batch, run one after the other; gradients are reduced once per step"

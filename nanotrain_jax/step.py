@@ -20,8 +20,8 @@ from nanotrain_jax import model
 from nanotrain_jax.config import Config
 from nanotrain_jax.mesh import BATCH_AXES
 from nanotrain_jax.parallel import remat
-from nanotrain_jax.parallel.collectives import all_reduce, as_varying
-from nanotrain_jax.parallel.zero import WHOLE, ZERO, Opt, shard_dims
+from nanotrain_jax.parallel.collectives import all_reduce, as_varying, bucket_options
+from nanotrain_jax.parallel.zero import PER_LAYER, WHOLE, ZERO, Opt, Zero, shard_dims
 from nanotrain_jax.runtime import optim
 from nanotrain_jax.sharding import layout
 
@@ -60,12 +60,13 @@ class Step(NamedTuple):
 
 
 def accumulate(
-    objective: Callable[[Tree, Tree], jax.Array], inputs: Tree, batch: Tree, pieces: int
+    objective: Callable[[Tree, Tree], jax.Array], inputs: Tree, microbatches: Tree
 ) -> tuple[jax.Array, Tree]:
-    """-> (loss, gradients in float32), summed over the microbatches, which are run one after the other. Moves nothing.
+    """-> (loss, gradients in float32), summed over microbatches[M ...], which are run one after the other.
 
-    objective(inputs, microbatch) is this device's contribution to the loss. inputs must be varying over the
-    batch axes: then gradients stay local and only one microbatch's activations are alive at a time.
+    objective(inputs, microbatch) is this device's contribution to the loss. Moves nothing that its backward does not:
+    gradients with respect to what is varying over the batch axes stay local. Only one microbatch's activations are
+    alive at a time.
     """
 
     def one(sums, microbatch):
@@ -74,7 +75,7 @@ def accumulate(
 
     zero = as_varying(jnp.zeros(()), BATCH_AXES)
     zeros = zero, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), inputs)
-    return lax.scan(one, zeros, split(batch, pieces))[0]
+    return lax.scan(one, zeros, microbatches)[0]
 
 
 def split(batch: Tree, pieces: int) -> Tree:
@@ -85,6 +86,7 @@ def split(batch: Tree, pieces: int) -> Tree:
 def build(config: Config, mesh: Mesh) -> Step:
     """The step of a resolved config on a mesh. Nothing is computed or allocated before its functions are called."""
     zero = ZERO[config.parallel.zero]
+    last = PER_LAYER.get(config.parallel.zero) if config.parallel.grad_reduce == "per_layer" else None
     dtype, reduce_dtype = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.grad_reduce)
     pieces = config.parallel.microbatches
     B, T = config.data.batch_size, config.data.seq_len
@@ -106,23 +108,41 @@ def build(config: Config, mesh: Mesh) -> Step:
         scale = optim.loss_scale(config.precision)
         return State(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), params, opt, scale)
 
-    def loss(params: Tree, inputs: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        weights = zero.gather(params["ends"], inputs["ends"], dims["ends"], reduce_dtype)
+    def loss(zero: Zero, params: Tree, inputs: Tree, batch: Tree, sums: Tree = None) -> tuple[jax.Array, jax.Array]:
+        sums = sums or {"ends": None, "layers": None}
+        weights = zero.gather(params["ends"], inputs["ends"], sums["ends"], dims["ends"], reduce_dtype)
         ends = nnx.merge(graphs.ends, weights)
 
-        def layer(x_BTD: jax.Array, layer: tuple[Tree, Tree]) -> jax.Array:
+        def layer(x_BTD: jax.Array, layer: tuple[Tree, Tree, Tree]) -> jax.Array:
             return nnx.merge(graphs.layer, zero.gather(*layer, layer_dims, reduce_dtype))(x_BTD)
 
-        layers = params["layers"], inputs["layers"]
+        layers = params["layers"], inputs["layers"], sums["layers"]
         x_BTD = remat.scan(layer, ends.embed(batch["inputs"]), layers, config.memory.remat, config.parallel.zero == 3)
         return ends.loss(x_BTD, batch["targets"])
 
     def train(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-        inputs = zero.inputs(state.params, dims)
         factor = state.scale.value if state.scale else 1.0
-        objective = lambda inputs, microbatch: loss(state.params, inputs, microbatch)[0] * (factor / (B * T))
-        mean_loss, grads = accumulate(objective, inputs, batch, pieces)
-        mean_loss, grads = all_reduce(mean_loss, BATCH_AXES), zero.reduce(grads, dims, reduce_dtype)
+
+        def run(zero: Zero, microbatches: Tree, sums: Tree = None) -> tuple[jax.Array, Tree]:
+            objective = lambda inputs, batch: loss(zero, state.params, inputs, batch, sums)[0] * (factor / (B * T))
+            return accumulate(objective, zero.inputs(state.params, dims), microbatches)
+
+        microbatches = split(batch, pieces)
+        if last is None:
+            mean_loss, grads = run(zero, microbatches)
+            grads = zero.reduce(grads, dims, reduce_dtype)
+        else:  # the backward of the last microbatch also sends what the others left on this device
+            earlier, final = (
+                jax.tree.map(lambda x: x[:-1], microbatches),
+                jax.tree.map(lambda x: x[-1:], microbatches),
+            )
+            mean_loss, sums = run(zero, earlier) if pieces > 1 else (0.0, None)
+            sums, final = lax.optimization_barrier(
+                (sums, final)
+            )  # one after the other, as their activations share memory
+            final_loss, grads = run(last, final, sums)
+            mean_loss, grads = mean_loss + final_loss, last.reduce(grads, dims, reduce_dtype)
+        mean_loss = all_reduce(mean_loss, BATCH_AXES)
         if state.scale:
             mean_loss, grads = jax.tree.map(lambda x: x / factor, (mean_loss, grads))
         params, opt, norm, finite = zero.update(
@@ -143,7 +163,7 @@ def build(config: Config, mesh: Mesh) -> Step:
 
     def evaluate(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         inputs = zero.inputs(params, dims)
-        sums = lax.map(lambda microbatch: loss(params, inputs, microbatch), split(batch, pieces))
+        sums = lax.map(lambda microbatch: loss(zero, params, inputs, microbatch), split(batch, pieces))
         return all_reduce(jax.tree.map(lambda x: x.sum(0), sums), BATCH_AXES)
 
     state = jax.eval_shape(init)
@@ -154,6 +174,7 @@ def build(config: Config, mesh: Mesh) -> Step:
     opt_specs = Opt(None if state.opt.master is None else shard_specs, moments_specs)
     scale_specs = jax.tree.map(lambda _: REPLICATED, state.scale)
     specs = State(REPLICATED, REPLICATED, params_specs, opt_specs, scale_specs)
+    options = bucket_options(config.parallel.bucket_mb) if mesh.devices.flat[0].platform == "gpu" else None
     batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in ("inputs", "targets")}
     batch_specs = {name: BATCH for name in batch}
 
@@ -168,7 +189,9 @@ def build(config: Config, mesh: Mesh) -> Step:
     state, batch = placed(state, specs), placed(batch, batch_specs)
     return Step(
         init=jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, state)),
-        train=jax.jit(on_mesh(train, (specs, batch_specs), (specs, REPLICATED)), donate_argnums=0),
+        train=jax.jit(
+            on_mesh(train, (specs, batch_specs), (specs, REPLICATED)), donate_argnums=0, compiler_options=options
+        ),
         evaluate=jax.jit(on_mesh(evaluate, (specs.params, batch_specs), REPLICATED)),
         state=state,
         batch=batch,

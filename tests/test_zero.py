@@ -9,6 +9,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 from nanotrain_jax import step as steps
+from nanotrain_jax.audit import hlo
 from nanotrain_jax.parallel.zero import WHOLE, shard_dims, zero_specs
 
 # Every stage meets every number of devices, microbatches, policy and family (0 with none: test_step.py).
@@ -41,6 +42,28 @@ def sharded(family="llama", remat="none", more=None, **parallel):
 @pytest.mark.parametrize(("zero", "data", "replica", "microbatches", "remat", "family"), COVER)
 def test_every_stage_equals_the_oracle(zero, data, replica, microbatches, remat, family, expected):
     parallel = {"zero": zero, "data": data, "replica": replica, "microbatches": microbatches}
+    equals_the_oracle(sharded(family, remat, **parallel), expected)
+
+
+@pytest.mark.parametrize(
+    ("zero", "data", "replica", "microbatches", "remat", "family"),
+    [
+        (0, 4, 2, 4, "full", "llama"),
+        (0, 8, 1, 1, "none", "gpt2"),
+        (1, 4, 2, 1, "block:1", "gpt2"),
+        (1, 8, 1, 4, "none", "llama"),
+    ],
+)
+def test_gradients_that_leave_layer_by_layer_equal_the_oracle(
+    zero, data, replica, microbatches, remat, family, expected
+):
+    parallel = {
+        "zero": zero,
+        "data": data,
+        "replica": replica,
+        "microbatches": microbatches,
+        "grad_reduce": "per_layer",
+    }
     equals_the_oracle(sharded(family, remat, **parallel), expected)
 
 
@@ -211,6 +234,24 @@ def test_each_stage_communicates_where_its_table_says(zero, remat):
         (2, True, {"all-reduce", "all-gather"}),
     ][zero]
     assert in_loops["all-reduce"] == 0
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_leave_once_per_step_also_layer_by_layer_and_from_within_the_backward(zero):
+    def moved(microbatches, when):
+        config, mesh = resolved(sharded(zero=zero, data=8, microbatches=microbatches, grad_reduce=when))
+        step = steps.build(config, mesh)
+        found = hlo.collectives(step.train.lower(step.state, step.batch).compile().as_text(), mesh.shape)
+        return sum(c.bytes * c.count for c in found), [c.count for c in found]
+
+    (bytes_before, counts_before), *others = [
+        moved(microbatches, when) for when in ("after_backward", "per_layer") for microbatches in (1, 4)
+    ]
+    assert set(counts_before) == {1}
+    for bytes_moved, _ in others:
+        assert bytes_moved == bytes_before
+    for _, counts in others[1:]:
+        assert max(counts) == 2  # layers
 
 
 class LinenMLP(linen.Module):

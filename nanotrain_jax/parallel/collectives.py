@@ -64,3 +64,11 @@ def own_shard(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """x[...], whole on each device -> this device's block of it along dim: x[.../axis]. Moves nothing."""
     size = x.shape[dim] // lax.axis_size(axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
+
+
+def bucket_options(megabytes: float) -> dict[str, int]:
+    """Options for XLA:GPU (`jax.jit(compiler_options=...)`) to send small arrays together: collectives that are ready
+    at the same time become one, up to this many MiB; it takes the arrays where they lie, without a flat copy.
+    """
+    kinds = "all_reduce", "all_gather", "reduce_scatter"
+    return {f"xla_gpu_{kind}_combine_threshold_bytes": int(megabytes * 2**20) for kind in kinds}

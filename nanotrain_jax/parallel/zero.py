@@ -4,7 +4,7 @@ A stage is five pure functions; `step.py` calls them in this order, all but the 
 
     storage(params, dims)          where parameters, and where master weights and moments rest: PartitionSpecs
     inputs(stored, dims)           what the loss is differentiated with respect to
-    gather(stored, inputs, dims)   what the model computes with; per layer, as its scan reaches it
+    gather(stored, inputs, ...)    what the model computes with; layer by layer, as its scan reaches it
     reduce(grads, dims)            what the backward left on this device -> sums over all devices
     update(...)                    one optimizer step on what this device stores
 
@@ -16,16 +16,17 @@ with N devices along `data`, Psi parameters:
     2      whole       1/N        1/N              reduce-scatter per microbatch (M), all-gather          (M + 1) Psi
     3      1/N         1/N        1/N              gather, gather again, reduce-scatter per microbatch    3 M Psi
 
-At stage 3 that is what layers cost; embedding and head are gathered at most once per microbatch, not again in the
-backward.
+Stages 0 and 1 reduce after the last backward (ZERO), or layer by layer within it (PER_LAYER): the same bytes, but other
+layers compute meanwhile. What stage 3 gathers twice are layers; embedding and head are gathered at most once per
+microbatch, not again in the backward.
 
 `replica` axis: sharding inside a group, replication across groups (PyTorch's HYBRID_SHARD): after the reduce-scatter
 over `data`, shards are all-reduced over `replica`. Arrays with fewer than persist_below elements (norm gains, biases),
 and those with no dim that N divides, stay whole and are all-reduced.
 
-What is differentiated are `inputs`: at stages 0 and 1 the weights themselves, at 2 and 3 zeros in the shape of the
-shards, float32, whose cotangent is the reduce-scattered gradient. So a layer's whole gradient lives only as long as
-that layer's backward, and sums are kept in float32 whatever the compute dtype.
+What is differentiated are `inputs`: in ZERO[0] and ZERO[1] the weights themselves, else "taps": zeros in the shape of
+what is stored of a gradient, float32, whose cotangent is the reduced gradient. So a layer's whole gradient lives only
+as long as that layer's backward, and sums are kept in float32 whatever the compute dtype.
 """
 
 from __future__ import annotations
@@ -110,47 +111,64 @@ def _weights(stored: Tree, dims: Tree) -> Tree:
     return as_varying(stored, BATCH_AXES)
 
 
-def _taps(stored: Tree, dims: Tree, already: bool) -> Tree:
-    """Float32 zeros in the shape of the shards (`already`: of stored itself, which is sharded). Moves nothing."""
+def _taps(stored: Tree, dims: Tree, whole: bool, already: bool = False) -> Tree:
+    """Float32 zeros in the shape of what is kept of a gradient: whole, or shards. Moves nothing.
+
+    already: what is stored has the shape of the shards.
+    """
     size = jax.lax.axis_size("data")
 
     def tap(w: jax.Array, d: int) -> jax.Array:
-        shape = tuple(n // size if i == d and not already else n for i, n in enumerate(w.shape))
-        return jnp.zeros(shape, jnp.float32)
+        cut = not (whole or already)
+        return jnp.zeros(tuple(n // size if i == d and cut else n for i, n in enumerate(w.shape)), jnp.float32)
 
-    return as_varying(jax.tree.map(tap, stored, dims), BATCH_AXES)
+    taps = jax.tree.map(tap, stored, dims)
+    return taps if whole else as_varying(taps, BATCH_AXES)
 
 
-def _as_is(stored: Tree, inputs: Tree, dims: Tree, dtype: jnp.dtype) -> Tree:
-    """Stages 0 and 1: the weights. Moves nothing."""
+def _as_is(stored: Tree, inputs: Tree, sums: None, dims: Tree, dtype: jnp.dtype) -> Tree:
+    """ZERO[0], ZERO[1]: the weights. Moves nothing."""
     return inputs
 
 
-def _tapped(stored: Tree, taps: Tree, dims: Tree, dtype: jnp.dtype, stored_sharded: bool) -> Tree:
-    """Stages 2 and 3: the whole weights, such that their gradient leaves through taps, reduce-scattered in `dtype`.
+def _tapped(
+    stored: Tree, taps: Tree, sums: Tree | None, dims: Tree, dtype: jnp.dtype, whole: bool, stored_sharded: bool
+) -> Tree:
+    """The whole weights, such that their gradient leaves through taps, reduced in `dtype`.
 
-    forward, stage 3   w[... D] = all_gather(w[... D/data])             (N-1)/N of its elements per device
-    backward, both     g[... D/data] = reduce_scatter(g[... D])         (N-1)/N of its elements per device
+    forward, stage 3     w[... D] = all_gather(w[... D/data])                            (N-1)/N
+    backward             g[... D/data] = reduce_scatter(g[... D] + sums[... D])          (N-1)/N
+    backward, stage 0    g[... D] = all_reduce(g[... D] + sums[... D])                   2 (N-1)/N
+
+    sums: local gradients of earlier microbatches, if any, which leave together with this one's.
     """
 
     def forward(w: jax.Array, d: int) -> jax.Array:
         w = as_varying(w, BATCH_AXES)
         return all_gather(w, "data", d) if stored_sharded and d != WHOLE else w
 
-    def one(w: jax.Array, tap: jax.Array, d: int) -> jax.Array:
+    def one(w: jax.Array, tap: jax.Array, d: int, earlier: jax.Array | None = None) -> jax.Array:
         @jax.custom_vjp
-        def gathered(w, tap):
+        def gathered(w, tap, earlier):
             return forward(w, d)
 
-        def backward(_, g):
-            g = g.astype(dtype)
-            g = g if d == WHOLE else reduce_scatter(g, "data", d)
-            return None, g.astype(jnp.float32)
+        def backward(earlier, g):
+            g = g.astype(dtype) if earlier is None else (g.astype(jnp.float32) + earlier).astype(dtype)
+            if whole:
+                g = all_reduce(g, BATCH_AXES)
+            elif d != WHOLE:
+                g = reduce_scatter(g, "data", d)
+            return None, g.astype(jnp.float32), None
 
-        gathered.defvjp(lambda w, tap: (forward(w, d), None), backward)
-        return gathered(jax.lax.stop_gradient(w), tap)
+        gathered.defvjp(lambda w, tap, earlier: (forward(w, d), earlier), backward)
+        return gathered(jax.lax.stop_gradient(w), tap, earlier)
 
-    return jax.tree.map(one, stored, taps, dims)
+    return jax.tree.map(one, stored, taps, dims, *([] if sums is None else [sums]))
+
+
+def _reduced(grads: Tree, dims: Tree, dtype: jnp.dtype) -> Tree:
+    """PER_LAYER[0]: all was summed in the backward. Moves nothing."""
+    return grads
 
 
 def _reduce(grads: Tree, dims: Tree, dtype: jnp.dtype, scatter: bool) -> Tree:
@@ -217,22 +235,27 @@ def _update(
     return stored, Opt(None if opt.master is None else updated, moments), norm, finite
 
 
-def _stage(params_sharded: bool, state_sharded: bool, scattered_in_backward: bool) -> Zero:
+def _stage(params_sharded: bool, state_sharded: bool, in_backward: bool) -> Zero:
+    whole = not state_sharded
     return Zero(
         storage=lambda params, dims: (
             (_sharded if params_sharded else _whole)(params, dims),
             (_sharded if state_sharded else _whole)(params, dims),
         ),
-        inputs=partial(_taps, already=params_sharded) if scattered_in_backward else _weights,
-        gather=partial(_tapped, stored_sharded=params_sharded) if scattered_in_backward else _as_is,
-        reduce=partial(_reduce, scatter=state_sharded and not scattered_in_backward),
+        inputs=partial(_taps, whole=whole, already=params_sharded) if in_backward else _weights,
+        gather=partial(_tapped, whole=whole, stored_sharded=params_sharded) if in_backward else _as_is,
+        reduce=_reduced if whole and in_backward else partial(_reduce, scatter=state_sharded and not in_backward),
         update=partial(_update, stored_sharded=params_sharded),
     )
 
 
 ZERO = {
-    0: _stage(params_sharded=False, state_sharded=False, scattered_in_backward=False),
-    1: _stage(params_sharded=False, state_sharded=True, scattered_in_backward=False),
-    2: _stage(params_sharded=False, state_sharded=True, scattered_in_backward=True),
-    3: _stage(params_sharded=True, state_sharded=True, scattered_in_backward=True),
+    0: _stage(params_sharded=False, state_sharded=False, in_backward=False),
+    1: _stage(params_sharded=False, state_sharded=True, in_backward=False),
+    2: _stage(params_sharded=False, state_sharded=True, in_backward=True),
+    3: _stage(params_sharded=True, state_sharded=True, in_backward=True),
+}
+PER_LAYER = {
+    0: _stage(params_sharded=False, state_sharded=False, in_backward=True),
+    1: ZERO[2],  # they differ in how often: once per step, after sums; or once per microbatch
 }
