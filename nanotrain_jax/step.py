@@ -132,14 +132,10 @@ def build(config: Config, mesh: Mesh) -> Step:
             mean_loss, grads = run(zero, microbatches)
             grads = zero.reduce(grads, dims, reduce_dtype)
         else:  # the backward of the last microbatch also sends what the others left on this device
-            earlier, final = (
-                jax.tree.map(lambda x: x[:-1], microbatches),
-                jax.tree.map(lambda x: x[-1:], microbatches),
-            )
-            mean_loss, sums = run(zero, earlier) if pieces > 1 else (0.0, None)
-            sums, final = lax.optimization_barrier(
-                (sums, final)
-            )  # one after the other, as their activations share memory
+            mean_loss, sums, final = 0.0, None, jax.tree.map(lambda x: x[-1:], microbatches)
+            if pieces > 1:
+                mean_loss, sums = run(zero, jax.tree.map(lambda x: x[:-1], microbatches))
+                sums, final = lax.optimization_barrier((sums, final))  # not both at a time
             final_loss, grads = run(last, final, sums)
             mean_loss, grads = mean_loss + final_loss, last.reduce(grads, dims, reduce_dtype)
         mean_loss = all_reduce(mean_loss, BATCH_AXES)

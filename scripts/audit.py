@@ -4,8 +4,8 @@
                             [--zero 0,1,2,3] [--remat none,full] [section.key=value ...]
 
 Compiles the real step for GPUs that are not here (needs `pip install 'nanotrain_jax[cuda12]'`) and sets what the
-program moves, computes and stores beside the closed forms of nanotrain_jax/audit/cost.py. Unless overrides say
-otherwise, all GPUs are data-parallel, each with as many sequences as in the config.
+program moves, computes and stores beside the closed forms of nanotrain_jax/audit/cost.py. With --gpus, parallel.data
+becomes what they allow, and the batch grows or shrinks with it.
 """
 
 import argparse
@@ -22,6 +22,15 @@ from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, hlo, topology
 from nanotrain_jax.runtime import request
+
+
+def spread(config: configs.Config, gpus: int) -> configs.Config:
+    """The config on another number of GPUs: parallel.data changes, a device's share of the batch does not."""
+    replica, data = config.parallel.replica, config.parallel.data
+    if data == -1:
+        return config
+    share, data = config.data.batch_size / (replica * data), gpus // replica
+    return config.replace("parallel", data=data).replace("data", batch_size=int(share * replica * data))
 
 
 def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
@@ -97,24 +106,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     try:
         meshes.configure(simulate=1)
-        overrides = arguments.overrides
-        base = request.load(arguments.config, overrides)
-        if not any(o.startswith(("parallel.data=", "parallel.replica=")) for o in overrides):
-            share = max(base.data.batch_size // max(base.parallel.data * base.parallel.replica, 1), 1)
-            overrides = [*overrides, f"parallel.data={arguments.gpus}", "parallel.replica=1"]
-            if not any(o.startswith("data.batch_size=") for o in overrides):
-                overrides.append(f"data.batch_size={share * arguments.gpus}")
+        base = request.load(arguments.config, arguments.overrides)
         stages = (arguments.zero or str(base.parallel.zero)).split(",")
         policies = (arguments.remat or base.memory.remat).split(",")
-        rows = [
-            audit(
-                request.load(arguments.config, [*overrides, f"parallel.zero={stage}", f"memory.remat={policy}"]),
-                arguments.gpu,
-                arguments.gpus,
-            )
+        variants = [
+            request.load(arguments.config, [*arguments.overrides, f"parallel.zero={stage}", f"memory.remat={policy}"])
             for stage in stages
             for policy in policies
         ]
+        rows = [audit(spread(c, arguments.gpus), arguments.gpu, arguments.gpus) for c in variants]
     except (ValueError, OSError, RuntimeError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2

@@ -1,6 +1,7 @@
 """8 simulated CPU devices, strict dtype promotion, rank promotion raises; what several test files share."""
 
 import json
+import os
 import re
 import tempfile
 
@@ -16,6 +17,8 @@ from nanotrain_jax import step as steps
 from nanotrain_jax.audit import topology
 from nanotrain_jax.runtime import request
 
+# Machine code need not be fast here: a third of the time goes into compiling.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 # Programs compiled twice in one session are compiled once.
 CACHE = tempfile.TemporaryDirectory()
 meshes.configure(simulate=8, compile_cache=CACHE.name)

@@ -1,7 +1,7 @@
 """Closed forms: what a run must compute, move and store, with sources. Takes resolved configs.
 
-Psi is the number of parameters, N the devices along `data`, R those along `replica`, M the microbatches. All parameters
-count as sharded, also those few that stay whole (parallel.persist_below).
+Psi is the number of parameters, N the devices along `data`, R those along `replica`, M the microbatches. Vectors that
+ZeRO leaves whole (norm gains and biases under parallel.persist_below) count as what they are: stored by all, all-reduced.
 """
 
 from __future__ import annotations
@@ -33,6 +33,14 @@ def end_parameters(model: Model) -> int:
     V, D = model.vocab_size, model.d_model
     ends = V * D + (D if model.family == "llama" else model.max_seq_len * D + 2 * D)
     return ends + (0 if model.tie_embeddings else V * D)
+
+
+def whole_parameters(config: Config) -> tuple[int, int]:
+    """Parameters that no device holds less than all of (in layers, in ends), from ZeRO stage 1."""
+    m, few = config.model, config.parallel.persist_below
+    D, F, K = m.d_model, m.d_ff, _kv_width(m)
+    layer, ends = ([D, D], [D]) if m.family == "llama" else ([D] * 4 + [D, K, K, D, F, D], [D, D])
+    return m.num_layers * sum(n for n in layer if n < few), sum(n for n in ends if n < few)
 
 
 def _kv_width(model: Model) -> int:
@@ -88,11 +96,13 @@ def communication(config: Config) -> list[dict[str, Any]]:
     p, m = config.parallel, config.model
     psi, layers, ends = parameters(m), layer_parameters(m), end_parameters(m)
     g, w = BYTES[config.precision.grad_reduce], BYTES[config.precision.compute]
+    devices, axes = p.replica * p.data, ",".join(axis for axis in ("replica", "data") if getattr(p, axis) > 1)
+    everywhere = lambda count: (axes, "all_reduce", 2 * (devices - 1) / devices * g * count, "gradients")
     if p.zero == 0 or p.data == 1:
-        devices = p.replica * p.data
-        axes = ",".join(axis for axis in ("replica", "data") if getattr(p, axis) > 1)
-        rows = [(axes, "all_reduce", 2 * (devices - 1) / devices * g * psi, "gradients")]
+        rows = [everywhere(psi)]
     else:
+        whole_layers, whole_ends = whole_parameters(config)
+        psi, layers, ends = psi - whole_layers - whole_ends, layers - whole_layers, ends - whole_ends
         times = p.microbatches if p.zero > 1 else 1
         passes = 3 if config.memory.remat.startswith("block:") else 2
         share = (p.data - 1) / p.data
@@ -102,6 +112,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
             ("data", "reduce_scatter", times * share * g * psi, "gradients"),
             ("data", "all_gather", share * w * gathered, why),
             ("replica", "all_reduce", 2 * (p.replica - 1) / p.replica * g * psi / p.data, "gradients between groups"),
+            everywhere(whole_layers + whole_ends),
         ]
     return [dict(zip(("axis", "op", "bytes_per_device", "why"), row, strict=True)) for row in rows if row[2]]
 
@@ -111,13 +122,15 @@ def memory(config: Config) -> dict[str, float]:
 
     params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32 (ZeRO paper, section 3.1), over N
                         where the stage shards them
-    gradients           4 per parameter: the float32 sums, over N from stage 2; the paper counts 2 (16-bit gradients)
+    gradients           the paper's 2 per parameter with one microbatch, else 4 (float32 sums); over N from stage 2: 4
     activations         of one microbatch, see layer_activations; block:n keeps the input of each block and one block
     logits              float32 logits and their 16-bit gradient
     Left out: the working set of the layer at hand, weights gathered at stage 3, kernels' workspaces.
     """
     m, p = config.model, config.parallel
     b, psi = BYTES[config.precision.compute], parameters(m)
+    whole = sum(whole_parameters(config))
+    shard = whole + (psi - whole) / p.data
     tokens, remat = _tokens_per_device(config) / p.microbatches, config.memory.remat
     if remat.startswith("block:"):
         size = int(remat.removeprefix("block:"))
@@ -125,9 +138,9 @@ def memory(config: Config) -> dict[str, float]:
     else:
         kept = m.num_layers * layer_activations(m, remat, p.zero)
     return {
-        "params": b * psi / (p.data if p.zero == 3 else 1),
-        "optimizer": (8 if b == 4 else 12) * psi / (p.data if p.zero else 1),
-        "gradients": 4 * psi / (p.data if p.zero > 1 else 1),
+        "params": b * (shard if p.zero == 3 else psi),
+        "optimizer": (8 if b == 4 else 12) * (shard if p.zero else psi),
+        "gradients": 4 * shard if p.zero > 1 else (4 if p.microbatches > 1 else b) * psi,
         "activations": b * tokens * kept,
         "logits": (4 + b) * tokens * m.vocab_size,
     }

@@ -1,0 +1,120 @@
+"""What the GPU compiler makes of the real step, held to the closed forms and to golden numbers.
+
+python tests/test_audit.py        compiles every case again and writes tests/golden/audit.json
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from conftest import needs_cuda_compiler
+
+from nanotrain_jax import config as configs
+from nanotrain_jax.audit import cost
+from nanotrain_jax.runtime import request
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden" / "audit.json"
+spec = importlib.util.spec_from_file_location("audit_script", ROOT / "scripts" / "audit.py")
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+
+GPT2, LLAMA = "gpt2_124m", "llama3_8b"
+CASES = [  # config, GPUs, overrides
+    *((GPT2, 8, [f"parallel.zero={zero}", f"parallel.microbatches={m}"]) for zero in range(4) for m in (1, 4)),
+    *((GPT2, 8, ["parallel.zero=3", f"memory.remat={remat}"]) for remat in ("selective", "full", "block:3")),
+    (GPT2, 8, ["parallel.zero=1", "memory.remat=full"]),
+    (GPT2, 8, ["parallel.zero=0", "parallel.grad_reduce=per_layer"]),
+    (GPT2, 8, ["parallel.zero=1", "parallel.grad_reduce=per_layer", "precision.grad_reduce=bfloat16"]),
+    (GPT2, 16, ["parallel.zero=3", "parallel.data=8", "parallel.replica=2"]),
+    *((GPT2, 64, [f"parallel.zero={zero}"]) for zero in (0, 1, 2, 3)),
+    *((LLAMA, gpus, [f"parallel.zero={zero}"]) for gpus in (8, 64) for zero in (1, 2, 3)),
+    *((LLAMA, 8, ["data.batch_size=8", f"memory.remat={remat}"]) for remat in ("none", "selective", "full")),
+]
+TOO_LARGE = (LLAMA, 8, ["parallel.zero=0"])  # 112 GB of state: compiled for a GPU that has them
+
+
+def name(case):
+    config, gpus, overrides = case
+    return " ".join([config, str(gpus), *(o.split(".")[1] for o in overrides)])
+
+
+def compile_case(case):
+    config, gpus, overrides = case
+    loaded = request.load(str(ROOT / "configs" / f"{config}.yaml"), overrides)
+    gpu = "b200" if case == TOO_LARGE else "h100"
+    found = script.audit(script.spread(loaded, gpus), gpu, gpus)
+    ratios = {key.replace("_bytes", "") + "_ratio": round(ratio, 4) for key, ratio in found["ratios"].items()}
+    return ratios | {key: round(found["compiled"][key]) for key in found["ratios"]}
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize("case", [*CASES, TOO_LARGE], ids=name)
+def test_the_compiled_step_is_what_the_closed_forms_say(case):
+    found, golden = compile_case(case), json.loads(GOLDEN.read_text())[name(case)]
+    assert 0.9999 <= found["wire_ratio"] <= 1.02
+    assert 0.98 <= found["argument_ratio"] <= 1.02
+    assert 0.99 <= found["flops_ratio"] <= 1.01
+    for key in ("wire_bytes", "flops", "argument_bytes"):
+        assert found[key] == pytest.approx(golden[key], rel=1e-3)
+    assert found["peak_bytes"] == pytest.approx(golden["peak_bytes"], rel=0.1)  # the compiler's own choice
+
+
+def test_golden_wire_bytes_of_stages_0_and_1_do_not_depend_on_microbatches():
+    golden = json.loads(GOLDEN.read_text())
+    for zero in (0, 1):
+        one, four = (golden[f"{GPT2} 8 zero={zero} microbatches={m}"]["wire_bytes"] for m in (1, 4))
+        assert one == four
+
+
+def test_golden_memory_falls_from_stage_to_stage_and_with_remat():
+    golden = json.loads(GOLDEN.read_text())
+    stages = [golden[f"{LLAMA} 8 zero={zero}"]["peak_bytes"] for zero in range(4)]
+    assert stages == sorted(stages, reverse=True)
+    remats = "none", "selective", "full"
+    policies = [golden[f"{LLAMA} 8 batch_size=8 remat={remat}"]["peak_bytes"] for remat in remats]
+    assert policies == sorted(policies, reverse=True)
+
+
+def resolved_on(gpus, *overrides, config=GPT2):
+    found = script.spread(request.load(str(ROOT / "configs" / f"{config}.yaml"), list(overrides)), gpus)
+    axes = {axis: max(size, 1) for axis, size in found.parallel.axes.items()}
+    return configs.resolve(found, axes)
+
+
+def test_the_zero_paper_s_own_example_comes_out():
+    """7.5 billion parameters on 64 GPUs: 120, 31.4, 16.6 and 1.9 GB (arXiv 1910.02054, figure 1), less what we hold for
+    a step only: the paper's 2 bytes of 16-bit gradients."""
+    model = ["model.num_layers=36", "model.d_model=4096", "model.num_heads=32", "model.vocab_size=51200"]
+    gib = []
+    for zero in range(4):
+        config = resolved_on(64, *model, f"parallel.zero={zero}")
+        memory = cost.memory(config)
+        psi = cost.parameters(config.model)
+        paper_gradients = 2 * psi / (64 if zero > 1 else 1)
+        gib.append((memory["params"] + memory["optimizer"] + paper_gradients) / psi * 7.5)
+    assert gib == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
+
+
+def test_without_anything_to_share_nothing_moves():
+    for zero in range(4):
+        assert cost.communication(resolved_on(1, f"parallel.zero={zero}")) == []
+
+
+def test_wrong_requests_are_told_in_one_line(capsys):
+    config = str(ROOT / "configs" / "gpt2_124m.yaml")
+    for arguments, message in (
+        (["--gpu", "h1000"], "gpu='h1000' is unknown"),
+        (["--zero", "4"], "parallel.zero=4"),
+        (["--gpus", "12"], "gpus=12"),
+    ):
+        assert script.main(["--config", config, *arguments]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+if __name__ == "__main__":
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text(json.dumps({name(case): compile_case(case) for case in [*CASES, TOO_LARGE]}, indent=1) + "\n")
