@@ -84,6 +84,9 @@ class Parallel(_Section):
     grad_reduce: Literal["after_backward", "per_layer"] = _key(
         "after_backward", "zero 0 and 1: when gradients leave; per_layer: while the last microbatch's backward goes on"
     )
+    prefetch: bool = _key(
+        False, "zero 3 on GPUs, one microbatch: gather the weights of the next layer while a layer computes"
+    )
     bucket_mb: float = _key(25.0, "GPU: gradients and weights smaller than this travel together, in buckets", ge=0)
     persist_below: Count = _key(10_000, "parameters with fewer elements (per layer) stay whole at zero 1-3")
     microbatches: Positive = _key(
@@ -97,6 +100,11 @@ class Parallel(_Section):
 
     @model_validator(mode="after")
     def _implemented(self) -> Parallel:
+        if self.prefetch and (self.zero != 3 or self.microbatches > 1):
+            raise ValueError(
+                f"parallel.prefetch=true with parallel.zero={self.zero} and parallel.microbatches={self.microbatches}: "
+                "it is for zero=3 with microbatches=1 (XLA would prefetch across microbatches too, at twice the memory)"
+            )
         for axis in ("tensor", "pipe", "context"):
             if getattr(self, axis) != 1:
                 raise ValueError(

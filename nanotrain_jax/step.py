@@ -20,7 +20,7 @@ from nanotrain_jax import model
 from nanotrain_jax.config import Config
 from nanotrain_jax.mesh import BATCH_AXES
 from nanotrain_jax.parallel import remat
-from nanotrain_jax.parallel.collectives import all_reduce, as_varying, bucket_options
+from nanotrain_jax.parallel.collectives import all_reduce, as_varying, gpu_options
 from nanotrain_jax.parallel.zero import PER_LAYER, WHOLE, ZERO, Opt, Zero, shard_dims
 from nanotrain_jax.runtime import optim
 from nanotrain_jax.sharding import layout
@@ -117,7 +117,10 @@ def build(config: Config, mesh: Mesh) -> Step:
             return nnx.merge(graphs.layer, zero.gather(*layer, layer_dims, reduce_dtype))(x_BTD)
 
         layers = params["layers"], inputs["layers"], sums["layers"]
-        x_BTD = remat.scan(layer, ends.embed(batch["inputs"]), layers, config.memory.remat, config.parallel.zero == 3)
+        x_BTD = ends.embed(batch["inputs"])
+        x_BTD = remat.scan(
+            layer, x_BTD, layers, config.memory.remat, config.parallel.zero == 3, config.parallel.prefetch
+        )
         return ends.loss(x_BTD, batch["targets"])
 
     def train(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
@@ -170,7 +173,8 @@ def build(config: Config, mesh: Mesh) -> Step:
     opt_specs = Opt(None if state.opt.master is None else shard_specs, moments_specs)
     scale_specs = jax.tree.map(lambda _: REPLICATED, state.scale)
     specs = State(REPLICATED, REPLICATED, params_specs, opt_specs, scale_specs)
-    options = bucket_options(config.parallel.bucket_mb) if mesh.devices.flat[0].platform == "gpu" else None
+    prefetch, on_gpu = config.parallel.prefetch, mesh.devices.flat[0].platform == "gpu"
+    options = gpu_options(config.parallel.bucket_mb, prefetch) if on_gpu else None
     batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in ("inputs", "targets")}
     batch_specs = {name: BATCH for name in batch}
 

@@ -61,6 +61,36 @@ def test_the_compiled_step_is_what_the_closed_forms_say(case):
     assert found["peak_bytes"] == pytest.approx(golden["peak_bytes"], rel=0.1)  # the compiler's own choice
 
 
+@needs_cuda_compiler
+def test_prefetch_gathers_layers_behind_matmuls_and_moves_no_more():
+    def audit(*overrides):
+        loaded = request.load(
+            str(ROOT / "configs" / f"{GPT2}.yaml"),
+            ["parallel.zero=3", "parallel.microbatches=1", "memory.remat=full", *overrides],
+        )
+        compiled = script.audit(loaded, "h100", 8)["compiled"]
+        return next(row for row in compiled["collectives"] if row["op"] == "all_gather")
+
+    plain, ahead = audit(), audit("parallel.prefetch=true")
+    assert ahead["bytes_per_device"] == plain["bytes_per_device"]
+    assert plain["behind_matmuls_bytes"] == 0
+    assert ahead["behind_matmuls_bytes"] > 0.7 * ahead["bytes_per_device"]  # the rest is embedding and positions
+
+
+@needs_cuda_compiler
+def test_larger_buckets_mean_fewer_collectives_and_the_same_bytes():
+    def gradients(bucket_mb):
+        loaded = request.load(
+            str(ROOT / "configs" / f"{GPT2}.yaml"), ["parallel.zero=0", f"parallel.bucket_mb={bucket_mb}"]
+        )
+        (row,) = script.audit(loaded, "h100", 8)["compiled"]["collectives"]
+        return row["count"], row["bytes_per_device"]
+
+    counts, moved = zip(*map(gradients, (0, 25, 1000)), strict=True)
+    assert counts[0] > counts[1] > counts[2] == 1
+    assert len(set(moved)) == 1
+
+
 def test_golden_wire_bytes_of_stages_0_and_1_do_not_depend_on_microbatches():
     golden = json.loads(GOLDEN.read_text())
     for zero in (0, 1):

@@ -149,6 +149,12 @@ def test_devices_that_are_no_group_of_the_mesh_are_refused():
 
 
 WORK = "%f = f32[8,16]{1,0} fusion(%x), kind=kLoop, calls=%add"
+MATMUL = "%f = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={1}"
+
+
+def test_matmuls_between_start_and_done_are_counted():
+    assert only(module("{{0,1}}", between=MATMUL), {"data": 2}).flops == 2 * 8 * 8 * 16
+    assert only(module("{{0,1}}", between=WORK), {"data": 2}).flops == 0
 
 
 @pytest.mark.parametrize(
@@ -166,13 +172,14 @@ def test_a_collective_is_exposed_if_nothing_computes_before_its_done(between, at
 
 def test_the_summary_adds_up_by_axis_and_operation():
     found = [
-        hlo.Collective("all_gather", ("data",), 10.0, 3, True, ""),
-        hlo.Collective("all_gather", ("data",), 5.0, 2, False, ""),
-        hlo.Collective("all_reduce", ("data",), 100.0, 1, False, ""),
+        hlo.Collective("all_gather", ("data",), 10.0, 3, True, 0.0, ""),
+        hlo.Collective("all_gather", ("data",), 5.0, 2, False, 7.0, ""),
+        hlo.Collective("all_reduce", ("data",), 100.0, 1, False, 0.0, ""),
     ]
-    assert hlo.summary(found) == [
-        {"axis": "data", "op": "all_reduce", "bytes_per_device": 100.0, "count": 1, "exposed_bytes": 0.0},
-        {"axis": "data", "op": "all_gather", "bytes_per_device": 40.0, "count": 5, "exposed_bytes": 30.0},
+    columns = "axis", "op", "bytes_per_device", "count", "exposed_bytes", "behind_matmuls_bytes"
+    assert [tuple(row[c] for c in columns) for row in hlo.summary(found)] == [
+        ("data", "all_reduce", 100.0, 1, 0.0, 0.0),
+        ("data", "all_gather", 40.0, 5, 30.0, 10.0),
     ]
 
 

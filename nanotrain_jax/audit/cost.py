@@ -1,7 +1,7 @@
 """Closed forms: what a run must compute, move and store, with sources. Takes resolved configs.
 
 Psi is the number of parameters, N the devices along `data`, R those along `replica`, M the microbatches. Vectors that
-ZeRO leaves whole (norm gains and biases under parallel.persist_below) count as what they are: stored by all, all-reduced.
+ZeRO leaves whole (norm gains and biases under parallel.persist_below) count as that: stored by all, all-reduced.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ class Collective(NamedTuple):
     bytes: float  # on the wire, per device and execution
     count: int  # executions in one run of the program
     exposed: bool  # nothing computes between its start and its done
+    flops: float  # of the matmuls that do, each execution
     source: str  # where in the traced program it comes from
 
 
@@ -167,30 +168,29 @@ def collectives(text: str, axes: Mapping[str, int]) -> list[Collective]:
             "permute": 1,
         }[operation]
         source = (re.search(r'op_name="([^"]*)"', i.attributes) or ["", ""])[1]
-        found.append(Collective(operation, over, sent * factor, times, _exposed(program, name, index), source))
+        meanwhile = _meanwhile(program, name, index)
+        exposed = not any(program.computations[c][k].opcode in COMPUTES for c, k in meanwhile)
+        flops = sum(_flops_inside(program, c, k) for c, k in meanwhile)
+        found.append(Collective(operation, over, sent * factor, times, exposed, flops, source))
     return found
 
 
-def _exposed(program: Program, name: str, index: int) -> bool:
-    """Whether no matmul, fusion or other work is scheduled between the start of a collective and its done."""
+def _meanwhile(program: Program, name: str, index: int) -> list[tuple[str, int]]:
+    """(computation, index) of what is scheduled between the start of a collective and its done."""
     block = program.computations[name]
     starter = block[index]
     if not starter.opcode.endswith("-start"):  # wrapped in an async-start, or not asynchronous at all
-        wrapped = [
-            (c, k)
-            for c, block in program.computations.items()
-            for k, i in enumerate(block)
-            if i.opcode == "async-start" and name in CALLED.findall(i.attributes)
-        ]
-        return _exposed(program, *wrapped[0]) if wrapped else True
+        for outer, block in program.computations.items():
+            for k, i in enumerate(block):
+                if i.opcode == "async-start" and name in CALLED.findall(i.attributes):
+                    return _meanwhile(program, outer, k)
+        return []
     if '"is_sync":true' in starter.attributes:
-        return True
-    for later in block[index + 1 :]:
-        if later.opcode.endswith("-done") and starter.name in later.operands:
-            return True
-        if later.opcode in COMPUTES:
-            return False
-    return False  # done in another turn of the loop
+        return []
+    last = next(
+        (k for k, i in enumerate(block) if i.opcode.endswith("-done") and starter.name in i.operands), len(block)
+    )  # else it ends in another turn of the loop
+    return [(name, k) for k in range(index + 1, last)]
 
 
 def _axes(attributes: str, axes: Mapping[str, int]) -> tuple[str, ...]:
@@ -225,26 +225,32 @@ def matmul_flops(text: str) -> float:
     backward; that its backward computes the scores again is not counted.
     """
     program = parse(text)
-    types = {name: {i.name: i.type for i in block} for name, block in program.computations.items()}
-    total = 0.0
-    for name, index, times in walk(program):
-        i = program.computations[name][index]
-        if i.opcode == "dot":
-            contracted = [int(n) for n in re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)[1].split(",")]
-        elif i.opcode == "custom-call" and '"__cublas$' in i.attributes:
-            dims = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', i.attributes)[1]
-            contracted = [int(n) for n in re.findall(r"\d+", dims)]
-        elif i.opcode == "custom-call" and '"__cudnn$fmha' in i.attributes:
-            shape = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', i.attributes)[1]
-            scores = math.prod(int(n) for n in re.findall(r"\d+", shape))
-            head_dim = _shapes(types[name][i.operands[0]])[0][-1]
-            total += times * (4 if "Backward" in i.attributes else 2) * 2.0 * scores * head_dim
-            continue
-        else:
-            continue
-        shape = _shapes(types[name][i.operands[0]])[0]
-        total += times * 2.0 * math.prod(_shapes(i.type)[0]) * math.prod(shape[d] for d in contracted)
-    return total
+    return sum(times * _flops(program, name, index) for name, index, times in walk(program))
+
+
+def _flops(program: Program, name: str, index: int) -> float:
+    """FLOPs of one instruction, without what it calls."""
+    block = program.computations[name]
+    i = block[index]
+    if i.opcode != "dot" and '"__cublas$' not in i.attributes and '"__cudnn$fmha' not in i.attributes:
+        return 0.0
+    shape = _shapes(next(other.type for other in block if other.name == i.operands[0]))[0]
+    if i.opcode == "dot":
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)[1]
+    elif '"__cublas$' in i.attributes:
+        contracted = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', i.attributes)[1]
+    else:
+        scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', i.attributes)[1]
+        matmuls = 4 if "Backward" in i.attributes else 2
+        return matmuls * 2.0 * math.prod(int(n) for n in re.findall(r"\d+", scores)) * shape[-1]
+    return 2.0 * math.prod(_shapes(i.type)[0]) * math.prod(shape[int(d)] for d in re.findall(r"\d+", contracted))
+
+
+def _flops_inside(program: Program, name: str, index: int) -> float:
+    """FLOPs of one instruction and of what it calls."""
+    called = CALLED.findall(program.computations[name][index].attributes)
+    inner = (times * _flops(program, *place) for c in called for *place, times in _walk(program, c, 1))
+    return _flops(program, name, index) + sum(inner)
 
 
 def summary(found: list[Collective]) -> list[dict[str, Any]]:
@@ -253,11 +259,13 @@ def summary(found: list[Collective]) -> list[dict[str, Any]]:
     for c in found:
         row = rows.setdefault(
             (c.axes, c.operation),
-            {"axis": ",".join(c.axes), "op": c.operation, "bytes_per_device": 0.0, "count": 0, "exposed_bytes": 0.0},
+            {"axis": ",".join(c.axes), "op": c.operation, "bytes_per_device": 0.0, "count": 0}
+            | {"exposed_bytes": 0.0, "behind_matmuls_bytes": 0.0},
         )
         row["count"] += c.count
         row["bytes_per_device"] += c.count * c.bytes
         row["exposed_bytes"] += c.count * c.bytes * c.exposed
+        row["behind_matmuls_bytes"] += c.count * c.bytes * (c.flops > 0)
     return sorted(rows.values(), key=lambda row: -row["bytes_per_device"])
 
 

@@ -12,6 +12,7 @@ Gathered weights are kept by no policy: ZeRO-3 gathers them again in the backwar
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,22 +34,27 @@ def _expensive(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name in ("dot_general", "dot_product_attention_fwd_wrapper")
 
 
-def scan(body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree, policy: str, regather: bool) -> Tree:
+def scan(
+    body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree, policy: str, regather: bool, prefetch: bool = False
+) -> Tree:
     """x after body(x, layer) for each layer in turn, keeping what policy says. Moves nothing by itself.
 
     layers: arrays stacked along a leading dim. regather: the body gathers its weights, which are not to be kept.
+    prefetch: leave the compiler free to gather a layer's weights before the layer's turn in the backward.
     Raises ValueError if block:N does not divide the number of layers.
     """
+
+    checkpoint = partial(jax.checkpoint, prevent_cse=not prefetch)
 
     def step(x: Tree, layer: Tree) -> tuple[Tree, None]:
         return body(x, layer), None
 
     if policy == "full":
-        step = jax.checkpoint(step, policy=jax.checkpoint_policies.nothing_saveable)
+        step = checkpoint(step, policy=jax.checkpoint_policies.nothing_saveable)
     elif policy == "selective":
-        step = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*SAVED))
+        step = checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*SAVED))
     elif regather:
-        step = jax.checkpoint(step, policy=_expensive)
+        step = checkpoint(step, policy=_expensive)
     if not policy.startswith("block:"):
         return lax.scan(step, x, layers)[0]
 
@@ -59,7 +65,7 @@ def scan(body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree, policy: str,
         )
     blocks = jax.tree.map(lambda w: w.reshape(count // size, size, *w.shape[1:]), layers)
 
-    @jax.checkpoint
+    @checkpoint
     def block(x: Tree, layers: Tree) -> tuple[Tree, None]:
         return lax.scan(step, x, layers)[0], None
 
