@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     try:
-        meshes.configure(simulate=1)
+        jax.config.update("jax_platforms", "cpu")  # nothing runs; no GPU is asked for
         base = request.load(arguments.config, arguments.overrides)
         stages = (arguments.zero or str(base.parallel.zero)).split(",")
         policies = (arguments.remat or base.memory.remat).split(",")

@@ -45,9 +45,7 @@ from nanotrain_jax.parallel.zero import Opt, zero_specs
 from nanotrain_jax.runtime import data, optim, request
 from nanotrain_jax.sharding import layout
 
-WARMUP = 3  # rounds
-ENOUGH = 30  # steps timed; the median of fewer says little
-OURS = "ours"
+WARMUP, ENOUGH = 3, 30  # rounds before, and steps timed: the median of fewer says little
 FIGURES = {  # name -> (column, unit, digits); the first three of programs that run, the others of compiled ones
     "step_seconds": ("median ms", 1e-3, 1),
     "step_seconds_min": ("min ms", 1e-3, 1),
@@ -63,17 +61,17 @@ FIGURES = {  # name -> (column, unit, digits); the first three of programs that 
 
 
 def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
-    """(State, batch) -> (State, metrics), as `steps.build(config, mesh).train`, without shard_map or collectives.
+    """(State, batch) -> (State, metrics): `steps.build(config, mesh).train` without shard_map or collectives.
 
-    stage 0      everything whole
-    stage 1      master weights and moments sharded over data
-    stage 2      so are the sums of gradients, in every turn of the accumulation
-    stage 3      so are the parameters; they are gathered where and as often as the compiler likes
-
-    constrain: annotate activations too.
+    State and batch are annotated, and activations if `constrain`. Sharded over data are:
+    stage 1      master weights and moments
+    stage 2      and the sums of gradients, in every turn of the accumulation
+    stage 3      and the parameters, gathered where and as often as the compiler likes
     """
     ours = steps.build(config, mesh)
     placed = jax.tree.map(lambda x: x.sharding, (ours.state, ours.batch))
+    if getattr(ours.state, "scale", None) is not None:
+        raise ValueError("precision.loss_scale is no part of the comparison; use none")
     stage, pieces, clip = config.parallel.zero, config.parallel.microbatches, config.optimizer.grad_clip
     B, T = config.data.batch_size, config.data.seq_len
     attention = model.attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
@@ -125,7 +123,7 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
         skipped = state.skipped + jnp.where(finite, 0, 1)
         lr = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
         metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "skipped_steps": skipped}
-        return steps.State(state.step + 1, skipped, params, opt), metrics
+        return state._replace(step=state.step + 1, skipped=skipped, params=params, opt=opt), metrics
 
     whole = NamedSharding(mesh, steps.REPLICATED)
     return jax.jit(train, in_shardings=placed, out_shardings=(placed[0], whole), donate_argnums=0)
@@ -134,7 +132,7 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
 def programs(config: configs.Config, mesh: Mesh) -> tuple[steps.Step, dict[str, Callable]]:
     """-> our Step, and the three training functions by name."""
     step, jit, constrained = steps.build(config, mesh), jit_step(config, mesh, False), jit_step(config, mesh, True)
-    return step, {OURS: step.train, "jit": jit, "jit + constraints": constrained}
+    return step, {"ours": step.train, "jit": jit, "jit + constraints": constrained}
 
 
 def random_batch(config: configs.Config, step: steps.Step) -> steps.Tree:
@@ -159,7 +157,7 @@ def check(config: configs.Config, updates: int = 3, tolerance: float = 1e-5) -> 
             for _ in range(updates):
                 state, metrics = train(state, batch)
                 losses[name].append(float(metrics["loss"]))
-    if not all(np.allclose(found, losses[OURS], rtol=tolerance, atol=0) for found in losses.values()):
+    if not all(np.allclose(found, losses["ours"], rtol=tolerance, atol=0) for found in losses.values()):
         raise ValueError(
             f"zero stage {config.parallel.zero}: the programs compute different things, so nothing is compared: "
             f"their first losses are {losses}, which have to agree to {tolerance}"
@@ -221,7 +219,7 @@ def audit(config: configs.Config, mesh: Mesh) -> list[dict]:
         try:
             program, row["compile_seconds"] = compiled(train, step)
         except jax.errors.JaxRuntimeError as error:
-            if name == OURS or config.model.attention == "xla":
+            if name == "ours" or config.model.attention == "xla":
                 raise
             refused, row["notes"] = True, [f"does not compile; all three follow with xla attention: {str(error)[:200]}"]
             continue
@@ -286,9 +284,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     about = {"device": mesh.devices.flat[0].device_kind, "devices": mesh.size, "jax": jax.__version__}
     about |= {"parameters": cost.parameters(config.model), "remat": config.memory.remat}
-    title = "{devices} x {device}, jax {jax}, {parameters:,} parameters, remat {remat}, ".format(**about)
-    title += "compiled only" if asked.gpu else f"{asked.steps} steps each"
-    title += "" if asked.gpu or asked.steps >= ENOUGH else f" (fewer than {ENOUGH} say little)"
+    about |= {"compute": config.precision.compute, "grad_reduce": config.precision.grad_reduce}
+    title = "{devices} x {device}, jax {jax}, {parameters:,} parameters in {compute}, ".format(**about)
+    title += "our gradients sent in {grad_reduce}, remat {remat}, ".format(**about)
+    few = "" if asked.steps >= ENOUGH else f" (fewer than {ENOUGH} say little)"
+    title += "compiled only" if asked.gpu else f"{asked.steps} steps each{few}"
     Console(width=130).print(show(rows, title))
     for line in (f"stage {r['stage']}, {r['program']}: {note}" for r in rows for note in r.get("notes", ())):
         print(" ".join(line.split()))

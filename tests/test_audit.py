@@ -107,6 +107,25 @@ def test_golden_memory_falls_from_stage_to_stage_and_with_remat():
     assert policies == sorted(policies, reverse=True)
 
 
+IN_README = [  # what a row says, and its case
+    *((f"GPT-2 124M, ZeRO {zero}", f"{GPT2} 8 zero={zero} microbatches=4") for zero in range(4)),
+    *((f"Llama-3-8B, ZeRO {zero}", f"{LLAMA} 8 zero={zero}") for zero in range(4)),
+    *((f"Llama-3-8B, ZeRO 3, {r}", f"{LLAMA} 8 batch_size=8 remat={r}") for r in ("none", "selective", "full")),
+]
+
+
+def test_the_readme_shows_the_golden_numbers():
+    golden, readme = json.loads(GOLDEN.read_text()), (ROOT / "README.md").read_text()
+    for text, case in IN_README:
+        g = golden[case]
+        row = (
+            f"| {text} | {g['wire_bytes'] / 1e6:,.0f} ({g['wire_ratio']:.3f}) "
+            f"| {g['argument_bytes'] / 1e6:,.0f} ({g['argument_ratio']:.3f}) "
+            f"| {g['flops'] / 1e12:,.1f} ({g['flops_ratio']:.3f}) | {g['peak_bytes'] / 1e9:.1f} ({g['peak_ratio']:.2f}) |"
+        )
+        assert row in readme, row
+
+
 def resolved_on(gpus, *overrides, config=GPT2):
     found = script.spread(request.load(str(ROOT / "configs" / f"{config}.yaml"), list(overrides)), gpus)
     axes = {axis: max(size, 1) for axis, size in found.parallel.axes.items()}
@@ -119,7 +138,7 @@ def test_the_zero_paper_s_own_example_comes_out():
     model = ["model.num_layers=36", "model.d_model=4096", "model.num_heads=32", "model.vocab_size=51200"]
     gib = []
     for zero in range(4):
-        config = resolved_on(64, *model, f"parallel.zero={zero}")
+        config = resolved_on(64, *model, f"parallel.zero={zero}", "parallel.persist_below=0")
         memory = cost.memory(config)
         psi = cost.parameters(config.model)
         paper_gradients = 2 * psi / (64 if zero > 1 else 1)

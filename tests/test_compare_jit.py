@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -18,8 +19,20 @@ spec.loader.exec_module(compare_jit)
 
 
 def two_microbatches(family="llama", zero=3):
-    parallel = {"data": 8, "zero": zero, "microbatches": 2, "persist_below": 64}
-    return small(family, parallel=parallel, optimizer={"grad_clip": 0.5}, runtime={"simulate": 8})
+    """So small that the script's own check runs just this, and finds it compiled by the first test."""
+    return small(
+        family,
+        model={"d_ff": 128, "vocab_size": 128, "attention": "xla"},
+        parallel={"data": 8, "zero": zero, "microbatches": 2, "persist_below": 256},
+        optimizer={"grad_clip": 0.5},
+        runtime={"simulate": 8},
+    )
+
+
+@pytest.fixture(autouse=True)
+def the_precision_of_the_check():
+    with jax.default_matmul_precision("highest"):
+        yield
 
 
 @pytest.mark.parametrize(("zero", "family"), [(0, "gpt2"), (3, "llama")])
@@ -59,24 +72,45 @@ def test_groups_along_axes_of_the_partitioner_are_numbered():
         compare_jit.without_names("replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}")
 
 
-def test_what_cannot_be_counted_or_compiled_is_said(monkeypatch):
-    """Compiled for CPU, as anything that has text: the GPU compile takes the same way."""
-    config, mesh = resolved(small(model={"num_layers": 1}, parallel={"data": 8}))
-    compiled, refused = compare_jit.compiled, [False, True, False]
-    ours = compiled(compare_jit.programs(config, mesh)[0].train, compare_jit.programs(config, mesh)[0])
+def program(groups):
+    """What a compiled program shows of itself: here one all-reduce of 32 bytes."""
+    text = (
+        "HloModule m\n\nENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
+        f"  ROOT %r = f32[8]{{0}} all-reduce(%p), replica_groups={groups}, to_apply=%none\n}}\n\n"
+        "%none (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n}\n"
+    )
+    memory = SimpleNamespace(
+        argument_size_in_bytes=1,
+        temp_size_in_bytes=2,
+        peak_memory_in_bytes=3,
+        host_argument_size_in_bytes=0,
+        host_temp_size_in_bytes=0,
+    )
+    return SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory)
 
-    def compile_some(train, step):
-        if refused and refused.pop(0):
-            raise jax.errors.JaxRuntimeError("no kernel")
-        return ours
 
-    monkeypatch.setattr(compare_jit, "compiled", compile_some)
-    rows = compare_jit.audit(config, mesh)
-    assert [row["program"].endswith("(xla attention)") for row in rows] == [False] * 3 + [True] * 3
-    assert "no kernel" in rows[1]["notes"][0]
-    assert rows[1]["wire_bytes"] is None
-    assert rows[4]["wire_bytes"] == rows[0]["wire_bytes"] > 0
-    monkeypatch.setattr(compare_jit, "without_names", lambda text: text.replace('"known_trip_count"', "x") + "{")
+def test_what_cannot_be_compiled_or_counted_is_said(monkeypatch):
+    config, mesh = resolved(two_microbatches())
+    outcomes = [program("{{0,1,2,3,4,5,6,7}}"), jax.errors.JaxRuntimeError("no kernel"), program("{{0,1,2},{3,4,5}}")]
+    outcomes += [program("mesh['axis_0'=8,'axis_1'=1] {'axis_0'}")] * 3
+
+    def compiled(train, step):
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome, 1.0
+
+    monkeypatch.setattr(compare_jit, "compiled", compiled)
+    rows = compare_jit.audit(config.replace("model", attention="auto"), mesh)
+    assert [row["wire_bytes"] for row in rows] == [56, None, None, 56, 56, 56]
+    assert [row["peak_bytes"] for row in rows] == [3, None, 3, 3, 3, 3]
+    assert "xla attention: no kernel" in rows[1]["notes"][0]
+    assert "n/a: devices [0, 1, 2]" in rows[2]["notes"][0]
+    assert [row["program"].endswith(" (xla attention)") for row in rows] == [False] * 3 + [True] * 3
+    assert list(compare_jit.show(rows, "").columns[2].cells) == [
+        *("0.0", "n/a", "n/a", "n/a"),
+        *("0.0", "0.0", "0.0", "n/a"),
+    ]
 
 
 def test_the_script_prints_a_table_and_one_json_line(tmp_path, capsys):
