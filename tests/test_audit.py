@@ -58,7 +58,7 @@ def test_the_compiled_step_is_what_the_closed_forms_say(case):
     assert 0.99 <= found["flops_ratio"] <= 1.01
     for key in ("wire_bytes", "flops", "argument_bytes"):
         assert found[key] == pytest.approx(golden[key], rel=1e-3)
-    assert found["peak_bytes"] == pytest.approx(golden["peak_bytes"], rel=0.1)  # the compiler's own choice
+    assert found["peak_bytes"] <= 1.05 * golden["peak_bytes"]  # a newer compiler may need less
 
 
 @needs_cuda_compiler
@@ -121,7 +121,8 @@ def test_the_readme_shows_the_golden_numbers():
         row = (
             f"| {text} | {g['wire_bytes'] / 1e6:,.0f} ({g['wire_ratio']:.3f}) "
             f"| {g['argument_bytes'] / 1e6:,.0f} ({g['argument_ratio']:.3f}) "
-            f"| {g['flops'] / 1e12:,.1f} ({g['flops_ratio']:.3f}) | {g['peak_bytes'] / 1e9:.1f} ({g['peak_ratio']:.2f}) |"
+            f"| {g['flops'] / 1e12:,.1f} ({g['flops_ratio']:.3f}) "
+            f"| {g['peak_bytes'] / 1e9:.1f} ({g['peak_ratio']:.2f}) |"
         )
         assert row in readme, row
 

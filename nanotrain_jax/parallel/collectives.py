@@ -66,12 +66,16 @@ def own_shard(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
 
 
-def gpu_options(bucket_mb: float, prefetch: bool) -> dict[str, int | bool]:
+def gpu_options(bucket_mb: float, prefetch: bool) -> dict[str, int | bool | str]:
     """Options for XLA:GPU (`jax.jit(compiler_options=...)`) about when collectives run; what they move stays the same.
 
     bucket_mb: collectives that are ready at the same time become one, up to so many MiB. It takes arrays where they
     lie, without a flat copy. prefetch: an all-gather in a loop starts one turn ahead.
     """
     kinds = "all_reduce", "all_gather", "reduce_scatter"
-    buckets = {f"xla_gpu_{kind}_combine_threshold_bytes": int(bucket_mb * 2**20) for kind in kinds}
-    return buckets | {"xla_gpu_enable_pipelined_all_gather": prefetch}
+    options = {f"xla_gpu_{kind}_combine_threshold_bytes": int(bucket_mb * 2**20) for kind in kinds}
+    if prefetch and jax.__version_info__ >= (0, 12):
+        options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_ON"
+    elif prefetch:
+        options["xla_gpu_enable_pipelined_all_gather"] = True
+    return options

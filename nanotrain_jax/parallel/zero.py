@@ -17,9 +17,8 @@ with N devices along `data`, Psi parameters:
     3      1/N         1/N        1/N              gather, gather again, reduce-scatter per microbatch    3 M Psi
 
 Stages 0 and 1 reduce after the last backward (ZERO), or layer by layer within it (PER_LAYER): the same bytes, but other
-layers compute meanwhile. (The last of several microbatches is then a program of its own, with activations of its own.)
-What stage 3 gathers twice are layers; embedding and head are gathered at most once per microbatch, not again in the
-backward.
+layers compute meanwhile. (The last of several microbatches is then a program of its own.) What stage 3 gathers twice are
+layers; embedding and head are gathered at most once per microbatch, not again in the backward.
 
 `replica` axis: sharding inside a group, replication across groups (PyTorch's HYBRID_SHARD): after the reduce-scatter
 over `data`, shards are all-reduced over `replica`. Arrays with fewer than persist_below elements (norm gains, biases),
