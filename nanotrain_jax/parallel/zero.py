@@ -17,7 +17,7 @@ with N devices along `data`, Psi parameters:
     3      1/N         1/N        1/N              gather, gather again, reduce-scatter per microbatch    3 M Psi
 
 Stages 0 and 1 reduce after the last backward (ZERO), or layer by layer within it (PER_LAYER): the same bytes, but other
-layers compute meanwhile. (The last of several microbatches is then a program of its own.) What stage 3 gathers twice are
+layers compute meanwhile. (The last of several microbatches is then a program of its own.) Gathered twice at stage 3 are
 layers; embedding and head are gathered at most once per microbatch, not again in the backward.
 
 `replica` axis: sharding inside a group, replication across groups (PyTorch's HYBRID_SHARD): after the reduce-scatter
