@@ -9,17 +9,15 @@ Three programs with one model, optimizer, accumulation, clipping, State and layo
     jit                 only State and batch are annotated; XLA's partitioner does the rest
     jit + constraints   activations are annotated as well, at layer boundaries and at the logits, as MaxText does
 
-The first form runs them, in turn and step by step, and prints times. The second only compiles them, for GPUs that need
-not be here, and prints what the compiled programs move, compute and hold on each device. Both first hold the three
-programs to the same losses in float32, on a small model of the same family, layout and options.
+The first form runs them in turn, step by step; the second only compiles them, for GPUs that need not be here. Both
+first hold the three to the same losses in float32, on a small model of the same family, layout and options.
 
-Under jit gradients travel in the dtype of the matmul that makes them, precision.compute. Ours travel in
-precision.grad_reduce: give both the same value to compare like with like.
+Our gradients travel in precision.grad_reduce; under jit they do in the dtype of the matmuls, precision.compute: set
+both alike to compare like with like. XLA's options are the same for all three.
 """
 
 import argparse
 import json
-import math
 import re
 import statistics
 import sys
@@ -41,6 +39,7 @@ from nanotrain_jax import model
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, hlo, topology
 from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel.collectives import gpu_options
 from nanotrain_jax.parallel.zero import Opt, zero_specs
 from nanotrain_jax.runtime import data, optim, request
 from nanotrain_jax.sharding import layout
@@ -51,7 +50,8 @@ FIGURES = {  # name -> (column, unit, digits); the first three of programs that 
     "step_seconds_min": ("min ms", 1e-3, 1),
     "ratio_to_ours": ("ratio to ours", 1, 3),
     "wire_bytes": ("wire MiB", 2**20, 1),
-    "exposed_bytes": ("exposed MiB", 2**20, 1),
+    "exposed_bytes": ("exposed MiB", 2**20, 1),  # while nothing computes
+    "unhidden_bytes": ("unhidden MiB", 2**20, 1),  # while no matmul does
     "matmul_flops": ("matmul GFLOP", 1e9, 1),
     "argument_bytes": ("args MiB", 2**20, 1),
     "temp_bytes": ("temp MiB", 2**20, 1),
@@ -70,14 +70,14 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
     """
     ours = steps.build(config, mesh)
     placed = jax.tree.map(lambda x: x.sharding, (ours.state, ours.batch))
-    if getattr(ours.state, "scale", None) is not None:
-        raise ValueError("precision.loss_scale is no part of the comparison; use none")
-    stage, pieces, clip = config.parallel.zero, config.parallel.microbatches, config.optimizer.grad_clip
-    B, T = config.data.batch_size, config.data.seq_len
-    attention = model.attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
+    if ours.state.scale is not None:
+        raise ValueError(f"precision.loss_scale={config.precision.loss_scale} is no part of the comparison; use none")
+    parallel, device, B, T = config.parallel, mesh.devices.flat[0], config.data.batch_size, config.data.seq_len
+    stage, pieces, clip = parallel.zero, parallel.microbatches, config.optimizer.grad_clip
+    attention = model.attention_kernel(config.model, jnp.dtype(config.precision.compute), device)
     graphs, shapes = model.abstract(config.model.model_copy(update={"attention": attention}))
     schedule, optimizer = optim.schedule(config.optimizer), optim.build(config.optimizer, model.is_decayed)
-    _, shards = zero_specs(shapes, mesh, stage, config.parallel.persist_below, stacked=("layers",))
+    _, shards = zero_specs(shapes, mesh, stage, parallel.persist_below, stacked=("layers",))
     shards = jax.tree.map(lambda spec: NamedSharding(mesh, spec), shards)
     activations = NamedSharding(mesh, layout("B/replica,data T/context D"))
 
@@ -125,8 +125,9 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
         metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "skipped_steps": skipped}
         return state._replace(step=state.step + 1, skipped=skipped, params=params, opt=opt), metrics
 
-    whole = NamedSharding(mesh, steps.REPLICATED)
-    return jax.jit(train, in_shardings=placed, out_shardings=(placed[0], whole), donate_argnums=0)
+    results = placed[0], NamedSharding(mesh, steps.REPLICATED)
+    xla = gpu_options(parallel.bucket_mb, parallel.prefetch) if device.platform == "gpu" else None
+    return jax.jit(train, in_shardings=placed, out_shardings=results, donate_argnums=0, compiler_options=xla)
 
 
 def programs(config: configs.Config, mesh: Mesh) -> tuple[steps.Step, dict[str, Callable]]:
@@ -200,9 +201,9 @@ def without_names(text: str) -> str:
     def numbered(match: re.Match) -> str:
         sizes = [int(size) for size in re.findall(r"=(\d+)", match[1])]
         names, over = (re.findall(r"'(\w+)'", part) for part in match.groups())
-        group = math.prod(sizes[names.index(axis)] for axis in over)
+        group, everyone = np.prod([sizes[names.index(axis)] for axis in over]), np.prod(sizes)
         order = sorted(range(len(names)), key=lambda d: names[d] in over)
-        return f"replica_groups=[{math.prod(sizes) // group},{group}]<={sizes}T({str(order)[1:-1]})".replace(" ", "")
+        return f"replica_groups=[{everyone // group},{group}]<={sizes}T({str(order)[1:-1]})".replace(" ", "")
 
     text = re.sub(r"replica_groups=mesh\[([^\]]*)\] \{((?:'\w+',?)*)\}", numbered, text)
     if "replica_groups=mesh" in text:
@@ -229,6 +230,7 @@ def audit(config: configs.Config, mesh: Mesh) -> list[dict]:
             moved = row["collectives"] = hlo.summary(hlo.collectives(text, mesh.shape))
             row["wire_bytes"] = sum(kind["bytes_per_device"] for kind in moved)
             row["exposed_bytes"] = sum(kind["exposed_bytes"] for kind in moved)
+            row["unhidden_bytes"] = row["wire_bytes"] - sum(kind["behind_matmuls_bytes"] for kind in moved)
             row["matmul_flops"] = hlo.matmul_flops(text)
         except ValueError as error:
             row["notes"] += [f"n/a: {error}"]
@@ -263,8 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     asked = parser.parse_intermixed_args(argv)
     try:
-        config, rows = request.load(asked.config, asked.overrides), []
-        stages = asked.stages.split(",")
+        config, rows, stages = request.load(asked.config, asked.overrides), [], asked.stages.split(",")
         if not set(stages) <= set("0123") or asked.steps < 1:
             raise ValueError(f"--stages={asked.stages} --steps={asked.steps}: stages are 0, 1, 2, 3; steps 1 or more")
         meshes.configure(asked.gpus if asked.gpu else config.runtime.simulate, config.runtime.deterministic)
@@ -276,19 +277,17 @@ def main(argv: list[str] | None = None) -> int:
         vocab = None if config.model.vocab_size else data.load(config.data).vocab_size
         config = configs.resolve(config, mesh.shape, vocab)
         for stage in map(int, stages):
-            staged = config.replace("parallel", zero=stage)
+            staged = config.replace("parallel", zero=stage, prefetch=config.parallel.prefetch and stage == 3)
             check(staged)
             rows += audit(staged, mesh) if asked.gpu else run(staged, mesh, asked.steps)
     except (ValueError, OSError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
     about = {"device": mesh.devices.flat[0].device_kind, "devices": mesh.size, "jax": jax.__version__}
-    about |= {"parameters": cost.parameters(config.model), "remat": config.memory.remat}
-    about |= {"compute": config.precision.compute, "grad_reduce": config.precision.grad_reduce}
-    title = "{devices} x {device}, jax {jax}, {parameters:,} parameters in {compute}, ".format(**about)
-    title += "our gradients sent in {grad_reduce}, remat {remat}, ".format(**about)
-    few = "" if asked.steps >= ENOUGH else f" (fewer than {ENOUGH} say little)"
-    title += "compiled only" if asked.gpu else f"{asked.steps} steps each{few}"
+    about |= {"parameters": cost.parameters(config.model), "remat": config.memory.remat, **dict(config.precision)}
+    title = "{devices} x {device}, jax {jax}, {parameters:,} parameters, {compute}, sends {grad_reduce}, remat {remat}"
+    few = f" (fewer than {ENOUGH} say little)" * (asked.steps < ENOUGH)
+    title = title.format(**about) + (", compiled only" if asked.gpu else f", {asked.steps} steps each{few}")
     Console(width=130).print(show(rows, title))
     for line in (f"stage {r['stage']}, {r['program']}: {note}" for r in rows for note in r.get("notes", ())):
         print(" ".join(line.split()))

@@ -58,7 +58,7 @@ def start(config_file, *overrides, **how):
         "runtime.compile_cache=true",
         *overrides,
     ]
-    environment = os.environ | {"HOME": str(config_file.parent), "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"HOME": str(config_file.parent), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
 
 
@@ -213,6 +213,10 @@ def test_ten_kills_at_random_moments_lose_nothing_and_end_in_bitwise_the_same_ru
         process = start(config_file, *options, f"logging.dir={run}")
         if kills % 4 == 3:  # while it starts
             time.sleep(rng.uniform(0, 4))
+        elif kills % 4 == 1:  # after it has saved once more, however slow this machine is
+            while (checkpoint.latest_step(run / "checkpoints") or 0) <= newest and process.poll() is None:
+                time.sleep(0.05)
+            time.sleep(rng.uniform(0, 1))
         else:  # while it trains and saves
             wait_for_lines(run, len(records(run)) if run.exists() else 0, process)
             time.sleep(rng.uniform(0, 2))
