@@ -109,7 +109,7 @@ def build(config: Config, mesh: Mesh) -> Step:
         return State(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), params, opt, scale)
 
     def loss(zero: Zero, params: Tree, inputs: Tree, batch: Tree, sums: Tree = None) -> tuple[jax.Array, jax.Array]:
-        sums = sums or {"ends": None, "layers": None}
+        params, sums = as_varying(params, BATCH_AXES), sums or {"ends": None, "layers": None}
         weights = zero.gather(params["ends"], inputs["ends"], sums["ends"], dims["ends"], reduce_dtype)
         ends = nnx.merge(graphs.ends, weights)
 

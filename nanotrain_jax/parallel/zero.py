@@ -144,7 +144,6 @@ def _tapped(
     """
 
     def forward(w: jax.Array, d: int) -> jax.Array:
-        w = as_varying(w, BATCH_AXES)
         return all_gather(w, "data", d) if stored_sharded and d != WHOLE else w
 
     def one(w: jax.Array, tap: jax.Array, d: int, earlier: jax.Array | None = None) -> jax.Array:
@@ -161,7 +160,7 @@ def _tapped(
             return None, g.astype(jnp.float32), None
 
         gathered.defvjp(lambda w, tap, earlier: (forward(w, d), earlier), backward)
-        return gathered(jax.lax.stop_gradient(w), tap, earlier)
+        return gathered(w, tap, earlier)
 
     return jax.tree.map(one, stored, taps, dims, *([] if sums is None else [sums]))
 
