@@ -21,7 +21,7 @@ from nanotrain_jax.config import Config
 from nanotrain_jax.mesh import BATCH_AXES
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import all_reduce, as_varying, gpu_options
-from nanotrain_jax.parallel.zero import PER_LAYER, WHOLE, ZERO, Opt, Zero, shard_dims
+from nanotrain_jax.parallel.zero import PER_LAYER, WHOLE, ZERO, Opt, Wire, Zero, shard_dims
 from nanotrain_jax.runtime import optim
 from nanotrain_jax.sharding import layout
 
@@ -87,7 +87,8 @@ def build(config: Config, mesh: Mesh) -> Step:
     """The step of a resolved config on a mesh. Nothing is computed or allocated before its functions are called."""
     zero = ZERO[config.parallel.zero]
     last = PER_LAYER.get(config.parallel.zero) if config.parallel.grad_reduce == "per_layer" else None
-    dtype, reduce_dtype = jnp.dtype(config.precision.compute), jnp.dtype(config.precision.grad_reduce)
+    dtype = jnp.dtype(config.precision.compute)
+    wire = Wire(jnp.dtype(config.precision.grad_reduce), config.parallel.bucket_mb * 2**20)
     pieces = config.parallel.microbatches
     B, T = config.data.batch_size, config.data.seq_len
 
@@ -110,11 +111,11 @@ def build(config: Config, mesh: Mesh) -> Step:
 
     def loss(zero: Zero, params: Tree, inputs: Tree, batch: Tree, sums: Tree = None) -> tuple[jax.Array, jax.Array]:
         params, sums = as_varying(params, BATCH_AXES), sums or {"ends": None, "layers": None}
-        weights = zero.gather(params["ends"], inputs["ends"], sums["ends"], dims["ends"], reduce_dtype)
+        weights = zero.gather(params["ends"], inputs["ends"], sums["ends"], dims["ends"], wire)
         ends = nnx.merge(graphs.ends, weights)
 
         def layer(x_BTD: jax.Array, layer: tuple[Tree, Tree, Tree]) -> jax.Array:
-            return nnx.merge(graphs.layer, zero.gather(*layer, layer_dims, reduce_dtype))(x_BTD)
+            return nnx.merge(graphs.layer, zero.gather(*layer, layer_dims, wire))(x_BTD)
 
         layers = params["layers"], inputs["layers"], sums["layers"]
         x_BTD = ends.embed(batch["inputs"])
@@ -133,19 +134,19 @@ def build(config: Config, mesh: Mesh) -> Step:
         microbatches = split(batch, pieces)
         if last is None:
             mean_loss, grads = run(zero, microbatches)
-            grads = zero.reduce(grads, dims, reduce_dtype)
+            grads = zero.reduce(grads, dims, wire)
         else:  # the backward of the last microbatch also sends what the others left on this device
             mean_loss, sums, final = 0.0, None, jax.tree.map(lambda x: x[-1:], microbatches)
             if pieces > 1:
                 mean_loss, sums = run(zero, jax.tree.map(lambda x: x[:-1], microbatches))
                 sums, final = lax.optimization_barrier((sums, final))  # not both at a time
             final_loss, grads = run(last, final, sums)
-            mean_loss, grads = mean_loss + final_loss, last.reduce(grads, dims, reduce_dtype)
+            mean_loss, grads = mean_loss + final_loss, last.reduce(grads, dims, wire)
         mean_loss = all_reduce(mean_loss, BATCH_AXES)
         if state.scale:
             mean_loss, grads = jax.tree.map(lambda x: x / factor, (mean_loss, grads))
         params, opt, norm, finite = zero.update(
-            optimizer, state.params, grads, state.opt, dims, config.optimizer.grad_clip
+            optimizer, state.params, grads, state.opt, dims, wire, config.optimizer.grad_clip
         )
         skipped = state.skipped + jnp.where(finite, 0, 1)
         metrics = {

@@ -7,6 +7,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import jax
 import pytest
 from conftest import needs_cuda_compiler
 
@@ -74,7 +75,10 @@ def test_prefetch_gathers_layers_behind_matmuls_and_moves_no_more():
     plain, ahead = audit(), audit("parallel.prefetch=true")
     assert ahead["bytes_per_device"] == plain["bytes_per_device"]
     assert plain["behind_matmuls_bytes"] == 0
-    assert ahead["behind_matmuls_bytes"] > 0.7 * ahead["bytes_per_device"]  # the rest is embedding and positions
+    # Layers forward and backward are 3/4 of the bytes, embedding and positions the rest. jax 0.12 puts those of the
+    # backward behind the gradients of norms and biases.
+    assert ahead["behind_matmuls_bytes"] > (0.7 if jax.__version_info__ < (0, 12) else 0.37) * ahead["bytes_per_device"]
+    assert ahead["exposed_bytes"] < 0.01 * ahead["bytes_per_device"]
 
 
 @needs_cuda_compiler

@@ -10,9 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import hlo
+from nanotrain_jax.parallel.collectives import buckets
 from nanotrain_jax.parallel.zero import WHOLE, shard_dims, zero_specs
 
-# Every stage meets every number of devices, microbatches, policy and family (0 with none: test_step.py).
+# Every stage meets every number of devices, microbatches, policy and family (0 with none: test_step.py), and arrays
+# that travel all in one bucket or in several, the larger ones alone.
+BUCKET_MB = {1: 0.01, 4: 25}  # by microbatches
 COVER = [  # zero, data, replica, microbatches, remat, family
     (0, 2, 1, 4, "block:2", "gpt2"),
     (0, 8, 1, 4, "selective", "llama"),
@@ -42,6 +45,7 @@ def sharded(family="llama", remat="none", more=None, **parallel):
 @pytest.mark.parametrize(("zero", "data", "replica", "microbatches", "remat", "family"), COVER)
 def test_every_stage_equals_the_oracle(zero, data, replica, microbatches, remat, family, expected):
     parallel = {"zero": zero, "data": data, "replica": replica, "microbatches": microbatches}
+    parallel["bucket_mb"] = BUCKET_MB[microbatches]
     equals_the_oracle(sharded(family, remat, **parallel), expected)
 
 
@@ -62,6 +66,7 @@ def test_gradients_that_leave_layer_by_layer_equal_the_oracle(
         "data": data,
         "replica": replica,
         "microbatches": microbatches,
+        "bucket_mb": BUCKET_MB[microbatches],
         "grad_reduce": "per_layer",
     }
     equals_the_oracle(sharded(family, remat, **parallel), expected)
@@ -252,6 +257,39 @@ def test_gradients_leave_once_per_step_also_layer_by_layer_and_from_within_the_b
         assert bytes_moved == bytes_before
     for _, counts in others[1:]:
         assert max(counts) == 2  # layers
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "groups"),
+    [
+        ([], 10, []),
+        ([4, 4, 4], 10, [[0, 1], [2]]),
+        ([4, 6, 1], 10, [[0, 1], [2]]),
+        ([4, 20, 4, 4], 10, [[0], [1], [2, 3]]),
+        ([1, 2], 0, [[0], [1]]),
+    ],
+)
+def test_a_bucket_holds_what_fits_and_a_larger_array_is_alone(sizes, limit, groups):
+    assert buckets(sizes, limit) == groups
+
+
+@pytest.mark.parametrize(
+    ("zero", "together"),
+    [(1, {"reduce_scatter": 1, "all_gather": 1}), (3, {"reduce_scatter": 1 + 4, "all_gather": 1 + 2 * 4})],
+)
+def test_small_arrays_travel_in_flat_buckets(zero, together):
+    def moved(bucket_mb):
+        config, mesh = resolved(sharded(zero=zero, data=4, bucket_mb=bucket_mb, more={"model": {"num_layers": 4}}))
+        step = steps.build(config, mesh)
+        found = hlo.collectives(step.train.lower(step.state, step.batch).compile().as_text(), mesh.shape)
+        found = [c for c in found if c.operation in together]
+        counts = {kind: sum(c.count for c in found if c.operation == kind) for kind in together}
+        return counts, sum(c.bytes * c.count for c in found)
+
+    (counts, bytes_moved), (alone, the_same_bytes) = moved(25), moved(0)
+    assert counts == together
+    assert all(alone[kind] > 3 * counts[kind] for kind in together)
+    assert bytes_moved == the_same_bytes
 
 
 class LinenMLP(linen.Module):

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Tree = Any  # a pytree of arrays
@@ -43,21 +45,52 @@ def all_reduce(tree: Tree, axes: Sequence[str]) -> Tree:
     return lax.psum(as_varying(tree, axes), tuple(axes))
 
 
-def all_gather(x: jax.Array, axis: str, dim: int, invarying: bool = False) -> jax.Array:
-    """x[.../axis] -> x[...]: the blocks of all devices along axis, put together along dim.
+def all_gather(xs: Sequence[jax.Array], axis: str, dims: Sequence[int], invarying: bool = False) -> list[jax.Array]:
+    """x[.../axis] -> x[...] for each of xs: the blocks of all devices along axis, put together along its dim.
 
-    invarying: tell the type system that the result is the same everywhere (it is), as outputs stored whole must be; its
-    transpose is costly, so not for what is differentiated. Wire bytes per device: (N-1)/N of the result.
+    Several arrays (of one dtype) travel as one: flattened, gathered as rows, cut apart. invarying: tell the type system
+    that the result is the same everywhere (it is), as outputs stored whole must be; its transpose is costly, so not for
+    what is differentiated. Wire bytes per device: (N-1)/N of the result.
     """
-    return lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying" if invarying else "varying")
+    to = "invarying" if invarying else "varying"
+    if len(xs) == 1:
+        return [lax.all_gather(xs[0], axis, axis=dims[0], tiled=True, to=to)]
+    blocks = [jnp.moveaxis(x, dim, 0) for x, dim in zip(xs, dims, strict=True)]
+    rows = lax.all_gather(jnp.concatenate([block.ravel() for block in blocks]), axis, to=to)  # [N S/N]
+    whole = (x.reshape(-1, *block.shape[1:]) for x, block in zip(_cut(rows, blocks), blocks, strict=True))
+    return [jnp.moveaxis(x, 0, dim) for x, dim in zip(whole, dims, strict=True)]
 
 
-def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """x[...] {varying over axis} -> sum over axis, of which each device gets its block along dim: x[.../axis].
+def reduce_scatter(xs: Sequence[jax.Array], axis: str, dims: Sequence[int]) -> list[jax.Array]:
+    """x[...] {varying over axis} -> sum over axis, of which each device gets its block along x's dim: x[.../axis].
 
-    Wire bytes per device: (N-1)/N of x.
+    Several arrays (of one dtype) travel as one: a row per device, scattered, cut apart. Wire bytes per device: (N-1)/N
+    of xs.
     """
-    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    if len(xs) == 1:
+        return [lax.psum_scatter(xs[0], axis, scatter_dimension=dims[0], tiled=True)]
+    N = lax.axis_size(axis)
+    rows = [jnp.moveaxis(x, dim, 0) for x, dim in zip(xs, dims, strict=True)]
+    rows = [x.reshape(N, x.shape[0] // N, *x.shape[1:]) for x in rows]
+    own = lax.psum_scatter(jnp.concatenate([x.reshape(N, -1) for x in rows], axis=1), axis)
+    blocks = (x.reshape(row.shape[1:]) for x, row in zip(_cut(own, [x[0] for x in rows]), rows, strict=True))
+    return [jnp.moveaxis(x, 0, dim) for x, dim in zip(blocks, dims, strict=True)]
+
+
+def buckets(sizes: Sequence[int], limit: float) -> list[list[int]]:
+    """Indices of the arrays that travel together: in order, as many as fit into limit bytes; a larger one alone."""
+    groups, room = [], 0
+    for i, size in enumerate(sizes):
+        if not groups or size > room:
+            groups, room = [*groups, []], limit
+        groups[-1].append(i)
+        room -= size
+    return groups
+
+
+def _cut(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """x cut along its last dim into pieces of the sizes of `like`."""
+    return jnp.split(x, np.cumsum([y.size for y in like])[:-1], axis=-1)
 
 
 def own_shard(x: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -69,8 +102,8 @@ def own_shard(x: jax.Array, axis: str, dim: int) -> jax.Array:
 def gpu_options(bucket_mb: float, prefetch: bool) -> dict[str, int | bool | str]:
     """Options for XLA:GPU (`jax.jit(compiler_options=...)`) about when collectives run; what they move stays the same.
 
-    bucket_mb: collectives that are ready at the same time become one, up to so many MiB. It takes arrays where they
-    lie, without a flat copy. prefetch: an all-gather in a loop starts one turn ahead.
+    bucket_mb: collectives that are ready at the same time become one, up to so many MiB. prefetch: an all-gather in a
+    loop starts one turn ahead.
     """
     kinds = "all_reduce", "all_gather", "reduce_scatter"
     options = {f"xla_gpu_{kind}_combine_threshold_bytes": int(bucket_mb * 2**20) for kind in kinds}

@@ -41,7 +41,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax.mesh import BATCH_AXES
-from nanotrain_jax.parallel.collectives import all_gather, all_reduce, as_varying, own_shard, reduce_scatter
+from nanotrain_jax.parallel.collectives import all_gather, all_reduce, as_varying, buckets, own_shard, reduce_scatter
 
 Tree = Any  # a pytree of arrays
 WHOLE = -1  # in a tree of dims: the leaf is not sharded
@@ -56,6 +56,13 @@ class Zero(NamedTuple):
     gather: Callable[..., Tree]
     reduce: Callable[..., Tree]
     update: Callable[..., Any]
+
+
+class Wire(NamedTuple):
+    """How things travel: gradients in which dtype; small arrays together, up to how many bytes."""
+
+    dtype: jnp.dtype
+    bucket: float
 
 
 class Opt(NamedTuple):
@@ -126,15 +133,34 @@ def _taps(stored: Tree, dims: Tree, whole: bool, already: bool = False) -> Tree:
     return taps if whole else as_varying(taps, BATCH_AXES)
 
 
-def _as_is(stored: Tree, inputs: Tree, sums: None, dims: Tree, dtype: jnp.dtype) -> Tree:
+def _in_buckets(
+    move: Callable[..., Sequence], wire: Wire, dims: Tree, weights: Tree, *more: Tree, shards: bool
+) -> Tree:
+    """The tree of move(dims, weights, *more), called with the leaves of one bucket at a time.
+
+    In a bucket either all are WHOLE or none is. shards: those that are not are given as shards.
+    """
+    leaves, tree = jax.tree.flatten(weights)
+    rows = list(zip(tree.flatten_up_to(dims), leaves, *map(tree.flatten_up_to, more), strict=True))
+    whole = [i for i, (d, *_) in enumerate(rows) if d == WHOLE]
+    others = [i for i, (d, *_) in enumerate(rows) if d != WHOLE]
+    results = {}
+    for alike, pieces in (whole, 1), (others, jax.lax.axis_size("data") if shards else 1):
+        for bucket in buckets([leaves[i].nbytes * pieces for i in alike], wire.bucket):
+            indices = [alike[j] for j in bucket]
+            results |= zip(indices, move(*zip(*(rows[i] for i in indices), strict=True)), strict=True)
+    return jax.tree.unflatten(tree, [results[i] for i in range(len(leaves))])
+
+
+def _as_is(stored: Tree, inputs: Tree, sums: None, dims: Tree, wire: Wire) -> Tree:
     """ZERO[0], ZERO[1]: the weights. Moves nothing."""
     return inputs
 
 
 def _tapped(
-    stored: Tree, taps: Tree, sums: Tree | None, dims: Tree, dtype: jnp.dtype, whole: bool, stored_sharded: bool
+    stored: Tree, taps: Tree, sums: Tree | None, dims: Tree, wire: Wire, whole: bool, stored_sharded: bool
 ) -> Tree:
-    """The whole weights, such that their gradient leaves through taps, reduced in `dtype`.
+    """The whole weights, such that their gradient leaves through taps, reduced in the wire's dtype.
 
     forward, stage 3     w[... D] = all_gather(w[... D/data])                            (N-1)/N
     backward             g[... D/data] = reduce_scatter(g[... D] + sums[... D])          (N-1)/N
@@ -143,50 +169,52 @@ def _tapped(
     sums: local gradients of earlier microbatches, if any, which leave together with this one's.
     """
 
-    def forward(w: jax.Array, d: int) -> jax.Array:
-        return all_gather(w, "data", d) if stored_sharded and d != WHOLE else w
+    def together(dims: tuple, weights: tuple, taps: tuple, sums: tuple) -> list:
+        sharded = dims[0] != WHOLE
 
-    def one(w: jax.Array, tap: jax.Array, d: int, earlier: jax.Array | None = None) -> jax.Array:
-        @jax.custom_vjp
-        def gathered(w, tap, earlier):
-            return forward(w, d)
+        def forward(weights: tuple) -> list:
+            return all_gather(weights, "data", dims) if stored_sharded and sharded else list(weights)
 
-        def backward(earlier, g):
-            g = g.astype(dtype) if earlier is None else (g.astype(jnp.float32) + earlier).astype(dtype)
+        def backward(sums: tuple, grads: list) -> tuple:
+            if sums[0] is not None:
+                grads = [g.astype(jnp.float32) + s for g, s in zip(grads, sums, strict=True)]
+            grads = [g.astype(wire.dtype) for g in grads]
             if whole:
-                g = all_reduce(g, BATCH_AXES)
-            elif d != WHOLE:
-                g = reduce_scatter(g, "data", d)
-            return None, g.astype(jnp.float32), None
+                grads = all_reduce(grads, BATCH_AXES)
+            elif sharded:
+                grads = reduce_scatter(grads, "data", dims)
+            return None, tuple(g.astype(jnp.float32) for g in grads), None
 
-        gathered.defvjp(lambda w, tap, earlier: (forward(w, d), earlier), backward)
-        return gathered(w, tap, earlier)
+        gathered = jax.custom_vjp(lambda weights, taps, sums: forward(weights))
+        gathered.defvjp(lambda weights, taps, sums: (forward(weights), sums), backward)
+        return gathered(weights, taps, sums)
 
-    return jax.tree.map(one, stored, taps, dims, *([] if sums is None else [sums]))
+    sums = jax.tree.map(lambda _: None, stored) if sums is None else sums
+    return _in_buckets(together, wire, dims, stored, taps, sums, shards=stored_sharded)
 
 
-def _reduced(grads: Tree, dims: Tree, dtype: jnp.dtype) -> Tree:
+def _reduced(grads: Tree, dims: Tree, wire: Wire) -> Tree:
     """PER_LAYER[0]: all was summed in the backward. Moves nothing."""
     return grads
 
 
-def _reduce(grads: Tree, dims: Tree, dtype: jnp.dtype, scatter: bool) -> Tree:
-    """Sums over all devices that share the batch, in `dtype`, returned in float32.
+def _reduce(grads: Tree, dims: Tree, wire: Wire, scatter: bool) -> Tree:
+    """Sums over all devices that share the batch, in the wire's dtype, returned in float32.
 
     stage 0          g[... D] {local} -> all_reduce over replica, data, context          2 (N-1)/N
     stage 1          g[... D] {local} -> reduce_scatter over data -> g[... D/data]       (N-1)/N   (scatter)
     stages 2 and 3   g[... D/data], scattered in the backward                            nothing
     stages 1 to 3    shards -> all_reduce over replica and context
     """
-    leaves, tree = jax.tree.flatten(grads)
-    ways = jax.tree.leaves(dims)
-    leaves = [g.astype(dtype) for g in leaves]
-    if scatter:
-        leaves = [g if d == WHOLE else reduce_scatter(g, "data", d) for g, d in zip(leaves, ways, strict=True)]
-    whole = [g for g, d in zip(leaves, ways, strict=True) if d == WHOLE]
-    shards = [g for g, d in zip(leaves, ways, strict=True) if d != WHOLE]
-    whole, shards = iter(all_reduce(whole, BATCH_AXES)), iter(all_reduce(shards, OTHER_AXES))
-    return jax.tree.unflatten(tree, [next(whole if d == WHOLE else shards).astype(jnp.float32) for d in ways])
+
+    def together(dims: tuple, grads: tuple) -> list:
+        if dims[0] == WHOLE:
+            return all_reduce(grads, BATCH_AXES)
+        return all_reduce(reduce_scatter(grads, "data", dims) if scatter else grads, OTHER_AXES)
+
+    grads = jax.tree.map(lambda g: g.astype(wire.dtype), grads)
+    grads = _in_buckets(together, wire, dims, grads, shards=not scatter)
+    return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
 
 def global_norm(grads: Tree, dims: Tree) -> jax.Array:
@@ -204,6 +232,7 @@ def _update(
     grads: Tree,
     opt: Opt,
     dims: Tree,
+    wire: Wire,
     clip: float,
     stored_sharded: bool,
 ) -> tuple[Tree, Opt, jax.Array, jax.Array]:
@@ -221,8 +250,8 @@ def _update(
     def own(w: jax.Array, d: int) -> jax.Array:
         return w if d == WHOLE or stored_sharded else own_shard(w, "data", d)
 
-    def share(w: jax.Array, d: int) -> jax.Array:
-        return w if d == WHOLE or stored_sharded else all_gather(w, "data", d, invarying=True)
+    def share(dims: tuple, weights: tuple) -> list:
+        return weights if dims[0] == WHOLE or stored_sharded else all_gather(weights, "data", dims, invarying=True)
 
     master = jax.tree.map(own, stored, dims) if opt.master is None else opt.master
     updates, moments = optimizer.update(grads, opt.moments, master)
@@ -230,7 +259,8 @@ def _update(
     updated, moments = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), (updated, moments), (master, opt.moments)
     )
-    stored = jax.tree.map(lambda w, old, d: share(w.astype(old.dtype), d), updated, stored, dims)
+    stored = jax.tree.map(lambda new, old: new.astype(old.dtype), updated, stored)
+    stored = _in_buckets(share, wire, dims, stored, shards=True)
     return stored, Opt(None if opt.master is None else updated, moments), norm, finite
 
 
