@@ -129,8 +129,7 @@ class Ends(nnx.Module):
 
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
         """tokens[B T] -> x[B T D]"""
-        # In float32, because the gradient of a row is a sum over all places where its token stands.
-        x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT]
+        x_BTD = look_up(self.embedding_VD[...], tokens_BT)
         if hasattr(self, "positions_TD"):
             x_BTD = add(x_BTD, self.positions_TD[: tokens_BT.shape[1]])
         return x_BTD.astype(self.embedding_VD[...].dtype)
@@ -207,6 +206,26 @@ def add(x: jax.Array, bias: jax.Array) -> jax.Array:
     """x[... F], bias[F] -> x[... F], added in float32, so that the gradient of the bias is summed in float32 too."""
     bias = jnp.expand_dims(bias, range(x.ndim - bias.ndim))
     return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+@jax.custom_vjp
+def look_up(embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """embedding[V D], tokens[B T] -> its rows x[B T D] in float32.
+
+    In float32, because the gradient of a row is a sum over all places where its token stands.
+    """
+    return embedding_VD[tokens_BT].astype(jnp.float32)
+
+
+def _look_up_backward(saved: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tuple[jax.Array, None]:
+    embedding_VD, tokens_BT = saved
+    # A whole table in float32, which the compiler must not fill with zeros before the layers' backward is over.
+    zero, g_BTD = lax.optimization_barrier((jnp.zeros_like(g_BTD, shape=()), g_BTD))
+    g_VD = jnp.broadcast_to(zero, embedding_VD.shape).at[tokens_BT].add(g_BTD)
+    return g_VD.astype(embedding_VD.dtype), None
+
+
+look_up.defvjp(lambda embedding, tokens: (look_up(embedding, tokens), (embedding, tokens)), _look_up_backward)
 
 
 @jax.custom_vjp

@@ -1,6 +1,8 @@
 """What the GPU compiler makes of the real step, held to the closed forms and to golden numbers.
 
 python tests/test_audit.py        compiles every case again and writes tests/golden/audit.json
+
+What moves, is computed and comes in as arguments is the same with every compiler; peak memory is kept for each.
 """
 
 import importlib.util
@@ -15,6 +17,7 @@ from nanotrain_jax import config as configs
 from nanotrain_jax.audit import cost
 from nanotrain_jax.runtime import request
 
+JAX, NEWEST = "{}.{}".format(*jax.__version_info__), "0.12"
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "audit.json"
 spec = importlib.util.spec_from_file_location("audit_script", ROOT / "scripts" / "audit.py")
@@ -36,6 +39,10 @@ CASES = [  # config, GPUs, overrides
 TOO_LARGE = (LLAMA, 8, ["parallel.zero=0"])  # 112 GB of state: compiled for a GPU that has them
 
 
+def golden_rows():
+    return json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+
+
 def name(case):
     config, gpus, overrides = case
     return " ".join([config, str(gpus), *(o.split(".")[1] for o in overrides)])
@@ -53,13 +60,16 @@ def compile_case(case):
 @needs_cuda_compiler
 @pytest.mark.parametrize("case", [*CASES, TOO_LARGE], ids=name)
 def test_the_compiled_step_is_what_the_closed_forms_say(case):
-    found, golden = compile_case(case), json.loads(GOLDEN.read_text())[name(case)]
+    found, golden = compile_case(case), golden_rows()[name(case)]
     assert 0.9999 <= found["wire_ratio"] <= 1.02
     assert 0.98 <= found["argument_ratio"] <= 1.02
     assert 0.99 <= found["flops_ratio"] <= 1.01
     for key in ("wire_bytes", "flops", "argument_bytes"):
         assert found[key] == pytest.approx(golden[key], rel=1e-3)
-    assert found["peak_bytes"] <= 1.05 * golden["peak_bytes"]  # a newer compiler may need less
+    if JAX in golden["peak_bytes"]:
+        assert found["peak_bytes"] == pytest.approx(golden["peak_bytes"][JAX], rel=0.01)
+    else:  # a newer compiler may need less
+        assert found["peak_bytes"] <= 1.05 * golden["peak_bytes"][NEWEST]
 
 
 @needs_cuda_compiler
@@ -96,19 +106,20 @@ def test_larger_buckets_mean_fewer_collectives_and_the_same_bytes():
 
 
 def test_golden_wire_bytes_of_stages_0_and_1_do_not_depend_on_microbatches():
-    golden = json.loads(GOLDEN.read_text())
+    golden = golden_rows()
     for zero in (0, 1):
         one, four = (golden[f"{GPT2} 8 zero={zero} microbatches={m}"]["wire_bytes"] for m in (1, 4))
         assert one == four
 
 
 def test_golden_memory_falls_from_stage_to_stage_and_with_remat():
-    golden = json.loads(GOLDEN.read_text())
-    stages = [golden[f"{LLAMA} 8 zero={zero}"]["peak_bytes"] for zero in range(4)]
-    assert stages == sorted(stages, reverse=True)
-    remats = "none", "selective", "full"
-    policies = [golden[f"{LLAMA} 8 batch_size=8 remat={remat}"]["peak_bytes"] for remat in remats]
-    assert policies == sorted(policies, reverse=True)
+    golden = golden_rows()
+    for version in ("0.10", "0.12"):
+        stages = [golden[f"{LLAMA} 8 zero={zero}"]["peak_bytes"][version] for zero in range(4)]
+        assert stages == sorted(stages, reverse=True)
+        remats = "none", "selective", "full"
+        policies = [golden[f"{LLAMA} 8 batch_size=8 remat={remat}"]["peak_bytes"][version] for remat in remats]
+        assert policies == sorted(policies, reverse=True)
 
 
 IN_README = [  # what a row says, and its case
@@ -119,14 +130,14 @@ IN_README = [  # what a row says, and its case
 
 
 def test_the_readme_shows_the_golden_numbers():
-    golden, readme = json.loads(GOLDEN.read_text()), (ROOT / "README.md").read_text()
+    golden, readme = golden_rows(), (ROOT / "README.md").read_text()
     for text, case in IN_README:
         g = golden[case]
         row = (
             f"| {text} | {g['wire_bytes'] / 1e6:,.0f} ({g['wire_ratio']:.3f}) "
             f"| {g['argument_bytes'] / 1e6:,.0f} ({g['argument_ratio']:.3f}) "
             f"| {g['flops'] / 1e12:,.1f} ({g['flops_ratio']:.3f}) "
-            f"| {g['peak_bytes'] / 1e9:.1f} ({g['peak_ratio']:.2f}) |"
+            f"| {g['peak_bytes'][NEWEST] / 1e9:.1f} ({g['peak_ratio'][NEWEST]:.2f}) |"
         )
         assert row in readme, row
 
@@ -170,5 +181,9 @@ def test_wrong_requests_are_told_in_one_line(capsys):
 
 
 if __name__ == "__main__":
+    before, rows = golden_rows(), {name(case): compile_case(case) for case in [*CASES, TOO_LARGE]}
+    for case, row in rows.items():
+        for peak in ("peak_bytes", "peak_ratio"):
+            row[peak] = before.get(case, {}).get(peak, {}) | {JAX: row[peak]}
     GOLDEN.parent.mkdir(exist_ok=True)
-    GOLDEN.write_text(json.dumps({name(case): compile_case(case) for case in [*CASES, TOO_LARGE]}, indent=1) + "\n")
+    GOLDEN.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")

@@ -22,7 +22,7 @@ layers; embedding and head are gathered at most once per microbatch, not again i
 
 `replica` axis: sharding inside a group, replication across groups (PyTorch's HYBRID_SHARD): after the reduce-scatter
 over `data`, shards are all-reduced over `replica`. Arrays with fewer than persist_below elements (norm gains, biases),
-and those with no dim that N divides, stay whole and are all-reduced.
+and those with no dim that N divides, stay whole and are all-reduced. Arrays smaller than a bucket travel together.
 
 What is differentiated are `inputs`: in ZERO[0] and ZERO[1] the weights themselves, else "taps": zeros in the shape of
 what is stored of a gradient, float32, whose cotangent is the reduced gradient. So a layer's whole gradient lives only
