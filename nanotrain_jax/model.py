@@ -129,10 +129,14 @@ class Ends(nnx.Module):
 
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
         """tokens[B T] -> x[B T D]"""
-        x_BTD = look_up(self.embedding_VD[...], tokens_BT)
+        x_BTD = self.look_up(tokens_BT)
         if hasattr(self, "positions_TD"):
             x_BTD = add(x_BTD, self.positions_TD[: tokens_BT.shape[1]])
         return x_BTD.astype(self.embedding_VD[...].dtype)
+
+    def look_up(self, tokens_BT: jax.Array) -> jax.Array:
+        """tokens[B T] -> their embeddings x[B T D] in float32"""
+        return look_up(self.embedding_VD[...], tokens_BT)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """x[B T D] -> logits[B T V] in float32"""
@@ -210,10 +214,7 @@ def add(x: jax.Array, bias: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def look_up(embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """embedding[V D], tokens[B T] -> its rows x[B T D] in float32.
-
-    In float32, because the gradient of a row is a sum over all places where its token stands.
-    """
+    """embedding[V D], tokens[B T] -> x[B T D] in float32, as a row's gradient is a sum over all places of its token."""
     return embedding_VD[tokens_BT].astype(jnp.float32)
 
 
