@@ -21,7 +21,7 @@ from nanotrain_jax.config import Config
 from nanotrain_jax.mesh import BATCH_AXES
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import all_reduce, as_varying, gpu_options
-from nanotrain_jax.parallel.zero import PER_LAYER, WHOLE, ZERO, Opt, Wire, Zero, shard_dims
+from nanotrain_jax.parallel.zero import PER_LAYER, WHOLE, ZERO, Opt, Wire, Zero, shard_dims, whole_specs
 from nanotrain_jax.runtime import optim
 from nanotrain_jax.sharding import layout
 
@@ -167,7 +167,7 @@ def build(config: Config, mesh: Mesh) -> Step:
         return all_reduce(jax.tree.map(lambda x: x.sum(0), sums), BATCH_AXES)
 
     state = jax.eval_shape(init)
-    params_specs, shard_specs = zero.storage(shapes, dims)
+    params_specs, shard_specs = zero.storage(whole_specs(shapes), dims)
     moments_specs = optax.tree_utils.tree_map_params(
         optimizer, lambda _, spec: spec, state.opt.moments, shard_specs, transform_non_params=lambda _: REPLICATED
     )

@@ -1,9 +1,22 @@
-"""Layouts in words."""
+"""Layouts in words, and rules that lay out models which know nothing of this package."""
 
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import linen, nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax.sharding import layout
+from nanotrain_jax import mesh as meshes
+from nanotrain_jax.parallel.zero import zero_specs
+from nanotrain_jax.sharding import FLAX, HUGGING_FACE_LLAMA, Rules, layout, report, shard, specs
+
+V, D, F, N, T = 64, 32, 64, 4, 8
 
 
 @pytest.mark.parametrize(
@@ -32,3 +45,204 @@ def test_a_layout_is_a_partition_spec(text, spec):
 def test_a_layout_that_means_nothing_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         layout(text)
+
+
+# Three models of other people: a Linen transformer, an NNX one with Hugging Face's names, and a dict of arrays.
+
+
+def causal(q, k, v):  # [B T N H] -> [B T D]
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(*q.shape[:2], D)
+
+
+class LinenTransformer(linen.Module):
+    @linen.compact
+    def __call__(self, tokens):
+        x = linen.Embed(V, D)(tokens)
+        for i in range(2):
+            h = linen.LayerNorm()(x)
+            x = x + linen.MultiHeadDotProductAttention(num_heads=N)(h, mask=linen.make_causal_mask(tokens))
+            h = linen.Dense(F, name=f"up_{i}")(linen.LayerNorm()(x))
+            x = x + linen.Dense(D, name=f"down_{i}")(jax.nn.gelu(h))
+        return linen.Dense(V, use_bias=False, name="lm_head")(linen.LayerNorm()(x))
+
+
+class SelfAttention(nnx.Module):
+    def __init__(self, rngs):
+        linear = lambda: nnx.Linear(D, D, use_bias=False, rngs=rngs)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = linear(), linear(), linear(), linear()
+
+    def __call__(self, x):
+        q, k, v = (f(x).reshape(*x.shape[:2], N, D // N) for f in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(causal(q, k, v))
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs):
+        self.gate_proj, self.up_proj = (nnx.Linear(D, F, use_bias=False, rngs=rngs) for _ in range(2))
+        self.down_proj = nnx.Linear(F, D, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class NnxLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.input_layernorm, self.post_attention_layernorm = nnx.RMSNorm(D, rngs=rngs), nnx.RMSNorm(D, rngs=rngs)
+        self.self_attn, self.mlp = SelfAttention(rngs), Mlp(rngs)
+
+    def __call__(self, x):
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class NnxLlama(nnx.Module):
+    def __init__(self, rngs):
+        self.embed_tokens, self.norm = nnx.Embed(V, D, rngs=rngs), nnx.RMSNorm(D, rngs=rngs)
+        self.layers = nnx.List([NnxLayer(rngs) for _ in range(2)])
+        self.lm_head = nnx.Linear(D, V, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def linen_model():
+    model = LinenTransformer()
+    return model.init(jax.random.key(0), jnp.zeros((1, T), jnp.int32)), model.apply, FLAX
+
+
+def nnx_model():
+    graph, params = nnx.split(NnxLlama(nnx.Rngs(0)))
+    return params, lambda params, tokens: nnx.merge(graph, params)(tokens), HUGGING_FACE_LLAMA
+
+
+def plain_model():
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    normal = lambda *shape: 0.1 * jax.random.normal(next(keys), shape)
+    blocks = [{"qkv": normal(3, D, N, D // N), "w1": normal(D, F), "w2": normal(F, D)} for _ in range(2)]
+
+    def apply(params, tokens):
+        x = params["table"][tokens]
+        for block in params["blocks"]:
+            x = x + causal(*jnp.einsum("BTD,iDNH->iBTNH", x, block["qkv"]))
+            x = x + jnp.tanh(x @ block["w1"]) @ block["w2"]
+        return params["scale"] * x @ params["table"].T
+
+    rules = Rules(
+        [
+            ("table", "V/tensor D"),
+            ("qkv", "three D N/tensor H"),
+            ("blocks/[0-9]+/w1", "D F/tensor"),
+            ("w2", "F/tensor D"),
+        ]
+    )
+    return {"table": normal(V, D), "blocks": blocks, "scale": jnp.ones(())}, apply, rules
+
+
+def three_steps(params, apply, placed=None, batch_on=None):
+    """-> losses, and parameters after three steps of SGD with momentum under plain jax.jit."""
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    tokens = jax.random.randint(jax.random.key(1), (3, 8, T + 1), 0, V)
+
+    def step(params, opt, tokens):
+        def mean_loss(params):
+            losses = optax.softmax_cross_entropy_with_integer_labels(apply(params, tokens[:, :-1]), tokens[:, 1:])
+            return losses.mean()
+
+        loss, grads = jax.value_and_grad(mean_loss)(params)
+        updates, opt = optimizer.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt, loss
+
+    losses, out = [], placed and (*placed, None)
+    opt = jax.jit(optimizer.init, out_shardings=placed and placed[1])(params)
+    step = jax.jit(step, out_shardings=out)
+    for batch in tokens:
+        params, opt, loss = step(params, opt, jax.device_put(batch, batch_on))
+        losses.append(float(loss))
+    return losses, params, opt
+
+
+@jax.numpy_dtype_promotion("standard")
+@jax.numpy_rank_promotion("allow")
+@pytest.mark.parametrize("model", [linen_model, nnx_model, plain_model])
+def test_a_foreign_model_trains_on_eight_devices_as_on_one(model):
+    params, apply, rules = model()
+    expected = three_steps(params, apply)
+
+    mesh = meshes.make(data=4, tensor=2)
+    by_rules = specs(rules, params, mesh)
+    weights, shards = zero_specs(params, mesh, 3, persist_below=100, specs=by_rules)
+    on_mesh = lambda tree: jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree)
+    momentum = optax.sgd(0.1, momentum=0.9).init(params)
+    opt = optax.tree_utils.tree_map_params(
+        optax.sgd(0.1, momentum=0.9), lambda _, s: s, momentum, on_mesh(shards), transform_non_params=lambda _: None
+    )
+    found = three_steps(shard(params, mesh, weights), apply, (on_mesh(weights), opt), NamedSharding(mesh, P("data")))
+
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[1], expected[1])
+    for tree in found[1:]:  # weights and momentum of the large arrays lie in eighths
+        for x in jax.tree.leaves(tree):
+            if x.size >= 1000:
+                assert x.addressable_shards[0].data.size == x.size // 8
+
+
+MODEL = {
+    "attention": {"query": jax.ShapeDtypeStruct((D, 3, 8), jnp.float32)},
+    "mlp": {"up": jax.ShapeDtypeStruct((D, F), jnp.float32), "down": jax.ShapeDtypeStruct((F, D), jnp.float32)},
+    "scale": jax.ShapeDtypeStruct((), jnp.float32),  # needs no rule
+}
+ATTENTION = ("query", "D N H")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([ATTENTION, ("up", "D F/tensor")], r"mlp/down \(64, 32\): no rule covers it; add one, with 'D D'"),
+        ([ATTENTION, ("up|down", "D F"), ("gate", "D F")], "rule 'gate' lays out no parameter; paths are like"),
+        ([ATTENTION, ("mlp/.*", "D F"), ("up", "D F/tensor")], "rule 'up' lays out no parameter"),  # comes too late
+        ([ATTENTION, ("wn", "D F"), ("up|down", "D F")], "rule 'wn' lays out no parameter"),  # no part of a key
+        (
+            [("query", "D F"), ("up|down", "D F")],
+            r"attention/query \(32, 3, 8\): rule 'query' says 'D F', 2 dims; name",
+        ),
+        ([ATTENTION, ("up|down", "D/data F/data")], "mesh axis 'data' is used twice"),
+        ([ATTENTION, ("up|down", "D F/model")], "the mesh has no axis 'model'; it has pipe, replica, data"),
+        ([("query", "D N/tensor H"), ("up|down", "D F")], "tensor=2 does not divide dim 1 of 3; pad it, or leave it"),
+        ([ATTENTION, ("up|down", "D F"), ("(", "D")], "is not a regular expression"),
+    ],
+)
+def test_rules_that_do_not_fit_are_told_in_one_line(pairs, message):
+    mesh = meshes.make(data=4, tensor=2)
+    with pytest.raises(ValueError, match=message) as caught:
+        specs(Rules(pairs), MODEL, mesh)
+    assert "\n" not in str(caught.value)
+
+
+def test_who_asks_gets_a_report_of_everything_that_does_not_fit():
+    mesh, rules = meshes.make(data=4, tensor=2), Rules([("query", "D N/tensor H"), ("gate", "D F")])
+    lines = report(rules, MODEL, mesh)
+    assert [line.split()[0] for line in lines] == ["attention/query", "mlp/down", "mlp/up", "rule"]
+    assert len(report(rules, MODEL)) == 3  # without a mesh nothing is known of its axes
+    with pytest.raises(ValueError, match=r"and 3 more"):
+        specs(rules, MODEL, mesh)
+    assert report(Rules([ATTENTION, ("mlp/.*", "D F")]), MODEL, mesh) == []
+
+
+def test_arrays_that_do_not_fit_the_mesh_are_not_sharded():
+    mesh = meshes.make(data=4, tensor=2)
+    with pytest.raises(ValueError, match=r"head/w \(5, 4\): tensor=2 does not divide dim 0 of 5"):
+        shard({"head": {"w": jnp.ones((5, 4))}}, mesh, {"head": {"w": P("tensor")}})
+
+
+def test_the_example_that_shards_a_foreign_model_runs(capsys):
+    path = Path(__file__).parents[1] / "scripts" / "shard_your_model.py"
+    spec = importlib.util.spec_from_file_location("shard_your_model", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        script.main()
+    alone, together = (line.split()[-3:] for line in capsys.readouterr().out.splitlines() if "losses" in line)
+    np.testing.assert_allclose([float(x) for x in alone], [float(x) for x in together], rtol=1e-4)

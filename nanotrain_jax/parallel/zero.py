@@ -2,7 +2,7 @@
 
 A stage is five pure functions; `step.py` calls them in this order, all but the first inside `shard_map`:
 
-    storage(params, dims)          where parameters, and where master weights and moments rest: PartitionSpecs
+    storage(specs, dims)           where parameters, and where master weights and moments rest: PartitionSpecs
     inputs(stored, dims)           what the loss is differentiated with respect to
     gather(stored, inputs, ...)    what the model computes with; layer by layer, as its scan reaches it
     reduce(grads, dims)            what the backward left on this device -> sums over all devices
@@ -72,45 +72,52 @@ class Opt(NamedTuple):
     moments: Tree
 
 
-def shard_dims(params: Tree, size: int, persist_below: int = 10_000, stacked: Sequence[str] = ("layers",)) -> Tree:
+def shard_dims(
+    params: Tree, size: int, persist_below: int = 10_000, stacked: Sequence[str] = ("layers",), specs: Tree = None
+) -> Tree:
     """The dim along which each leaf is sharded over `size` devices: its largest that size divides, or WHOLE (-1).
 
     Leaves under a top-level key in `stacked` have a leading dim of layers, which is left alone and does not count
-    towards persist_below.
+    towards persist_below. specs: PartitionSpecs whose dims are taken by other axes.
     """
 
-    def choose(path: tuple, leaf: jax.ShapeDtypeStruct) -> int:
+    def choose(path: tuple, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
         first = int(bool(path) and getattr(path[0], "key", None) in stacked)
-        dims = [d for d in range(first, len(leaf.shape)) if leaf.shape[d] % size == 0]
+        taken = [d for d, axes in enumerate(spec) if axes is not None]
+        dims = [d for d in range(first, len(leaf.shape)) if leaf.shape[d] % size == 0 and d not in taken]
         count = leaf.size // max(leaf.shape[0], 1) if first else leaf.size
         return max(dims, key=lambda d: leaf.shape[d]) if dims and size > 1 and count >= persist_below else WHOLE
 
-    return jax.tree_util.tree_map_with_path(choose, params)
+    return jax.tree_util.tree_map_with_path(choose, params, whole_specs(params) if specs is None else specs)
 
 
 def zero_specs(
-    params: Tree, mesh: Mesh, stage: int, persist_below: int = 10_000, stacked: Sequence[str] = ()
+    params: Tree, mesh: Mesh, stage: int, persist_below: int = 10_000, stacked: Sequence[str] = (), specs: Tree = None
 ) -> tuple[Tree, Tree]:
     """-> (PartitionSpecs of the parameters, PartitionSpecs of their master weights and moments) at a ZeRO stage.
 
-    For any pytree of arrays or ShapeDtypeStructs (Flax NNX state, Linen variables, plain). Raises ValueError on an
-    unknown stage.
+    For any pytree of arrays or ShapeDtypeStructs (Flax NNX state, Linen variables, plain). specs: layouts over other
+    axes, which these are put on top of (`sharding.specs`). Raises ValueError on an unknown stage.
     """
     if stage not in ZERO:
         raise ValueError(f"zero stage {stage} is unknown; use 0, 1, 2 or 3")
-    return ZERO[stage].storage(params, shard_dims(params, mesh.shape["data"], persist_below, stacked))
+    specs = whole_specs(params) if specs is None else specs
+    return ZERO[stage].storage(specs, shard_dims(params, mesh.shape["data"], persist_below, stacked, specs))
 
 
-def _sharded(params: Tree, dims: Tree) -> Tree:
-    """-> PartitionSpec with `data` at each leaf's dim."""
-    return jax.tree.map(
-        lambda _, d: PartitionSpec() if d == WHOLE else PartitionSpec(*[None] * d, "data"), params, dims
-    )
-
-
-def _whole(params: Tree, dims: Tree) -> Tree:
+def whole_specs(params: Tree) -> Tree:
     """-> PartitionSpec() for every leaf."""
     return jax.tree.map(lambda _: PartitionSpec(), params)
+
+
+def _over_data(specs: Tree, dims: Tree) -> Tree:
+    """-> specs with `data` at each leaf's dim."""
+
+    def one(spec: PartitionSpec, d: int) -> PartitionSpec:
+        axes = [*spec, *[None] * (d + 1 - len(spec))]
+        return spec if d == WHOLE else PartitionSpec(*axes[:d], "data", *axes[d + 1 :])
+
+    return jax.tree.map(one, specs, dims)
 
 
 def _weights(stored: Tree, dims: Tree) -> Tree:
@@ -267,9 +274,9 @@ def _update(
 def _stage(params_sharded: bool, state_sharded: bool, in_backward: bool) -> Zero:
     whole = not state_sharded
     return Zero(
-        storage=lambda params, dims: (
-            (_sharded if params_sharded else _whole)(params, dims),
-            (_sharded if state_sharded else _whole)(params, dims),
+        storage=lambda specs, dims: (
+            _over_data(specs, dims) if params_sharded else specs,
+            _over_data(specs, dims) if state_sharded else specs,
         ),
         inputs=partial(_taps, whole=whole, already=params_sharded) if in_backward else _weights,
         gather=partial(_tapped, whole=whole, stored_sharded=params_sharded) if in_backward else _as_is,

@@ -1,0 +1,174 @@
+"""Tensor parallelism: matmuls, embedding and loss split over one mesh axis (Megatron-LM, arXiv 1909.08053).
+
+Pure functions for use inside anybody's `shard_map` (with check_vma=True). B batch, T tokens, D model, F ffn, V vocab,
+c tokens of a chunk; t devices along the axis, here called tensor. A block of a transformer is
+
+    h[B T F/tensor] = column(enter(x), w_in)        y = row(h, w_out)
+
+and between blocks activations lie in one of two ways:
+
+    sequence_parallel (arXiv 2205.05198)   x[B T/tensor D]   enter: all-gather over T     leave: reduce-scatter over T
+    else                                   x[B T D]          enter: nothing               leave: all-reduce
+
+The backward of each is the other's forward: 4 all-reduces of B T D per layer of two blocks, or as many pairs of
+reduce-scatter and all-gather, which move the same. What is used on x[B T/tensor D] but stored whole (gains of norms,
+biases after `leave`) has gradients that are partial sums over the axis; JAX sums them where its type says that the
+parameter is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nanotrain_jax.parallel.collectives import (
+    all_gather,
+    all_max,
+    all_reduce,
+    as_varying,
+    position,
+    reduce_scatter,
+    varying_axes,
+)
+
+
+def enter(x_BTD: jax.Array, axis: str = "tensor", sequence_parallel: bool = True) -> jax.Array:
+    """x[B T/tensor D] -> x[B T D], to be used by `column`; without sequence_parallel x[B T D] stays as it is.
+
+        x[B T D] = all_gather(x)                            (t-1)/t B T D elements
+    Backward: g[B T/tensor D] = reduce_scatter(g[B T D] {sum tensor}), the same; else an all-reduce, twice that.
+    """
+    return all_gather([x_BTD], axis, [1])[0] if sequence_parallel else as_varying(x_BTD, (axis,))
+
+
+def leave(y_BTD: jax.Array, axis: str = "tensor", sequence_parallel: bool = True) -> jax.Array:
+    """y[B T D] {sum tensor} -> y[B T/tensor D]; without sequence_parallel y[B T D].
+
+        y[B T/tensor D] = reduce_scatter(y)                 (t-1)/t B T D elements
+        y[B T D] = all_reduce(y)                            2 (t-1)/t B T D elements
+    Backward: an all-gather; else nothing. Raises ValueError if t does not divide T.
+    """
+    if not sequence_parallel:
+        return all_reduce(y_BTD, (axis,))
+    T, t = y_BTD.shape[1], lax.axis_size(axis)
+    if T % t:
+        raise ValueError(
+            f"{axis}={t} does not divide the {T} tokens of a sequence; pad it, or use sequence_parallel=False"
+        )
+    return reduce_scatter([y_BTD], axis, [1])[0]
+
+
+def column(x_BTD: jax.Array, w_DF: jax.Array) -> jax.Array:
+    """x[B T D], w[D F/tensor] -> y[B T F/tensor]: what has entered, times columns. Moves nothing.
+
+    F may be several dims, the first of them split: heads and head dim.
+    """
+    return jnp.tensordot(x_BTD, w_DF, 1)
+
+
+def row(x_BTF: jax.Array, w_FD: jax.Array, axis: str = "tensor", sequence_parallel: bool = True) -> jax.Array:
+    """x[B T F/tensor], w[F/tensor D] -> y[B T/tensor D], or y[B T D] without sequence_parallel.
+
+        y[B T D] {sum tensor} = x w                         moves nothing
+        leave(y)
+    F may be several dims, the first of them split.
+    """
+    return leave(jnp.tensordot(x_BTF, w_FD, w_FD.ndim - 1), axis, sequence_parallel)
+
+
+def look_up(
+    embedding_VD: jax.Array, tokens_BT: jax.Array, axis: str = "tensor", sequence_parallel: bool = True
+) -> jax.Array:
+    """embedding[V/tensor D], tokens[B T] -> x[B T/tensor D], or x[B T D] without sequence_parallel.
+
+    Each device looks up the tokens whose rows it has and takes zeros for the others; then `leave`. The gradient of a
+    row, a sum over all places of its token, is made in float32.
+    """
+    own_BT = tokens_BT - position(axis) * embedding_VD.shape[0]
+    here_BT = (own_BT >= 0) & (own_BT < embedding_VD.shape[0])
+    rows_BTD = embedding_VD.astype(jnp.float32)[jnp.where(here_BT, own_BT, 0)]
+    return leave(jnp.where(here_BT[..., None], rows_BTD, 0.0).astype(embedding_VD.dtype), axis, sequence_parallel)
+
+
+def cross_entropy(
+    x_BTD: jax.Array,
+    head_VD: jax.Array,
+    targets_BT: jax.Array,
+    axis: str = "tensor",
+    vocab_size: int | None = None,
+    chunk: int | None = None,
+    z_loss: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:
+    """x[B T D], head[V/tensor D], targets[B T] -> sum of the losses in nats (float32), how many targets count (int32).
+
+    x has entered. A negative target counts for nothing; rows of the head from vocab_size on are padding. The loss of a
+    token is log z - logit of its target + z_loss (log z)^2, z the sum of exp(logits) (z-loss: PaLM, arXiv 2204.02311).
+    `chunk` tokens at a time (all, if None):
+
+        l[c V/tensor] = x[c D] head                         moves nothing; float32
+        top[c] = all_max(max l)                             2 (t-1)/t c scalars
+        z[c], hit[c] = all_reduce(sum exp(l - top), l[target])          twice as many
+        g[c V/tensor] = softmax(l) - onehot(target), and with it the gradients of x and head, at once
+
+    so that no more than one chunk's logits exist, and none is computed twice; kept for the backward are the gradients
+    of x[B T D] and, in float32, of head[V/tensor D]. Backward: that of x is a partial sum over tensor, which the
+    backward of `enter` reduces. Raises ValueError if chunk does not divide B T.
+    """
+    B, T, D = x_BTD.shape
+    V, tokens = head_VD.shape[0], B * T
+    chunk = chunk or tokens
+    if tokens % chunk:
+        raise ValueError(f"chunk={chunk} does not divide the {B} x {T} tokens of a device; use a divisor of {tokens}")
+    others = varying_axes(x_BTD) | varying_axes(head_VD) | varying_axes(targets_BT)
+    everywhere = tuple(sorted(others | {axis}))
+    row_V = position(axis) * V + jnp.arange(V)
+
+    def of_chunk(x_cD: jax.Array, head_VD: jax.Array, target_c: jax.Array) -> tuple:
+        """-> losses[c], and a function that makes the gradients of their sum."""
+        logits_cV = jnp.einsum("cD,VD->cV", x_cD, head_VD, preferred_element_type=jnp.float32)
+        if vocab_size is not None:
+            logits_cV = jnp.where(row_V[None] < vocab_size, logits_cV, -jnp.inf)
+        hit_cV, counted_c = row_V[None] == target_c[:, None], target_c >= 0
+        top_c = all_max(logits_cV.max(-1), (axis,))
+        exp_cV = jnp.exp(logits_cV - top_c[:, None])
+        z_c, hit_c = all_reduce((exp_cV.sum(-1), jnp.where(hit_cV, logits_cV, 0.0).sum(-1)), (axis,))
+        log_z_c = top_c + jnp.log(z_c)
+
+        def gradients() -> tuple[jax.Array, jax.Array]:
+            slope_c = jnp.where(counted_c, 1 + 2 * z_loss * log_z_c, 0.0)
+            g_cV = (slope_c / z_c)[:, None] * exp_cV - jnp.where(hit_cV & counted_c[:, None], 1.0, 0.0)
+            g_cV = g_cV.astype(x_cD.dtype)
+            grad_VD = jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=jnp.float32)
+            return jnp.einsum("cV,VD->cD", g_cV, head_VD), grad_VD
+
+        return jnp.where(counted_c, log_z_c - hit_c + z_loss * jnp.square(log_z_c), 0.0), gradients
+
+    def by_chunk(x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x_BTD.reshape(-1, chunk, D), targets_BT.reshape(-1, chunk)
+
+    zero = as_varying(jnp.zeros(()), [name for name in everywhere if name != axis])
+
+    @jax.custom_vjp
+    def loss(x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        one = lambda total, xs: (total + of_chunk(xs[0], head_VD, xs[1])[0].sum(), None)
+        return lax.scan(one, zero, by_chunk(x_BTD, targets_BT))[0]
+
+    def forward(x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> tuple:
+        def one(sums: tuple, xs: tuple) -> tuple:
+            losses_c, gradients = of_chunk(xs[0], head_VD, xs[1])
+            grad_cD, grad_VD = gradients()
+            return (sums[0] + losses_c.sum(), sums[1] + grad_VD), grad_cD
+
+        sums = zero, as_varying(jnp.zeros((V, D), jnp.float32), everywhere)
+        (total, grad_VD), grad_cD = lax.scan(one, sums, by_chunk(x_BTD, targets_BT))
+        return total, (grad_cD.reshape(B, T, D), grad_VD, jnp.zeros((0,), head_VD.dtype))
+
+    def backward(kept: tuple, g: jax.Array) -> tuple:
+        grad_BTD, grad_VD, like = kept
+        grad_BTD = (g * grad_BTD.astype(jnp.float32)).astype(grad_BTD.dtype)
+        return grad_BTD, (g * grad_VD).astype(like.dtype), None
+
+    loss.defvjp(forward, backward)
+    x_BTD, head_VD, targets_BT = as_varying(x_BTD, everywhere), as_varying(head_VD, everywhere), targets_BT
+    return loss(x_BTD, head_VD, targets_BT), (targets_BT >= 0).sum(dtype=jnp.int32)

@@ -1,0 +1,172 @@
+"""Tensor parallelism: split over an axis, the same numbers, and exactly the bytes of the papers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from nanotrain_jax import mesh as meshes
+from nanotrain_jax.audit import hlo
+from nanotrain_jax.parallel import tensor
+from nanotrain_jax.sharding import layout
+
+B, T, D, F, V = 4, 16, 8, 32, 64
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def on(mesh, function, in_specs, out_specs):
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True))
+
+
+def block(x_BTD, gain_D, w_DF, w_FD, parallel=None):
+    """A norm's gain and the two matmuls of an MLP; parallel: None on one device, else sequence_parallel."""
+    x_BTD = x_BTD * gain_D[None, None]
+    if parallel is None:
+        return jnp.tanh(x_BTD @ w_DF) @ w_FD
+    h_BTF = jnp.tanh(tensor.column(tensor.enter(x_BTD, "tensor", parallel), w_DF))
+    return tensor.row(h_BTF, w_FD, "tensor", parallel)
+
+
+ARGUMENTS = normal(0, B, T, D), normal(1, D), normal(2, D, F), normal(3, F, D)
+
+
+def gradients(parallel=None):
+    def run(*arguments):
+        weigh = normal(4, B, T, D)
+        if parallel:
+            size = T // jax.lax.axis_size("tensor")
+            weigh = jax.lax.dynamic_slice_in_dim(weigh, jax.lax.axis_index("tensor") * size, size, 1)
+
+        def total(*arguments):
+            y = (weigh * block(*arguments, parallel=parallel)).sum()
+            return jax.lax.psum(y, "tensor") if parallel else y
+
+        return jax.value_and_grad(total, argnums=range(4))(*arguments)
+
+    return run
+
+
+def specs(sequence_parallel):
+    x = layout("B T/tensor D" if sequence_parallel else "B T D")
+    return x, P(), layout("D F/tensor"), layout("F/tensor D")
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_a_column_and_a_row_are_two_matmuls_and_so_are_their_gradients(size, sequence_parallel):
+    mesh, spec = meshes.make(data=1, tensor=size, devices=jax.devices()[:size]), specs(sequence_parallel)
+    found = on(mesh, gradients(sequence_parallel), spec, (P(), spec))(*ARGUMENTS)
+    expected = jax.jit(gradients())(*ARGUMENTS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_block_moves_what_the_papers_say(sequence_parallel):
+    mesh, spec = meshes.make(data=1, tensor=8), specs(sequence_parallel)
+    text = on(mesh, gradients(sequence_parallel), spec, (P(), spec)).lower(*ARGUMENTS).compile().as_text()
+    found = [c for c in hlo.collectives(text, mesh.shape) if c.bytes > 8 * D * 4]  # less: the gain's gradient, the loss
+    size = B * T * D * 4 * 7 / 8
+    # Enter and leave, and the backward of each (XLA:CPU may make one call of two all-reduces).
+    assert sum(c.bytes * c.count for c in found) == 4 * size
+    assert {c.operation for c in found} == ({"all_gather", "reduce_scatter"} if sequence_parallel else {"all_reduce"})
+    assert {c.axes for c in found} == {("tensor",)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_the_embedding_is_looked_up_where_its_rows_lie(sequence_parallel):
+    mesh = meshes.make(data=2, tensor=4)
+    tokens, table = jax.random.randint(jax.random.key(0), (B, T), 0, V), normal(1, V, D)
+
+    def run(table, tokens):
+        def total(table):
+            x = tensor.look_up(table, tokens, "tensor", sequence_parallel)
+            return jax.lax.psum((x**2).sum(), ("data", *(["tensor"] * sequence_parallel))), x
+
+        (_, x), g = jax.value_and_grad(total, has_aux=True)(table)
+        return x, g
+
+    x_spec = layout("B/data T/tensor D" if sequence_parallel else "B/data T D")
+    in_specs = layout("V/tensor D"), layout("B/data T")
+    x, g = on(mesh, run, in_specs, (x_spec, in_specs[0]))(table, tokens)
+    np.testing.assert_array_equal(x, table[tokens])
+    np.testing.assert_allclose(g, jnp.zeros((V, D)).at[tokens].add(2 * table[tokens]), rtol=1e-6)
+
+
+def reference(x_BTD, head_VD, targets_BT, vocab_size, z_loss):
+    """In float64, by numpy: -> sum of losses, gradients of x and head."""
+    x, head = np.asarray(x_BTD, np.float64).reshape(-1, D), np.asarray(head_VD, np.float64)
+    targets = np.asarray(targets_BT).reshape(-1)
+    logits = x @ head[:vocab_size].T
+    log_z = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
+    counted = targets >= 0
+    onehot = np.eye(vocab_size)[np.where(counted, targets, 0)]
+    loss = ((log_z - (logits * onehot).sum(1) + z_loss * log_z**2) * counted).sum()
+    g = (np.exp(logits - log_z[:, None]) * (1 + 2 * z_loss * log_z)[:, None] - onehot) * counted[:, None]
+    grad_head = np.zeros_like(head)
+    grad_head[:vocab_size] = g.T @ x
+    return loss, (g @ head[:vocab_size]).reshape(x_BTD.shape), grad_head
+
+
+@pytest.mark.parametrize(
+    ("data", "size", "chunk", "vocab_size", "z_loss"),
+    [(1, 1, None, V, 0.0), (2, 2, None, V, 1e-2), (2, 4, 8, 50, 0.0), (1, 8, 4, 57, 1e-2), (4, 2, 16, 33, 0.0)],
+)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_the_loss_and_its_gradients_are_those_of_float64(data, size, chunk, vocab_size, z_loss, sequence_parallel):
+    mesh = meshes.make(data=data, tensor=size, devices=jax.devices()[: data * size])
+    x, head = normal(0, B, T, D), normal(1, V, D)
+    targets = jax.random.randint(jax.random.key(2), (B, T), 0, vocab_size).at[1, :5].set(-1)
+
+    def run(x, head, targets):
+        def total(x, head):
+            x = tensor.enter(x, "tensor", sequence_parallel)
+            loss, count = tensor.cross_entropy(x, head, targets, "tensor", vocab_size, chunk, z_loss)
+            return jax.lax.psum(loss, "data"), jax.lax.psum(count, "data")
+
+        return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(x, head)
+
+    x_spec = layout("B/data T/tensor D" if sequence_parallel else "B/data T D")
+    in_specs = x_spec, layout("V/tensor D"), layout("B/data T")
+    with jax.default_matmul_precision("highest"):
+        (loss, count), (grad_x, grad_head) = on(mesh, run, in_specs, ((P(), P()), in_specs[:2]))(x, head, targets)
+    expected = reference(x, head, targets, vocab_size, z_loss)
+    assert count == B * T - 5
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    for found, true in zip((grad_x, grad_head), expected[1:], strict=True):
+        np.testing.assert_allclose(found, true, rtol=1e-6, atol=1e-6 * np.abs(true).max())
+
+
+def compiled_loss(mesh, chunk, vocab, tokens, with_gradients):
+    def run(x, head, targets):
+        total = lambda x, head: tensor.cross_entropy(x, head, targets, chunk=chunk)[0]
+        return jax.value_and_grad(total, argnums=(0, 1))(x, head) if with_gradients else total(x, head)
+
+    specs = P(), layout("V/tensor D"), P()
+    shapes = (1, tokens, D), (vocab, D), (1, tokens)
+    arguments = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, (jnp.float32, jnp.float32, jnp.int32), strict=True)]
+    return on(mesh, run, specs, (P(), specs[:2]) if with_gradients else P()).lower(*arguments).compile()
+
+
+def test_the_loss_moves_three_scalars_a_token_and_never_logits():
+    mesh = meshes.make(data=1, tensor=8)
+    for chunk in (None, 16):
+        found = hlo.collectives(compiled_loss(mesh, chunk, 256, 64, False).as_text(), mesh.shape)
+        assert {(c.operation, c.axes) for c in found} == {("all_reduce", ("tensor",))}
+        assert sum(c.bytes * c.count for c in found) == 2 * 7 / 8 * 3 * 64 * 4
+        assert {c.count for c in found} == {64 // (chunk or 64)}
+
+
+def test_no_more_than_one_chunk_of_logits_exists():
+    mesh = meshes.make(data=1, tensor=2)
+    T, V = 8192, 128_256
+    memory = {chunk: compiled_loss(mesh, chunk, V, T, True).memory_analysis() for chunk in (None, 1024, 128)}
+    temp = {chunk: found.temp_size_in_bytes for chunk, found in memory.items()}
+    logits, head = T * V // 2 * 4, V // 2 * D * 4
+    assert temp[None] > logits
+    for chunk in (1024, 128):  # logits and what is made of them, beside the gradient of the head
+        assert temp[chunk] < 4 * chunk / T * logits + 6 * head
+    assert temp[128] < logits / 20
