@@ -49,6 +49,7 @@ class Model(_Section):
     attention: Literal["auto", "xla", "cudnn"] = _key(
         "auto", "attention kernel; auto: cudnn flash attention on a GPU in 16 bit, else xla"
     )
+    loss_chunk: Count = _key(0, "tokens whose logits exist at a time, on a device; 0: all of a microbatch")
 
     @model_validator(mode="after")
     def _heads(self) -> Model:
@@ -303,6 +304,12 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
             f"{axes['data']} x {config.parallel.microbatches} = {shares}; use "
             + (f"{below} or " if below else "")
             + str(below + shares)
+        )
+    tokens = d.batch_size // shares * d.seq_len
+    if m.loss_chunk and tokens % m.loss_chunk:
+        raise ValueError(
+            f"model.loss_chunk={m.loss_chunk} does not divide the {tokens} tokens of a device's microbatch; "
+            f"use {_near_divisors(tokens, m.loss_chunk)}"
         )
     if config.optimizer.min_lr > config.optimizer.lr:
         raise ValueError(

@@ -24,7 +24,7 @@ from flax import nnx
 from jax import lax
 
 from nanotrain_jax.config import Model
-from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel import remat, tensor
 
 STD = 0.02
 
@@ -120,6 +120,7 @@ class Ends(nnx.Module):
 
     def __init__(self, config: Model, rngs: nnx.Rngs):
         V, D = config.vocab_size, config.d_model
+        self.loss_chunk = config.loss_chunk
         self.embedding_VD = _normal(rngs, (V, D))
         if config.family == "gpt2":
             self.positions_TD = _normal(rngs, (config.max_seq_len, D))
@@ -140,14 +141,19 @@ class Ends(nnx.Module):
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """x[B T D] -> logits[B T V] in float32"""
-        head_VD = self.head_VD if hasattr(self, "head_VD") else self.embedding_VD
-        return project(self.norm(x_BTD), head_VD[...])
+        return project(self.norm(x_BTD), self.head())
+
+    def head(self) -> jax.Array:
+        """head[V D]"""
+        return self.head_VD[...] if hasattr(self, "head_VD") else self.embedding_VD[...]
 
     def loss(self, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x[B T D], targets[B T] -> (sum of cross-entropies in nats, number of targets), float32 and int32 scalars.
 
-        A negative target counts for nothing (padding).
+        A negative target counts for nothing (padding). With model.loss_chunk only inside `shard_map`.
         """
+        if self.loss_chunk:
+            return tensor.cross_entropy(self.norm(x_BTD), self.head(), targets_BT, chunk=self.loss_chunk)
         counted_BT = targets_BT >= 0
         logits_BTV = self.logits(x_BTD)
         labels_BTV = jax.nn.one_hot(targets_BT, logits_BTV.shape[-1])

@@ -72,6 +72,8 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
     placed = jax.tree.map(lambda x: x.sharding, (ours.state, ours.batch))
     if ours.state.scale is not None:
         raise ValueError(f"precision.loss_scale={config.precision.loss_scale} is no part of the comparison; use none")
+    if config.model.loss_chunk:
+        raise ValueError(f"model.loss_chunk={config.model.loss_chunk} is no part of the comparison; use 0")
     parallel, device, B, T = config.parallel, mesh.devices.flat[0], config.data.batch_size, config.data.seq_len
     stage, pieces, clip = parallel.zero, parallel.microbatches, config.optimizer.grad_clip
     attention = model.attention_kernel(config.model, jnp.dtype(config.precision.compute), device)

@@ -29,12 +29,14 @@ CASES = [  # config, GPUs, overrides
     *((GPT2, 8, [f"parallel.zero={zero}", f"parallel.microbatches={m}"]) for zero in range(4) for m in (1, 4)),
     *((GPT2, 8, ["parallel.zero=3", f"memory.remat={remat}"]) for remat in ("selective", "full", "block:3")),
     (GPT2, 8, ["parallel.zero=1", "memory.remat=full"]),
+    (GPT2, 8, ["parallel.zero=3", "memory.remat=full", "model.loss_chunk=2048"]),
     (GPT2, 8, ["parallel.zero=0", "parallel.grad_reduce=per_layer"]),
     (GPT2, 8, ["parallel.zero=1", "parallel.grad_reduce=per_layer", "precision.grad_reduce=bfloat16"]),
     (GPT2, 16, ["parallel.zero=3", "parallel.data=8", "parallel.replica=2"]),
     *((GPT2, 64, [f"parallel.zero={zero}"]) for zero in (0, 1, 2, 3)),
     *((LLAMA, gpus, [f"parallel.zero={zero}"]) for gpus in (8, 64) for zero in (1, 2, 3)),
     *((LLAMA, 8, ["data.batch_size=8", f"memory.remat={remat}"]) for remat in ("none", "selective", "full")),
+    (LLAMA, 8, ["data.batch_size=8", "memory.remat=full", "model.loss_chunk=1024"]),
 ]
 TOO_LARGE = (LLAMA, 8, ["parallel.zero=0"])  # 112 GB of state: compiled for a GPU that has them
 
@@ -124,6 +126,8 @@ def test_golden_memory_falls_from_stage_to_stage_and_with_remat():
 
 IN_README = [  # what a row says, and its case
     *((f"GPT-2 124M, ZeRO {zero}", f"{GPT2} 8 zero={zero} microbatches=4") for zero in range(4)),
+    ("GPT-2 124M, ZeRO 3, full", f"{GPT2} 8 zero=3 remat=full"),
+    ("GPT-2 124M, ZeRO 3, full, loss_chunk 2048", f"{GPT2} 8 zero=3 remat=full loss_chunk=2048"),
     *((f"Llama-3-8B, ZeRO {zero}", f"{LLAMA} 8 zero={zero}") for zero in range(4)),
     *((f"Llama-3-8B, ZeRO 3, {r}", f"{LLAMA} 8 batch_size=8 remat={r}") for r in ("none", "selective", "full")),
 ]

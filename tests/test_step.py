@@ -96,8 +96,9 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_on_every_device(microb
             np.testing.assert_array_equal(x.data, y.data)
 
 
-def test_evaluation_is_the_oracles_mean_over_targets_that_count():
-    config, mesh = resolved(small(parallel={"microbatches": 2}))
+@pytest.mark.parametrize("chunk", [0, 8])
+def test_evaluation_is_the_oracles_mean_over_targets_that_count(chunk):
+    config, mesh = resolved(small(parallel={"microbatches": 2}, model={"loss_chunk": chunk}))
     step = steps.build(config, mesh)
     state, tokens = step.init(), random_tokens(config)[0]
     batch = on_devices(tokens, step)

@@ -288,6 +288,7 @@ BAD = [
         ["model.num_heads=4", "model.num_kv_heads=3"],
         "model.num_kv_heads=3 does not divide model.num_heads=4; use 2 or 4",
     ),
+    (["model.loss_chunk=7"], "model.loss_chunk=7 does not divide the"),
     (["parallel.data=16"], "needs 16 devices but there are 8"),
     (["parallel.data=3", "parallel.replica=-1"], "cannot be split into groups of 3"),
     (["parallel.tensor=2"], "not implemented yet"),

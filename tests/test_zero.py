@@ -50,6 +50,15 @@ def test_every_stage_equals_the_oracle(zero, data, replica, microbatches, remat,
 
 
 @pytest.mark.parametrize(
+    ("zero", "data", "microbatches", "family", "chunk"),
+    [(0, 4, 1, "llama", 32), (1, 2, 4, "gpt2", 64), (2, 8, 1, "llama", 8), (3, 4, 2, "gpt2", 16)],
+)
+def test_a_loss_made_chunk_by_chunk_equals_the_oracle(zero, data, microbatches, family, chunk, expected):
+    more = {"model": {"loss_chunk": chunk}}
+    equals_the_oracle(sharded(family, "none", more, zero=zero, data=data, microbatches=microbatches), expected)
+
+
+@pytest.mark.parametrize(
     ("zero", "data", "replica", "microbatches", "remat", "family"),
     [
         (0, 4, 2, 4, "full", "llama"),

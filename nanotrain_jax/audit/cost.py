@@ -124,7 +124,8 @@ def memory(config: Config) -> dict[str, float]:
                         where the stage shards them
     gradients           the paper's 2 per parameter with one microbatch, else 4 (float32 sums); over N from stage 2: 4
     activations         of one microbatch, see layer_activations; block:n keeps the input of each block and one block
-    logits              float32 logits and their 16-bit gradient
+    logits              float32 logits and their 16-bit gradient, of all tokens; or of model.loss_chunk, and the head's
+                        gradient in float32
     Left out: the working set of the layer at hand, weights gathered at stage 3, kernels' workspaces.
     """
     m, p = config.model, config.parallel
@@ -137,12 +138,13 @@ def memory(config: Config) -> dict[str, float]:
         kept = m.num_layers // size * m.d_model + size * layer_activations(m, "none", p.zero)
     else:
         kept = m.num_layers * layer_activations(m, remat, p.zero)
+    logits = (4 + b) * (m.loss_chunk or tokens) * m.vocab_size
     return {
         "params": b * (shard if p.zero == 3 else psi),
         "optimizer": (8 if b == 4 else 12) * (shard if p.zero else psi),
         "gradients": 4 * shard if p.zero > 1 else (4 if p.microbatches > 1 else b) * psi,
         "activations": b * tokens * kept,
-        "logits": (4 + b) * tokens * m.vocab_size,
+        "logits": logits + (4 * m.vocab_size * m.d_model if m.loss_chunk else 0),
     }
 
 
