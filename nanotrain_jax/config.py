@@ -88,7 +88,7 @@ class Parallel(_Section):
     prefetch: bool = _key(
         False, "zero 3 on GPUs, one microbatch: gather the weights of the next layer while a layer computes"
     )
-    bucket_mb: float = _key(25.0, "gradients and weights smaller than this travel together, in flat buckets", ge=0)
+    bucket_mb: float = _key(25.0, "arrays smaller than this are scattered and gathered together, in flat buckets", ge=0)
     persist_below: Count = _key(10_000, "parameters with fewer elements (per layer) stay whole at zero 1-3")
     microbatches: Positive = _key(
         1, "pieces of the local batch, run one after the other; gradients are reduced once per step"

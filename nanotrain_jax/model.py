@@ -25,6 +25,7 @@ from jax import lax
 
 from nanotrain_jax.config import Model
 from nanotrain_jax.parallel import remat, tensor
+from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 
 STD = 0.02
 
@@ -218,9 +219,13 @@ def add(x: jax.Array, bias: jax.Array) -> jax.Array:
     return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
-@jax.custom_vjp
 def look_up(embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """embedding[V D], tokens[B T] -> x[B T D] in float32, as a row's gradient is a sum over all places of its token."""
+    return _look_up(as_varying(embedding_VD, varying_axes(tokens_BT)), tokens_BT)
+
+
+@jax.custom_vjp
+def _look_up(embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     return embedding_VD[tokens_BT].astype(jnp.float32)
 
 
@@ -232,7 +237,7 @@ def _look_up_backward(saved: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> t
     return g_VD.astype(embedding_VD.dtype), None
 
 
-look_up.defvjp(lambda embedding, tokens: (look_up(embedding, tokens), (embedding, tokens)), _look_up_backward)
+_look_up.defvjp(lambda embedding, tokens: (_look_up(embedding, tokens), (embedding, tokens)), _look_up_backward)
 
 
 @jax.custom_vjp

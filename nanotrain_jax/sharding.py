@@ -133,7 +133,9 @@ def _match(rules: Rules, params: Tree, mesh: Mesh | None) -> tuple[list[Partitio
         if rule:
             _, says, spec, pattern = rule
             idle.pop(pattern, None)
-            if len(spec) != leaf.ndim:
+            if not leaf.ndim:
+                spec = PartitionSpec()
+            elif len(spec) != leaf.ndim:
                 problems.append(f"{where}: {says}, {len(spec)} dims; name all {leaf.ndim}")
             elif mesh is not None:
                 problems += [f"{where}: {says}, but {problem}" for problem in _misfits(leaf.shape, spec, mesh)]
@@ -158,6 +160,8 @@ def _ending(pattern: str) -> re.Pattern:
 
 def _misfits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> list[str]:
     problems = []
+    if len(spec) > len(shape):
+        return [f"{spec} has {len(spec)} dims; give it at most {len(shape)}"]
     for dim, entry in enumerate(spec):
         axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         unknown = [axis for axis in axes if axis not in mesh.shape]

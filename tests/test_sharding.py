@@ -229,12 +229,15 @@ def test_who_asks_gets_a_report_of_everything_that_does_not_fit():
     with pytest.raises(ValueError, match=r"and 3 more"):
         specs(rules, MODEL, mesh)
     assert report(Rules([ATTENTION, ("mlp/.*", "D F")]), MODEL, mesh) == []
+    assert report(Rules([ATTENTION, ("mlp/.*", "D F"), ("scale", "D")]), MODEL, mesh) == []  # a scalar lies whole
 
 
 def test_arrays_that_do_not_fit_the_mesh_are_not_sharded():
     mesh = meshes.make(data=4, tensor=2)
     with pytest.raises(ValueError, match=r"head/w \(5, 4\): tensor=2 does not divide dim 0 of 5"):
         shard({"head": {"w": jnp.ones((5, 4))}}, mesh, {"head": {"w": P("tensor")}})
+    with pytest.raises(ValueError, match=r"w \(4,\): .* has 2 dims; give it at most 1"):
+        shard({"w": jnp.ones(4)}, mesh, {"w": P(None, "tensor")})
 
 
 def test_the_example_that_shards_a_foreign_model_runs(capsys):
@@ -244,5 +247,15 @@ def test_the_example_that_shards_a_foreign_model_runs(capsys):
     spec.loader.exec_module(script)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         script.main()
-    alone, together = (line.split()[-3:] for line in capsys.readouterr().out.splitlines() if "losses" in line)
-    np.testing.assert_allclose([float(x) for x in alone], [float(x) for x in together], rtol=1e-4)
+    alone, together = (line.split() for line in capsys.readouterr().out.splitlines() if "losses" in line)
+    np.testing.assert_allclose([float(x) for x in alone[-3:]], [float(x) for x in together[-3:]], rtol=1e-4)
+    held = [int(line[2].replace(",", "")) for line in (alone, together)]
+    assert held[1] < held[0] / 7  # all but the norms and biases in eighths
+
+
+def test_zero_goes_on_top_of_other_axes_only():
+    mesh, params = meshes.make(data=4, tensor=2), {"w": jnp.ones((8, 8)), "v": jnp.ones((8,))}
+    weights, _ = zero_specs(params, mesh, 3, persist_below=1, specs={"w": P(None, "tensor"), "v": P("tensor")})
+    assert weights == {"w": P("data", "tensor"), "v": P("tensor")}
+    with pytest.raises(ValueError, match="is split over data already"):
+        zero_specs(params, mesh, 3, persist_below=1, specs={"w": P("data", None), "v": P()})

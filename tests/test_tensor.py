@@ -140,6 +140,66 @@ def test_the_loss_and_its_gradients_are_those_of_float64(data, size, chunk, voca
         np.testing.assert_allclose(found, true, rtol=1e-6, atol=1e-6 * np.abs(true).max())
 
 
+@pytest.mark.parametrize("around", ["jit", "checkpoint", "scan", "outside"])
+def test_the_loss_can_be_differentiated_from_anywhere(around):
+    mesh = meshes.make(data=2, tensor=4)
+    x, head = normal(0, B, T, D), normal(1, V, D)
+    targets = jax.random.randint(jax.random.key(2), (B, T), 0, V)
+    x_spec, head_spec, t_spec = layout("B/data T/tensor D"), layout("V/tensor D"), layout("B/data T")
+
+    def loss(x, head, targets):
+        return jax.lax.psum(tensor.cross_entropy(tensor.enter(x), head, targets, chunk=8)[0], "data")
+
+    def scanned(x, head, targets):
+        halves = lambda x: x.reshape(2, x.shape[0] // 2, *x.shape[1:])
+        return jax.lax.map(lambda xs: loss(xs[0], head, xs[1]), (halves(x), halves(targets))).sum()
+
+    run = {"jit": jax.jit(loss), "checkpoint": jax.checkpoint(loss), "scan": scanned, "outside": loss}[around]
+    if around == "outside":
+        found = jax.grad(on(mesh, run, (x_spec, head_spec, t_spec), P()), argnums=(0, 1))(x, head, targets)
+    else:
+        grads = jax.grad(run, argnums=(0, 1))
+        found = on(mesh, grads, (x_spec, head_spec, t_spec), (x_spec, head_spec))(x, head, targets)
+    for got, true in zip(found, reference(x, head, targets, V, 0.0)[1:], strict=True):
+        np.testing.assert_allclose(got, true, rtol=1e-5, atol=1e-5 * np.abs(true).max())
+
+
+def test_targets_outside_the_vocabulary_count_for_nothing():
+    mesh, vocab_size = meshes.make(data=1, tensor=8), 50
+    x, head = normal(0, B, T, D), normal(1, V, D)
+    targets = jax.random.randint(jax.random.key(2), (B, T), 0, vocab_size)
+
+    def run(x, head, targets):
+        total = lambda x, head: tensor.cross_entropy(x, head, targets, "tensor", vocab_size)
+        return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(x, head)
+
+    specs = P(), layout("V/tensor D"), P()
+    run = on(mesh, run, specs, ((P(), P()), specs[:2]))
+    found, expected = (run(x, head, targets.at[0].set(jnp.asarray(bad))) for bad in ([55, 64, 9999, 50] * 4, [-1] * 16))
+    assert int(found[0][1]) == (B - 1) * T
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2**-7), (jnp.float16, 2**-9)])
+def test_small_gradients_survive_in_16_bit(dtype, tolerance):
+    mesh = meshes.make(data=1, tensor=2, devices=jax.devices()[:2])
+    x, head = 4 * normal(0, 1, T, D), normal(1, V, D)
+    targets = jnp.einsum("BTD,VD->BTV", x, head).argmax(-1)  # well predicted: what is left to learn is little
+    x, head, scale = x.astype(dtype), head.astype(dtype), 2.0**12
+
+    def run(x, head, targets):
+        total = lambda x, head: scale * tensor.cross_entropy(x, head, targets)[0]
+        return jax.grad(total, argnums=(0, 1))(x, head)
+
+    specs = P(), layout("V/tensor D"), P()
+    found = on(mesh, run, specs, specs[:2])(x, head, targets)
+    assert [g.dtype for g in found] == [dtype, dtype]
+    for got, true in zip(found, reference(x, head, targets, V, 0.0)[1:], strict=True):
+        error = np.linalg.norm(np.asarray(got, np.float64) - scale * true, axis=-1)
+        size = np.linalg.norm(scale * true, axis=-1)
+        assert (error <= tolerance * size + 1e-3).all()
+
+
 def compiled_loss(mesh, chunk, vocab, tokens, with_gradients):
     def run(x, head, targets):
         total = lambda x, head: tensor.cross_entropy(x, head, targets, chunk=chunk)[0]

@@ -102,13 +102,13 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """x[B T D], head[V/tensor D], targets[B T] -> sum of the losses in nats (float32), how many targets count (int32).
 
-    x has entered. A negative target counts for nothing; rows of the head from vocab_size on are padding. The loss of a
-    token is log z - logit of its target + z_loss (log z)^2, z the sum of exp(logits) (z-loss: PaLM, arXiv 2204.02311).
-    `chunk` tokens at a time (all, if None):
+    x has entered. Rows of the head from vocab_size on (None: no row) are padding; a target that is negative or not below
+    vocab_size counts for nothing. The loss of a token is log z - logit of its target + z_loss (log z)^2, with z the sum
+    of exp(logits) (z-loss: PaLM, arXiv 2204.02311). `chunk` tokens at a time (all, if None):
 
         l[c V/tensor] = x[c D] head                         moves nothing; float32
         top[c] = all_max(max l)                             2 (t-1)/t c scalars
-        z[c], hit[c] = all_reduce(sum exp(l - top), l[target])          twice as many
+        z[c], hit[c] = all_reduce(sum exp(l - top), l[target])     twice as many
         g[c V/tensor] = softmax(l) - onehot(target), and with it the gradients of x and head, at once
 
     so that no more than one chunk's logits exist, and none is computed twice; kept for the backward are the gradients
@@ -120,16 +120,23 @@ def cross_entropy(
     chunk = chunk or tokens
     if tokens % chunk:
         raise ValueError(f"chunk={chunk} does not divide the {B} x {T} tokens of a device; use a divisor of {tokens}")
-    others = varying_axes(x_BTD) | varying_axes(head_VD) | varying_axes(targets_BT)
-    everywhere = tuple(sorted(others | {axis}))
-    row_V = position(axis) * V + jnp.arange(V)
+    everywhere = tuple({axis} | varying_axes(x_BTD) | varying_axes(head_VD) | varying_axes(targets_BT))
+    vocab_size = vocab_size or V * lax.axis_size(axis)
+    boost = 2.0**10 if x_BTD.dtype == jnp.float16 else 1.0  # float16 gradients meet the loss scale only in the backward
+
+    def counted(targets: jax.Array) -> jax.Array:
+        return (targets >= 0) & (targets < vocab_size)
+
+    def zero() -> jax.Array:
+        return as_varying(jnp.zeros(()), [name for name in everywhere if name != axis])
 
     def of_chunk(x_cD: jax.Array, head_VD: jax.Array, target_c: jax.Array) -> tuple:
-        """-> losses[c], and a function that makes the gradients of their sum."""
+        """-> losses[c], and a function that makes the gradients of their sum, times boost."""
+        row_V = position(axis) * V + jnp.arange(V)
         logits_cV = jnp.einsum("cD,VD->cV", x_cD, head_VD, preferred_element_type=jnp.float32)
-        if vocab_size is not None:
-            logits_cV = jnp.where(row_V[None] < vocab_size, logits_cV, -jnp.inf)
-        hit_cV, counted_c = row_V[None] == target_c[:, None], target_c >= 0
+        logits_cV = jnp.where(row_V[None] < vocab_size, logits_cV, -jnp.inf)
+        counted_c = counted(target_c)
+        hit_cV = (row_V[None] == target_c[:, None]) & counted_c[:, None]
         top_c = all_max(logits_cV.max(-1), (axis,))
         exp_cV = jnp.exp(logits_cV - top_c[:, None])
         z_c, hit_c = all_reduce((exp_cV.sum(-1), jnp.where(hit_cV, logits_cV, 0.0).sum(-1)), (axis,))
@@ -137,22 +144,20 @@ def cross_entropy(
 
         def gradients() -> tuple[jax.Array, jax.Array]:
             slope_c = jnp.where(counted_c, 1 + 2 * z_loss * log_z_c, 0.0)
-            g_cV = (slope_c / z_c)[:, None] * exp_cV - jnp.where(hit_cV & counted_c[:, None], 1.0, 0.0)
-            g_cV = g_cV.astype(x_cD.dtype)
+            g_cV = (slope_c / z_c)[:, None] * exp_cV - jnp.where(hit_cV, 1.0, 0.0)
+            g_cV = (boost * g_cV).astype(x_cD.dtype)
             grad_VD = jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=jnp.float32)
-            return jnp.einsum("cV,VD->cD", g_cV, head_VD), grad_VD
+            return jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype), grad_VD
 
         return jnp.where(counted_c, log_z_c - hit_c + z_loss * jnp.square(log_z_c), 0.0), gradients
 
     def by_chunk(x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         return x_BTD.reshape(-1, chunk, D), targets_BT.reshape(-1, chunk)
 
-    zero = as_varying(jnp.zeros(()), [name for name in everywhere if name != axis])
-
     @jax.custom_vjp
     def loss(x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
         one = lambda total, xs: (total + of_chunk(xs[0], head_VD, xs[1])[0].sum(), None)
-        return lax.scan(one, zero, by_chunk(x_BTD, targets_BT))[0]
+        return lax.scan(one, zero(), by_chunk(x_BTD, targets_BT))[0]
 
     def forward(x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> tuple:
         def one(sums: tuple, xs: tuple) -> tuple:
@@ -160,15 +165,16 @@ def cross_entropy(
             grad_cD, grad_VD = gradients()
             return (sums[0] + losses_c.sum(), sums[1] + grad_VD), grad_cD
 
-        sums = zero, as_varying(jnp.zeros((V, D), jnp.float32), everywhere)
+        sums = zero(), as_varying(jnp.zeros((V, D), jnp.float32), everywhere)
         (total, grad_VD), grad_cD = lax.scan(one, sums, by_chunk(x_BTD, targets_BT))
         return total, (grad_cD.reshape(B, T, D), grad_VD, jnp.zeros((0,), head_VD.dtype))
 
     def backward(kept: tuple, g: jax.Array) -> tuple:
         grad_BTD, grad_VD, like = kept
+        g = g / boost
         grad_BTD = (g * grad_BTD.astype(jnp.float32)).astype(grad_BTD.dtype)
         return grad_BTD, (g * grad_VD).astype(like.dtype), None
 
     loss.defvjp(forward, backward)
-    x_BTD, head_VD, targets_BT = as_varying(x_BTD, everywhere), as_varying(head_VD, everywhere), targets_BT
-    return loss(x_BTD, head_VD, targets_BT), (targets_BT >= 0).sum(dtype=jnp.int32)
+    x_BTD, head_VD = as_varying((x_BTD, head_VD), everywhere)
+    return loss(x_BTD, head_VD, targets_BT), counted(targets_BT).sum(dtype=jnp.int32)

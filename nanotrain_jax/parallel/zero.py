@@ -22,7 +22,8 @@ layers; embedding and head are gathered at most once per microbatch, not again i
 
 `replica` axis: sharding inside a group, replication across groups (PyTorch's HYBRID_SHARD): after the reduce-scatter
 over `data`, shards are all-reduced over `replica`. Arrays with fewer than persist_below elements (norm gains, biases),
-and those with no dim that N divides, stay whole and are all-reduced. Arrays smaller than a bucket travel together.
+and those with no dim that N divides, stay whole and are all-reduced. Arrays smaller than a bucket are scattered and
+gathered together.
 
 What is differentiated are `inputs`: in ZERO[0] and ZERO[1] the weights themselves, else "taps": zeros in the shape of
 what is stored of a gradient, float32, whose cotangent is the reduced gradient. So a layer's whole gradient lives only
@@ -59,7 +60,7 @@ class Zero(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """How things travel: gradients in which dtype; small arrays together, up to how many bytes."""
+    """How things travel: gradients in which dtype; small arrays together, up to how many bytes (as stored)."""
 
     dtype: jnp.dtype
     bucket: float
@@ -102,6 +103,11 @@ def zero_specs(
     if stage not in ZERO:
         raise ValueError(f"zero stage {stage} is unknown; use 0, 1, 2 or 3")
     specs = whole_specs(params) if specs is None else specs
+    for spec in jax.tree.leaves(specs):
+        if "data" in jax.tree.leaves(tuple(spec)):
+            raise ValueError(
+                f"{spec} is split over data already, where ZeRO puts its shards; lay it out over other axes"
+            )
     return ZERO[stage].storage(specs, shard_dims(params, mesh.shape["data"], persist_below, stacked, specs))
 
 
