@@ -102,9 +102,9 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """x[B T D], head[V/tensor D], targets[B T] -> sum of the losses in nats (float32), how many targets count (int32).
 
-    x has entered. Rows of the head from vocab_size on (None: no row) are padding; a target that is negative or not below
-    vocab_size counts for nothing. The loss of a token is log z - logit of its target + z_loss (log z)^2, with z the sum
-    of exp(logits) (z-loss: PaLM, arXiv 2204.02311). `chunk` tokens at a time (all, if None):
+    x has entered. Rows of the head from vocab_size on (None: no row) are padding; a target that is negative or not
+    below vocab_size counts for nothing. The loss of a token is log z - logit of its target + z_loss (log z)^2, with z
+    the sum of exp(logits) (z-loss: PaLM, arXiv 2204.02311). `chunk` tokens at a time (all, if None):
 
         l[c V/tensor] = x[c D] head                         moves nothing; float32
         top[c] = all_max(max l)                             2 (t-1)/t c scalars
@@ -120,7 +120,7 @@ def cross_entropy(
     chunk = chunk or tokens
     if tokens % chunk:
         raise ValueError(f"chunk={chunk} does not divide the {B} x {T} tokens of a device; use a divisor of {tokens}")
-    everywhere = tuple({axis} | varying_axes(x_BTD) | varying_axes(head_VD) | varying_axes(targets_BT))
+    everywhere = sorted({axis} | varying_axes(x_BTD) | varying_axes(head_VD) | varying_axes(targets_BT))
     vocab_size = vocab_size or V * lax.axis_size(axis)
     boost = 2.0**10 if x_BTD.dtype == jnp.float16 else 1.0  # float16 gradients meet the loss scale only in the backward
 
