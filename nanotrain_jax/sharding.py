@@ -159,9 +159,9 @@ def _ending(pattern: str) -> re.Pattern:
 
 
 def _misfits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> list[str]:
-    problems = []
     if len(spec) > len(shape):
         return [f"{spec} has {len(spec)} dims; give it at most {len(shape)}"]
+    problems = []
     for dim, entry in enumerate(spec):
         axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         unknown = [axis for axis in axes if axis not in mesh.shape]
