@@ -9,7 +9,7 @@ from typing import Any
 _PUBLIC = {
     "Config": "config",
     "load": "runtime.request",
-    "resolve": "config",
+    "resolve": "resolved",
     "layout": "sharding",
     "Rules": "sharding",
     "specs": "sharding",

@@ -1,6 +1,6 @@
 """The config: every key with its default and meaning, in frozen, strict sections; pure validation.
 
-runtime/request.py reads what the user wrote; `resolve` fills in what only the machine and the data know (mesh sizes,
+runtime/request.py reads what the user wrote; resolved.py fills in what only the machine and the data know (mesh sizes,
 vocabulary). Everything downstream receives the resolved config and never changes it. Every error is a ValueError of
 one line that names the value, the rule and the remedy.
 """
@@ -8,7 +8,7 @@ one line that names the value, the rule and the remedy.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from math import lcm
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -56,12 +56,12 @@ class Model(_Section):
         if self.d_model % self.num_heads:
             raise ValueError(
                 f"model.num_heads={self.num_heads} does not divide model.d_model={self.d_model}; "
-                f"use {_near_divisors(self.d_model, self.num_heads)}"
+                f"use {near_divisors(self.d_model, self.num_heads)}"
             )
         if self.num_kv_heads and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
-                f"use {_near_divisors(self.num_heads, self.num_kv_heads)}"
+                f"use {near_divisors(self.num_heads, self.num_kv_heads)}"
             )
         if self.family == "llama" and (self.d_model // self.num_heads) % 2:
             raise ValueError(
@@ -76,7 +76,8 @@ class Parallel(_Section):
 
     data: int = _key(-1, "data-parallel devices; -1: whatever devices remain")
     replica: int = _key(1, "groups of data-parallel devices (replicas of the whole)")
-    tensor: int = _key(1, "tensor-parallel devices (only 1 so far)")
+    tensor: int = _key(1, "tensor-parallel devices: heads, d_ff and vocabulary are split over them")
+    sequence_parallel: bool = _key(True, "with tensor: activations between its matmuls are split over tokens")
     pipe: int = _key(1, "pipeline stages (only 1 so far)")
     context: int = _key(1, "context-parallel devices (only 1 so far)")
     zero: Literal[0, 1, 2, 3] = _key(
@@ -106,7 +107,7 @@ class Parallel(_Section):
                 f"parallel.prefetch=true with parallel.zero={self.zero} and parallel.microbatches={self.microbatches}: "
                 "it is for zero=3 with microbatches=1 (XLA would prefetch across microbatches too, at twice the memory)"
             )
-        for axis in ("tensor", "pipe", "context"):
+        for axis in ("pipe", "context"):
             if getattr(self, axis) != 1:
                 raise ValueError(
                     f"parallel.{axis}={getattr(self, axis)} is not implemented yet; use 1 and spread over parallel.data"
@@ -258,67 +259,12 @@ class Config(_Section):
         return self.model_copy(update={section: getattr(self, section).model_copy(update=changes)})
 
 
-def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None = None) -> Config:
-    """Fill in what only mesh and data know, and check what depends on it.
-
-    axes: mesh axis -> number of devices. tokenizer_vocab: ids the tokenizer can produce (None: it has no say).
-    Returns a config in which no model size is None. Raises ValueError.
-    """
-    m, d = config.model, config.data
-    vocab = m.vocab_size or tokenizer_vocab
-    if vocab is None:
-        raise ValueError(f"model.vocab_size is needed with data.source={d.source!r}, which has no tokenizer; set it")
-    if tokenizer_vocab and vocab < tokenizer_vocab:
-        raise ValueError(
-            f"model.vocab_size={vocab} is smaller than the tokenizer's {tokenizer_vocab}; "
-            f"use at least {tokenizer_vocab}, or leave it out"
-        )
-    max_seq_len = m.max_seq_len or d.seq_len
-    if d.seq_len > max_seq_len:
-        raise ValueError(
-            f"data.seq_len={d.seq_len} is longer than model.max_seq_len={max_seq_len}; shorten it or raise the latter"
-        )
-    d_ff = 4 * m.d_model if m.family == "gpt2" else -(-8 * m.d_model // (3 * 256)) * 256
-    config = config.replace(
-        "model",
-        vocab_size=vocab,
-        max_seq_len=max_seq_len,
-        num_kv_heads=m.num_kv_heads or m.num_heads,
-        d_ff=m.d_ff or d_ff,
-        tie_embeddings=m.family == "gpt2" if m.tie_embeddings is None else m.tie_embeddings,
-    )
-    config = config.replace("parallel", **axes)
-    config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
-
-    size = int(config.memory.remat.removeprefix("block:")) if config.memory.remat.startswith("block:") else 1
-    if m.num_layers % size:
-        raise ValueError(
-            f"memory.remat={config.memory.remat!r} does not divide model.num_layers={m.num_layers}; "
-            f"use block:{_near_divisors(m.num_layers, size).replace(' or ', ' or block:')}"
-        )
-    shares = axes["replica"] * axes["data"] * config.parallel.microbatches
-    if d.batch_size % shares:
-        below = d.batch_size // shares * shares
-        raise ValueError(
-            f"data.batch_size={d.batch_size} is not divisible by replica x data x microbatches = {axes['replica']} x "
-            f"{axes['data']} x {config.parallel.microbatches} = {shares}; use "
-            + (f"{below} or " if below else "")
-            + str(below + shares)
-        )
-    tokens = d.batch_size // shares * d.seq_len
-    if m.loss_chunk and tokens % m.loss_chunk:
-        raise ValueError(
-            f"model.loss_chunk={m.loss_chunk} does not divide the {tokens} tokens of a device's microbatch; "
-            f"use {_near_divisors(tokens, m.loss_chunk)}"
-        )
-    if config.optimizer.min_lr > config.optimizer.lr:
-        raise ValueError(
-            f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}; lower it"
-        )
-    return config
+def padded_vocab(vocab_size: int, tensor: int) -> int:
+    """Rows of the embedding: the next multiple of 128 and of the tensor axis where there is one (as in Megatron-LM)."""
+    return -(-vocab_size // lcm(128, tensor)) * lcm(128, tensor) if tensor > 1 else vocab_size
 
 
-def _near_divisors(number: int, wanted: int) -> str:
+def near_divisors(number: int, wanted: int) -> str:
     """The divisors of number on either side of wanted."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     below, above = [d for d in divisors if d < wanted][-1:], [d for d in divisors if d > wanted][:1]

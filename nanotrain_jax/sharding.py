@@ -96,11 +96,16 @@ def report(rules: Rules, params: Tree, mesh: Mesh | None = None) -> list[str]:
 
 
 def specs(rules: Rules, params: Tree, mesh: Mesh | None = None) -> Tree:
-    """A PartitionSpec for every parameter, in the same tree. Raises ValueError with the first line of the report."""
+    """A PartitionSpec for every parameter, in the same tree; no None at its end, as jit returns them.
+
+    Raises ValueError with the first line of the report.
+    """
     found, problems = _match(rules, params, mesh)
     if problems:
         more = f" (and {len(problems) - 1} more: see report())" if len(problems) > 1 else ""
         raise ValueError(problems[0] + more)
+    lengths = (max((d + 1 for d, axes in enumerate(spec) if axes), default=0) for spec in found)
+    found = [PartitionSpec(*spec[:length]) for spec, length in zip(found, lengths, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(params), found)
 
 

@@ -21,9 +21,9 @@ from nanotrain_jax.config import Config
 from nanotrain_jax.mesh import BATCH_AXES
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import all_reduce, as_varying, gpu_options
-from nanotrain_jax.parallel.zero import PER_LAYER, WHOLE, ZERO, Opt, Wire, Zero, shard_dims, whole_specs
+from nanotrain_jax.parallel.zero import PER_LAYER, WHOLE, ZERO, Opt, Wire, Zero, shard_dims
 from nanotrain_jax.runtime import optim
-from nanotrain_jax.sharding import layout
+from nanotrain_jax.sharding import layout, specs
 
 Tree = Any  # a pytree of arrays
 REPLICATED = PartitionSpec()
@@ -94,20 +94,33 @@ def build(config: Config, mesh: Mesh) -> Step:
 
     attention = model.attention_kernel(config.model, dtype, mesh.devices.flat[0])
     model_config = config.model.model_copy(update={"attention": attention})
-    graphs, shapes = model.abstract(model_config)
+    tensor = mesh.shape["tensor"]
+    tensor_split = model.Split("tensor", tensor, config.parallel.sequence_parallel) if tensor > 1 else model.Split()
+    graphs, shapes = model.abstract(model_config, tensor_split)
     schedule = optim.schedule(config.optimizer)
     optimizer = optim.build(config.optimizer, model.is_decayed)
 
     devices = mesh.shape["data"] if config.parallel.zero else 1
-    dims = shard_dims(shapes, devices, config.parallel.persist_below)
+    weight_specs = specs(model.rules(model_config, tensor_split), shapes, mesh)
+    dims = shard_dims(shapes, devices, config.parallel.persist_below, specs=weight_specs)
     layer_dims = jax.tree.map(lambda d: d if d == WHOLE else d - 1, dims["layers"])  # without the leading L
+    regather = config.parallel.zero == 3 or (tensor > 1 and tensor_split.sequence_parallel)
 
     def init() -> State:
-        master = model.init(model_config, config.train.seed)
+        master = model.init(model_config, config.train.seed, tensor_split)
         params = jax.tree.map(lambda p: p.astype(dtype), master)
         opt = Opt(None if dtype == jnp.float32 else master, optimizer.init(master))
         scale = optim.loss_scale(config.precision)
         return State(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), params, opt, scale)
+
+    def local(params: Tree) -> Tree:
+        """params, such that gradients which are partial sums over tensor stay local: `zero.reduce` sums them once."""
+
+        def cast(path: tuple, w: jax.Array, spec: PartitionSpec) -> jax.Array:
+            partial = "tensor" not in spec and model.has_partial_gradient(path, tensor_split)
+            return as_varying(w, ("tensor",)) if partial else w
+
+        return jax.tree_util.tree_map_with_path(cast, params, weight_specs)
 
     def loss(zero: Zero, params: Tree, inputs: Tree, batch: Tree, sums: Tree = None) -> tuple[jax.Array, jax.Array]:
         params, sums = as_varying(params, BATCH_AXES), sums or {"ends": None, "layers": None}
@@ -119,29 +132,28 @@ def build(config: Config, mesh: Mesh) -> Step:
 
         layers = params["layers"], inputs["layers"], sums["layers"]
         x_BTD = ends.embed(batch["inputs"])
-        x_BTD = remat.scan(
-            layer, x_BTD, layers, config.memory.remat, config.parallel.zero == 3, config.parallel.prefetch
-        )
+        x_BTD = remat.scan(layer, x_BTD, layers, config.memory.remat, regather, config.parallel.prefetch)
         return ends.loss(x_BTD, batch["targets"])
 
     def train(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         factor = state.scale.value if state.scale else 1.0
+        params = local(state.params)
 
         def run(zero: Zero, microbatches: Tree, sums: Tree = None) -> tuple[jax.Array, Tree]:
-            objective = lambda inputs, batch: loss(zero, state.params, inputs, batch, sums)[0] * (factor / (B * T))
-            return accumulate(objective, zero.inputs(state.params, dims), microbatches)
+            objective = lambda inputs, batch: loss(zero, params, inputs, batch, sums)[0] * (factor / (B * T))
+            return accumulate(objective, zero.inputs(params, dims), microbatches)
 
         microbatches = split(batch, pieces)
         if last is None:
             mean_loss, grads = run(zero, microbatches)
-            grads = zero.reduce(grads, dims, wire)
+            grads = zero.reduce(grads, state.params, dims, wire)
         else:  # the backward of the last microbatch also sends what the others left on this device
             mean_loss, sums, final = 0.0, None, jax.tree.map(lambda x: x[-1:], microbatches)
             if pieces > 1:
                 mean_loss, sums = run(zero, jax.tree.map(lambda x: x[:-1], microbatches))
                 sums, final = lax.optimization_barrier((sums, final))  # not both at a time
             final_loss, grads = run(last, final, sums)
-            mean_loss, grads = mean_loss + final_loss, last.reduce(grads, dims, wire)
+            mean_loss, grads = mean_loss + final_loss, last.reduce(grads, state.params, dims, wire)
         mean_loss = all_reduce(mean_loss, BATCH_AXES)
         if state.scale:
             mean_loss, grads = jax.tree.map(lambda x: x / factor, (mean_loss, grads))
@@ -162,18 +174,19 @@ def build(config: Config, mesh: Mesh) -> Step:
         return State(state.step + 1, skipped, params, opt, scale), metrics
 
     def evaluate(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        params = local(params)
         inputs = zero.inputs(params, dims)
         sums = lax.map(lambda microbatch: loss(zero, params, inputs, microbatch), split(batch, pieces))
         return all_reduce(jax.tree.map(lambda x: x.sum(0), sums), BATCH_AXES)
 
     state = jax.eval_shape(init)
-    params_specs, shard_specs = zero.storage(whole_specs(shapes), dims)
+    params_specs, shard_specs = zero.storage(weight_specs, dims)
     moments_specs = optax.tree_utils.tree_map_params(
         optimizer, lambda _, spec: spec, state.opt.moments, shard_specs, transform_non_params=lambda _: REPLICATED
     )
     opt_specs = Opt(None if state.opt.master is None else shard_specs, moments_specs)
     scale_specs = jax.tree.map(lambda _: REPLICATED, state.scale)
-    specs = State(REPLICATED, REPLICATED, params_specs, opt_specs, scale_specs)
+    state_specs = State(REPLICATED, REPLICATED, params_specs, opt_specs, scale_specs)
     prefetch, on_gpu = config.parallel.prefetch, mesh.devices.flat[0].platform == "gpu"
     options = gpu_options(config.parallel.bucket_mb, prefetch) if on_gpu else None
     batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in ("inputs", "targets")}
@@ -187,13 +200,15 @@ def build(config: Config, mesh: Mesh) -> Step:
             lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), shapes, specs
         )
 
-    state, batch = placed(state, specs), placed(batch, batch_specs)
+    state, batch = placed(state, state_specs), placed(batch, batch_specs)
     return Step(
         init=jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, state)),
         train=jax.jit(
-            on_mesh(train, (specs, batch_specs), (specs, REPLICATED)), donate_argnums=0, compiler_options=options
+            on_mesh(train, (state_specs, batch_specs), (state_specs, REPLICATED)),
+            donate_argnums=0,
+            compiler_options=options,
         ),
-        evaluate=jax.jit(on_mesh(evaluate, (specs.params, batch_specs), REPLICATED)),
+        evaluate=jax.jit(on_mesh(evaluate, (params_specs, batch_specs), REPLICATED)),
         state=state,
         batch=batch,
     )

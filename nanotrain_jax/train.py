@@ -22,11 +22,11 @@ import jax
 import yaml
 from jax.sharding import Mesh
 
-from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, topology
 from nanotrain_jax.config import Config
+from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import checkpoint, data, metrics, request
 
 
@@ -101,7 +101,7 @@ def prepare(config: Config) -> Run:
     meshes.configure(runtime.simulate, runtime.deterministic, cache)
     mesh = meshes.make(**config.parallel.axes)
     dataset = data.load(config.data, config.model.vocab_size)
-    config = configs.resolve(config, mesh.shape, dataset.vocab_size)
+    config = resolve(config, mesh.shape, dataset.vocab_size)
     start = checkpoint.find(config.checkpoint)
     step = steps.build(config, mesh)
     if start is None:

@@ -22,15 +22,16 @@ from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, hlo, topology
+from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
 
 
 def spread(config: configs.Config, gpus: int) -> configs.Config:
     """The config on another number of GPUs: parallel.data changes, a device's share of the batch does not."""
-    replica, data = config.parallel.replica, config.parallel.data
+    replica, data, tensor = config.parallel.replica, config.parallel.data, config.parallel.tensor
     if data == -1:
         return config
-    share, data = config.data.batch_size / (replica * data), gpus // replica
+    share, data = config.data.batch_size / (replica * data), max(gpus // (replica * tensor), 1)
     return config.replace("parallel", data=data).replace("data", batch_size=int(share * replica * data))
 
 
@@ -40,7 +41,7 @@ def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
     Raises ValueError if the config does not fit the GPUs, RuntimeError without the CUDA compiler.
     """
     mesh = meshes.make(**config.parallel.axes, devices=topology.compile_only(gpu, gpus))
-    config = configs.resolve(config, mesh.shape)
+    config = resolve(config, mesh.shape)
     step = steps.build(config, mesh)
     started = time.perf_counter()
     compiled = step.train.lower(step.state, step.batch).compile()

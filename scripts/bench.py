@@ -21,6 +21,7 @@ from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, topology
+from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import data, request
 
 
@@ -29,7 +30,7 @@ def measure(config: configs.Config, count: int, warmup: int) -> dict:
     meshes.configure(config.runtime.simulate, config.runtime.deterministic)
     mesh = meshes.make(**config.parallel.axes)
     vocab = None if config.model.vocab_size else data.load(config.data).vocab_size
-    config = configs.resolve(config, mesh.shape, vocab)
+    config = resolve(config, mesh.shape, vocab)
     step = steps.build(config, mesh)
     state = step.init()
     tokens = np.random.default_rng(0).integers(

@@ -41,6 +41,7 @@ from nanotrain_jax.audit import cost, hlo, topology
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import gpu_options
 from nanotrain_jax.parallel.zero import Opt, zero_specs
+from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import data, optim, request
 from nanotrain_jax.sharding import layout
 
@@ -72,6 +73,8 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
     placed = jax.tree.map(lambda x: x.sharding, (ours.state, ours.batch))
     if ours.state.scale is not None:
         raise ValueError(f"precision.loss_scale={config.precision.loss_scale} is no part of the comparison; use none")
+    if config.parallel.tensor > 1:
+        raise ValueError(f"parallel.tensor={config.parallel.tensor} is no part of the comparison; use 1")
     if config.model.loss_chunk:
         raise ValueError(f"model.loss_chunk={config.model.loss_chunk} is no part of the comparison; use 0")
     parallel, device, B, T = config.parallel, mesh.devices.flat[0], config.data.batch_size, config.data.seq_len
@@ -98,7 +101,8 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
         logits = ends.logits
         ends.logits = lambda x_BTD: pin(logits(x_BTD))  # inside ends.loss, which is the model's own
         # A look-up that XLA's partitioner knows: it moves more for ours.
-        ends.look_up = lambda tokens_BT: ends.embedding_VD[...].astype(jnp.float32)[tokens_BT]
+        embedding_VD = ends.embedding_VD[...]
+        ends.look_up = lambda tokens_BT: embedding_VD.astype(jnp.float32)[tokens_BT].astype(embedding_VD.dtype)
         layer = lambda x_BTD, weights: pin(nnx.merge(graphs.layer, weights)(x_BTD))
         x_BTD = remat.scan(layer, pin(ends.embed(batch["inputs"])), params["layers"], config.memory.remat, False)
         return ends.loss(x_BTD, batch["targets"])[0] / (B * T)
@@ -279,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(str(error)) from None
         mesh = meshes.make(**config.parallel.axes, devices=devices)
         vocab = None if config.model.vocab_size else data.load(config.data).vocab_size
-        config = configs.resolve(config, mesh.shape, vocab)
+        config = resolve(config, mesh.shape, vocab)
         for stage in map(int, stages):
             staged = config.replace("parallel", zero=stage, prefetch=config.parallel.prefetch and stage == 3)
             check(staged)

@@ -13,8 +13,8 @@ import jax
 import pytest
 from conftest import needs_cuda_compiler
 
-from nanotrain_jax import config as configs
 from nanotrain_jax.audit import cost
+from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
 
 JAX, NEWEST = "{}.{}".format(*jax.__version_info__), "0.12"
@@ -149,7 +149,7 @@ def test_the_readme_shows_the_golden_numbers():
 def resolved_on(gpus, *overrides, config=GPT2):
     found = script.spread(request.load(str(ROOT / "configs" / f"{config}.yaml"), list(overrides)), gpus)
     axes = {axis: max(size, 1) for axis, size in found.parallel.axes.items()}
-    return configs.resolve(found, axes)
+    return resolve(found, axes)
 
 
 def test_the_zero_paper_s_own_example_comes_out():

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from nanotrain_jax import config as configs
+from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
 
 AXES = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
@@ -40,10 +41,10 @@ def test_a_run_is_named_after_its_config_file(tmp_path):
 
 
 def test_a_resolved_config_survives_yaml(tmp_path):
-    found = configs.resolve(load(tmp_path, "model: {family: gpt2}\n"), AXES, 257)
+    found = resolve(load(tmp_path, "model: {family: gpt2}\n"), AXES, 257)
     again = request.parse(yaml.safe_load(yaml.safe_dump(found.to_dict())))
     assert again == found
-    assert configs.resolve(again, AXES, 257) == found
+    assert resolve(again, AXES, 257) == found
 
 
 def test_a_config_cannot_be_changed(tmp_path):
@@ -56,7 +57,7 @@ def test_a_config_cannot_be_changed(tmp_path):
     [("llama", 512, False), ("gpt2", 768, True)],  # 8/3 x 192 = 512; 4 x 192
 )
 def test_sizes_left_out_follow_the_family(family, d_ff, tied, tmp_path):
-    found = configs.resolve(load(tmp_path, f"model: {{family: {family}, d_model: 192}}\n"), AXES, 257).model
+    found = resolve(load(tmp_path, f"model: {{family: {family}, d_model: 192}}\n"), AXES, 257).model
     assert (found.d_ff, found.tie_embeddings, found.num_kv_heads, found.max_seq_len) == (d_ff, tied, 4, 256)
 
 

@@ -12,9 +12,9 @@ import pytest
 from conftest import LOSS, resolved, small
 from flax import nnx
 
-from nanotrain_jax import config as configs
 from nanotrain_jax import model
 from nanotrain_jax.audit import cost
+from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
 
 AXES = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
@@ -39,7 +39,7 @@ PUBLISHED = {  # Radford et al. 2019 as released; Llama 3, arXiv 2407.21783, as 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_are_the_published_ones(name):
     count, keys = PUBLISHED[name]
-    config = configs.resolve(request.parse({"model": keys}), AXES).model
+    config = resolve(request.parse({"model": keys}), AXES).model
     _, params = model.abstract(config)
     assert sum(math.prod(p.shape) for p in jax.tree.leaves(params)) == count
     assert cost.parameters(config) == count

@@ -8,6 +8,7 @@ from conftest import resolved, small
 
 from nanotrain_jax import config as configs
 from nanotrain_jax import model
+from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import optim, request
 
 AXES = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
@@ -15,7 +16,7 @@ AXES = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
 
 def rates(count=100, **keys):
     tree = {"optimizer": {"lr": 1.0, "min_lr": 0.1} | keys, "train": {"steps": 100}}
-    schedule = optim.schedule(configs.resolve(request.parse(tree), AXES, 257).optimizer)
+    schedule = optim.schedule(resolve(request.parse(tree), AXES, 257).optimizer)
     return np.array([schedule(jnp.int32(i)) for i in range(count + 1)])
 
 

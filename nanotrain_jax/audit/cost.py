@@ -1,46 +1,67 @@
 """Closed forms: what a run must compute, move and store, with sources. Takes resolved configs.
 
-Psi is the number of parameters, N the devices along `data`, R those along `replica`, M the microbatches. Vectors that
-ZeRO leaves whole (norm gains and biases under parallel.persist_below) count as that: stored by all, all-reduced.
+Psi is the number of parameters that a device holds when ZeRO shards nothing (with t tensor-parallel devices: 1/t of
+those that are split), N the devices along `data`, R those along `replica`, M the microbatches. Vectors that ZeRO leaves
+whole (norm gains and biases under parallel.persist_below) count as that: stored by all, all-reduced.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
-from nanotrain_jax.config import Config, Model
+from nanotrain_jax.config import Config, Model, padded_vocab
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+class Array(NamedTuple):
+    """Parameters of one kind."""
+
+    where: str  # layers (one in each) or ends
+    size: int  # elements, in one layer
+    tensor: str = "whole"  # over that axis: split, whole, or heads: whole, but each device uses one head of it
+    matmul: bool = False  # multiplies every token
+    for_data: bool = True  # a dim is left that data may split
+
+
+def arrays(model: Model, tensor: int = 1) -> list[Array]:
+    """Every parameter of the decoder, laid out as `model.rules` says for so many devices along tensor."""
+    D, F, K, V = model.d_model, model.d_ff, _kv_width(model), padded_vocab(model.vocab_size, tensor)
+    llama, split = model.family == "llama", "split" if tensor > 1 else "whole"
+    heads = split if tensor <= model.num_kv_heads else "heads"
+    matmuls = [(D * D, split)] * 2 + [(D * K, heads)] * 2 + [(D * F, split)] * (3 if llama else 2)
+    layer = [Array("layers", size, over, matmul=True) for size, over in matmuls]
+    norm = [D] if llama else [D, D]
+    layer += [Array("layers", size) for size in norm * 2]
+    if not llama:
+        layer += [Array("layers", size, over) for size, over in [(D, split), (K, heads), (K, heads)]]
+        layer += [Array("layers", D), Array("layers", D), Array("layers", F, split, for_data=tensor == 1)]
+    ends = [Array("ends", V * D, split, matmul=model.tie_embeddings)] + [Array("ends", size) for size in norm]
+    if not llama:
+        ends.append(Array("ends", model.max_seq_len * D))
+    if not model.tie_embeddings:
+        ends.append(Array("ends", V * D, split, matmul=True))
+    return layer + ends
+
+
 def parameters(model: Model) -> int:
-    """Number of parameters (tied embeddings counted once)."""
-    return layer_parameters(model) + end_parameters(model)
+    """Number of parameters (tied embeddings counted once, padding not)."""
+    return sum(a.size * _times(a, model) for a in arrays(model))
 
 
-def layer_parameters(model: Model) -> int:
-    """Parameters of all layers together."""
-    D, F, K = model.d_model, model.d_ff, _kv_width(model)
-    if model.family == "llama":
-        layer = 2 * D * D + 2 * D * K + 3 * D * F + 2 * D
-    else:
-        layer = 2 * D * D + 2 * D * K + 2 * D * F + (2 * D + 2 * K + F + D) + 4 * D
-    return model.num_layers * layer
+def _times(array: Array, model: Model) -> int:
+    return model.num_layers if array.where == "layers" else 1
 
 
-def end_parameters(model: Model) -> int:
-    """Parameters before and after the layers: embedding, positions, last norm, head."""
-    V, D = model.vocab_size, model.d_model
-    ends = V * D + (D if model.family == "llama" else model.max_seq_len * D + 2 * D)
-    return ends + (0 if model.tie_embeddings else V * D)
+def _local(array: Array, config: Config) -> float:
+    """Elements on a device of all arrays of this kind, where ZeRO shards nothing."""
+    return array.size * _times(array, config.model) / (config.parallel.tensor if array.tensor == "split" else 1)
 
 
-def whole_parameters(config: Config) -> tuple[int, int]:
-    """Parameters that no device holds less than all of (in layers, in ends), from ZeRO stage 1."""
-    m, few = config.model, config.parallel.persist_below
-    D, F, K = m.d_model, m.d_ff, _kv_width(m)
-    layer, ends = ([D, D], [D]) if m.family == "llama" else ([D] * 4 + [D, K, K, D, F, D], [D, D])
-    return m.num_layers * sum(n for n in layer if n < few), sum(n for n in ends if n < few)
+def _sharded(array: Array, config: Config) -> bool:
+    """Whether ZeRO, from stage 1, splits it over data."""
+    return array.for_data and array.size >= config.parallel.persist_below and config.parallel.data > 1
 
 
 def _kv_width(model: Model) -> int:
@@ -49,9 +70,7 @@ def _kv_width(model: Model) -> int:
 
 def matmul_parameters(model: Model) -> int:
     """Parameters that multiply every token: with the output head, without look-ups, biases and norms."""
-    D, F, V, L = model.d_model, model.d_ff, model.vocab_size, model.num_layers
-    K = _kv_width(model)
-    return L * (2 * D * D + 2 * D * K + (3 if model.family == "llama" else 2) * D * F) + V * D
+    return sum(a.size * _times(a, model) for a in arrays(model) if a.matmul)
 
 
 def flops_per_token(model: Model, seq_len: int) -> dict[str, float]:
@@ -72,17 +91,19 @@ def step_flops(config: Config) -> float:
         selective   4 L d T                          attention's forward again
         full        2 N_layers + 4 L d T - 2 L d F   the forward again, but for the last matmul
         block:n     2 N_layers + 4 L d T             the whole forward again
+    all over the tensor axis; of keys and values each device computes at least one head.
     """
-    m, T, remat = config.model, config.data.seq_len, config.memory.remat
-    attention = 4.0 * m.num_layers * m.d_model * T
-    layers = 2.0 * (matmul_parameters(m) - m.vocab_size * m.d_model)
-    last = 2.0 * m.num_layers * m.d_model * m.d_ff
+    m, T, remat, t = config.model, config.data.seq_len, config.memory.remat, config.parallel.tensor
+    used = {"whole": 1.0, "split": 1 / t, "heads": 1 / m.num_kv_heads}  # share that a device multiplies by
+    matmuls = [(a.where, 2 * a.size * _times(a, m) * used[a.tensor]) for a in arrays(m, t) if a.matmul]
+    layers, ends = (sum(flops for where, flops in matmuls if where == part) for part in ("layers", "ends"))
+    attention, last = 4.0 * m.num_layers * m.d_model * T / t, 2.0 * m.num_layers * m.d_model * m.d_ff / t
     again = {"none": 0.0, "selective": attention, "full": layers + attention - last}.get(remat, layers + attention)
-    return (flops_per_token(m, T)["full"] + again) * _tokens_per_device(config)
+    return (3 * (layers + ends + attention) + again) * _tokens_per_device(config)
 
 
 def communication(config: Config) -> list[dict[str, Any]]:
-    """Wire bytes per device and step, by mesh axis and operation (ring; see audit/hlo.py), and why.
+    """Wire bytes per device and step, by mesh axes and operation (ring; see audit/hlo.py), and why.
 
     ZeRO (arXiv 1910.02054, section 7), with gradients in precision.grad_reduce (g bytes) and weights in
     precision.compute (w bytes):
@@ -92,29 +113,57 @@ def communication(config: Config) -> list[dict[str, Any]]:
         stage 3   reduce-scatter           M g Psi        all-gather       M w (2 Psi_layers + Psi_ends)
     each times (N-1)/N; block:n gathers layers once more, to compute a block again. From stage 1, shards are
     all-reduced over replica: 2 (R-1)/R g Psi / N.
+
+    Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3), in w B T D (t-1)/t, summed over microbatches:
+        all-reduce       2 (4 L + 2)         in forward and backward two per layer; of the look-up and the loss one each
+        with sequence parallelism (arXiv 2205.05198, section 4.2.2) as pairs, and in the backward of each layer what
+        the matmuls took is gathered again instead of kept:
+        all-gather       6 L + 2
+        reduce-scatter   4 L + 2
+    besides what is computed again: `full` one all-reduce per layer (a reduce-scatter), block:n two (two pairs). The
+    loss: 3 scalars per token, all-reduced. Gradients of what all devices of the axis store are summed over it where
+    they are partial: all of them under sequence parallelism, else those of keys and values with fewer heads than t.
     """
-    p, m = config.parallel, config.model
-    psi, layers, ends = parameters(m), layer_parameters(m), end_parameters(m)
-    g, w = BYTES[config.precision.grad_reduce], BYTES[config.precision.compute]
-    devices, axes = p.replica * p.data, ",".join(axis for axis in ("replica", "data") if getattr(p, axis) > 1)
-    everywhere = lambda count: (axes, "all_reduce", 2 * (devices - 1) / devices * g * count, "gradients")
-    if p.zero == 0 or p.data == 1:
-        rows = [everywhere(psi)]
+    p, m, remat = config.parallel, config.model, config.memory.remat
+    g, w, L = BYTES[config.precision.grad_reduce], BYTES[config.precision.compute], m.num_layers
+    rows: dict[tuple, float] = {}
+
+    def add(axes: tuple[str, ...], op: str, size: float, why: str) -> None:
+        """size: bytes of the whole buffer."""
+        axes = tuple(axis for axis in axes if getattr(p, axis) > 1)
+        n = prod(getattr(p, axis) for axis in axes)
+        if n > 1:
+            key = ",".join(axes), op, why
+            rows[key] = rows.get(key, 0.0) + (2 if op == "all_reduce" else 1) * (n - 1) / n * size
+
+    for a in arrays(m, p.tensor):
+        psi = _local(a, config)
+        partial = a.tensor == "heads" or (a.tensor == "whole" and p.sequence_parallel)
+        over = ("tensor",) if partial else ()
+        if p.zero == 0 or not _sharded(a, config):
+            add(("replica", "data", *over), "all_reduce", g * psi, "gradients")
+            continue
+        add(("data",), "reduce_scatter", (p.microbatches if p.zero > 1 else 1) * g * psi, "gradients")
+        add(("replica", *over), "all_reduce", g * psi / p.data, "gradients between groups")
+        if p.zero == 3:
+            passes = 1 if a.where == "ends" else 3 if remat.startswith("block:") else 2
+            add(("data",), "all_gather", p.microbatches * passes * w * psi, "weights, forward and backward")
+        else:
+            add(("data",), "all_gather", w * psi, "updated weights")
+
+    tensor, tokens = ("tensor",), _tokens_per_device(config)
+    activations = w * tokens * m.d_model
+    again = {"none": 0, "selective": 0, "full": 1}.get(remat, 2)
+    if p.sequence_parallel:
+        gathers = 4 + (2 if again < 2 else 4)
+        add(tensor, "all_gather", (gathers * L + 2) * activations, "activations, and again in the backward")
+        add(tensor, "reduce_scatter", ((4 + again) * L + 2) * activations, "activations")
     else:
-        whole_layers, whole_ends = whole_parameters(config)
-        psi, layers, ends = psi - whole_layers - whole_ends, layers - whole_layers, ends - whole_ends
-        times = p.microbatches if p.zero > 1 else 1
-        passes = 3 if config.memory.remat.startswith("block:") else 2
-        share = (p.data - 1) / p.data
-        gathered = p.microbatches * (passes * layers + ends) if p.zero == 3 else psi
-        why = "weights of each layer, forward and backward" if p.zero == 3 else "updated weights"
-        rows = [
-            ("data", "reduce_scatter", times * share * g * psi, "gradients"),
-            ("data", "all_gather", share * w * gathered, why),
-            ("replica", "all_reduce", 2 * (p.replica - 1) / p.replica * g * psi / p.data, "gradients between groups"),
-            everywhere(whole_layers + whole_ends),
-        ]
-    return [dict(zip(("axis", "op", "bytes_per_device", "why"), row, strict=True)) for row in rows if row[2]]
+        add(tensor, "all_reduce", ((4 + again) * L + 2) * activations, "activations")
+    add(tensor, "all_reduce", 3 * 4 * tokens, "loss")
+    return [
+        {"axis": axis, "op": op, "bytes_per_device": size, "why": why} for (axis, op, why), size in rows.items() if size
+    ]
 
 
 def memory(config: Config) -> dict[str, float]:
@@ -124,48 +173,57 @@ def memory(config: Config) -> dict[str, float]:
                         where the stage shards them
     gradients           the paper's 2 per parameter with one microbatch, else 4 (float32 sums); over N from stage 2: 4
     activations         of one microbatch, see layer_activations; block:n keeps the input of each block and one block
-    logits              float32 logits and their 16-bit gradient, of all tokens; or of model.loss_chunk, and the head's
-                        gradient in float32
+    logits              float32 logits and their 16-bit gradient, of all tokens or of model.loss_chunk, over t; where
+                        the loss makes its gradients in the forward (chunks, tensor), the head's in float32
     Left out: the working set of the layer at hand, weights gathered at stage 3, kernels' workspaces.
     """
     m, p = config.model, config.parallel
-    b, psi = BYTES[config.precision.compute], parameters(m)
-    whole = sum(whole_parameters(config))
-    shard = whole + (psi - whole) / p.data
+    b, table = BYTES[config.precision.compute], arrays(m, p.tensor)
+    psi = sum(_local(a, config) for a in table)
+    shard = sum(_local(a, config) / (p.data if _sharded(a, config) else 1) for a in table)
     tokens, remat = _tokens_per_device(config) / p.microbatches, config.memory.remat
     if remat.startswith("block:"):
         size = int(remat.removeprefix("block:"))
-        kept = m.num_layers // size * m.d_model + size * layer_activations(m, "none", p.zero)
+        kept = m.num_layers // size * layer_activations(config, "full") + size * layer_activations(config, "none")
     else:
-        kept = m.num_layers * layer_activations(m, remat, p.zero)
-    logits = (4 + b) * (m.loss_chunk or tokens) * m.vocab_size
+        kept = m.num_layers * layer_activations(config, remat)
+    V = padded_vocab(m.vocab_size, p.tensor) / p.tensor
+    logits = (4 + b) * (m.loss_chunk or tokens) * V
     return {
         "params": b * (shard if p.zero == 3 else psi),
         "optimizer": (8 if b == 4 else 12) * (shard if p.zero else psi),
         "gradients": 4 * shard if p.zero > 1 else (4 if p.microbatches > 1 else b) * psi,
         "activations": b * tokens * kept,
-        "logits": logits + (4 * m.vocab_size * m.d_model if m.loss_chunk else 0),
+        "logits": logits + (4 * V * m.d_model if m.loss_chunk or p.tensor > 1 else 0),
     }
 
 
-def layer_activations(model: Model, remat: str, zero: int) -> int:
-    """Elements that one layer keeps per token for its backward (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1,
+def layer_activations(config: Config, remat: str) -> float:
+    """Elements that one layer keeps per token for its backward (Korthikanti et al. 2022, arXiv 2205.05198, section 4,
     recounted: no dropout, flash attention). With d_ff = 4 d and as many heads for keys as for queries:
 
-                gpt2   llama
-    none        16 d   20 d   inputs of norms, of matmuls, of attention and of the activation
-    none        10 d   14 d   at ZeRO-3: what matmuls and attention returned; the rest is computed from it
-    selective    9 d   13 d   what matmuls returned
-    full           d      d   the layer's input
+                gpt2            llama
+    none        4 d + 12 d / t  4 d + 16 d / t   inputs of norms, of matmuls; of attention and of the activation
+    none        2 d +  8 d / t  2 d + 12 d / t   at ZeRO-3 or with sequence parallelism: what matmuls and attention
+                                                 returned; the rest is computed from it
+    selective   2 d +  7 d / t  2 d + 11 d / t   what matmuls returned
+    full          d               d              the layer's input
 
-    At 2 bytes the first is 32 d: the paper's 34 d without its two dropout masks.
+    over t tensor-parallel devices; with sequence parallelism all of it over t (table 2 of the paper). At 2 bytes and
+    t = 1 the first is 32 d: the paper's 34 d without its two dropout masks.
     """
-    D, K, F, gates = model.d_model, _kv_width(model), model.d_ff, 2 if model.family == "llama" else 1
-    if remat == "full":
-        return D
-    if remat == "selective":
-        return 3 * D + 2 * K + gates * F
-    return 4 * D + 2 * K + gates * F if zero == 3 else 6 * D + 2 * K + (gates + 1) * F
+    m, p = config.model, config.parallel
+    t, sequence_parallel = p.tensor, p.sequence_parallel and p.tensor > 1
+    gates = 2 if m.family == "llama" else 1
+    keys = 2 * _kv_width(m) * max(1, t / m.num_kv_heads)  # at least one head on each device
+    whole, inside = {
+        "full": (1, 0),
+        "selective": (2, m.d_model + keys + gates * m.d_ff),
+        "none": (2, 2 * m.d_model + keys + gates * m.d_ff)
+        if p.zero == 3 or sequence_parallel
+        else (4, 2 * m.d_model + keys + (gates + 1) * m.d_ff),
+    }[remat]
+    return whole * m.d_model / (t if sequence_parallel else 1) + inside / t
 
 
 def _tokens_per_device(config: Config) -> float:

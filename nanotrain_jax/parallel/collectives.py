@@ -40,9 +40,9 @@ def all_reduce(tree: Tree, axes: Sequence[str]) -> Tree:
     """x{varying over axes} -> sum over axes, invarying.
 
     One call for a whole tree, so that the compiler sees one phase. Wire bytes per device: 2 (N-1)/N S (ring), with N
-    devices along axes and S the bytes of the tree.
+    devices along axes and S the bytes of the tree. No axes: the tree as it is.
     """
-    return lax.psum(as_varying(tree, axes), tuple(axes))
+    return lax.psum(as_varying(tree, axes), tuple(axes)) if axes else tree
 
 
 def all_gather(xs: Sequence[jax.Array], axis: str, dims: Sequence[int], invarying: bool = False) -> list[jax.Array]:
@@ -95,7 +95,8 @@ def _cut(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 
 def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """x{varying over axes} -> the largest over axes, invarying. No gradient. Wire bytes per device: 2 (N-1)/N of x."""
-    return lax.pmax(as_varying(lax.stop_gradient(x), axes), tuple(axes))
+    x = lax.stop_gradient(x)
+    return lax.pmax(as_varying(x, axes), tuple(axes)) if axes else x
 
 
 def position(axis: str) -> jax.Array:

@@ -6,7 +6,8 @@
     full       nothing but the input of each layer (Chen et al. 2016, arXiv 1604.06174)
     block:N    nothing but the input of every N-th layer: the square-root trick (same paper)
 
-Gathered weights are kept by no policy: ZeRO-3 gathers them again in the backward.
+What was gathered is kept by no policy, if the caller says so: ZeRO-3 gathers weights again in the backward, sequence
+parallelism activations.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 SAVED = ("q", "k", "v", "attention_out", "gate", "up")  # matmul outputs of a layer that its backward needs
 
+EXPENSIVE = ("dot_general", "dot_product_attention_fwd_wrapper", "reduce_scatter", "psum", "psum_invariant")
+
 Tree = Any  # a pytree of arrays
 
 
@@ -30,8 +33,8 @@ def name(x: jax.Array, what: str) -> jax.Array:
 
 
 def _expensive(primitive: Any, *_: Any, **__: Any) -> bool:
-    """What matmuls and attention kernels return is kept; neither gathered weights nor what is cheap to compute is."""
-    return primitive.name in ("dot_general", "dot_product_attention_fwd_wrapper")
+    """What matmuls, attention kernels and sums over devices return is kept; what was gathered or is cheap is not."""
+    return primitive.name in EXPENSIVE
 
 
 def scan(
@@ -39,8 +42,8 @@ def scan(
 ) -> Tree:
     """x after body(x, layer) for each layer in turn, keeping what policy says. Moves nothing by itself.
 
-    layers: arrays stacked along a leading dim. regather: the body gathers its weights, which are not to be kept.
-    prefetch: leave the compiler free to gather a layer's weights before the layer's turn in the backward.
+    layers: arrays stacked along a leading dim. regather: the body gathers weights or activations, which are
+    not to be kept. prefetch: leave the compiler free to gather a layer's weights before its turn in the backward.
     Raises ValueError if block:N does not divide the number of layers.
     """
 

@@ -13,7 +13,9 @@ and between blocks activations lie in one of two ways:
 The backward of each is the other's forward: 4 all-reduces of B T D per layer of two blocks, or as many pairs of
 reduce-scatter and all-gather, which move the same. What is used on x[B T/tensor D] but stored whole (gains of norms,
 biases after `leave`) has gradients that are partial sums over the axis; JAX sums them where its type says that the
-parameter is the same everywhere.
+parameter is the same everywhere, at each use: cast it with `as_varying` before, and sum once, to move less.
+
+axis=None stands for one device: the same maths, nothing moves, no `shard_map` is needed.
 """
 
 from __future__ import annotations
@@ -33,22 +35,26 @@ from nanotrain_jax.parallel.collectives import (
 )
 
 
-def enter(x_BTD: jax.Array, axis: str = "tensor", sequence_parallel: bool = True) -> jax.Array:
+def enter(x_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool = True) -> jax.Array:
     """x[B T/tensor D] -> x[B T D], to be used by `column`; without sequence_parallel x[B T D] stays as it is.
 
         x[B T D] = all_gather(x)                            (t-1)/t B T D elements
     Backward: g[B T/tensor D] = reduce_scatter(g[B T D] {sum tensor}), the same; else an all-reduce, twice that.
     """
+    if axis is None:
+        return x_BTD
     return all_gather([x_BTD], axis, [1])[0] if sequence_parallel else as_varying(x_BTD, (axis,))
 
 
-def leave(y_BTD: jax.Array, axis: str = "tensor", sequence_parallel: bool = True) -> jax.Array:
+def leave(y_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool = True) -> jax.Array:
     """y[B T D] {sum tensor} -> y[B T/tensor D]; without sequence_parallel y[B T D].
 
         y[B T/tensor D] = reduce_scatter(y)                 (t-1)/t B T D elements
         y[B T D] = all_reduce(y)                            2 (t-1)/t B T D elements
     Backward: an all-gather; else nothing. Raises ValueError if t does not divide T.
     """
+    if axis is None:
+        return y_BTD
     if not sequence_parallel:
         return all_reduce(y_BTD, (axis,))
     T, t = y_BTD.shape[1], lax.axis_size(axis)
@@ -67,7 +73,7 @@ def column(x_BTD: jax.Array, w_DF: jax.Array) -> jax.Array:
     return jnp.tensordot(x_BTD, w_DF, 1)
 
 
-def row(x_BTF: jax.Array, w_FD: jax.Array, axis: str = "tensor", sequence_parallel: bool = True) -> jax.Array:
+def row(x_BTF: jax.Array, w_FD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool = True) -> jax.Array:
     """x[B T F/tensor], w[F/tensor D] -> y[B T/tensor D], or y[B T D] without sequence_parallel.
 
         y[B T D] {sum tensor} = x w                         moves nothing
@@ -78,24 +84,43 @@ def row(x_BTF: jax.Array, w_FD: jax.Array, axis: str = "tensor", sequence_parall
 
 
 def look_up(
-    embedding_VD: jax.Array, tokens_BT: jax.Array, axis: str = "tensor", sequence_parallel: bool = True
+    embedding_VD: jax.Array, tokens_BT: jax.Array, axis: str | None = "tensor", sequence_parallel: bool = True
 ) -> jax.Array:
     """embedding[V/tensor D], tokens[B T] -> x[B T/tensor D], or x[B T D] without sequence_parallel.
 
     Each device looks up the tokens whose rows it has and takes zeros for the others; then `leave`. The gradient of a
     row, a sum over all places of its token, is made in float32.
     """
-    own_BT = tokens_BT - position(axis) * embedding_VD.shape[0]
-    here_BT = (own_BT >= 0) & (own_BT < embedding_VD.shape[0])
-    rows_BTD = embedding_VD.astype(jnp.float32)[jnp.where(here_BT, own_BT, 0)]
-    return leave(jnp.where(here_BT[..., None], rows_BTD, 0.0).astype(embedding_VD.dtype), axis, sequence_parallel)
+    if axis is not None:
+        tokens_BT = tokens_BT - position(axis) * embedding_VD.shape[0]  # out of range: a row of another device
+    return leave(_rows(as_varying(embedding_VD, varying_axes(tokens_BT)), tokens_BT), axis, sequence_parallel)
+
+
+@jax.custom_vjp
+def _rows(embedding_VD: jax.Array, rows_BT: jax.Array) -> jax.Array:
+    """The rows of the embedding, zeros where there is no such row."""
+    here_BT = (rows_BT >= 0) & (rows_BT < embedding_VD.shape[0])
+    x_BTD = embedding_VD[jnp.where(here_BT, rows_BT, 0)]
+    return jnp.where(here_BT[..., None], x_BTD, jnp.zeros((), x_BTD.dtype))
+
+
+def _rows_backward(kept: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tuple[jax.Array, None]:
+    embedding_VD, rows_BT = kept
+    # A whole table in float32, which the compiler must not fill with zeros before the layers' backward is over.
+    zero, g_BTD = lax.optimization_barrier((jnp.zeros_like(g_BTD, jnp.float32, shape=()), g_BTD))
+    rows_BT = jnp.where(rows_BT < 0, embedding_VD.shape[0], rows_BT)  # a negative index would count from the end
+    g_VD = jnp.broadcast_to(zero, embedding_VD.shape).at[rows_BT].add(g_BTD.astype(jnp.float32), mode="drop")
+    return g_VD.astype(embedding_VD.dtype), None
+
+
+_rows.defvjp(lambda embedding, rows: (_rows(embedding, rows), (embedding, rows)), _rows_backward)
 
 
 def cross_entropy(
     x_BTD: jax.Array,
     head_VD: jax.Array,
     targets_BT: jax.Array,
-    axis: str = "tensor",
+    axis: str | None = "tensor",
     vocab_size: int | None = None,
     chunk: int | None = None,
     z_loss: float = 0.0,
@@ -120,26 +145,27 @@ def cross_entropy(
     chunk = chunk or tokens
     if tokens % chunk:
         raise ValueError(f"chunk={chunk} does not divide the {B} x {T} tokens of a device; use a divisor of {tokens}")
-    everywhere = sorted({axis} | varying_axes(x_BTD) | varying_axes(head_VD) | varying_axes(targets_BT))
-    vocab_size = vocab_size or V * lax.axis_size(axis)
+    axes = () if axis is None else (axis,)
+    everywhere = sorted({*axes} | varying_axes(x_BTD) | varying_axes(head_VD) | varying_axes(targets_BT))
+    vocab_size = vocab_size or V * (lax.axis_size(axis) if axes else 1)
     boost = 2.0**10 if x_BTD.dtype == jnp.float16 else 1.0  # float16 gradients meet the loss scale only in the backward
 
     def counted(targets: jax.Array) -> jax.Array:
         return (targets >= 0) & (targets < vocab_size)
 
     def zero() -> jax.Array:
-        return as_varying(jnp.zeros(()), [name for name in everywhere if name != axis])
+        return as_varying(jnp.zeros(()), [name for name in everywhere if name not in axes])
 
     def of_chunk(x_cD: jax.Array, head_VD: jax.Array, target_c: jax.Array) -> tuple:
         """-> losses[c], and a function that makes the gradients of their sum, times boost."""
-        row_V = position(axis) * V + jnp.arange(V)
+        row_V = jnp.arange(V) + (position(axis) * V if axes else 0)
         logits_cV = jnp.einsum("cD,VD->cV", x_cD, head_VD, preferred_element_type=jnp.float32)
         logits_cV = jnp.where(row_V[None] < vocab_size, logits_cV, -jnp.inf)
         counted_c = counted(target_c)
         hit_cV = (row_V[None] == target_c[:, None]) & counted_c[:, None]
-        top_c = all_max(logits_cV.max(-1), (axis,))
+        top_c = all_max(logits_cV.max(-1), axes)
         exp_cV = jnp.exp(logits_cV - top_c[:, None])
-        z_c, hit_c = all_reduce((exp_cV.sum(-1), jnp.where(hit_cV, logits_cV, 0.0).sum(-1)), (axis,))
+        z_c, hit_c = all_reduce((exp_cV.sum(-1), jnp.where(hit_cV, logits_cV, 0.0).sum(-1)), axes)
         log_z_c = top_c + jnp.log(z_c)
 
         def gradients() -> tuple[jax.Array, jax.Array]:

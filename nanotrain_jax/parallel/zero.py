@@ -5,7 +5,7 @@ A stage is five pure functions; `step.py` calls them in this order, all but the 
     storage(specs, dims)           where parameters, and where master weights and moments rest: PartitionSpecs
     inputs(stored, dims)           what the loss is differentiated with respect to
     gather(stored, inputs, ...)    what the model computes with; layer by layer, as its scan reaches it
-    reduce(grads, dims)            what the backward left on this device -> sums over all devices
+    reduce(grads, stored, ...)     what the backward left on this device -> sums over all devices
     update(...)                    one optimizer step on what this device stores
 
 with N devices along `data`, Psi parameters:
@@ -23,7 +23,7 @@ layers; embedding and head are gathered at most once per microbatch, not again i
 `replica` axis: sharding inside a group, replication across groups (PyTorch's HYBRID_SHARD): after the reduce-scatter
 over `data`, shards are all-reduced over `replica`. Arrays with fewer than persist_below elements (norm gains, biases),
 and those with no dim that N divides, stay whole and are all-reduced. Arrays smaller than a bucket are scattered and
-gathered together.
+gathered together. Parameters may be split over further axes (tensor): then Psi is what a device has of them.
 
 What is differentiated are `inputs`: in ZERO[0] and ZERO[1] the weights themselves, else "taps": zeros in the shape of
 what is stored of a gradient, float32, whose cotangent is the reduced gradient. So a layer's whole gradient lives only
@@ -32,6 +32,7 @@ as long as that layer's backward, and sums are kept in float32 whatever the comp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,12 +42,19 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from nanotrain_jax.mesh import BATCH_AXES
-from nanotrain_jax.parallel.collectives import all_gather, all_reduce, as_varying, buckets, own_shard, reduce_scatter
+from nanotrain_jax.mesh import AXES, BATCH_AXES
+from nanotrain_jax.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    as_varying,
+    buckets,
+    own_shard,
+    reduce_scatter,
+    varying_axes,
+)
 
 Tree = Any  # a pytree of arrays
 WHOLE = -1  # in a tree of dims: the leaf is not sharded
-OTHER_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")
 
 
 class Zero(NamedTuple):
@@ -140,10 +148,10 @@ def _taps(stored: Tree, dims: Tree, whole: bool, already: bool = False) -> Tree:
 
     def tap(w: jax.Array, d: int) -> jax.Array:
         cut = not (whole or already)
-        return jnp.zeros(tuple(n // size if i == d and cut else n for i, n in enumerate(w.shape)), jnp.float32)
+        zeros = jnp.zeros(tuple(n // size if i == d and cut else n for i, n in enumerate(w.shape)), jnp.float32)
+        return as_varying(zeros, sorted(varying_axes(w).union(() if whole else BATCH_AXES)))
 
-    taps = jax.tree.map(tap, stored, dims)
-    return taps if whole else as_varying(taps, BATCH_AXES)
+    return jax.tree.map(tap, stored, dims)
 
 
 def _in_buckets(
@@ -151,14 +159,16 @@ def _in_buckets(
 ) -> Tree:
     """The tree of move(dims, weights, *more), called with the leaves of one bucket at a time.
 
-    In a bucket either all are WHOLE or none is. shards: those that are not are given as shards.
+    In a bucket either all are WHOLE or none is, and all are varying over the same axes. shards: those that are not
+    WHOLE are given as shards.
     """
     leaves, tree = jax.tree.flatten(weights)
     rows = list(zip(tree.flatten_up_to(dims), leaves, *map(tree.flatten_up_to, more), strict=True))
-    whole = [i for i, (d, *_) in enumerate(rows) if d == WHOLE]
-    others = [i for i, (d, *_) in enumerate(rows) if d != WHOLE]
-    results = {}
-    for alike, pieces in (whole, 1), (others, jax.lax.axis_size("data") if shards else 1):
+    kinds, results = {}, {}
+    for i, (d, *arrays) in enumerate(rows):
+        kinds.setdefault((d == WHOLE, *(x is not None and varying_axes(x) for x in arrays)), []).append(i)
+    for (whole, *_), alike in kinds.items():
+        pieces = jax.lax.axis_size("data") if shards and not whole else 1
         for bucket in buckets([leaves[i].nbytes * pieces for i in alike], wire.bucket):
             indices = [alike[j] for j in bucket]
             results |= zip(indices, move(*zip(*(rows[i] for i in indices), strict=True)), strict=True)
@@ -206,37 +216,41 @@ def _tapped(
     return _in_buckets(together, wire, dims, stored, taps, sums, shards=stored_sharded)
 
 
-def _reduced(grads: Tree, dims: Tree, wire: Wire) -> Tree:
-    """PER_LAYER[0]: all was summed in the backward. Moves nothing."""
-    return grads
-
-
-def _reduce(grads: Tree, dims: Tree, wire: Wire, scatter: bool) -> Tree:
-    """Sums over all devices that share the batch, in the wire's dtype, returned in float32.
+def _reduce(grads: Tree, stored: Tree, dims: Tree, wire: Wire, scatter: bool) -> Tree:
+    """Sums over all devices that hold a part of a gradient, in the wire's dtype, returned in float32.
 
     stage 0          g[... D] {local} -> all_reduce over replica, data, context          2 (N-1)/N
     stage 1          g[... D] {local} -> reduce_scatter over data -> g[... D/data]       (N-1)/N   (scatter)
     stages 2 and 3   g[... D/data], scattered in the backward                            nothing
     stages 1 to 3    shards -> all_reduce over replica and context
+    PER_LAYER[0]     all-reduced in the backward                                         nothing
+
+    Their types tell: the all-reduce is over all axes that a gradient varies over and its parameter (or shard) does not,
+    so also over another axis, if parameters that are the same there had their gradients made locally.
     """
 
-    def together(dims: tuple, grads: tuple) -> list:
-        if dims[0] == WHOLE:
-            return all_reduce(grads, BATCH_AXES)
-        return all_reduce(reduce_scatter(grads, "data", dims) if scatter else grads, OTHER_AXES)
+    def together(dims: tuple, grads: tuple, stored: tuple) -> list:
+        own = varying_axes(stored[0]).union(() if dims[0] == WHOLE else ("data",))
+        if scatter and dims[0] != WHOLE:
+            grads = reduce_scatter(grads, "data", dims)
+        return all_reduce(grads, [axis for axis in AXES if axis in varying_axes(grads[0]) - own])
 
     grads = jax.tree.map(lambda g: g.astype(wire.dtype), grads)
-    grads = _in_buckets(together, wire, dims, grads, shards=not scatter)
+    grads = _in_buckets(together, wire, dims, grads, stored, shards=not scatter)
     return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
 
-def global_norm(grads: Tree, dims: Tree) -> jax.Array:
-    """Root of the sum of squares of all elements, each counted once; shards are summed over data (one scalar moves)."""
-    squares = [jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)]
-    ways = jax.tree.leaves(dims)
-    total = sum((s for s, d in zip(squares, ways, strict=True) if d == WHOLE), jnp.zeros(()))
-    shards = [s for s, d in zip(squares, ways, strict=True) if d != WHOLE]
-    return jnp.sqrt(total + all_reduce(sum(shards[1:], shards[0]), ("data",)) if shards else total)
+def global_norm(grads: Tree) -> jax.Array:
+    """Root of the sum of squares of all elements, each counted once, over whatever axes they are split (one scalar
+    moves)."""
+    over = {axis for g in jax.tree.leaves(grads) for axis in varying_axes(g)}
+
+    def share(g: jax.Array) -> jax.Array:
+        copies = math.prod(jax.lax.axis_size(axis) for axis in over - varying_axes(g))
+        return jnp.sum(jnp.square(g)) / copies
+
+    total = sum(map(share, jax.tree.leaves(grads)), jnp.zeros(()))
+    return jnp.sqrt(all_reduce(total, [axis for axis in AXES if axis in over]))
 
 
 def _update(
@@ -255,7 +269,7 @@ def _update(
     parameters and state come back untouched. Each device updates what it has the gradients of; where parameters are
     stored whole but updated in shards (stages 1 and 2), the new weights are all-gathered in the dtype they rest in.
     """
-    norm = global_norm(grads, dims)
+    norm = global_norm(grads)
     finite = jnp.isfinite(norm)
     if clip:
         grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
@@ -286,7 +300,7 @@ def _stage(params_sharded: bool, state_sharded: bool, in_backward: bool) -> Zero
         ),
         inputs=partial(_taps, whole=whole, already=params_sharded) if in_backward else _weights,
         gather=partial(_tapped, whole=whole, stored_sharded=params_sharded) if in_backward else _as_is,
-        reduce=_reduced if whole and in_backward else partial(_reduce, scatter=state_sharded and not in_backward),
+        reduce=partial(_reduce, scatter=state_sharded and not in_backward),
         update=partial(_update, stored_sharded=params_sharded),
     )
 

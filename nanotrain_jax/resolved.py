@@ -1,0 +1,86 @@
+"""From what was asked for to what will run: fill in what only the mesh and the data know, and check it all together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nanotrain_jax.config import Config, near_divisors
+
+
+def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None = None) -> Config:
+    """Fill in what only mesh and data know, and check what depends on it.
+
+    axes: mesh axis -> number of devices. tokenizer_vocab: ids the tokenizer can produce (None: it has no say).
+    Returns a config in which no model size is None. Raises ValueError.
+    """
+    m, d = config.model, config.data
+    vocab = m.vocab_size or tokenizer_vocab
+    if vocab is None:
+        raise ValueError(f"model.vocab_size is needed with data.source={d.source!r}, which has no tokenizer; set it")
+    if tokenizer_vocab and vocab < tokenizer_vocab:
+        raise ValueError(
+            f"model.vocab_size={vocab} is smaller than the tokenizer's {tokenizer_vocab}; "
+            f"use at least {tokenizer_vocab}, or leave it out"
+        )
+    max_seq_len = m.max_seq_len or d.seq_len
+    if d.seq_len > max_seq_len:
+        raise ValueError(
+            f"data.seq_len={d.seq_len} is longer than model.max_seq_len={max_seq_len}; shorten it or raise the latter"
+        )
+    d_ff = 4 * m.d_model if m.family == "gpt2" else -(-8 * m.d_model // (3 * 256)) * 256
+    config = config.replace(
+        "model",
+        vocab_size=vocab,
+        max_seq_len=max_seq_len,
+        num_kv_heads=m.num_kv_heads or m.num_heads,
+        d_ff=m.d_ff or d_ff,
+        tie_embeddings=m.family == "gpt2" if m.tie_embeddings is None else m.tie_embeddings,
+    )
+    config = config.replace("parallel", **axes)
+    check_tensor(config)
+    config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
+
+    size = int(config.memory.remat.removeprefix("block:")) if config.memory.remat.startswith("block:") else 1
+    if m.num_layers % size:
+        raise ValueError(
+            f"memory.remat={config.memory.remat!r} does not divide model.num_layers={m.num_layers}; "
+            f"use block:{near_divisors(m.num_layers, size).replace(' or ', ' or block:')}"
+        )
+    shares = axes["replica"] * axes["data"] * config.parallel.microbatches
+    if d.batch_size % shares:
+        below = d.batch_size // shares * shares
+        raise ValueError(
+            f"data.batch_size={d.batch_size} is not divisible by replica x data x microbatches = {axes['replica']} x "
+            f"{axes['data']} x {config.parallel.microbatches} = {shares}; use "
+            + (f"{below} or " if below else "")
+            + str(below + shares)
+        )
+    tokens = d.batch_size // shares * d.seq_len
+    if m.loss_chunk and tokens % m.loss_chunk:
+        raise ValueError(
+            f"model.loss_chunk={m.loss_chunk} does not divide the {tokens} tokens of a device's microbatch; "
+            f"use {near_divisors(tokens, m.loss_chunk)}"
+        )
+    if config.optimizer.min_lr > config.optimizer.lr:
+        raise ValueError(
+            f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}; lower it"
+        )
+    return config
+
+
+def check_tensor(config: Config) -> None:
+    """Raise ValueError unless heads, d_ff and (under sequence parallelism) the sequence can be split over tensor."""
+    m, p, T = config.model, config.parallel, config.data.seq_len // config.parallel.context
+    N, K = m.num_heads, m.num_kv_heads
+
+    def misfits(t: int) -> list[str]:
+        sizes = {"model.num_heads": N, "model.d_ff": m.d_ff} | ({"data.seq_len": T} if p.sequence_parallel else {})
+        found = [f"does not divide {name}={size}" for name, size in sizes.items() if size % t]
+        return found + [f"neither divides model.num_kv_heads={K} nor is a multiple of it"] * bool(K % t and t % K)
+
+    for misfit in misfits(p.tensor):
+        *fitting, largest = (str(t) for t in range(1, N + 1) if not misfits(t))
+        remedy = "use " + (", ".join(fitting) + " or " if fitting else "") + largest
+        if "seq_len" in misfit:
+            remedy += ", another data.seq_len, or parallel.sequence_parallel=false"
+        raise ValueError(f"parallel.tensor={p.tensor} {misfit}; {remedy}")
