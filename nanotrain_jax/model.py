@@ -9,7 +9,9 @@ Weights under `layers` carry one more, leading dim L in storage; inside the scan
 Matmuls run in the dtype of the weights they are given; norms, softmax, rotary angles and loss in float32.
 
 With a Split the same code runs on local shards (Megatron-LM, arXiv 1909.08053): heads, F and V are split over the
-tensor axis as `rules` says, and under sequence parallelism T between the matmuls. Docstrings give whole shapes.
+tensor axis as `rules` says, and under sequence parallelism T between the matmuls. Docstrings give whole shapes. There
+the B sequences of a microbatch lie in one row, x[1 BT/tensor D]: what is gathered over T then needs no transposing
+(Megatron-LM has T before B for this).
 
 Initialisation (GPT-2 and its successors): normal, std 0.02; the two projections that write to the residual stream
 0.02 / sqrt(2 L), so that its variance does not grow with depth; gains one, biases zero.
@@ -28,7 +30,7 @@ from flax import nnx
 from nanotrain_jax.config import Model, padded_vocab
 from nanotrain_jax.ops import add, gelu, normalize, project, rotate, swiglu
 from nanotrain_jax.parallel import remat, tensor
-from nanotrain_jax.parallel.collectives import own_shard, position
+from nanotrain_jax.parallel.collectives import position
 from nanotrain_jax.sharding import Rules
 
 STD = 0.02
@@ -39,7 +41,7 @@ class Split(NamedTuple):
 
     axis: str | None = None
     size: int = 1
-    sequence_parallel: bool = True
+    sequence_parallel: bool = False
 
 
 ONE_DEVICE = Split()
@@ -64,7 +66,10 @@ class Norm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """x[B T D] -> y[B T D]: causal attention with N query heads, each group of N / K sharing one key and value head."""
+    """x[B T D] -> y[B T D]: causal attention with N query heads, each group of N / K sharing one key and value head.
+
+    sequences: B, where x has them in one row.
+    """
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         D, N, K = config.d_model, config.num_heads, config.num_kv_heads
@@ -76,11 +81,12 @@ class Attention(nnx.Module):
             self.bias_q_NH, self.bias_k_KH, self.bias_v_KH = (nnx.Param(jnp.zeros((n, H))) for n in (N, K, K))
             self.bias_out_D = nnx.Param(jnp.zeros(D))
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
         x_BTD = tensor.enter(x_BTD, self.split.axis, self.split.sequence_parallel)
         q_BTNH = tensor.column(x_BTD, self.q_DNH[...])
         k_BSKH = tensor.column(x_BTD, self.own_head(self.k_DKH[...]))
         v_BSKH = tensor.column(x_BTD, self.own_head(self.v_DKH[...]))
+        q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *x.shape[2:]) for x in (q_BTNH, k_BSKH, v_BSKH))
         if self.family == "gpt2":
             q_BTNH = add(q_BTNH, self.bias_q_NH[...])
             k_BSKH = add(k_BSKH, self.own_head(self.bias_k_KH[...]))
@@ -92,6 +98,7 @@ class Attention(nnx.Module):
             qkv = [x.astype(jnp.float32) for x in qkv]
         kernel = None if self.kernel == "auto" else self.kernel
         y_BTNH = jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=kernel).astype(x_BTD.dtype)
+        y_BTNH = y_BTNH.reshape(*x_BTD.shape[:2], *y_BTNH.shape[2:])
         y_BTD = tensor.row(y_BTNH, self.out_NHD[...], self.split.axis, self.split.sequence_parallel)
         y_BTD = remat.name(y_BTD, "attention_out")
         return add(y_BTD, self.bias_out_D[...]) if self.family == "gpt2" else y_BTD
@@ -137,8 +144,8 @@ class Layer(nnx.Module):
         self.norm_attention, self.attention = Norm(config), Attention(config, rngs, split)
         self.norm_mlp, self.mlp = Norm(config), MLP(config, rngs, split)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD))
+    def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
+        x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD), sequences)
         return x_BTD + self.mlp(self.norm_mlp(x_BTD))
 
 
@@ -160,12 +167,15 @@ class Ends(nnx.Module):
             self.head_VD = nnx.Param(jnp.pad(_normal(rngs, (V, D))[...], padding))
 
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
-        """tokens[B T] -> x[B T D]"""
-        axis, _, sequence_parallel = self.split
-        x_BTD = self.look_up(tokens_BT)
+        """tokens[B T] -> x[B T D], under sequence parallelism x[1 BT/tensor D]"""
+        if not self.split.sequence_parallel:
+            x_BTD = self.look_up(tokens_BT)
+            return add(x_BTD, self.positions_TD[: x_BTD.shape[1]]) if hasattr(self, "positions_TD") else x_BTD
+        x_BTD = self.look_up(tokens_BT.reshape(1, -1))
         if hasattr(self, "positions_TD"):
-            positions_TD = self.positions_TD[: tokens_BT.shape[1]]
-            x_BTD = add(x_BTD, own_shard(positions_TD, axis, 0) if axis and sequence_parallel else positions_TD)
+            tokens = x_BTD.shape[1]
+            own_T = (position(self.split.axis) * tokens + jnp.arange(tokens)) % tokens_BT.shape[1]
+            x_BTD = add(x_BTD, self.positions_TD[...].astype(jnp.float32)[own_T])
         return x_BTD
 
     def look_up(self, tokens_BT: jax.Array) -> jax.Array:
@@ -209,7 +219,8 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         layer, weights = nnx.split(self.layers)
-        x_BTD = remat.scan(lambda x, w: nnx.merge(layer, w)(x), self.ends.embed(tokens_BT), weights, "none", False)
+        run = lambda x_BTD, weights: nnx.merge(layer, weights)(x_BTD, len(tokens_BT))
+        x_BTD = remat.scan(run, self.ends.embed(tokens_BT), weights, "none", False)
         return self.ends.logits(x_BTD)
 
 
@@ -265,7 +276,7 @@ def has_partial_gradient(path: tuple, split: Split) -> bool:
 
     It is where devices see different tokens (sequence parallelism) or different query heads (keys and values).
     """
-    return bool(split.axis) and (split.sequence_parallel or path[-1].key.endswith("KH"))
+    return split.sequence_parallel or (split.axis is not None and path[-1].key.endswith("KH"))
 
 
 def attention_kernel(config: Model, dtype: jnp.dtype, device: jax.Device) -> str:

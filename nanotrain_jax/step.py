@@ -104,7 +104,7 @@ def build(config: Config, mesh: Mesh) -> Step:
     weight_specs = specs(model.rules(model_config, tensor_split), shapes, mesh)
     dims = shard_dims(shapes, devices, config.parallel.persist_below, specs=weight_specs)
     layer_dims = jax.tree.map(lambda d: d if d == WHOLE else d - 1, dims["layers"])  # without the leading L
-    regather = config.parallel.zero == 3 or (tensor > 1 and tensor_split.sequence_parallel)
+    regather = config.parallel.zero == 3 or tensor_split.sequence_parallel
 
     def init() -> State:
         master = model.init(model_config, config.train.seed, tensor_split)
@@ -128,7 +128,7 @@ def build(config: Config, mesh: Mesh) -> Step:
         ends = nnx.merge(graphs.ends, weights)
 
         def layer(x_BTD: jax.Array, layer: tuple[Tree, Tree, Tree]) -> jax.Array:
-            return nnx.merge(graphs.layer, zero.gather(*layer, layer_dims, wire))(x_BTD)
+            return nnx.merge(graphs.layer, zero.gather(*layer, layer_dims, wire))(x_BTD, len(batch["inputs"]))
 
         layers = params["layers"], inputs["layers"], sums["layers"]
         x_BTD = ends.embed(batch["inputs"])

@@ -103,7 +103,7 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
         # A look-up that XLA's partitioner knows: it moves more for ours.
         embedding_VD = ends.embedding_VD[...]
         ends.look_up = lambda tokens_BT: embedding_VD.astype(jnp.float32)[tokens_BT].astype(embedding_VD.dtype)
-        layer = lambda x_BTD, weights: pin(nnx.merge(graphs.layer, weights)(x_BTD))
+        layer = lambda x_BTD, weights: pin(nnx.merge(graphs.layer, weights)(x_BTD, len(x_BTD)))
         x_BTD = remat.scan(layer, pin(ends.embed(batch["inputs"])), params["layers"], config.memory.remat, False)
         return ends.loss(x_BTD, batch["targets"])[0] / (B * T)
 
