@@ -151,7 +151,7 @@ def build(config: Config, mesh: Mesh) -> Step:
             mean_loss, sums, final = 0.0, None, jax.tree.map(lambda x: x[-1:], microbatches)
             if pieces > 1:
                 mean_loss, sums = run(zero, jax.tree.map(lambda x: x[:-1], microbatches))
-                sums, final = lax.optimization_barrier((sums, final))  # not both at a time
+                mean_loss, final = lax.optimization_barrier((mean_loss, final))  # not both at a time
             final_loss, grads = run(last, final, sums)
             mean_loss, grads = mean_loss + final_loss, last.reduce(grads, state.params, dims, wire)
         mean_loss = all_reduce(mean_loss, BATCH_AXES)

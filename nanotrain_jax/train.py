@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import signal
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from jax.sharding import Mesh
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, topology
-from nanotrain_jax.config import Config
+from nanotrain_jax.config import Config, padded_vocab
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import checkpoint, data, metrics, request
 
@@ -199,15 +198,17 @@ def train(run: Run, folder: Path, stopped: Callable[[], bool]) -> None:
 
 def introduction(run: Run) -> str:
     """What is about to run, in a few lines."""
-    config, params = run.config, run.step.state.params
-    count = sum(math.prod(p.shape) for p in jax.tree.leaves(params))
+    config = run.config
     axes = " x ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
     device = "simulated CPU device" if config.runtime.simulate else run.mesh.devices.flat[0].device_kind
     lines = [
-        f"{config.model.family} of {count:,} parameters on {run.mesh.size} x {device} ({axes})",
+        f"{config.model.family} of {cost.parameters(config.model):,} parameters on {run.mesh.size} x {device} ({axes})",
         f"{config.data.source}: {len(run.dataset.train):,} training and {len(run.dataset.val):,} held-out sequences of "
         f"{config.data.seq_len} tokens; {config.data.batch_size} per step",
     ]
+    vocab, rows = config.model.vocab_size, padded_vocab(config.model.vocab_size, config.parallel.tensor)
+    if rows > vocab:
+        lines.append(f"vocabulary: {vocab:,} tokens padded to {rows:,}, for tensor {config.parallel.tensor}")
     if config.parallel.zero and run.mesh.shape["data"] == 1:
         lines.append(f"parallel.zero={config.parallel.zero} has nothing to shard over: parallel.data is 1")
     if config.precision.compute == "float16" and config.precision.loss_scale == "none":

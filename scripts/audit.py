@@ -4,8 +4,9 @@
                             [--zero 0,1,2,3] [--remat none,full] [section.key=value ...]
 
 Compiles the real step for GPUs that are not here (needs `pip install 'nanotrain_jax[cuda12]'`) and sets what the
-program moves, computes and stores beside the closed forms of nanotrain_jax/audit/cost.py. With --gpus, parallel.data
-becomes what they allow, and the batch grows or shrinks with it.
+program moves, computes and stores beside the closed forms of nanotrain_jax/audit/cost.py, and whether it fits. With
+--gpus, parallel.data becomes what they allow, and the batch grows or shrinks with it. Of a GPU's memory JAX takes 75%
+unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 """
 
 import argparse
@@ -63,6 +64,7 @@ def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
         name: found[name] / theory[name] if theory[name] else 1.0
         for name in ("wire_bytes", "flops", "argument_bytes", "peak_bytes")
     }
+    share = found["peak_bytes"] / topology.GPUS[gpu].memory_bytes
     return {
         "gpu": gpu,
         "gpus": gpus,
@@ -73,14 +75,19 @@ def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
         "theory": theory,
         "compiled": found,
         "ratios": ratios,
+        "memory_share": share,
+        "fits": share < 1,
         "behind_matmuls": sum(row["behind_matmuls_bytes"] for row in moves) / max(found["wire_bytes"], 1),
     }
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> Table:
-    """The audits as a table for people: compiled, and in brackets its ratio to theory."""
+    """The audits as a table for people: compiled, and in brackets its ratio to theory.
+
+    fits: into the memory of the GPU, with the share that is needed.
+    """
     table = Table(title=title)
-    for name in ("zero", "remat", "wire MB", "behind matmuls", "TFLOP", "arguments MB", "peak MB", "compile s"):
+    for name in ("zero", "remat", "wire MB", "behind matmuls", "TFLOP", "arguments MB", "peak MB", "fits", "compile s"):
         table.add_column(name, justify="left" if name == "remat" else "right")
     for row in rows:
         cell = lambda name, unit, row=row: f"{row['compiled'][name] / unit:,.1f} ({row['ratios'][name]:.3f})"
@@ -92,6 +99,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> Table:
             cell("flops", 1e12),
             cell("argument_bytes", 1e6),
             cell("peak_bytes", 1e6),
+            f"{'yes' if row['fits'] else 'no'}, {row['memory_share']:.0%}",
             f"{row['compiled']['compile_seconds']:.0f}",
         )
     return table

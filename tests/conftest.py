@@ -7,6 +7,7 @@ import tempfile
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -132,6 +133,31 @@ def equals_the_oracle(tree, expected):
     chex.assert_trees_all_close(found, padded((params, m, v), found), **STATE)
     assert (int(state.step), int(state.skipped)) == (3, 0)
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, step.state)
+
+
+def run(tree, updates=5):
+    """-> the state after some updates of a config (plain data), and the metrics of each."""
+    config, mesh = resolved(tree)
+    step = steps.build(config, mesh)
+    state, log = step.init(), []
+    for tokens in random_tokens(config, count=updates):
+        state, metrics = step.train(state, on_devices(tokens, step))
+        log.append(jax.device_get(metrics))
+    return state, log
+
+
+def with_embedding(state, row, value):
+    """state with one row of the embedding changed, in the weights and in their master copy."""
+
+    def changed(params):
+        old = params["ends"]["embedding_VD"]
+        new = np.array(old.astype(jnp.float32))
+        new[row] = value
+        new = jax.device_put(jnp.asarray(new).astype(old.dtype), old.sharding)
+        return params | {"ends": params["ends"] | {"embedding_VD": new}}
+
+    master = state.opt.master and changed(state.opt.master)
+    return state._replace(params=changed(state.params), opt=state.opt._replace(master=master))
 
 
 def collectives(text):

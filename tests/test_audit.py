@@ -5,6 +5,7 @@ python tests/test_audit.py        compiles every case again and writes tests/gol
 What moves, is computed and comes in as arguments is the same with every compiler; peak memory is kept for each.
 """
 
+import collections
 import importlib.util
 import json
 from pathlib import Path
@@ -12,8 +13,11 @@ from pathlib import Path
 import jax
 import pytest
 from conftest import needs_cuda_compiler
+from jax.extend.core import jaxprs_in_params
 
-from nanotrain_jax.audit import cost
+from nanotrain_jax import mesh as meshes
+from nanotrain_jax import step as steps
+from nanotrain_jax.audit import cost, topology
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
 
@@ -24,7 +28,7 @@ spec = importlib.util.spec_from_file_location("audit_script", ROOT / "scripts" /
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
 
-GPT2, LLAMA = "gpt2_124m", "llama3_8b"
+GPT2, LLAMA, LLAMA70 = "gpt2_124m", "llama3_8b", "llama3_70b"
 CASES = [  # config, GPUs, overrides
     *((GPT2, 8, [f"parallel.zero={zero}", f"parallel.microbatches={m}"]) for zero in range(4) for m in (1, 4)),
     *((GPT2, 8, ["parallel.zero=3", f"memory.remat={remat}"]) for remat in ("selective", "full", "block:3")),
@@ -37,6 +41,19 @@ CASES = [  # config, GPUs, overrides
     *((LLAMA, gpus, [f"parallel.zero={zero}"]) for gpus in (8, 64) for zero in (1, 2, 3)),
     *((LLAMA, 8, ["data.batch_size=8", f"memory.remat={remat}"]) for remat in ("none", "selective", "full")),
     (LLAMA, 8, ["data.batch_size=8", "memory.remat=full", "model.loss_chunk=1024"]),
+    *(
+        (LLAMA, 8, [f"parallel.tensor={t}", f"parallel.data={8 // t}", f"data.batch_size={8 // t}", *more])
+        for t, more in (
+            (2, ["memory.remat=none"]),
+            (4, ["memory.remat=none", "parallel.zero=2"]),
+            (8, ["memory.remat=none"]),
+            (8, ["memory.remat=selective"]),
+            (8, ["memory.remat=full"]),
+            (8, ["memory.remat=none", "parallel.sequence_parallel=false"]),
+        )
+    ),
+    (LLAMA, 64, ["parallel.tensor=8", "parallel.data=8", "parallel.zero=1", "parallel.microbatches=2"]),
+    (LLAMA70, 64, []),
 ]
 TOO_LARGE = (LLAMA, 8, ["parallel.zero=0"])  # 112 GB of state: compiled for a GPU that has them
 
@@ -54,15 +71,20 @@ def compile_case(case):
     config, gpus, overrides = case
     loaded = request.load(str(ROOT / "configs" / f"{config}.yaml"), overrides)
     gpu = "b200" if case == TOO_LARGE else "h100"
-    found = script.audit(script.spread(loaded, gpus), gpu, gpus)
-    ratios = {key.replace("_bytes", "") + "_ratio": round(ratio, 4) for key, ratio in found["ratios"].items()}
-    return ratios | {key: round(found["compiled"][key]) for key in found["ratios"]}
+    return script.audit(script.spread(loaded, gpus), gpu, gpus)
+
+
+def row(audit):
+    ratios = {key.replace("_bytes", "") + "_ratio": round(ratio, 4) for key, ratio in audit["ratios"].items()}
+    return ratios | {key: round(audit["compiled"][key]) for key in audit["ratios"]}
 
 
 @needs_cuda_compiler
 @pytest.mark.parametrize("case", [*CASES, TOO_LARGE], ids=name)
 def test_the_compiled_step_is_what_the_closed_forms_say(case):
-    found, golden = compile_case(case), golden_rows()[name(case)]
+    audit, golden = compile_case(case), golden_rows()[name(case)]
+    moves_what_the_papers_say_on_each_axis(audit)
+    found = row(audit)
     assert 0.9999 <= found["wire_ratio"] <= 1.02
     assert 0.98 <= found["argument_ratio"] <= 1.02
     assert 0.99 <= found["flops_ratio"] <= 1.01
@@ -72,6 +94,90 @@ def test_the_compiled_step_is_what_the_closed_forms_say(case):
         assert found["peak_bytes"] == pytest.approx(golden["peak_bytes"][JAX], rel=0.01)
     else:  # a newer compiler may need less
         assert found["peak_bytes"] <= 1.05 * golden["peak_bytes"][NEWEST]
+
+
+def moves_what_the_papers_say_on_each_axis(audit):
+    theory = collections.Counter()
+    for c in audit["theory"]["collectives"]:
+        theory[c["axis"], c["op"]] += c["bytes_per_device"]
+    for c in audit["compiled"]["collectives"]:
+        said = theory.pop((c["axis"], c["op"]), 0)
+        scalars = 100  # the loss and the gradients' norm
+        assert 0.9999 * said <= c["bytes_per_device"] <= 1.02 * said + scalars, c
+    assert not theory
+
+
+def tensor_parallel(*overrides, microbatches=1):
+    """Llama-3-8B over 8 GPUs of a host -> what it moves over tensor, and the wire bytes of one B T D."""
+    batch = f"data.batch_size={2 * microbatches}", f"parallel.microbatches={microbatches}"
+    split = "parallel.tensor=8", "parallel.data=1"
+    loaded = request.load(str(ROOT / "configs" / f"{LLAMA}.yaml"), [*split, *batch, *overrides])
+    audit = script.audit(loaded, "h100", 8)
+    assert {c["axis"] for c in audit["compiled"]["collectives"]} == {"tensor"}
+    return {c["op"]: c for c in audit["compiled"]["collectives"]}, 7 / 8 * 2 * loaded.data.seq_len * 4096 * 2
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize(("remat", "again"), [("none", 0), ("selective", 0), ("full", 1)])
+def test_a_layer_gathers_and_scatters_four_times_and_gathers_twice_again(remat, again):
+    found, size = tensor_parallel(f"memory.remat={remat}", microbatches=2)
+    L, M = 32, 2
+    gathers, scatters = 6 * L + 2, (4 + again) * L + 2  # 2: look-up and loss
+    assert (found["all_gather"]["count"], found["reduce_scatter"]["count"]) == (M * gathers, M * scatters)
+    for c in found.values():
+        assert c["largest_bytes"] <= size  # B T D: never logits, B T V
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize(("remat", "per_layer"), [("none", 4), ("full", 5)])
+def test_without_sequence_parallelism_a_layer_all_reduces_four_times(remat, per_layer):
+    found, size = tensor_parallel(f"memory.remat={remat}", "parallel.sequence_parallel=false")
+    (op,) = found
+    assert op == "all_reduce"
+    few = 100 + 3 * 4 * 2 * 2 * 8192  # scalars: loss, norm, and of the loss three a token
+    assert found[op]["bytes_per_device"] == pytest.approx((per_layer * 32 + 2) * 2 * size, abs=few)
+    assert per_layer * 32 + 2 <= found[op]["count"] <= per_layer * 32 + 2 + 6
+    assert found[op]["largest_bytes"] <= 2 * size
+
+
+def kept_by_a_layer(config, gpus):
+    """Bytes per token that the traced step hands from the forward of a layer to its backward."""
+    mesh = meshes.make(**config.parallel.axes, devices=topology.compile_only("h100", gpus))
+    config = resolve(config, mesh.shape)
+    step = steps.build(config, mesh)
+
+    def equations(jaxpr):
+        for equation in jaxpr.eqns:
+            yield equation
+            for inner in jaxprs_in_params(equation.params):
+                yield from equations(inner)
+
+    L = config.model.num_layers
+    jaxpr = step.train.trace(step.state, step.batch).jaxpr.jaxpr
+    forward = next(e for e in equations(jaxpr) if e.primitive.name == "scan" and e.params["length"] == L)
+    stacked = [x.aval for x in forward.outvars[forward.params["num_carry"] :]]
+    sequences = config.data.batch_size // (config.parallel.data * config.parallel.microbatches)
+    return sum(x.size * x.dtype.itemsize for x in stacked) / L / (sequences * config.data.seq_len), config
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize("name", [GPT2, LLAMA])
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("sequence_parallel", ["true", "false"])
+def test_a_layer_keeps_exactly_the_activations_of_the_closed_form(name, zero, sequence_parallel):
+    for t in (1, 2, 4):
+        for remat in ("none", "selective", "full"):
+            overrides = [f"parallel.tensor={t}", "parallel.data=1", "parallel.microbatches=1", f"parallel.zero={zero}"]
+            overrides += [
+                "data.batch_size=2",
+                f"memory.remat={remat}",
+                f"parallel.sequence_parallel={sequence_parallel}",
+            ]
+            found, config = kept_by_a_layer(request.load(str(ROOT / "configs" / f"{name}.yaml"), overrides), t)
+            assert found == 2 * cost.layer_activations(config, remat)
+            if sequence_parallel == "true":  # all of it over t
+                alone = config.replace("parallel", tensor=1).replace("parallel", zero=3 if t > 1 else zero)
+                assert found == 2 * cost.layer_activations(alone, remat) / t
 
 
 @needs_cuda_compiler
@@ -137,13 +243,13 @@ def test_the_readme_shows_the_golden_numbers():
     golden, readme = golden_rows(), (ROOT / "README.md").read_text()
     for text, case in IN_README:
         g = golden[case]
-        row = (
+        line = (
             f"| {text} | {g['wire_bytes'] / 1e6:,.0f} ({g['wire_ratio']:.3f}) "
             f"| {g['argument_bytes'] / 1e6:,.0f} ({g['argument_ratio']:.3f}) "
             f"| {g['flops'] / 1e12:,.1f} ({g['flops_ratio']:.3f}) "
             f"| {g['peak_bytes'][NEWEST] / 1e9:.1f} ({g['peak_ratio'][NEWEST]:.2f}) |"
         )
-        assert row in readme, row
+        assert line in readme, line
 
 
 def resolved_on(gpus, *overrides, config=GPT2):
@@ -185,9 +291,9 @@ def test_wrong_requests_are_told_in_one_line(capsys):
 
 
 if __name__ == "__main__":
-    before, rows = golden_rows(), {name(case): compile_case(case) for case in [*CASES, TOO_LARGE]}
-    for case, row in rows.items():
+    before, rows = golden_rows(), {name(case): row(compile_case(case)) for case in [*CASES, TOO_LARGE]}
+    for case, found in rows.items():
         for peak in ("peak_bytes", "peak_ratio"):
-            row[peak] = before.get(case, {}).get(peak, {}) | {JAX: row[peak]}
+            found[peak] = before.get(case, {}).get(peak, {}) | {JAX: found[peak]}
     GOLDEN.parent.mkdir(exist_ok=True)
     GOLDEN.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import LOSS, STATE, collectives, equals_the_oracle, on_devices, random_tokens, resolved, small
+from conftest import LOSS, STATE, collectives, equals_the_oracle, on_devices, padded, random_tokens, resolved, small
 
 from nanotrain_jax import model
 from nanotrain_jax import step as steps
@@ -24,8 +24,9 @@ def test_loss_gradients_and_state_after_three_updates_equal_the_oracle(family, d
     equals_the_oracle(small(family, parallel=parallel), expected)
 
 
-def test_clipping_is_by_the_global_norm():
-    config, mesh = resolved(small(optimizer={"grad_clip": 0.1}))
+@pytest.mark.parametrize("tensor", [1, 4])  # 4: of two heads of keys, which all devices store
+def test_clipping_is_by_the_global_norm(tensor):
+    config, mesh = resolved(small(optimizer={"grad_clip": 0.1}, parallel={"tensor": tensor}))
     step = steps.build(config, mesh)
     tokens = random_tokens(config, count=3)
     params, *_, log = oracle.train(model.init(config.model, 0), tokens, lr=1e-2, clip=0.1)
@@ -33,7 +34,7 @@ def test_clipping_is_by_the_global_norm():
     state = step.init()
     for batch in tokens:
         state, _ = step.train(state, on_devices(batch, step))
-    jax.tree.map(lambda a, b: close(a, b, **STATE), state.params, params)
+    jax.tree.map(lambda a, b: close(a, b, **STATE), state.params, padded(params, state.params))
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
@@ -96,9 +97,9 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_on_every_device(microb
             np.testing.assert_array_equal(x.data, y.data)
 
 
-@pytest.mark.parametrize("chunk", [0, 8])
-def test_evaluation_is_the_oracles_mean_over_targets_that_count(chunk):
-    config, mesh = resolved(small(parallel={"microbatches": 2}, model={"loss_chunk": chunk}))
+@pytest.mark.parametrize(("chunk", "tensor"), [(0, 1), (8, 1), (0, 4), (8, 2)])
+def test_evaluation_is_the_oracles_mean_over_targets_that_count(chunk, tensor):
+    config, mesh = resolved(small(parallel={"microbatches": 2, "tensor": tensor}, model={"loss_chunk": chunk}))
     step = steps.build(config, mesh)
     state, tokens = step.init(), random_tokens(config)[0]
     batch = on_devices(tokens, step)
@@ -107,15 +108,17 @@ def test_evaluation_is_the_oracles_mean_over_targets_that_count(chunk):
     batch["targets"] = jax.device_put(masked, step.batch["targets"].sharding)
     loss, count = step.evaluate(state.params, batch)
     assert int(count) == 20 * 16
-    close(loss / 320, oracle.loss(state.params, tokens[:20]), **LOSS)
+    close(loss / 320, oracle.loss(model.init(config.model, 0), tokens[:20]), **LOSS)
 
 
 def test_the_same_seed_gives_the_same_parameters_on_every_mesh():
     trees = []
-    for data in (1, 8):
-        config, mesh = resolved(small("gpt2", parallel={"data": data}))
+    for data, tensor in (1, 1), (8, 1), (2, 4):
+        config, mesh = resolved(small("gpt2", parallel={"data": data, "tensor": tensor, "zero": 3}))
         trees.append(steps.build(config, mesh).init().params)
-    jax.tree.map(np.testing.assert_array_equal, *trees)
+    first, second, third = trees
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    jax.tree.map(np.testing.assert_array_equal, padded(first, third), third)
 
 
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit

@@ -126,11 +126,14 @@ def test_twenty_steps_are_bitwise_ten_and_ten_more_after_a_resume(config_file, t
     same(whole, parts)
 
 
-def test_a_resume_on_another_mesh_and_zero_stage_goes_on_with_the_same_numbers(config_file, tmp_path):
+def test_a_resume_on_another_mesh_and_zero_stage_goes_on_with_the_same_numbers(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/whole") == 0
     other = "parallel.data=2", "parallel.replica=4", "parallel.zero=3", "parallel.persist_below=64"
-    assert main(config_file, f"logging.dir={tmp_path}/parts", "train.steps=10", *other) == 0
-    assert main(config_file, f"logging.dir={tmp_path}/parts", "train.steps=15", "parallel.zero=1") == 0
+    assert main(config_file, f"logging.dir={tmp_path}/parts", "train.steps=5", *other) == 0
+    assert main(config_file, f"logging.dir={tmp_path}/parts", "train.steps=10", "parallel.zero=1") == 0
+    split = "parallel.tensor=2", "parallel.data=4", "parallel.zero=2"  # with a padded vocabulary
+    assert main(config_file, f"logging.dir={tmp_path}/parts", "train.steps=15", *split) == 0
+    assert "257 tokens padded to 384" in capsys.readouterr().out
     assert main(config_file, f"logging.dir={tmp_path}/parts") == 0
     whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     np.testing.assert_allclose([parts[i][0] for i in range(1, 21)], [whole[i][0] for i in range(1, 21)], **LOSS)
@@ -291,7 +294,20 @@ BAD = [
     (["model.loss_chunk=7"], "model.loss_chunk=7 does not divide the"),
     (["parallel.data=16"], "needs 16 devices but there are 8"),
     (["parallel.data=3", "parallel.replica=-1"], "cannot be split into groups of 3"),
-    (["parallel.tensor=2"], "not implemented yet"),
+    (["parallel.context=2"], "not implemented yet"),
+    (["parallel.tensor=4", "parallel.data=1"], "parallel.tensor=4 does not divide model.num_heads=2; use 1 or 2"),
+    (
+        ["parallel.tensor=2", "parallel.data=1", "model.d_ff=63"],
+        "parallel.tensor=2 does not divide model.d_ff=63; use 1",
+    ),
+    (
+        ["parallel.tensor=2", "parallel.data=1", "data.seq_len=31"],
+        "does not divide data.seq_len=31; use 1, another data.seq_len, or parallel.sequence_parallel=false",
+    ),
+    (
+        ["parallel.tensor=4", "parallel.data=1", "model.num_heads=12", "model.num_kv_heads=6", "model.d_model=48"],
+        "parallel.tensor=4 neither divides model.num_kv_heads=6 nor is a multiple of it; use 1 or 2",
+    ),
     (["parallel.zero=4"], "parallel.zero=4"),
     (["memory.remat=half"], "memory.remat='half' is unknown; use none, selective, full or block:N"),
     (["memory.remat=block:2"], "does not divide model.num_layers=1; use block:1"),

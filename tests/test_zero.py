@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import collectives, equals_the_oracle, on_devices, random_tokens, resolved, small
+from conftest import collectives, equals_the_oracle, on_devices, random_tokens, resolved, run, small, with_embedding
 from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
@@ -81,16 +81,6 @@ def test_gradients_that_leave_layer_by_layer_equal_the_oracle(
     equals_the_oracle(sharded(family, remat, **parallel), expected)
 
 
-def run(tree, updates=5):
-    config, mesh = resolved(tree)
-    step = steps.build(config, mesh)
-    state, log = step.init(), []
-    for tokens in random_tokens(config, count=updates):
-        state, metrics = step.train(state, on_devices(tokens, step))
-        log.append(jax.device_get(metrics))
-    return state, log
-
-
 def test_all_stages_agree_with_each_other_after_five_updates():
     runs = [run(sharded(zero=zero, data=4, microbatches=2)) for zero in range(4)]
     for state, log in runs[1:]:
@@ -137,20 +127,6 @@ def test_bfloat16_runs_of_all_stages_stay_near_float32(zero, reduce, exact):
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
     assert {x.dtype for x in jax.tree.leaves(state.opt.master)} == {jnp.dtype("float32")}
     jax.tree.map(lambda w, m: np.testing.assert_array_equal(w, m.astype(w.dtype)), state.params, state.opt.master)
-
-
-def with_embedding(state, row, value):
-    """state with one row of the embedding changed, in the weights and in their master copy."""
-
-    def changed(params):
-        old = params["ends"]["embedding_VD"]
-        new = np.array(old.astype(jnp.float32))
-        new[row] = value
-        new = jax.device_put(jnp.asarray(new).astype(old.dtype), old.sharding)
-        return params | {"ends": params["ends"] | {"embedding_VD": new}}
-
-    master = state.opt.master and changed(state.opt.master)
-    return state._replace(params=changed(state.params), opt=state.opt._replace(master=master))
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

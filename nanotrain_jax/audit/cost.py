@@ -209,20 +209,23 @@ def layer_activations(config: Config, remat: str) -> float:
     selective   2 d +  7 d / t  2 d + 11 d / t   what matmuls returned
     full          d               d              the layer's input
 
-    over t tensor-parallel devices; with sequence parallelism all of it over t (table 2 of the paper). At 2 bytes and
-    t = 1 the first is 32 d: the paper's 34 d without its two dropout masks.
+    over t tensor-parallel devices; with sequence parallelism all of it over t (table 2 of the paper). `none` also keeps
+    a float32 statistic per head of the softmax. At 2 bytes and t = 1 the first is 32 d: the paper's 34 d without its
+    two dropout masks.
     """
     m, p = config.model, config.parallel
     t, sequence_parallel = p.tensor, p.sequence_parallel and p.tensor > 1
     gates = 2 if m.family == "llama" else 1
-    keys = 2 * _kv_width(m) * max(1, t / m.num_kv_heads)  # at least one head on each device
-    whole, inside = {
-        "full": (1, 0),
-        "selective": (2, m.d_model + keys + gates * m.d_ff),
-        "none": (2, 2 * m.d_model + keys + gates * m.d_ff)
-        if p.zero == 3 or sequence_parallel
-        else (4, 2 * m.d_model + keys + (gates + 1) * m.d_ff),
-    }[remat]
+    matmuls = m.d_model + 2 * _kv_width(m) * max(1, t / m.num_kv_heads) + gates * m.d_ff  # a head of keys at least
+    attention = m.d_model + m.num_heads * 4 / BYTES[config.precision.compute]
+    if remat == "full":
+        whole, inside = 1, 0
+    elif remat == "selective":
+        whole, inside = 2, matmuls
+    elif p.zero == 3 or sequence_parallel:
+        whole, inside = 2, matmuls + attention
+    else:
+        whole, inside = 4, matmuls + attention + m.d_ff
     return whole * m.d_model / (t if sequence_parallel else 1) + inside / t
 
 

@@ -254,18 +254,22 @@ def _flops_inside(program: Program, name: str, index: int) -> float:
 
 
 def summary(found: list[Collective]) -> list[dict[str, Any]]:
-    """Collectives put together by axes and operation: count and bytes over all executions, most bytes first."""
+    """Collectives put together by axes and operation: count and bytes over all executions, most bytes first.
+
+    largest_bytes: those of the largest single one.
+    """
     rows: dict[tuple, dict[str, Any]] = {}
     for c in found:
         row = rows.setdefault(
             (c.axes, c.operation),
             {"axis": ",".join(c.axes), "op": c.operation, "bytes_per_device": 0.0, "count": 0}
-            | {"exposed_bytes": 0.0, "behind_matmuls_bytes": 0.0},
+            | {"exposed_bytes": 0.0, "behind_matmuls_bytes": 0.0, "largest_bytes": 0.0},
         )
         row["count"] += c.count
         row["bytes_per_device"] += c.count * c.bytes
         row["exposed_bytes"] += c.count * c.bytes * c.exposed
         row["behind_matmuls_bytes"] += c.count * c.bytes * (c.flops > 0)
+        row["largest_bytes"] = max(row["largest_bytes"], c.bytes)
     return sorted(rows.values(), key=lambda row: -row["bytes_per_device"])
 
 

@@ -114,7 +114,10 @@ def read(
     folder: str | Path, step: int, abstract: Any, accept: Callable[[dict[str, Any]], None]
 ) -> tuple[Any, dict[str, Any]]:
     """-> state, meta. The state comes in the shapes, dtypes and shardings of abstract (ShapeDtypeStructs; the mesh may
-    be another than it was saved from), after accept(meta), which may raise, has agreed."""
+    be another than it was saved from), after accept(meta), which may raise, has agreed that it is of this model.
+
+    An array of another size is cut, or filled up with zeros, at its end: padding, which the mesh decides about.
+    """
 
     def read_item(**item: Any) -> Any:
         try:
@@ -129,7 +132,7 @@ def read(
     with ocp.CheckpointManager(Path(folder).absolute(), options=options) as manager:
         meta = read_item(meta=ocp.args.JsonRestore()).meta
         accept(meta)
-        return read_item(state=ocp.args.StandardRestore(abstract)).state, meta
+        return read_item(state=ocp.args.StandardRestore(abstract, strict=False)).state, meta
 
 
 def check(meta: dict[str, Any], config: Config, tokenizer: str | None) -> None:
