@@ -37,11 +37,12 @@ STD = 0.02
 
 
 class Split(NamedTuple):
-    """How a decoder is split over the devices of a mesh axis; axis=None: it is not."""
+    """How a decoder is split over the devices of a mesh axis; axis=None: it is not. The rest: see `tensor.columns`."""
 
     axis: str | None = None
     size: int = 1
     sequence_parallel: bool = False
+    regather: bool = True
 
 
 ONE_DEVICE = Split()
@@ -82,11 +83,10 @@ class Attention(nnx.Module):
             self.bias_out_D = nnx.Param(jnp.zeros(D))
 
     def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
-        x_BTD = tensor.enter(x_BTD, self.split.axis, self.split.sequence_parallel)
-        q_BTNH = tensor.column(x_BTD, self.q_DNH[...])
-        k_BSKH = tensor.column(x_BTD, self.own_head(self.k_DKH[...]))
-        v_BSKH = tensor.column(x_BTD, self.own_head(self.v_DKH[...]))
-        q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *x.shape[2:]) for x in (q_BTNH, k_BSKH, v_BSKH))
+        axis, _, sequence_parallel, regather = self.split
+        weights = self.q_DNH[...], self.own_head(self.k_DKH[...]), self.own_head(self.v_DKH[...])
+        qkv = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
+        q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *x.shape[2:]) for x in qkv)
         if self.family == "gpt2":
             q_BTNH = add(q_BTNH, self.bias_q_NH[...])
             k_BSKH = add(k_BSKH, self.own_head(self.bias_k_KH[...]))
@@ -98,14 +98,13 @@ class Attention(nnx.Module):
             qkv = [x.astype(jnp.float32) for x in qkv]
         kernel = None if self.kernel == "auto" else self.kernel
         y_BTNH = jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=kernel).astype(x_BTD.dtype)
-        y_BTNH = y_BTNH.reshape(*x_BTD.shape[:2], *y_BTNH.shape[2:])
-        y_BTD = tensor.row(y_BTNH, self.out_NHD[...], self.split.axis, self.split.sequence_parallel)
-        y_BTD = remat.name(y_BTD, "attention_out")
+        y_BTD = jnp.tensordot(y_BTNH, self.out_NHD[...], 2).reshape(len(x_BTD), -1, x_BTD.shape[2])
+        y_BTD = remat.name(tensor.leave(y_BTD, axis, sequence_parallel), "attention_out")
         return add(y_BTD, self.bias_out_D[...]) if self.family == "gpt2" else y_BTD
 
     def own_head(self, w_KH: jax.Array) -> jax.Array:
         """w[... K H] -> w[... 1 H], the head that this device's queries look at, where there are fewer than devices."""
-        axis, size, _ = self.split
+        axis, size, *_ = self.split
         if size <= self.num_kv_heads:
             return w_KH
         head = position(axis) // (size // self.num_kv_heads)
@@ -126,14 +125,15 @@ class MLP(nnx.Module):
             self.bias_up_F, self.bias_down_D = nnx.Param(jnp.zeros(F)), nnx.Param(jnp.zeros(D))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        x_BTD = tensor.enter(x_BTD, self.split.axis, self.split.sequence_parallel)
-        h_BTF = remat.name(tensor.column(x_BTD, self.up_DF[...]), "up")
+        axis, _, sequence_parallel, regather = self.split
         if self.family == "llama":
-            gate_BTF = remat.name(tensor.column(x_BTD, self.gate_DF[...]), "gate")
-            h_BTF = swiglu(gate_BTF, h_BTF)
+            weights = self.up_DF[...], self.gate_DF[...]
+            up_BTF, gate_BTF = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
+            h_BTF = swiglu(remat.name(gate_BTF, "gate"), remat.name(up_BTF, "up"))
         else:
-            h_BTF = gelu(add(h_BTF, self.bias_up_F[...]))
-        y_BTD = tensor.row(h_BTF, self.down_FD[...], self.split.axis, self.split.sequence_parallel)
+            (up_BTF,) = tensor.columns(x_BTD, [self.up_DF[...]], axis, sequence_parallel, regather)
+            h_BTF = gelu(add(remat.name(up_BTF, "up"), self.bias_up_F[...]))
+        y_BTD = tensor.row(h_BTF, self.down_FD[...], axis, sequence_parallel)
         return y_BTD if self.family == "llama" else add(y_BTD, self.bias_down_D[...])
 
 
@@ -195,7 +195,7 @@ class Ends(nnx.Module):
 
         A negative target counts for nothing (padding).
         """
-        axis, _, sequence_parallel = self.split
+        axis, _, sequence_parallel, _ = self.split
         if axis or self.loss_chunk:
             x_BTD = tensor.enter(self.norm(x_BTD), axis, sequence_parallel)
             return tensor.cross_entropy(x_BTD, self.head(), targets_BT, axis, self.vocab_size, self.loss_chunk)

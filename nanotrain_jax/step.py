@@ -95,7 +95,9 @@ def build(config: Config, mesh: Mesh) -> Step:
     attention = model.attention_kernel(config.model, dtype, mesh.devices.flat[0])
     model_config = config.model.model_copy(update={"attention": attention})
     tensor = mesh.shape["tensor"]
-    tensor_split = model.Split("tensor", tensor, config.parallel.sequence_parallel) if tensor > 1 else model.Split()
+    regather = config.memory.remat != "full"  # which computes each layer again, and so has gathered what it needs
+    split_over = ("tensor", tensor, config.parallel.sequence_parallel, regather) if tensor > 1 else ()
+    tensor_split = model.Split(*split_over)
     graphs, shapes = model.abstract(model_config, tensor_split)
     schedule = optim.schedule(config.optimizer)
     optimizer = optim.build(config.optimizer, model.is_decayed)
@@ -104,7 +106,6 @@ def build(config: Config, mesh: Mesh) -> Step:
     weight_specs = specs(model.rules(model_config, tensor_split), shapes, mesh)
     dims = shard_dims(shapes, devices, config.parallel.persist_below, specs=weight_specs)
     layer_dims = jax.tree.map(lambda d: d if d == WHOLE else d - 1, dims["layers"])  # without the leading L
-    regather = config.parallel.zero == 3 or tensor_split.sequence_parallel
 
     def init() -> State:
         master = model.init(model_config, config.train.seed, tensor_split)
@@ -132,7 +133,9 @@ def build(config: Config, mesh: Mesh) -> Step:
 
         layers = params["layers"], inputs["layers"], sums["layers"]
         x_BTD = ends.embed(batch["inputs"])
-        x_BTD = remat.scan(layer, x_BTD, layers, config.memory.remat, regather, config.parallel.prefetch)
+        x_BTD = remat.scan(
+            layer, x_BTD, layers, config.memory.remat, config.parallel.zero == 3, config.parallel.prefetch
+        )
         return ends.loss(x_BTD, batch["targets"])
 
     def train(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:

@@ -7,7 +7,8 @@ Three programs with one model, optimizer, accumulation, clipping, State and layo
 
     ours                step.train: one shard_map, every collective written out
     jit                 only State and batch are annotated; XLA's partitioner does the rest
-    jit + constraints   activations are annotated as well, at layer boundaries and at the logits, as MaxText does
+    jit + constraints   activations are annotated as well, before and after attention and MLP and at the logits, as
+                        MaxText does; with parallel.tensor split over tokens there, if parallel.sequence_parallel
 
 The first form runs them in turn, step by step; the second only compiles them, for GPUs that need not be here. Both
 first hold the three to the same losses in float32, on a small model of the same family, layout and options.
@@ -38,12 +39,13 @@ from nanotrain_jax import mesh as meshes
 from nanotrain_jax import model
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, hlo, topology
+from nanotrain_jax.config import padded_vocab
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import gpu_options
 from nanotrain_jax.parallel.zero import Opt, zero_specs
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import data, optim, request
-from nanotrain_jax.sharding import layout
+from nanotrain_jax.sharding import layout, specs
 
 WARMUP, ENOUGH = 3, 30  # rounds before, and steps timed: the median of fewer says little
 FIGURES = {  # name -> (column, unit, digits); the first three of programs that run, the others of compiled ones
@@ -73,8 +75,11 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
     placed = jax.tree.map(lambda x: x.sharding, (ours.state, ours.batch))
     if ours.state.scale is not None:
         raise ValueError(f"precision.loss_scale={config.precision.loss_scale} is no part of the comparison; use none")
-    if config.parallel.tensor > 1:
-        raise ValueError(f"parallel.tensor={config.parallel.tensor} is no part of the comparison; use 1")
+    rows = padded_vocab(config.model.vocab_size, config.parallel.tensor)
+    if rows > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size}: padding is no part of the comparison; use {rows}"
+        )
     if config.model.loss_chunk:
         raise ValueError(f"model.loss_chunk={config.model.loss_chunk} is no part of the comparison; use 0")
     parallel, device, B, T = config.parallel, mesh.devices.flat[0], config.data.batch_size, config.data.seq_len
@@ -82,12 +87,13 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
     attention = model.attention_kernel(config.model, jnp.dtype(config.precision.compute), device)
     graphs, shapes = model.abstract(config.model.model_copy(update={"attention": attention}))
     schedule, optimizer = optim.schedule(config.optimizer), optim.build(config.optimizer, model.is_decayed)
-    _, shards = zero_specs(shapes, mesh, stage, parallel.persist_below, stacked=("layers",))
+    weights = specs(model.rules(config.model, model.Split("tensor", parallel.tensor)), shapes, mesh)
+    _, shards = zero_specs(shapes, mesh, stage, parallel.persist_below, stacked=("layers",), specs=weights)
     shards = jax.tree.map(lambda spec: NamedSharding(mesh, spec), shards)
-    activations = NamedSharding(mesh, layout("B/replica,data T/context D"))
+    tokens = "T/context,tensor" if parallel.sequence_parallel else "T/context"
 
-    def pin(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, activations) if constrain else x
+    def pin(x: jax.Array, text: str = f"B/replica,data {tokens} D") -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout(text))) if constrain else x
 
     def pin_sums(grads: steps.Tree) -> steps.Tree:
         return jax.lax.with_sharding_constraint(grads, shards) if stage >= 2 else grads
@@ -99,11 +105,17 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
     def objective(params: steps.Tree, batch: steps.Tree) -> jax.Array:
         ends = nnx.merge(graphs.ends, params["ends"])
         logits = ends.logits
-        ends.logits = lambda x_BTD: pin(logits(x_BTD))  # inside ends.loss, which is the model's own
+        # Inside ends.loss, which is the model's own.
+        ends.logits = lambda x_BTD: pin(logits(x_BTD), "B/replica,data T/context V/tensor")
         # A look-up that XLA's partitioner knows: it moves more for ours.
         embedding_VD = ends.embedding_VD[...]
         ends.look_up = lambda tokens_BT: embedding_VD.astype(jnp.float32)[tokens_BT].astype(embedding_VD.dtype)
-        layer = lambda x_BTD, weights: pin(nnx.merge(graphs.layer, weights)(x_BTD, len(x_BTD)))
+
+        def layer(x_BTD: jax.Array, weights: steps.Tree) -> jax.Array:
+            part = nnx.merge(graphs.layer, weights)
+            x_BTD = pin(x_BTD + pin(part.attention(pin(part.norm_attention(x_BTD)), len(x_BTD))))
+            return pin(x_BTD + pin(part.mlp(pin(part.norm_mlp(x_BTD)))))
+
         x_BTD = remat.scan(layer, pin(ends.embed(batch["inputs"])), params["layers"], config.memory.remat, False)
         return ends.loss(x_BTD, batch["targets"])[0] / (B * T)
 
@@ -154,8 +166,9 @@ def random_batch(config: configs.Config, step: steps.Step) -> steps.Tree:
 def check(config: configs.Config, updates: int = 3, tolerance: float = 1e-5) -> None:
     """Run the three programs on a small model in float32. Raises ValueError unless their losses agree."""
     mesh = meshes.make(**config.parallel.axes)
-    N, devices, rows = config.model.num_heads, mesh.shape["data"], mesh.size * config.parallel.microbatches
-    sizes = {"d_model": 8 * N, "d_ff": 16 * devices, "vocab_size": 16 * devices, "max_seq_len": 16}
+    N, devices, rows = config.model.num_heads, mesh.size, mesh.size * config.parallel.microbatches
+    vocab = padded_vocab(16 * devices, mesh.shape["tensor"])
+    sizes = {"d_model": 8 * N, "d_ff": 16 * devices, "vocab_size": vocab, "max_seq_len": 16}
     config = config.replace("model", attention="xla", **sizes).replace("data", batch_size=2 * rows, seq_len=16)
     config = config.replace("precision", compute="float32", grad_reduce="float32")
     config, losses = config.replace("parallel", persist_below=256), {}  # even so small, it has something to shard

@@ -204,8 +204,8 @@ def layer_activations(config: Config, remat: str) -> float:
 
                 gpt2            llama
     none        4 d + 12 d / t  4 d + 16 d / t   inputs of norms, of matmuls; of attention and of the activation
-    none        2 d +  8 d / t  2 d + 12 d / t   at ZeRO-3 or with sequence parallelism: what matmuls and attention
-                                                 returned; the rest is computed from it
+    none        2 d +  8 d / t  2 d + 12 d / t   at ZeRO-3: what matmuls and attention returned; the rest is computed
+                                                 from it
     selective   2 d +  7 d / t  2 d + 11 d / t   what matmuls returned
     full          d               d              the layer's input
 
@@ -222,7 +222,7 @@ def layer_activations(config: Config, remat: str) -> float:
         whole, inside = 1, 0
     elif remat == "selective":
         whole, inside = 2, matmuls
-    elif p.zero == 3 or sequence_parallel:
+    elif p.zero == 3:
         whole, inside = 2, matmuls + attention
     else:
         whole, inside = 4, matmuls + attention + m.d_ff

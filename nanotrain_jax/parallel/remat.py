@@ -6,8 +6,7 @@
     full       nothing but the input of each layer (Chen et al. 2016, arXiv 1604.06174)
     block:N    nothing but the input of every N-th layer: the square-root trick (same paper)
 
-What was gathered is kept by no policy, if the caller says so: ZeRO-3 gathers weights again in the backward, sequence
-parallelism activations.
+Gathered weights are kept by no policy: ZeRO-3 gathers them again in the backward.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def scan(
 ) -> Tree:
     """x after body(x, layer) for each layer in turn, keeping what policy says. Moves nothing by itself.
 
-    layers: arrays stacked along a leading dim. regather: the body gathers weights or activations, which are
-    not to be kept. prefetch: leave the compiler free to gather a layer's weights before its turn in the backward.
+    layers: arrays stacked along a leading dim. regather: the body gathers its weights, which are not to be kept.
+    prefetch: leave the compiler free to gather a layer's weights before the layer's turn in the backward.
     Raises ValueError if block:N does not divide the number of layers.
     """
 

@@ -20,6 +20,10 @@ axis=None stands for one device: the same maths, nothing moves, no `shard_map` i
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -71,6 +75,50 @@ def column(x_BTD: jax.Array, w_DF: jax.Array) -> jax.Array:
     F may be several dims, the first of them split: heads and head dim.
     """
     return jnp.tensordot(x_BTD, w_DF, 1)
+
+
+def columns(
+    x_BTD: jax.Array,
+    weights: Sequence[jax.Array],
+    axis: str | None = "tensor",
+    sequence_parallel: bool = True,
+    regather: bool = True,
+) -> list[jax.Array]:
+    """x[B T/tensor D], w[D F/tensor] for each of weights -> y[B T F/tensor] each: `enter`, then `column` with each.
+
+    What autodiff makes of those two, but for what is kept, and for the order of the backward, which hides what moves:
+
+        x[B T D] = all_gather(x)              (t-1)/t B T D elements, if regather; while g w^T computes
+        g[B T D] {sum tensor} = sum of g w^T  moves nothing
+        g[B T/tensor D] = reduce_scatter(g)   (t-1)/t B T D elements; while x^T g, the gradients of the weights, compute
+
+    regather: keep x[B T/tensor D] for the backward, else x[B T D]. Without sequence_parallel nothing is gathered, and g
+    is all-reduced.
+    """
+    own = {axis} - {None}
+    x_BTD = as_varying(x_BTD, sorted(frozenset().union(*map(varying_axes, weights)) - own))
+    weights = as_varying(list(weights), sorted(varying_axes(x_BTD) | own))
+
+    def forward(x_BTD: jax.Array, weights: list) -> tuple[list, tuple]:
+        whole_BTD = enter(x_BTD, axis, sequence_parallel)
+        keep = x_BTD if regather else whole_BTD
+        return [column(whole_BTD, w_DF) for w_DF in weights], (keep, weights)
+
+    def backward(kept: tuple, grads: list) -> tuple[jax.Array, list]:
+        x_BTD, weights = kept
+        if regather:
+            x_BTD = enter(x_BTD, axis, sequence_parallel)
+        dims = [tuple(range(1, w.ndim)) for w in weights]
+        parts = [
+            jnp.tensordot(g, w, (tuple(d + 1 for d in F), F)) for g, w, F in zip(grads, weights, dims, strict=True)
+        ]
+        g_BTD = leave(reduce(operator.add, parts), axis, sequence_parallel)
+        grads_DF = [jnp.tensordot(x_BTD, g_BTF, ((0, 1), (0, 1))) for g_BTF in grads]
+        return lax.optimization_barrier((g_BTD, grads_DF)) if sequence_parallel else (g_BTD, grads_DF)
+
+    run = jax.custom_vjp(lambda x_BTD, weights: forward(x_BTD, weights)[0])
+    run.defvjp(forward, backward)
+    return run(x_BTD, weights)
 
 
 def row(x_BTF: jax.Array, w_FD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool = True) -> jax.Array:
