@@ -260,7 +260,8 @@ class Config(_Section):
 
 
 def padded_vocab(vocab_size: int, tensor: int) -> int:
-    """Rows of the embedding: the next multiple of 128 and of the tensor axis where there is one (as in Megatron-LM)."""
+    """Rows of the embedding: with tensor parallelism the next multiple of 128 and of its devices, so that each has as
+    many, and almost always as many as matmuls like; else as they are."""
     return -(-vocab_size // lcm(128, tensor)) * lcm(128, tensor) if tensor > 1 else vocab_size
 
 

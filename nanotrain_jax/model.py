@@ -37,12 +37,12 @@ STD = 0.02
 
 
 class Split(NamedTuple):
-    """How a decoder is split over the devices of a mesh axis; axis=None: it is not. The rest: see `tensor.columns`."""
+    """How a decoder is split over the devices of a mesh axis."""
 
-    axis: str | None = None
+    axis: str | None = None  # None: it is not
     size: int = 1
-    sequence_parallel: bool = False
-    regather: bool = True
+    sequence_parallel: bool = False  # between matmuls over tokens
+    regather: bool = True  # what entered a matmul is gathered again in the backward (`tensor.columns`)
 
 
 ONE_DEVICE = Split()
@@ -83,7 +83,7 @@ class Attention(nnx.Module):
             self.bias_out_D = nnx.Param(jnp.zeros(D))
 
     def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
-        axis, _, sequence_parallel, regather = self.split
+        axis, sequence_parallel, regather = self.split.axis, self.split.sequence_parallel, self.split.regather
         weights = self.q_DNH[...], self.own_head(self.k_DKH[...]), self.own_head(self.v_DKH[...])
         qkv = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
         q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *x.shape[2:]) for x in qkv)
@@ -104,10 +104,9 @@ class Attention(nnx.Module):
 
     def own_head(self, w_KH: jax.Array) -> jax.Array:
         """w[... K H] -> w[... 1 H], the head that this device's queries look at, where there are fewer than devices."""
-        axis, size, *_ = self.split
-        if size <= self.num_kv_heads:
+        if self.split.size <= self.num_kv_heads:
             return w_KH
-        head = position(axis) // (size // self.num_kv_heads)
+        head = position(self.split.axis) // (self.split.size // self.num_kv_heads)
         return jax.lax.dynamic_slice_in_dim(w_KH, head, 1, w_KH.ndim - 2)
 
 
@@ -125,7 +124,7 @@ class MLP(nnx.Module):
             self.bias_up_F, self.bias_down_D = nnx.Param(jnp.zeros(F)), nnx.Param(jnp.zeros(D))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        axis, _, sequence_parallel, regather = self.split
+        axis, sequence_parallel, regather = self.split.axis, self.split.sequence_parallel, self.split.regather
         if self.family == "llama":
             weights = self.up_DF[...], self.gate_DF[...]
             up_BTF, gate_BTF = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
@@ -195,9 +194,9 @@ class Ends(nnx.Module):
 
         A negative target counts for nothing (padding).
         """
-        axis, _, sequence_parallel, _ = self.split
+        axis = self.split.axis
         if axis or self.loss_chunk:
-            x_BTD = tensor.enter(self.norm(x_BTD), axis, sequence_parallel)
+            x_BTD = tensor.enter(self.norm(x_BTD), axis, self.split.sequence_parallel)
             return tensor.cross_entropy(x_BTD, self.head(), targets_BT, axis, self.vocab_size, self.loss_chunk)
         counted_BT = targets_BT >= 0
         logits_BTV = self.logits(x_BTD)
@@ -269,6 +268,11 @@ def rules(config: Model, split: Split) -> Rules:
         text = text.replace("K/tensor", "K")
     text = text.replace("/tensor", f"/{split.axis}" if split.axis else "")
     return Rules([tuple(line.split(maxsplit=1)) for line in text.strip().splitlines()], optional=True)
+
+
+def is_padded(path: str) -> bool:
+    """Whether the array at this path ("params/ends/head_VD") has rows of padding where there is a Split."""
+    return path.endswith("_VD")
 
 
 def has_partial_gradient(path: tuple, split: Split) -> bool:

@@ -78,9 +78,9 @@ def check_tensor(config: Config) -> None:
         found = [f"does not divide {name}={size}" for name, size in sizes.items() if size % t]
         return found + [f"neither divides model.num_kv_heads={K} nor is a multiple of it"] * bool(K % t and t % K)
 
-    for misfit in misfits(p.tensor):
+    found = " and ".join(misfits(p.tensor))
+    if found:
         *fitting, largest = (str(t) for t in range(1, N + 1) if not misfits(t))
-        remedy = "use " + (", ".join(fitting) + " or " if fitting else "") + largest
-        if "seq_len" in misfit:
-            remedy += ", another data.seq_len, or parallel.sequence_parallel=false"
-        raise ValueError(f"parallel.tensor={p.tensor} {misfit}; {remedy}")
+        remedy = (", ".join(fitting) + " or " if fitting else "") + largest
+        hint = ", another data.seq_len, or parallel.sequence_parallel=false" if "seq_len" in found else ""
+        raise ValueError(f"parallel.tensor={p.tensor} {found}; use {remedy}{hint}")

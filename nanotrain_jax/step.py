@@ -20,7 +20,7 @@ from nanotrain_jax import model
 from nanotrain_jax.config import Config
 from nanotrain_jax.mesh import BATCH_AXES
 from nanotrain_jax.parallel import remat
-from nanotrain_jax.parallel.collectives import all_reduce, as_varying, gpu_options
+from nanotrain_jax.parallel.collectives import all_reduce, as_varying, gpu_options, varying_axes
 from nanotrain_jax.parallel.zero import PER_LAYER, WHOLE, ZERO, Opt, Wire, Zero, shard_dims
 from nanotrain_jax.runtime import optim
 from nanotrain_jax.sharding import layout, specs
@@ -78,6 +78,12 @@ def accumulate(
     return lax.scan(one, zeros, microbatches)[0]
 
 
+def after(first: Tree, second: Tree) -> Tree:
+    """second, of which no leaf can be used before the same leaf of first is there."""
+    wait = lambda x, y: lax.optimization_barrier((x, as_varying(y, sorted(varying_axes(x)))))[1]
+    return jax.tree.map(wait, first, second)
+
+
 def split(batch: Tree, pieces: int) -> Tree:
     """x[B ...] -> x[pieces B/pieces ...] for each leaf."""
     return jax.tree.map(lambda x: x.reshape(pieces, x.shape[0] // pieces, *x.shape[1:]), batch)
@@ -95,9 +101,10 @@ def build(config: Config, mesh: Mesh) -> Step:
     attention = model.attention_kernel(config.model, dtype, mesh.devices.flat[0])
     model_config = config.model.model_copy(update={"attention": attention})
     tensor = mesh.shape["tensor"]
-    regather = config.memory.remat != "full"  # which computes each layer again, and so has gathered what it needs
-    split_over = ("tensor", tensor, config.parallel.sequence_parallel, regather) if tensor > 1 else ()
-    tensor_split = model.Split(*split_over)
+    # Where a whole layer is computed again, it has just gathered what its backward needs.
+    regather = config.memory.remat != "full"
+    tensor_split = model.Split("tensor", tensor, config.parallel.sequence_parallel, regather)
+    tensor_split = tensor_split if tensor > 1 else model.ONE_DEVICE
     graphs, shapes = model.abstract(model_config, tensor_split)
     schedule = optim.schedule(config.optimizer)
     optimizer = optim.build(config.optimizer, model.is_decayed)
@@ -118,8 +125,8 @@ def build(config: Config, mesh: Mesh) -> Step:
         """params, such that gradients which are partial sums over tensor stay local: `zero.reduce` sums them once."""
 
         def cast(path: tuple, w: jax.Array, spec: PartitionSpec) -> jax.Array:
-            partial = "tensor" not in spec and model.has_partial_gradient(path, tensor_split)
-            return as_varying(w, ("tensor",)) if partial else w
+            is_local = "tensor" not in spec and model.has_partial_gradient(path, tensor_split)
+            return as_varying(w, ("tensor",)) if is_local else w
 
         return jax.tree_util.tree_map_with_path(cast, params, weight_specs)
 
@@ -142,20 +149,21 @@ def build(config: Config, mesh: Mesh) -> Step:
         factor = state.scale.value if state.scale else 1.0
         params = local(state.params)
 
-        def run(zero: Zero, microbatches: Tree, sums: Tree = None) -> tuple[jax.Array, Tree]:
-            objective = lambda inputs, batch: loss(zero, params, inputs, batch, sums)[0] * (factor / (B * T))
+        def run(zero: Zero, weights: Tree, microbatches: Tree, sums: Tree = None) -> tuple[jax.Array, Tree]:
+            # Inputs are made of what is stored: their types say where gradients are to be summed.
+            objective = lambda inputs, batch: loss(zero, weights, inputs, batch, sums)[0] * (factor / (B * T))
             return accumulate(objective, zero.inputs(params, dims), microbatches)
 
         microbatches = split(batch, pieces)
         if last is None:
-            mean_loss, grads = run(zero, microbatches)
+            mean_loss, grads = run(zero, params, microbatches)
             grads = zero.reduce(grads, state.params, dims, wire)
         else:  # the backward of the last microbatch also sends what the others left on this device
-            mean_loss, sums, final = 0.0, None, jax.tree.map(lambda x: x[-1:], microbatches)
+            mean_loss, sums, weights = 0.0, None, params
             if pieces > 1:
-                mean_loss, sums = run(zero, jax.tree.map(lambda x: x[:-1], microbatches))
-                mean_loss, final = lax.optimization_barrier((mean_loss, final))  # not both at a time
-            final_loss, grads = run(last, final, sums)
+                mean_loss, sums = run(zero, params, jax.tree.map(lambda x: x[:-1], microbatches))
+                weights = after(sums, params)  # not both at a time
+            final_loss, grads = run(last, weights, jax.tree.map(lambda x: x[-1:], microbatches), sums)
             mean_loss, grads = mean_loss + final_loss, last.reduce(grads, state.params, dims, wire)
         mean_loss = all_reduce(mean_loss, BATCH_AXES)
         if state.scale:

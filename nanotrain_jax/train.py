@@ -22,6 +22,7 @@ import yaml
 from jax.sharding import Mesh
 
 from nanotrain_jax import mesh as meshes
+from nanotrain_jax import model
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, topology
 from nanotrain_jax.config import Config, padded_vocab
@@ -107,7 +108,7 @@ def prepare(config: Config) -> Run:
         return Run(config, mesh, dataset, step, step.init(), 0, None)
     folder, number = start
     accept = lambda meta: checkpoint.check(meta, config, dataset.tokenizer)
-    state, meta = checkpoint.read(folder, number, step.state, accept)
+    state, meta = checkpoint.read(folder, number, step.state, accept, model.is_padded)
     resumed = f"resumed from step {number} in {folder}"
     if meta["data"]["fingerprint"] != dataset.fingerprint:
         resumed += "; the training data are not those of the checkpoint: sequences may repeat"

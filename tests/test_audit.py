@@ -126,6 +126,8 @@ def test_a_layer_gathers_and_scatters_four_times_and_gathers_twice_again(remat, 
     assert (found["all_gather"]["count"], found["reduce_scatter"]["count"]) == (M * gathers, M * scatters)
     for c in found.values():
         assert c["largest_bytes"] <= size  # B T D: never logits, B T V
+    # The scatters of the backward travel while the gradients of the weights compute.
+    assert found["reduce_scatter"]["behind_matmuls_bytes"] >= M * (2 * L) * size
 
 
 @needs_cuda_compiler
@@ -235,6 +237,15 @@ IN_README = [  # what a row says, and its case
     ("GPT-2 124M, ZeRO 3, full, loss_chunk 2048", f"{GPT2} 8 zero=3 remat=full loss_chunk=2048"),
     *((f"Llama-3-8B, ZeRO {zero}", f"{LLAMA} 8 zero={zero}") for zero in range(4)),
     *((f"Llama-3-8B, ZeRO 3, {r}", f"{LLAMA} 8 batch_size=8 remat={r}") for r in ("none", "selective", "full")),
+    ("Llama-3-8B, tensor 2, ZeRO 3, none", f"{LLAMA} 8 tensor=2 data=4 batch_size=4 remat=none"),
+    ("Llama-3-8B, tensor 4, ZeRO 2, none", f"{LLAMA} 8 tensor=4 data=2 batch_size=2 remat=none zero=2"),
+    *((f"Llama-3-8B, tensor 8, {r}", f"{LLAMA} 8 tensor=8 data=1 batch_size=1 remat={r}") for r in ("none", "full")),
+    (
+        "Llama-3-8B, tensor 8, none, not sequence-parallel",
+        f"{LLAMA} 8 tensor=8 data=1 batch_size=1 remat=none sequence_parallel=false",
+    ),
+    ("Llama-3-8B, 64 GPUs, tensor 8, ZeRO 1, full", f"{LLAMA} 64 tensor=8 data=8 zero=1 microbatches=2"),
+    ("Llama-3-70B, 64 GPUs, tensor 8, ZeRO 2, full", f"{LLAMA70} 64"),
 ]
 
 

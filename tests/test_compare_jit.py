@@ -18,12 +18,12 @@ compare_jit = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(compare_jit)
 
 
-def two_microbatches(family="llama", zero=3):
+def two_microbatches(family="llama", zero=3, tensor=1):
     """So small that the script's own check runs just this, and finds it compiled by the first test."""
     return small(
         family,
         model={"d_ff": 128, "vocab_size": 128, "attention": "xla"},
-        parallel={"data": 8, "zero": zero, "microbatches": 2, "persist_below": 256},
+        parallel={"data": 8 // tensor, "tensor": tensor, "zero": zero, "microbatches": 2, "persist_below": 256},
         optimizer={"grad_clip": 0.5},
         runtime={"simulate": 8},
     )
@@ -35,9 +35,9 @@ def the_precision_of_the_check():
         yield
 
 
-@pytest.mark.parametrize(("zero", "family"), [(0, "gpt2"), (3, "llama")])
-def test_the_programs_under_jit_equal_ours(zero, family):
-    config, mesh = resolved(two_microbatches(family, zero))
+@pytest.mark.parametrize(("zero", "family", "tensor"), [(0, "gpt2", 1), (3, "llama", 1), (2, "llama", 4)])
+def test_the_programs_under_jit_equal_ours(zero, family, tensor):
+    config, mesh = resolved(two_microbatches(family, zero, tensor))
     step, programs = compare_jit.programs(config, mesh)
     states, losses = {name: step.init() for name in programs}, {name: [] for name in programs}
     for tokens in random_tokens(config, count=3):

@@ -22,19 +22,22 @@ def on(mesh, function, in_specs, out_specs):
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True))
 
 
-def block(x_BTD, gain_D, w_DF, w_FD, parallel=None):
-    """A norm's gain and the two matmuls of an MLP; parallel: None on one device, else sequence_parallel."""
+def block(x_BTD, gain_D, w_DF, w_FD, parallel=None, regather=None):
+    """A norm's gain and the matmuls of a gated MLP; parallel: None on one device, else sequence_parallel."""
     x_BTD = x_BTD * gain_D[None, None]
     if parallel is None:
         return jnp.tanh(x_BTD @ w_DF) @ w_FD
-    h_BTF = jnp.tanh(tensor.column(tensor.enter(x_BTD, "tensor", parallel), w_DF))
-    return tensor.row(h_BTF, w_FD, "tensor", parallel)
+    if regather is None:
+        h_BTF = tensor.column(tensor.enter(x_BTD, "tensor", parallel), w_DF)
+    else:  # two halves of each device's columns
+        h_BTF = jnp.concatenate(tensor.columns(x_BTD, jnp.split(w_DF, 2, 1), "tensor", parallel, regather), -1)
+    return tensor.row(jnp.tanh(h_BTF), w_FD, "tensor", parallel)
 
 
-ARGUMENTS = normal(0, B, T, D), normal(1, D), normal(2, D, F), normal(3, F, D)
+ARGUMENTS = normal(0, B, T, D), normal(1, D), normal(2, D, F) / D**0.5, normal(3, F, D) / F**0.5
 
 
-def gradients(parallel=None):
+def gradients(parallel=None, regather=None):
     def run(*arguments):
         weigh = normal(4, B, T, D)
         if parallel:
@@ -42,7 +45,7 @@ def gradients(parallel=None):
             weigh = jax.lax.dynamic_slice_in_dim(weigh, jax.lax.axis_index("tensor") * size, size, 1)
 
         def total(*arguments):
-            y = (weigh * block(*arguments, parallel=parallel)).sum()
+            y = (weigh * block(*arguments, parallel=parallel, regather=regather)).sum()
             return jax.lax.psum(y, "tensor") if parallel else y
 
         return jax.value_and_grad(total, argnums=range(4))(*arguments)
@@ -56,18 +59,35 @@ def specs(sequence_parallel):
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 8])
-def test_a_column_and_a_row_are_two_matmuls_and_so_are_their_gradients(size, sequence_parallel):
+@pytest.mark.parametrize(("size", "regather"), [(1, None), (2, None), (8, None), (2, True), (8, True), (8, False)])
+def test_a_column_and_a_row_are_two_matmuls_and_so_are_their_gradients(size, regather, sequence_parallel):
     mesh, spec = meshes.make(data=1, tensor=size, devices=jax.devices()[:size]), specs(sequence_parallel)
-    found = on(mesh, gradients(sequence_parallel), spec, (P(), spec))(*ARGUMENTS)
+    found = on(mesh, gradients(sequence_parallel, regather), spec, (P(), spec))(*ARGUMENTS)
     expected = jax.jit(gradients())(*ARGUMENTS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
 
+@pytest.mark.parametrize(("x_dtype", "w_dtype"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)])
+def test_gradients_have_the_dtypes_of_what_they_belong_to(x_dtype, w_dtype):
+    mesh, spec = (
+        meshes.make(data=1, tensor=2, devices=jax.devices()[:2]),
+        (layout("B T/tensor D"), layout("D F/tensor")),
+    )
+
+    def run(x_BTD, w_DF):
+        with jax.numpy_dtype_promotion("standard"):
+            total = lambda x, w: tensor.columns(x, [w])[0].sum().astype(jnp.float32) + x.sum().astype(jnp.float32)
+            return jax.grad(total, argnums=(0, 1))(x_BTD, w_DF)
+
+    found = on(mesh, run, spec, spec)(ARGUMENTS[0].astype(x_dtype), ARGUMENTS[2].astype(w_dtype))
+    assert [g.dtype for g in found] == [x_dtype, w_dtype]
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_a_block_moves_what_the_papers_say(sequence_parallel):
+@pytest.mark.parametrize("regather", [None, False])
+def test_a_block_moves_what_the_papers_say(sequence_parallel, regather):
     mesh, spec = meshes.make(data=1, tensor=8), specs(sequence_parallel)
-    text = on(mesh, gradients(sequence_parallel), spec, (P(), spec)).lower(*ARGUMENTS).compile().as_text()
+    text = on(mesh, gradients(sequence_parallel, regather), spec, (P(), spec)).lower(*ARGUMENTS).compile().as_text()
     found = [c for c in hlo.collectives(text, mesh.shape) if c.bytes > 8 * D * 4]  # less: the gain's gradient, the loss
     size = B * T * D * 4 * 7 / 8
     # Enter and leave, and the backward of each (XLA:CPU may make one call of two all-reduces).
@@ -162,6 +182,25 @@ def test_the_loss_can_be_differentiated_from_anywhere(around):
         found = on(mesh, grads, (x_spec, head_spec, t_spec), (x_spec, head_spec))(x, head, targets)
     for got, true in zip(found, reference(x, head, targets, V, 0.0)[1:], strict=True):
         np.testing.assert_allclose(got, true, rtol=1e-5, atol=1e-5 * np.abs(true).max())
+
+
+def test_on_one_device_the_same_functions_need_no_mesh():
+    x, gain, w_DF, w_FD = ARGUMENTS
+    tokens, targets = jax.random.randint(jax.random.key(0), (2, B, T), 0, V)
+    table = normal(1, V, D)
+
+    def run(x, gain, w_DF, w_FD, table):
+        (h_BTF,) = tensor.columns(x * gain[None, None] + tensor.look_up(table, tokens, None), [w_DF], None, False)
+        y_BTD = tensor.row(jnp.tanh(h_BTF), w_FD, None, False)
+        return tensor.cross_entropy(y_BTD, table, targets, None, chunk=16)[0]
+
+    def plain(x, gain, w_DF, w_FD, table):
+        y_BTD = jnp.tanh((x * gain[None, None] + table[tokens]) @ w_DF) @ w_FD
+        log_p = jax.nn.log_softmax(y_BTD @ table.T)
+        return -jnp.take_along_axis(log_p, targets[..., None], -1).sum()
+
+    found, expected = (jax.value_and_grad(f, argnums=range(5))(x, gain, w_DF, w_FD, table) for f in (run, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
 
 
 def test_targets_outside_the_vocabulary_count_for_nothing():

@@ -47,6 +47,10 @@ def split(tensor, data, replica, zero, sequence_parallel, family, kv_heads, micr
 def test_the_decoder_split_over_tensor_equals_the_oracle_and_moves_what_the_papers_say(layout, expected):
     tree = split(*layout)
     equals_the_oracle(tree, expected)
+    moves_what_the_papers_say(tree)
+
+
+def moves_what_the_papers_say(tree):
     config, mesh = resolved(tree)
     step = steps.build(config, mesh)
     theory, found = Counter(), Counter()
@@ -76,6 +80,7 @@ def test_gradients_that_leave_early_and_chunked_losses_equal_the_oracle(layout, 
     tree["parallel"] |= parallel
     tree["model"] |= {"loss_chunk": chunk}
     equals_the_oracle(tree, expected)
+    moves_what_the_papers_say(tree)
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,28 @@ def test_a_resume_on_another_mesh_and_zero_stage_goes_on_with_the_same_numbers(c
     np.testing.assert_allclose([parts[i][0] for i in range(1, 21)], [whole[i][0] for i in range(1, 21)], **LOSS)
 
 
+def test_only_padding_is_cut_or_filled_up_when_a_checkpoint_is_read(tmp_path):
+    state = {"ends": {"head_VD": jax.numpy.ones((3, 2))}, "layers": {"q_DNH": jax.numpy.ones((4, 6))}}
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with checkpoint.writing(configs.Checkpoint(dir=str(tmp_path))) as save:
+        save(1, state, {"position": 7})
+
+    def read(head, q):
+        shapes = {"ends": {"head_VD": head}, "layers": {"q_DNH": q}}
+        is_shape = lambda x: isinstance(x, tuple)
+        struct = lambda shape: jax.ShapeDtypeStruct(shape, np.float32, sharding=device)
+        abstract = jax.tree.map(struct, shapes, is_leaf=is_shape)
+        return checkpoint.read(tmp_path, 1, abstract, lambda meta: None, lambda path: path == "ends/head_VD")
+
+    for rows in (2, 3, 5):
+        found, meta = read((rows, 2), (4, 6))
+        np.testing.assert_array_equal(found["ends"]["head_VD"], np.eye(rows, 3).sum(1)[:, None] * np.ones((1, 2)))
+        assert meta == {"position": 7}
+    for head, q in (((3, 1), (4, 6)), ((3, 2), (4, 3)), ((3, 2), (5, 6))):
+        with pytest.raises(ValueError, match=r"has (ends/head_VD|layers/q_DNH) of shape"):
+            read(head, q)
+
+
 def test_the_newest_checkpoints_are_kept_and_a_finished_run_is_left_alone(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/run", "checkpoint.keep=2") == 0
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("[0-9]*")) == ["15", "20"]

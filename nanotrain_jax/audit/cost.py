@@ -140,6 +140,10 @@ def communication(config: Config) -> list[dict[str, Any]]:
         psi = _local(a, config)
         partial = a.tensor == "heads" or (a.tensor == "whole" and p.sequence_parallel)
         over = ("tensor",) if partial else ()
+        if p.zero == 0 and p.grad_reduce == "per_layer":  # in the backward; over tensor once, after it
+            add(("replica", "data"), "all_reduce", g * psi, "gradients")
+            add(over, "all_reduce", g * psi, "gradients")
+            continue
         if p.zero == 0 or not _sharded(a, config):
             add(("replica", "data", *over), "all_reduce", g * psi, "gradients")
             continue

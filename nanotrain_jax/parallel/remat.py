@@ -1,8 +1,9 @@
 """Rematerialisation: what the forward of a layer keeps for its backward, as data.
 
-    none       everything that a matmul or an attention kernel returned, and what the rest needs for its backward
-    selective  the outputs of the matmuls (SAVED names); attention internals, norms and activations are computed again
-               (Korthikanti et al. 2022, arXiv 2205.05198, section 4)
+    none       everything that a matmul, an attention kernel or a sum over devices returned, and what the rest needs for
+               its backward
+    selective  the outputs of the matmuls (SAVED names), summed over devices; attention internals, norms and activations
+               are computed again (Korthikanti et al. 2022, arXiv 2205.05198, section 4)
     full       nothing but the input of each layer (Chen et al. 2016, arXiv 1604.06174)
     block:N    nothing but the input of every N-th layer: the square-root trick (same paper)
 
@@ -21,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 SAVED = ("q", "k", "v", "attention_out", "gate", "up")  # matmul outputs of a layer that its backward needs
 
+# Sums over devices are among it, or partial sums would be kept in their place, whole, and summed again.
 EXPENSIVE = ("dot_general", "dot_product_attention_fwd_wrapper", "reduce_scatter", "psum", "psum_invariant")
 
 Tree = Any  # a pytree of arrays

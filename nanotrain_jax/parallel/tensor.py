@@ -5,7 +5,8 @@ c tokens of a chunk; t devices along the axis, here called tensor. A block of a 
 
     h[B T F/tensor] = column(enter(x), w_in)        y = row(h, w_out)
 
-and between blocks activations lie in one of two ways:
+(`columns` is the former for several weights, with a backward that keeps less and hides more). Between blocks
+activations lie in one of two ways:
 
     sequence_parallel (arXiv 2205.05198)   x[B T/tensor D]   enter: all-gather over T     leave: reduce-scatter over T
     else                                   x[B T D]          enter: nothing               leave: all-reduce
@@ -64,7 +65,7 @@ def leave(y_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool
     T, t = y_BTD.shape[1], lax.axis_size(axis)
     if T % t:
         raise ValueError(
-            f"{axis}={t} does not divide the {T} tokens of a sequence; pad it, or use sequence_parallel=False"
+            f"{axis}={t} does not divide the {T} tokens of a row of y; pad them, or use sequence_parallel=False"
         )
     return reduce_scatter([y_BTD], axis, [1])[0]
 
@@ -95,9 +96,10 @@ def columns(
     regather: keep x[B T/tensor D] for the backward, else x[B T D]. Without sequence_parallel nothing is gathered, and g
     is all-reduced.
     """
-    own = {axis} - {None}
-    x_BTD = as_varying(x_BTD, sorted(frozenset().union(*map(varying_axes, weights)) - own))
-    weights = as_varying(list(weights), sorted(varying_axes(x_BTD) | own))
+    if axis is None:
+        return [column(x_BTD, w_DF) for w_DF in weights]
+    x_BTD = as_varying(x_BTD, sorted(frozenset().union(*map(varying_axes, weights)) - {axis}))
+    weights = as_varying(list(weights), sorted(varying_axes(x_BTD) | {axis}))
 
     def forward(x_BTD: jax.Array, weights: list) -> tuple[list, tuple]:
         whole_BTD = enter(x_BTD, axis, sequence_parallel)
@@ -108,12 +110,12 @@ def columns(
         x_BTD, weights = kept
         if regather:
             x_BTD = enter(x_BTD, axis, sequence_parallel)
-        dims = [tuple(range(1, w.ndim)) for w in weights]
-        parts = [
-            jnp.tensordot(g, w, (tuple(d + 1 for d in F), F)) for g, w, F in zip(grads, weights, dims, strict=True)
-        ]
-        g_BTD = leave(reduce(operator.add, parts), axis, sequence_parallel)
+        rows = [jnp.moveaxis(w_DF, 0, -1) for w_DF in weights]
+        parts = [jnp.tensordot(g_BTF, w_FD, w_FD.ndim - 1) for g_BTF, w_FD in zip(grads, rows, strict=True)]
+        g_BTD = leave(reduce(operator.add, parts).astype(x_BTD.dtype), axis, sequence_parallel)
         grads_DF = [jnp.tensordot(x_BTD, g_BTF, ((0, 1), (0, 1))) for g_BTF in grads]
+        grads_DF = [g_DF.astype(w_DF.dtype) for g_DF, w_DF in zip(grads_DF, weights, strict=True)]
+        # Nobody may use one before all are made: else XLA makes the gradients of the weights when nothing moves.
         return lax.optimization_barrier((g_BTD, grads_DF)) if sequence_parallel else (g_BTD, grads_DF)
 
     run = jax.custom_vjp(lambda x_BTD, weights: forward(x_BTD, weights)[0])

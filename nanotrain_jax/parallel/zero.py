@@ -226,7 +226,7 @@ def _reduce(grads: Tree, stored: Tree, dims: Tree, wire: Wire, scatter: bool) ->
     PER_LAYER[0]     all-reduced in the backward                                         nothing
 
     Their types tell: the all-reduce is over all axes that a gradient varies over and its parameter (or shard) does not,
-    so also over another axis, if parameters that are the same there had their gradients made locally.
+    so at every stage also over another axis (tensor), if parameters that are the same there have local gradients.
     """
 
     def together(dims: tuple, grads: tuple, stored: tuple) -> list:
@@ -241,16 +241,18 @@ def _reduce(grads: Tree, stored: Tree, dims: Tree, wire: Wire, scatter: bool) ->
 
 
 def global_norm(grads: Tree) -> jax.Array:
-    """Root of the sum of squares of all elements, each counted once, over whatever axes they are split (one scalar
-    moves)."""
-    over = {axis for g in jax.tree.leaves(grads) for axis in varying_axes(g)}
+    """Root of the sum of squares of all elements, each counted once, whatever axes they are split over.
 
-    def share(g: jax.Array) -> jax.Array:
-        copies = math.prod(jax.lax.axis_size(axis) for axis in over - varying_axes(g))
-        return jnp.sum(jnp.square(g)) / copies
-
-    total = sum(map(share, jax.tree.leaves(grads)), jnp.zeros(()))
-    return jnp.sqrt(all_reduce(total, [axis for axis in AXES if axis in over]))
+    One scalar moves, if any are.
+    """
+    squares: dict[frozenset, list] = {}
+    for g in jax.tree.leaves(grads):
+        squares.setdefault(varying_axes(g), []).append(jnp.sum(jnp.square(g)))
+    everywhere = sum(squares.pop(frozenset(), []), jnp.zeros(()))
+    over = frozenset().union(*squares)
+    copies = {axes: math.prod(jax.lax.axis_size(axis) for axis in over - axes) for axes in squares}
+    split = sum((sum(some, jnp.zeros(())) / copies[axes] for axes, some in squares.items()), jnp.zeros(()))
+    return jnp.sqrt(everywhere + all_reduce(split, [axis for axis in AXES if axis in over]))
 
 
 def _update(

@@ -111,28 +111,48 @@ def latest_step(folder: str | Path) -> int | None:
 
 
 def read(
-    folder: str | Path, step: int, abstract: Any, accept: Callable[[dict[str, Any]], None]
+    folder: str | Path,
+    step: int,
+    abstract: Any,
+    accept: Callable[[dict[str, Any]], None],
+    is_padded: Callable[[str], bool],
 ) -> tuple[Any, dict[str, Any]]:
     """-> state, meta. The state comes in the shapes, dtypes and shardings of abstract (ShapeDtypeStructs; the mesh may
     be another than it was saved from), after accept(meta), which may raise, has agreed that it is of this model.
 
-    An array of another size is cut, or filled up with zeros, at its end: padding, which the mesh decides about.
+    Arrays whose path ("params/ends/embedding_VD") is_padded may have been saved with more or fewer rows: they are cut,
+    or filled up with zeros. Raises ValueError if the checkpoint cannot be read or has other shapes.
     """
 
-    def read_item(**item: Any) -> Any:
+    def attempt(read: Callable, *arguments: Any, **more: Any) -> Any:
         try:
-            return manager.restore(step, args=ocp.args.Composite(**item))
+            return read(*arguments, **more)
         except Exception as error:  # orbax and tensorstore raise many kinds for files that are missing or damaged
             raise ValueError(
                 f"checkpoint {step} in {folder} cannot be read ({type(error).__name__}: {str(error)[:200]}); "
                 f"remove {Path(folder) / str(step)} to go on from the one before"
             ) from None
 
+    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(x.shape) for path, x in leaves}
+
     options = ocp.CheckpointManagerOptions(create=False, read_only=True)
     with ocp.CheckpointManager(Path(folder).absolute(), options=options) as manager:
-        meta = read_item(meta=ocp.args.JsonRestore()).meta
+        meta = attempt(manager.restore, step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
         accept(meta)
-        return read_item(state=ocp.args.StandardRestore(abstract, strict=False)).state, meta
+        with ocp.StandardCheckpointer() as files:
+            stored = attempt(files.metadata, Path(folder).absolute() / str(step) / "state").item_metadata.tree
+        here = shapes(abstract)
+        for path, shape in shapes(stored).items():
+            first = int(is_padded(path))  # of the dims that must agree
+            if path in here and (len(shape), shape[first:]) != (len(here[path]), here[path][first:]):
+                raise ValueError(
+                    f"checkpoint {step} in {folder} has {path} of shape {shape}, this run of {here[path]}; "
+                    "resume with the same model, or begin anew in another logging.dir"
+                )
+        state = ocp.args.StandardRestore(abstract, strict=False)
+        return attempt(manager.restore, step, args=ocp.args.Composite(state=state)).state, meta
 
 
 def check(meta: dict[str, Any], config: Config, tokenizer: str | None) -> None:
