@@ -87,7 +87,8 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
     attention = model.attention_kernel(config.model, jnp.dtype(config.precision.compute), device)
     graphs, shapes = model.abstract(config.model.model_copy(update={"attention": attention}))
     schedule, optimizer = optim.schedule(config.optimizer), optim.build(config.optimizer, model.is_decayed)
-    weights = specs(model.rules(config.model, model.Split("tensor", parallel.tensor)), shapes, mesh)
+    split = model.Split("tensor", parallel.tensor) if parallel.tensor > 1 else model.ONE_DEVICE
+    weights = specs(model.rules(config.model, split), shapes, mesh)
     _, shards = zero_specs(shapes, mesh, stage, parallel.persist_below, stacked=("layers",), specs=weights)
     shards = jax.tree.map(lambda spec: NamedSharding(mesh, spec), shards)
     tokens = "T/context,tensor" if parallel.sequence_parallel else "T/context"
@@ -98,7 +99,7 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
     def pin_sums(grads: steps.Tree) -> steps.Tree:
         return jax.lax.with_sharding_constraint(grads, shards) if stage >= 2 else grads
 
-    def split(x: jax.Array) -> jax.Array:
+    def microbatches(x: jax.Array) -> jax.Array:
         """x[B T] -> x[M B/M T]. Row b goes to microbatch b mod M: so each device keeps its rows, and nothing moves."""
         return x.reshape(B // pieces, pieces, T).swapaxes(0, 1)
 
@@ -109,14 +110,15 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
         ends.logits = lambda x_BTD: pin(logits(x_BTD), "B/replica,data T/context V/tensor")
         # A look-up that XLA's partitioner knows: it moves more for ours.
         embedding_VD = ends.embedding_VD[...]
-        ends.look_up = lambda tokens_BT: embedding_VD.astype(jnp.float32)[tokens_BT].astype(embedding_VD.dtype)
+        ends.look_up = lambda tokens_BT: embedding_VD.astype(jnp.float32)[tokens_BT]
 
         def layer(x_BTD: jax.Array, weights: steps.Tree) -> jax.Array:
             part = nnx.merge(graphs.layer, weights)
             x_BTD = pin(x_BTD + pin(part.attention(pin(part.norm_attention(x_BTD)), len(x_BTD))))
             return pin(x_BTD + pin(part.mlp(pin(part.norm_mlp(x_BTD)))))
 
-        x_BTD = remat.scan(layer, pin(ends.embed(batch["inputs"])), params["layers"], config.memory.remat, False)
+        x_BTD = ends.embed(batch["inputs"]).astype(embedding_VD.dtype)
+        x_BTD = remat.scan(layer, pin(x_BTD), params["layers"], config.memory.remat, False)
         return ends.loss(x_BTD, batch["targets"])[0] / (B * T)
 
     def accumulate(params: steps.Tree, batch: steps.Tree) -> tuple[jax.Array, steps.Tree]:
@@ -126,7 +128,7 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
             return (loss, pin_sums(grads)), None
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        return jax.lax.scan(one, (jnp.zeros(()), pin_sums(zeros)), jax.tree.map(split, batch))[0]
+        return jax.lax.scan(one, (jnp.zeros(()), pin_sums(zeros)), jax.tree.map(microbatches, batch))[0]
 
     def train(state: steps.State, batch: steps.Tree) -> tuple[steps.State, dict[str, jax.Array]]:
         loss, grads = accumulate(state.params, batch)
