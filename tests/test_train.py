@@ -226,6 +226,7 @@ def test_a_stop_signal_saves_and_exits_with_0(number, config_file, tmp_path):
     assert (tmp_path / "run" / "loss.png").exists()
 
 
+@pytest.mark.long
 def test_ten_kills_at_random_moments_lose_nothing_and_end_in_bitwise_the_same_run(config_file, tmp_path):
     options = "train.steps=1500", "train.eval_every=500", "checkpoint.every=10", "checkpoint.keep=2"
     whole = start(config_file, *options, f"logging.dir={tmp_path}/whole")
