@@ -158,7 +158,7 @@ def kept_by_a_layer(config, gpus):
     L = config.model.num_layers
     jaxpr = step.train.trace(step.state, step.batch).jaxpr.jaxpr
     forward = next(e for e in equations(jaxpr) if e.primitive.name == "scan" and e.params["length"] == L)
-    stacked = [x.aval for x in forward.outvars[forward.params["num_carry"] :]]
+    stacked = [x.aval for x in forward.outvars if x.aval.shape[:1] == (L,)]
     sequences = config.data.batch_size // (config.parallel.data * config.parallel.microbatches)
     return sum(x.size * x.dtype.itemsize for x in stacked) / L / (sequences * config.data.seq_len), config
 
