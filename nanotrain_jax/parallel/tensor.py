@@ -89,7 +89,7 @@ def columns(
 
     What autodiff makes of those two, but for what is kept, and for the order of the backward, which hides what moves:
 
-        x[B T D] = all_gather(x)              (t-1)/t B T D elements, if regather; while g w^T computes
+        x[B T D] = all_gather(x)              (t-1)/t B T D elements, if regather; g w^T needs not wait for it
         g[B T D] {sum tensor} = sum of g w^T  moves nothing
         g[B T/tensor D] = reduce_scatter(g)   (t-1)/t B T D elements; while x^T g, the gradients of the weights, compute
 
