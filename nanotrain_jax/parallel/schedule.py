@@ -1,0 +1,437 @@
+"""Pipeline schedules as tables: what each stage does in each tick. Plain numpy; nothing runs here.
+
+P stages, each with C chunks of layers; chunk c of stage s holds piece c P + s of the model, so that every hand-over
+goes one stage on. M microbatches. A tick has up to three kinds of work on each stage, in this order, each possibly idle:
+
+    F   forward of one microbatch through one chunk
+    B   its backward; where a schedule has W, only what the stage before waits for
+    W   the rest of its backward: the gradients of the weights
+
+After F the output goes one stage on, after B the gradient of the input one stage back; both are there in the next tick.
+All stages of a single program meet there, so a tick lasts as long as its busiest stage, and 1F1B is better drawn with F
+and B in one tick (`one_f_one_b`) than with one of them (`lean`). With P stages that take F, B = dX + W in all:
+
+    schedule          waiting (bubble)        microbatches in flight   needs
+    gpipe             (P-1) (F+B)             M                                        arXiv 1811.06965
+    1f1b              (P-1) (F+B)             2 P - 1                                  arXiv 2104.04473, section 2.2
+    1f1b_lean         where F = B the same    P                                        the same, one at a time
+    interleaved       (P-1) (F+B) / C         P + (P-1) / C            M = n P         the same, section 2.3
+    zero_bubble       (P-1) (F+dX-W)          3 P - 2                  M >= 3 (P-1)    as ZB-H1, for ticks; else waits more
+    zb_h1             (P-1) (F+dX-W)          P                        M >= P          arXiv 2401.10241, section 2.3
+    zb_h2             (P-1) (F+dX-2W)         2 P - 1                  M >= 2 P - 1    the same
+
+zb_h1 and zb_h2 do one thing in a tick: they wait as little as this where F, dX and W take the same time, else longer.
+zero_bubble keeps its word wherever W takes no longer than F or dX, and pays in microbatches in flight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+IDLE = -1
+Time = int | float | Fraction
+
+
+class Schedule(NamedTuple):
+    """A table. Entries are units, chunk M + microbatch, or IDLE."""
+
+    chunks: int
+    microbatches: int
+    forward: np.ndarray  # [ticks P]
+    backward: np.ndarray  # [ticks P]
+    weight: np.ndarray  # [ticks P n]: up to n of them in a tick; n = 0: they are part of the backward
+
+    @property
+    def stages(self) -> int:
+        """P"""
+        return self.forward.shape[1]
+
+    @property
+    def ticks(self) -> int:
+        """Turns of the one loop that runs the table."""
+        return self.forward.shape[0]
+
+
+class Buffer(NamedTuple):
+    """Where each stage keeps something of each unit while it is needed."""
+
+    count: int  # slots, on the stage that needs most (a single program has as many everywhere)
+    slot: np.ndarray  # [units + 1, P]; the last row, which IDLE finds, is one spare slot more
+
+
+class Stats(NamedTuple):
+    """What a schedule costs."""
+
+    ticks: int
+    time: Time  # from the first tick to the last, a tick as long as its busiest stage
+    bubble: Time  # the longest that a stage waits between its first and its last work
+    bubble_fraction: float  # of time: how much of it the average stage does nothing
+    in_flight: list[int]  # per stage: most units at a time between their forward and the last of their backward
+    slots: dict[str, int]  # see `buffers`
+    masked: float  # work of a stage that computes in every tick and throws idle results away, over useful work
+
+
+def gpipe(P: int, M: int) -> Schedule:
+    """All forwards, then all backwards."""
+    ticks, stage = np.arange(2 * (M + P - 1))[:, None], np.arange(P)[None]
+    return _whole(1, M, _stream(ticks - stage, M), _stream(ticks - (M + P - 1) - (P - 1 - stage), M))
+
+
+def one_f_one_b(P: int, M: int) -> Schedule:
+    """One forward and one backward in every tick of the steady state."""
+    return _fused(P, M, 1)
+
+
+def interleaved(P: int, M: int, C: int) -> Schedule:
+    """1F1B over C chunks per stage: P microbatches through one chunk, then through the next."""
+    if M % P:
+        raise ValueError(f"interleaved: {M} microbatches are not a multiple of {P} stages; use {_multiples(M, P)}")
+    return _fused(P, M, C)
+
+
+def lean(P: int, M: int) -> Schedule:
+    """1F1B with either a forward or a backward in a tick: fewest in flight; a tick lasts as long as the backward."""
+    return _one_at_a_time(P, M, [P - s for s in range(P)], None)
+
+
+def zb_h1(P: int, M: int) -> Schedule:
+    """As many in flight as 1F1B; gradients of weights fill the time in which stages would wait."""
+    _needs("zb_h1", P, M, P)
+    return _one_at_a_time(P, M, [P - s for s in range(P)], P)
+
+
+def zb_h2(P: int, M: int) -> Schedule:
+    """Twice as many in flight; where F = dX = W no stage waits between its first and its last work."""
+    _needs("zb_h2", P, M, 2 * P - 1)
+    return _one_at_a_time(P, M, [2 * (P - s) - 1 for s in range(P)], 2 * P - 1)
+
+
+def zero_bubble(P: int, M: int) -> Schedule:
+    """1F1B whose gradients of weights wait until a stage has time: before its first backwards have come to all stages
+    nobody makes any, later a stage makes two of them in a tick in which it lacks a forward or a backward."""
+    plain, first = _fused(P, M, 1), max(min(3 * (P - 1), M), P - 1)
+    weight = np.full((plain.ticks, P, 2), IDLE)
+    for s in range(P):
+        done = 0
+        for t in range(first, plain.ticks):
+            lacks = plain.forward[t, s] if t < M + P - 1 else plain.backward[t, s]  # what others do in this tick
+            for i in range(min(2 if lacks == IDLE else 1, (plain.backward[: t + 1, s] != IDLE).sum() - done)):
+                weight[t, s, i] = done
+                done += 1
+    return plain._replace(weight=weight[..., (weight != IDLE).any((0, 1))])
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "1f1b_lean": lean,
+    "interleaved": interleaved,
+    "zero_bubble": zero_bubble,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+}
+
+
+def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """A schedule by name. Raises ValueError if there is none for so many microbatches or chunks, and says which."""
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule {name!r} is unknown; use {', '.join(SCHEDULES)}")
+    if name == "interleaved":
+        return interleaved(stages, microbatches, chunks)
+    if chunks > 1:
+        raise ValueError(f"{name}: {chunks} chunks per stage; use 1, or interleaved")
+    return SCHEDULES[name](stages, microbatches)
+
+
+def forward_only(P: int, M: int, C: int = 1) -> Schedule:
+    """The forwards of a schedule with C chunks, for evaluation; M may be any number."""
+    rounds = _fused(P, -(-M // P) * P, C)  # the last round may not be full
+    forward = np.where(_microbatch(rounds, rounds.forward) < M, _unit(rounds, rounds.forward, M), IDLE)
+    keep = (forward != IDLE).any(1).nonzero()[0].max() + 1
+    return _whole(C, M, forward[:keep], np.full((keep, P), IDLE))
+
+
+def _microbatch(schedule: Schedule, units: np.ndarray) -> np.ndarray:
+    return np.where(units == IDLE, schedule.microbatches, units % schedule.microbatches)
+
+
+def _unit(schedule: Schedule, units: np.ndarray, M: int) -> np.ndarray:
+    return units // schedule.microbatches * M + units % schedule.microbatches
+
+
+def _needs(name: str, P: int, M: int, least: int) -> None:
+    if M < least:
+        raise ValueError(f"{name}: {M} microbatches are too few for {P} stages; use at least {least}, or 1f1b")
+
+
+def _multiples(number: int, of: int) -> str:
+    """The multiples of `of` on either side of number."""
+    below = number // of * of
+    return " or ".join(str(n) for n in (below, below + of) if n)
+
+
+def _whole(C: int, M: int, forward: np.ndarray, backward: np.ndarray) -> Schedule:
+    return Schedule(C, M, forward, backward, np.zeros((*forward.shape, 0), int))
+
+
+def _stream(place: np.ndarray, length: int) -> np.ndarray:
+    """0, 1, 2, ... where place is, IDLE before and after."""
+    return np.where((place >= 0) & (place < length), place, IDLE)
+
+
+def _fused(P: int, M: int, C: int) -> Schedule:
+    """Stage s begins its M C forwards in tick s, and its backwards in tick P C - 1 + (P - 1 - s)."""
+    ticks, stage = np.arange(M * C + P * C + P - 2)[:, None], np.arange(P)[None]
+
+    def units(place: np.ndarray, reverse: bool) -> np.ndarray:
+        turn, inside = np.divmod(place, P * C)  # rounds of P microbatches through all chunks
+        chunk, microbatch = inside // P, turn * P + inside % P
+        chunk = C - 1 - chunk if reverse else chunk
+        return np.where(place == IDLE, IDLE, chunk * M + (place if C == 1 else microbatch))
+
+    forward = _stream(ticks - stage, M * C)
+    backward = _stream(ticks - (P * C - 1) - (P - 1 - stage), M * C)
+    return _whole(C, M, units(forward, False), units(backward, True))
+
+
+def _one_at_a_time(P: int, M: int, warm_up: Sequence[int], limit: int | None) -> Schedule:
+    """Stage s: warm_up[s] forwards, then backward and forward in turns, each as soon as its input is there.
+
+    limit: with gradients of weights on their own, made when a stage would wait, or when so many are in flight.
+    """
+
+    def order(s: int) -> list[str]:
+        forwards, weights, kinds = min(warm_up[s], M), 0, ["F"] * min(warm_up[s], M)
+        for _ in range(M):
+            kinds.append("B")
+            if forwards < M:
+                if limit is not None and forwards - weights >= limit:
+                    kinds.append("W")
+                    weights += 1
+                kinds.append("F")
+                forwards += 1
+        return kinds
+
+    rest, done = [order(s) for s in range(P)], [dict.fromkeys("FBW", 0) for _ in range(P)]
+    when: dict[tuple[str, int, int], int] = {}
+    rows = []
+
+    def ready(kind: str, s: int, t: int) -> bool:
+        i = done[s][kind]
+        if kind == "W":
+            return limit is not None and i < done[s]["B"]
+        source = ("F", s - 1) if kind == "F" else ("F", s) if s == P - 1 else ("B", s + 1)
+        return source[1] < 0 or when.get((*source, i), t) < t
+
+    while any(done[s]["B" if limit is None else "W"] < M for s in range(P)):
+        row = []
+        for s in range(P):
+            if rest[s] and ready(rest[s][0], s, len(rows)):
+                row.append(rest[s].pop(0))
+            else:
+                row.append("W" if ready("W", s, len(rows)) else "")
+        for s, kind in enumerate(row):
+            if kind:
+                when[kind, s, done[s][kind]] = len(rows)
+                done[s][kind] += 1
+        rows.append(row)
+
+    kinds, tables = np.array(rows), []
+    for kind in "FBW":
+        here = kinds == kind
+        tables.append(np.where(here, here.cumsum(0) - 1, IDLE))
+    return Schedule(1, M, tables[0], tables[1], tables[2][..., None][..., : 0 if limit is None else 1])
+
+
+def _times(table: np.ndarray, units: int) -> np.ndarray:
+    """table [ticks P] or [ticks P n] -> the tick of each unit on each stage [units P]; -1 where it is missing."""
+    found = np.full((units, table.shape[1]), -1)
+    for place in np.argwhere(table != IDLE):
+        found[table[tuple(place)], place[1]] = place[0]
+    return found
+
+
+def _piece(schedule: Schedule) -> np.ndarray:
+    """[units P]: which piece of the model a unit goes through on a stage."""
+    chunk = np.arange(schedule.chunks * schedule.microbatches) // schedule.microbatches
+    return chunk[:, None] * schedule.stages + np.arange(schedule.stages)[None]
+
+
+def arrivals(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """-> the units whose input, and those whose output's gradient, comes in at the beginning of each tick [ticks P]."""
+    P, C, M = schedule.stages, schedule.chunks, schedule.microbatches
+
+    def shifted(table: np.ndarray, step: int) -> np.ndarray:
+        sent = np.roll(np.vstack([np.full((1, P), IDLE), table[:-1]]), step, 1)
+        edge = 0 if step > 0 else P - 1  # the ring closes: into the next chunk, or the one before
+        came = sent[:, edge] + step * M
+        sent[:, edge] = np.where((sent[:, edge] != IDLE) & (came >= 0) & (came < C * M), came, IDLE)
+        return sent
+
+    return shifted(schedule.forward, 1), shifted(schedule.backward, -1)
+
+
+def buffers(schedule: Schedule) -> dict[str, Buffer]:
+    """What stages keep, and for how long:
+
+    inputs       from its arrival to F
+    gradients    gradients of outputs from their arrival to B; of the last piece, its output from F to B
+    backward     what B needs, from F
+    late         what B does not need but W does, from F; none without W
+    handed       what B made for W; none without W
+    """
+    units, last = schedule.chunks * schedule.microbatches, schedule.chunks * schedule.stages - 1
+    F, B = _times(schedule.forward, units), _times(schedule.backward, units)
+    W = _times(schedule.weight, units) if schedule.weight.size else np.full_like(F, -1)
+    x, g = (_times(table, units) for table in arrivals(schedule))
+    g = np.where(_piece(schedule) == last, F, g)
+    spans = {"inputs": (x, 0, F, 1), "gradients": (g, 0, B, 2), "backward": (F, 1, B, 2)}
+    spans |= {"late": (F, 1, W, 3), "handed": (B, 2, W, 3)}
+    return {name: _slots(4 * start + i, 4 * end + j, start, end) for name, (start, i, end, j) in spans.items()}
+
+
+def _slots(begin: np.ndarray, end: np.ndarray, *ticks: np.ndarray) -> Buffer:
+    """The lowest slot that is free from begin to end [units P], both included; none where one of ticks is missing."""
+    units, P = begin.shape
+    slot, count = np.full((units + 1, P), IDLE), 0
+    for s in range(P):
+        free_after: list[int] = []  # of each slot
+        for unit in np.argsort(begin[:, s], kind="stable"):
+            if any(t[unit, s] < 0 for t in ticks):
+                continue
+            here = next((i for i, t in enumerate(free_after) if t < begin[unit, s]), len(free_after))
+            free_after[here : here + 1] = [end[unit, s]]
+            slot[unit, s] = here
+        count = max(count, len(free_after))
+    return Buffer(count, np.where(slot == IDLE, count, slot))
+
+
+def validate(schedule: Schedule) -> None:
+    """Raise ValueError, with the table drawn and the place marked, unless each unit of each stage is forwarded once,
+    goes back once (and has the gradients of its weights made once), always after what it needs."""
+    units, P = schedule.chunks * schedule.microbatches, schedule.stages
+    kinds = {"F": schedule.forward, "B": schedule.backward}
+    if schedule.weight.size:
+        kinds["W"] = schedule.weight
+    for kind, table in kinds.items():
+        for s in range(P):
+            work = table[:, s][table[:, s] != IDLE]
+            wrong = [u for u in range(units) if (work == u).sum() != 1]
+            if wrong or len(work) != units:
+                text = f"stage {s} has {kind}{_name(schedule, wrong[0])} {(work == wrong[0]).sum()} times, not once"
+                raise ValueError(f"{text}\n{draw(schedule)}")
+    when = {kind: _times(table, units) for kind, table in kinds.items()}
+
+    def after(kind: str, unit: int, s: int, other: str, sender: tuple[int, int], same_tick: bool) -> None:
+        t, made = when[kind][unit, s], when[other][sender]
+        if made > t or (made == t and not same_tick):
+            mark = _name(schedule, sender[0])
+            raise ValueError(
+                f"stage {s}, tick {t}: {kind}{_name(schedule, unit)} is too early; it needs {other}{mark} of stage "
+                f"{sender[1]} in tick {t if same_tick else t - 1} or before, which is in tick {made}\n"
+                + draw(schedule, mark=(int(t), s))
+            )
+
+    for unit, s in np.ndindex(units, P):
+        before = (unit, s - 1) if s else (unit - schedule.microbatches, P - 1)
+        behind = (unit, s + 1) if s < P - 1 else (unit + schedule.microbatches, 0)
+        if before[0] >= 0:
+            after("F", unit, s, "F", before, same_tick=False)
+        after("B", unit, s, "F", (unit, s), same_tick=True)
+        if behind[0] < units:
+            after("B", unit, s, "B", behind, same_tick=False)
+        if "W" in kinds:
+            after("W", unit, s, "B", (unit, s), same_tick=True)
+
+
+def stats(schedule: Schedule, F: Time = 1, dX: Time = 1, W: Time = 1) -> Stats:
+    """What the schedule costs where a stage takes F, dX and W for one microbatch through all of its chunks.
+
+    Exact in integers and Fractions. Raises ValueError if the schedule has no backward.
+    """
+    if not (schedule.backward != IDLE).any():
+        raise ValueError("a schedule without a backward has no bubble; give one that trains")
+    C, M, split = schedule.chunks, schedule.microbatches, schedule.weight.size > 0
+    counts = np.stack([schedule.forward != IDLE, schedule.backward != IDLE, (schedule.weight != IDLE).sum(-1)], -1)
+    costs = (F, dX, W) if split else (F, dX + W, 0)
+    share: Any = Fraction(1, C) if all(isinstance(c, int | Fraction) for c in costs) else 1 / C
+    price = lambda row: sum((int(n) * c for n, c in zip(row, costs, strict=True)), 0 * F)
+    length = [max(price(row) for row in tick) * share for tick in counts]
+    work = M * (F + dX + W)
+    bubbles = []
+    for s in range(schedule.stages):
+        busy = counts[:, s].any(-1).nonzero()[0]
+        bubbles.append(sum(length[busy[0] : busy[-1] + 1]) - work)
+    units = C * M
+    end = _times(schedule.weight if split else schedule.backward, units)
+    alive = _slots(4 * _times(schedule.forward, units), 4 * end + 3)
+    in_flight = [int((alive.slot[:-1, s]).max()) + 1 for s in range(schedule.stages)]
+    masked = schedule.ticks * share * (sum(costs[:2]) + schedule.weight.shape[-1] * costs[2]) / work
+    return Stats(
+        ticks=schedule.ticks,
+        time=sum(length),
+        bubble=max(bubbles),
+        bubble_fraction=float(1 - work / sum(length)),
+        in_flight=in_flight,
+        slots={name: buffer.count for name, buffer in buffers(schedule).items()},
+        masked=float(masked),
+    )
+
+
+def _name(schedule: Schedule, unit: int) -> str:
+    """The microbatch of a unit and, with several chunks, a letter for its chunk."""
+    chunk, microbatch = divmod(int(unit), schedule.microbatches)
+    return f"{microbatch}{chr(ord('a') + chunk) if schedule.chunks > 1 else ''}"
+
+
+def draw(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
+    """The table as text: a row for each stage, a column for each tick; `parse` reads it. mark: (tick, stage) to point at."""
+    cells = []
+    for s in range(schedule.stages):
+        row = []
+        for t in range(schedule.ticks):
+            work = [("F", schedule.forward[t, s]), ("B", schedule.backward[t, s])]
+            work += [("W", unit) for unit in schedule.weight[t, s]]
+            row.append("".join(k + _name(schedule, unit) for k, unit in work if unit != IDLE) or ".")
+        cells.append(row)
+    widths = [max(len(row[t]) for row in cells) for t in range(schedule.ticks)]
+    lines = []
+    for s, row in enumerate(cells):
+        lines.append(f"{s:>2} | " + " ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+        if mark and mark[1] == s:
+            lines.append(" " * (5 + sum(w + 1 for w in widths[: mark[0]])) + "^" * len(row[mark[0]]))
+    return "\n".join(lines)
+
+
+def parse(text: str) -> Schedule:
+    """The text form of a schedule, as `draw` writes it (stage numbers may be left out) -> the schedule; not validated.
+
+    Raises ValueError on a word that is not made of F, B and W with a microbatch and perhaps a chunk's letter.
+    """
+    rows = [line.split("|")[-1].split() for line in text.strip().splitlines()]
+    if len({len(row) for row in rows}) != 1:
+        raise ValueError(f"stages have {sorted({len(row) for row in rows})} ticks; give all as many, with . for idle")
+    cells: list[list[list[tuple[str, int, int]]]] = []
+    for row in rows:
+        cells.append([])
+        for word in row:
+            if not re.fullmatch(r"\.|(F\d+[a-z]?)?(B\d+[a-z]?)?(W\d+[a-z]?)*", word):
+                raise ValueError(f"{word!r} is not the work of a tick; write e.g. F2B0, F1b, B3W3 or . for none")
+            work = re.findall(r"([FBW])(\d+)([a-z]?)", word)
+            cells[-1].append([(kind, int(m), ord(c or "a") - ord("a")) for kind, m, c in work])
+    everything = [work for row in cells for cell in row for work in cell]
+    M, C = 1 + max(m for _, m, _ in everything), 1 + max(c for *_, c in everything)
+    n = max(sum(kind == "W" for kind, *_ in cell) for row in cells for cell in row)
+    tables = {kind: np.full((len(rows[0]), len(rows), max(n, 1)), IDLE) for kind in "FBW"}
+    for s, row in enumerate(cells):
+        for t, cell in enumerate(row):
+            seen = dict.fromkeys("FBW", 0)
+            for kind, m, c in cell:
+                tables[kind][t, s, seen[kind]] = c * M + m
+                seen[kind] += 1
+    return Schedule(C, M, tables["F"][..., 0], tables["B"][..., 0], tables["W"][..., :n])
