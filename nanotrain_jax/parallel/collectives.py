@@ -18,9 +18,9 @@ from jax import lax
 Tree = Any  # a pytree of arrays
 
 
-def varying_axes(x: jax.Array) -> frozenset[str]:
+def varying_axes(x: jax.Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     """The mesh axes over which x is varying."""
-    return frozenset(jax.typeof(x).mat.varying)
+    return frozenset((x if hasattr(x, "manual_axis_type") else jax.typeof(x)).manual_axis_type.varying)
 
 
 def as_varying(tree: Tree, axes: Sequence[str]) -> Tree:
@@ -97,6 +97,16 @@ def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """x{varying over axes} -> the largest over axes, invarying. No gradient. Wire bytes per device: 2 (N-1)/N of x."""
     x = lax.stop_gradient(x)
     return lax.pmax(as_varying(x, axes), tuple(axes)) if axes else x
+
+
+def shift(x: jax.Array, axis: str, by: int, ring: bool = True) -> jax.Array:
+    """x of the device `by` places before this one along axis. Wire bytes per device: those of x.
+
+    Not a ring: the first devices (the last, if by is negative) get zeros.
+    """
+    N = lax.axis_size(axis)
+    pairs = [(i, (i + by) % N) for i in range(N) if ring or 0 <= i + by < N]
+    return lax.ppermute(as_varying(x, (axis,)), axis, pairs)
 
 
 def position(axis: str) -> jax.Array:

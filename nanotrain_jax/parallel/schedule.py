@@ -1,7 +1,7 @@
 """Pipeline schedules as tables: what each stage does in each tick. Plain numpy; nothing runs here.
 
 P stages, each with C chunks of layers; chunk c of stage s holds piece c P + s of the model, so that every hand-over
-goes one stage on. M microbatches. A tick has up to three kinds of work on each stage, in this order, each possibly idle:
+goes one stage on. M microbatches. A tick has up to three kinds of work on each stage, in this order:
 
     F   forward of one microbatch through one chunk
     B   its backward; where a schedule has W, only what the stage before waits for
@@ -16,7 +16,7 @@ and B in one tick (`one_f_one_b`) than with one of them (`lean`). With P stages 
     1f1b              (P-1) (F+B)             2 P - 1                                  arXiv 2104.04473, section 2.2
     1f1b_lean         where F = B the same    P                                        the same, one at a time
     interleaved       (P-1) (F+B) / C         P + (P-1) / C            M = n P         the same, section 2.3
-    zero_bubble       (P-1) (F+dX-W)          3 P - 2                  M >= 3 (P-1)    as ZB-H1, for ticks; else waits more
+    zero_bubble       (P-1) (F+dX-W)          3 P - 2                  M >= 3 (P-1)    like ZB-H1; else waits more
     zb_h1             (P-1) (F+dX-W)          P                        M >= P          arXiv 2401.10241, section 2.3
     zb_h2             (P-1) (F+dX-2W)         2 P - 1                  M >= 2 P - 1    the same
 
@@ -164,9 +164,11 @@ def _unit(schedule: Schedule, units: np.ndarray, M: int) -> np.ndarray:
     return units // schedule.microbatches * M + units % schedule.microbatches
 
 
-def _needs(name: str, P: int, M: int, least: int) -> None:
-    if M < least:
-        raise ValueError(f"{name}: {M} microbatches are too few for {P} stages; use at least {least}, or 1f1b")
+def _needs(name: str, stages: int, microbatches: int, least: int) -> None:
+    if microbatches < least:
+        raise ValueError(
+            f"{name}: {microbatches} microbatches are too few for {stages} stages; use at least {least}, or 1f1b"
+        )
 
 
 def _multiples(number: int, of: int) -> str:
@@ -390,7 +392,7 @@ def _name(schedule: Schedule, unit: int) -> str:
 
 
 def draw(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
-    """The table as text: a row for each stage, a column for each tick; `parse` reads it. mark: (tick, stage) to point at."""
+    """The table as text: a row for each stage, a column for each tick. mark: (tick, stage) to point at."""
     cells = []
     for s in range(schedule.stages):
         row = []

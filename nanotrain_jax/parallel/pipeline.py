@@ -1,0 +1,272 @@
+"""Pipeline parallelism: one `lax.scan` over the ticks of a schedule, whatever schedule it is.
+
+For use inside anybody's `shard_map` (with check_vma=True). Each device along the axis, here called pipe, is a stage and
+runs its column of the table (`schedule.py`). In a tick, with x[B T D] what goes from layer to layer:
+
+    shift(g, -1)   the gradient that the next stage made in the last tick; it travels while F computes
+    F              forward of a microbatch through the layers of a chunk; what its backward needs goes to a slot
+    shift(x, +1)   its output; it travels while B computes
+    B              a backward, from what a slot holds; gradients are added where they rest
+    W              the rest of a backward that the schedule splits
+
+Moved over pipe: two x per tick and device, of which a schedule uses M C each way; nothing inside a branch.
+
+Autodiff through such a loop would keep every microbatch. Here each layer is run by `jax.vjp` and what its pullback holds
+is kept: the layer's own rematerialisation decides (`pullback.py`). There are as many slots as the schedule has
+microbatches in flight, and gradients are added in place, so memory does not grow with the number of microbatches.
+
+idle="skip": a stage without work in a tick takes the other branch of a conditional. All devices of a stage take the
+same, so collectives over other axes may stand in a layer (on CPU no permutes). "mask": it computes, into a spare slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nanotrain_jax.parallel.collectives import as_varying, position, shift, varying_axes
+from nanotrain_jax.parallel.pullback import pullback
+from nanotrain_jax.parallel.schedule import Schedule, arrivals, buffers
+
+Tree = Any  # a pytree of arrays
+
+
+class Tick(NamedTuple):
+    """What a stage does in a tick: units (chunk M + microbatch), or -1."""
+
+    forward: jax.Array
+    backward: jax.Array
+    weight: jax.Array  # several
+    x_comes: jax.Array  # the unit whose input has arrived
+    g_comes: jax.Array  # the unit whose output's gradient has
+
+
+class Rest(NamedTuple):
+    """What rests on a stage between ticks. Slots: see `schedule.buffers`."""
+
+    x: jax.Array  # what has come from the stage before
+    g: jax.Array  # what is to go there
+    inputs: jax.Array
+    gradients: jax.Array
+    backward: list[jax.Array]
+    late: list[jax.Array]
+    handed: list[jax.Array]
+    sums: tuple[tuple[jax.Array, Tree], Tree]  # (loss, gradients of ends), gradients of layers
+
+
+def run(
+    schedule: Schedule,
+    first: Callable[[Tree, Tree], jax.Array],
+    layer: Callable[[Tree, Tree, jax.Array], jax.Array],
+    last: Callable[[Tree, jax.Array, Tree], jax.Array],
+    ends: Tree,
+    layers: Tree,
+    microbatches: Tree,
+    inputs: Callable[[Tree], Tree] = lambda weights: weights,
+    axis: str = "pipe",
+    idle: str = "skip",
+) -> tuple[jax.Array, tuple[Tree, Tree]]:
+    """-> loss, (gradients of ends, of inputs of layers) in float32, summed over microbatches[M ...]; local to a device.
+
+    first(ends, microbatch) -> x            before the first layer
+    layer(weights, inputs, x) -> x          one layer; gradients are with respect to its inputs
+    last(ends, x, microbatch) -> loss       after the last layer; a scalar
+
+    layers[chunks * layers of a chunk, ...]: the weights that rest on this stage, one chunk after the other. inputs makes
+    of the weights of a layer what is differentiated: they themselves, unless told otherwise.
+
+    Loss and gradients of ends are not summed over pipe: only the last stage has the former, the first and the last the
+    latter. Gradients with respect to what is invarying over another axis are summed over it by JAX, at each use: cast it
+    with `as_varying` before, and sum once. Raises ValueError if the chunks do not divide the layers of a stage.
+    """
+    C, M = schedule.chunks, schedule.microbatches
+    count, has_late = jax.tree.leaves(layers)[0].shape[0], schedule.weight.shape[-1] > 0
+    if count % C:
+        raise ValueError(f"{count} layers of a stage cannot be cut into {C} chunks; use a divisor of {count}")
+    n = count // C  # layers of a chunk
+    ends, layers = as_varying((ends, layers), (axis,))
+    stage, last_stage = position(axis), lax.axis_size(axis) - 1
+
+    def column(table: Any) -> jax.Array:
+        """This stage's column of a table."""
+        return _get(jnp.swapaxes(jnp.asarray(table), 0, 1), stage)
+
+    plan = buffers(schedule)
+    slots = {name: column(buffer.slot) for name, buffer in plan.items()}
+    ticks = Tick(*map(column, (schedule.forward, schedule.backward, schedule.weight, *arrivals(schedule))))
+
+    def when(wanted: jax.Array, work: Callable[[Tree, Tree], tuple[Tree, Tree]], values: Tree, store: Tree) -> tuple:
+        """work(values, store) where wanted, else both as they are; masked work leaves the store as it is by itself."""
+        if idle == "skip":
+            return lax.cond(wanted, work, lambda values, store: (values, store), values, store)
+        new, store = work(values, store)
+        return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), new, values), store
+
+    def added(sums: Tree, grads: Tree, wanted: jax.Array) -> Tree:
+        own = (lambda g: g) if idle == "skip" else (lambda g: jnp.where(wanted, g, jnp.zeros_like(g)))
+        return jax.tree.map(lambda s, g: s + own(g).astype(s.dtype), sums, grads)
+
+    def layer_of(unit: jax.Array, i: jax.Array) -> jax.Array:
+        return jnp.maximum(unit, 0) // M * n + i
+
+    def weights_of(i: jax.Array) -> tuple[Tree, Tree]:
+        weights = jax.tree.map(lambda w: _get(w, i), layers)
+        return weights, inputs(weights)
+
+    def microbatch_of(unit: jax.Array) -> Tree:
+        return jax.tree.map(lambda x: _get(x, unit % M), microbatches)
+
+    zeroth = jnp.zeros((), jnp.int32)
+    x_like, alike = _type_of_x(first, layer, ends, weights_of(zeroth), microbatch_of(zeroth), axis)
+    typed_layer = lambda weights, inputs, x: alike(layer(weights, inputs, x))
+    back = pullback(typed_layer, *weights_of(zeroth), x_like)
+    long = back.late_keeps if has_late else []  # which of what a layer keeps waits for W, and which only for B
+    short = [k for k in (back.early_keeps if has_late else range(len(back.kept))) if k not in long]
+
+    def kept_by(rest: Rest, unit: jax.Array, i: jax.Array) -> list:
+        """What a layer kept, None where it is not needed any more."""
+        found: list = [None] * len(back.kept)
+        for name, which in (("late", long), ("backward", short)):
+            for k, ring in zip(which, getattr(rest, name), strict=True):
+                found[k] = _get(ring, _get(slots[name], unit) * n + i)
+        return found
+
+    def store(rings: list, name: str, unit: jax.Array, i: jax.Array, arrays: list) -> list:
+        at = _get(slots[name], unit) * n + i
+        return [_put(ring, at, array) for ring, array in zip(rings, arrays, strict=True)]
+
+    def forward(unit: jax.Array, rest: Rest) -> Rest:
+        def work(x: jax.Array, rings: tuple) -> tuple[jax.Array, tuple]:
+            begin = lambda x, _: (alike(first(ends, microbatch_of(unit))), ())
+            x, _ = when((stage == 0) & (unit < M), begin, x, ())
+
+            def step(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
+                x, (backward, late) = carry
+                x, kept = back.forward(*weights_of(layer_of(unit, i)), x)
+                backward = store(backward, "backward", unit, i, [kept[k] for k in short])
+                late = store(late, "late", unit, i, [kept[k] for k in long])
+                return (x, (backward, late)), None
+
+            return lax.scan(step, (x, rings), jnp.arange(n))[0]
+
+        came = _get(rest.inputs, _get(slots["inputs"], unit))
+        x, (backward, late) = when(unit >= 0, work, came, (rest.backward, rest.late))
+        return rest._replace(x=x, backward=backward, late=late)
+
+    def backward(unit: jax.Array, rest: Rest) -> Rest:
+        def work(g: jax.Array, changes: tuple) -> tuple[jax.Array, tuple]:
+            of_ends, of_layers, handed = changes
+            microbatch = microbatch_of(unit)
+
+            def begin(x: jax.Array, sums: tuple) -> tuple[jax.Array, tuple]:
+                loss, pull = jax.vjp(lambda ends, x: last(ends, x, microbatch), ends, x)
+                grads, g = pull(jnp.ones_like(loss))
+                return g, added(sums, (loss, grads), is_last)
+
+            def end(g: jax.Array, sums: tuple) -> tuple[jax.Array, tuple]:
+                _, pull = jax.vjp(lambda ends: alike(first(ends, microbatch)), ends)
+                return g, (sums[0], added(sums[1], *pull(g), is_first))
+
+            def step(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
+                g, of_layers, handed = carry
+                at = layer_of(unit, i)
+                kept = kept_by(rest, unit, i)
+                if has_late:
+                    g, parts = back.early(kept, *weights_of(at), g)
+                    return (g, of_layers, store(handed, "handed", unit, i, parts)), None
+                grads, g = back.whole(kept, *weights_of(at), g)
+                return (g, _add_at(of_layers, at, grads, added, unit >= 0), handed), None
+
+            is_last = (stage == last_stage) & (unit >= (C - 1) * M)
+            is_first = (stage == 0) & (unit >= 0) & (unit < M)
+            g, of_ends = when(is_last, begin, g, of_ends)
+            (g, of_layers, handed), _ = lax.scan(step, (g, of_layers, handed), jnp.arange(n), reverse=True)
+            g, of_ends = when(is_first, end, g, of_ends)
+            return g, (of_ends, of_layers, handed)
+
+        came = _get(rest.gradients, _get(slots["gradients"], unit))
+        g, (of_ends, of_layers, handed) = when(unit >= 0, work, came, (*rest.sums, rest.handed))
+        return rest._replace(g=g, sums=(of_ends, of_layers), handed=handed)
+
+    def weight(unit: jax.Array, rest: Rest) -> Rest:
+        def work(_: tuple, of_layers: Tree) -> tuple[tuple, Tree]:
+            def step(of_layers: Tree, i: jax.Array) -> tuple[Tree, None]:
+                at, handed = layer_of(unit, i), [_get(r, _get(slots["handed"], unit) * n + i) for r in rest.handed]
+                grads = back.late(kept_by(rest, unit, i), *weights_of(at), handed)
+                return _add_at(of_layers, at, grads, added, unit >= 0), None
+
+            return (), lax.scan(step, of_layers, jnp.arange(n))[0]
+
+        _, of_layers = when(unit >= 0, work, (), rest.sums[1])
+        return rest._replace(sums=(rest.sums[0], of_layers))
+
+    def tick(rest: Rest, now: Tick) -> tuple[Rest, None]:
+        g = shift(rest.g, axis, -1, ring=C > 1)
+        rest = rest._replace(inputs=_put(rest.inputs, _get(slots["inputs"], now.x_comes), rest.x))
+        rest = forward(now.forward, rest)
+        # The output of the last piece waits, where a gradient would, for its loss.
+        y_unit = jnp.where((stage == last_stage) & (now.forward >= (C - 1) * M), now.forward, -1)
+        gradients = _put(rest.gradients, _get(slots["gradients"], y_unit), rest.x)
+        gradients = _put(gradients, _get(slots["gradients"], now.g_comes), g)
+        rest = rest._replace(x=shift(rest.x, axis, 1, ring=C > 1), gradients=gradients)
+        rest = backward(now.backward, rest)
+        for k in range(schedule.weight.shape[-1]):
+            rest = weight(now.weight[k], rest)
+        return rest, None
+
+    def room(name: str, arrays: list) -> list:
+        return [_zeros(a, axis, (plan[name].count + 1) * n) for a in arrays]
+
+    loss = jax.eval_shape(lambda x: last(ends, x, microbatch_of(zeroth)), x_like)
+    of_ends = jax.tree.map(lambda w: _zeros(w, axis, dtype=jnp.float32), ends)
+    of_layers = jax.tree.map(lambda w: _zeros(w, axis, count, dtype=jnp.float32), weights_of(zeroth)[1])
+    rest = Rest(
+        x=_zeros(x_like, axis),
+        g=_zeros(x_like, axis),
+        inputs=_zeros(x_like, axis, plan["inputs"].count + 1),
+        gradients=_zeros(x_like, axis, plan["gradients"].count + 1),
+        backward=room("backward", [back.kept[k] for k in short]),
+        late=room("late", [back.kept[k] for k in long]),
+        handed=room("handed", back.handed if has_late else []),
+        sums=((_zeros(loss, axis, dtype=jnp.float32), of_ends), of_layers),
+    )
+    rest, _ = lax.scan(tick, rest, ticks)
+    (loss, of_ends), of_layers = rest.sums
+    return loss, (of_ends, of_layers)
+
+
+def _type_of_x(
+    first: Callable, layer: Callable, ends: Tree, weights: tuple[Tree, Tree], microbatch: Tree, axis: str
+) -> tuple[jax.ShapeDtypeStruct, Callable[[jax.Array], jax.Array]]:
+    """-> what goes from layer to layer, and the function that casts to its type: varying over all that any x is."""
+    x, axes = jax.eval_shape(first, ends, microbatch), frozenset()
+    while axes != (axes := varying_axes(x) | {axis}):
+        alike = lambda x, axes=axes: as_varying(x, sorted(axes))
+        x = jax.eval_shape(lambda weights, x: alike(layer(*weights, alike(x))), weights, x)
+    return x, alike
+
+
+def _get(x: jax.Array, i: jax.Array) -> jax.Array:
+    """x[n ...] -> x[i]; i = -1 is the last."""
+    return lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def _put(x: jax.Array, i: jax.Array, value: jax.Array) -> jax.Array:
+    """x[n ...] with value at i; i = -1 is the last."""
+    return lax.dynamic_update_index_in_dim(x, value, i, 0)
+
+
+def _add_at(sums: Tree, i: jax.Array, grads: Tree, added: Callable, wanted: jax.Array) -> Tree:
+    """sums[n ...] with grads added at i."""
+    new = added(jax.tree.map(lambda s: _get(s, i), sums), grads, wanted)
+    return jax.tree.map(lambda s, x: _put(s, i, x), sums, new)
+
+
+def _zeros(like: Any, axis: str, count: int | None = None, dtype: Any = None) -> jax.Array:
+    """Zeros of a type, count of them (None: one, without a dim for it), varying over axis as well."""
+    shape = like.shape if count is None else (count, *like.shape)
+    return as_varying(jnp.zeros(shape, dtype or like.dtype), sorted(varying_axes(like) | {axis}))
