@@ -78,7 +78,14 @@ class Parallel(_Section):
     replica: int = _key(1, "groups of data-parallel devices (replicas of the whole)")
     tensor: int = _key(1, "tensor-parallel devices: heads, d_ff and vocabulary are split over them")
     sequence_parallel: bool = _key(True, "with tensor: activations between its matmuls are split over tokens")
-    pipe: int = _key(1, "pipeline stages (only 1 so far)")
+    pipe: int = _key(1, "pipeline stages: layers are split over them")
+    schedule: Literal["gpipe", "1f1b", "1f1b_lean", "interleaved", "zero_bubble", "zb_h1", "zb_h2"] = _key(
+        "1f1b", "what a stage does when; parallel/schedule.py compares them"
+    )
+    chunks: Positive = _key(1, "with schedule=interleaved: pieces of the model on each stage")
+    idle: Literal["skip", "mask"] = _key(
+        "skip", "a stage without work skips it (a conditional), or computes and throws away"
+    )
     context: int = _key(1, "context-parallel devices (only 1 so far)")
     zero: Literal[0, 1, 2, 3] = _key(
         0, "shard over data: 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO); 0: nothing"
@@ -107,11 +114,16 @@ class Parallel(_Section):
                 f"parallel.prefetch=true with parallel.zero={self.zero} and parallel.microbatches={self.microbatches}: "
                 "it is for zero=3 with microbatches=1 (XLA would prefetch across microbatches too, at twice the memory)"
             )
-        for axis in ("pipe", "context"):
-            if getattr(self, axis) != 1:
-                raise ValueError(
-                    f"parallel.{axis}={getattr(self, axis)} is not implemented yet; use 1 and spread over parallel.data"
-                )
+        if self.pipe > 1 and (self.prefetch or self.grad_reduce == "per_layer"):
+            wanted = "prefetch=true" if self.prefetch else "grad_reduce=per_layer"
+            raise ValueError(
+                f"parallel.{wanted} with parallel.pipe={self.pipe}: the layers of a stage run once per microbatch, in "
+                "one loop for all; leave it out, or use pipe=1"
+            )
+        if self.context != 1:
+            raise ValueError(
+                f"parallel.context={self.context} is not implemented yet; use 1 and spread over parallel.data"
+            )
         return self
 
 

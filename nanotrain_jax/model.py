@@ -20,10 +20,12 @@ Initialisation (GPT-2 and its successors): normal, std 0.02; the two projections
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -208,13 +210,20 @@ class Ends(nnx.Module):
 class Decoder(nnx.Module):
     """tokens[B T] -> logits[B T V] in float32. Takes a resolved `config.Model`.
 
-    With a Split it is a store of parameters: `step.py` runs its parts inside `shard_map`.
+    With a Split it is a store of parameters: `step.py` runs its parts inside `shard_map`. order: which layer each row
+    of the stacked weights is, where they do not lie in the order in which they run.
     """
 
-    def __init__(self, config: Model, rngs: nnx.Rngs, split: Split = ONE_DEVICE):
+    def __init__(self, config: Model, rngs: nnx.Rngs, split: Split = ONE_DEVICE, order: Sequence[int] | None = None):
         self.ends = Ends(config, rngs, split)
-        stack = nnx.vmap(lambda rngs: Layer(config, rngs, split), in_axes=0, out_axes=0)
-        self.layers = nnx.split_rngs(splits=config.num_layers)(stack)(rngs)
+
+        @nnx.split_rngs(splits=config.num_layers)
+        def stack(rngs: nnx.Rngs) -> Layer:
+            if order is not None:
+                rngs = jax.tree.map(lambda keys: keys[np.asarray(order)], rngs)
+            return nnx.vmap(lambda rngs: Layer(config, rngs, split), in_axes=0, out_axes=0)(rngs)
+
+        self.layers = stack(rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         layer, weights = nnx.split(self.layers)
@@ -230,9 +239,9 @@ class Graphs(NamedTuple):
     layer: nnx.GraphDef
 
 
-def init(config: Model, seed: int, split: Split = ONE_DEVICE) -> dict:
+def init(config: Model, seed: int, split: Split = ONE_DEVICE, order: Sequence[int] | None = None) -> dict:
     """Parameters as a nested dict of float32 arrays. The same seed gives the same values on every mesh and layout."""
-    return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=seed), split), nnx.Param))
+    return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=seed), split, order), nnx.Param))
 
 
 def abstract(config: Model, split: Split = ONE_DEVICE) -> tuple[Graphs, dict]:
@@ -245,8 +254,22 @@ def abstract(config: Model, split: Split = ONE_DEVICE) -> tuple[Graphs, dict]:
     return graphs, nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
 
 
-def rules(config: Model, split: Split) -> Rules:
-    """The layout of every parameter over the tensor axis; whole, where there is none.
+def used_by_embed(ends: dict) -> dict:
+    """Of a tree like the parameters of the ends, what `Ends.embed` looks at."""
+    return {name: tree for name, tree in ends.items() if name in ("embedding_VD", "positions_TD")}
+
+
+def used_by_loss(ends: dict) -> dict:
+    """Of a tree like the parameters of the ends, what `Ends.loss` looks at."""
+    return {
+        name: tree
+        for name, tree in ends.items()
+        if name in ("norm", "head_VD" if "head_VD" in ends else "embedding_VD")
+    }
+
+
+def rules(config: Model, split: Split, stages: str | None = None) -> Rules:
+    """The layout of every parameter: layers over the axis of pipeline stages, and within them over the tensor axis.
 
     Key and value heads are split while there is one for each device, else every device stores all and uses its own.
     """
@@ -267,6 +290,7 @@ def rules(config: Model, split: Split) -> Rules:
     if split.size > config.num_kv_heads:
         text = text.replace("K/tensor", "K")
     text = text.replace("/tensor", f"/{split.axis}" if split.axis else "")
+    text = text.replace(" L ", f" L/{stages} " if stages else " L ")
     return Rules([tuple(line.split(maxsplit=1)) for line in text.strip().splitlines()], optional=True)
 
 

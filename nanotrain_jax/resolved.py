@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nanotrain_jax.config import Config, near_divisors
+from nanotrain_jax.parallel import schedule
 
 
 def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None = None) -> Config:
@@ -38,13 +39,16 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     )
     config = config.replace("parallel", **axes)
     check_tensor(config)
+    check_pipe(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
 
     size = int(config.memory.remat.removeprefix("block:")) if config.memory.remat.startswith("block:") else 1
-    if m.num_layers % size:
+    layers = m.num_layers // (axes["pipe"] * config.parallel.chunks)
+    if layers % size:
+        what = "model.num_layers" if layers == m.num_layers else "model.num_layers / (parallel.pipe x parallel.chunks)"
         raise ValueError(
-            f"memory.remat={config.memory.remat!r} does not divide model.num_layers={m.num_layers}; "
-            f"use block:{near_divisors(m.num_layers, size).replace(' or ', ' or block:')}"
+            f"memory.remat={config.memory.remat!r} does not divide {what}={layers}; "
+            f"use block:{near_divisors(layers, size).replace(' or ', ' or block:')}"
         )
     shares = axes["replica"] * axes["data"] * config.parallel.microbatches
     if d.batch_size % shares:
@@ -84,3 +88,25 @@ def check_tensor(config: Config) -> None:
         remedy = (", ".join(fitting) + " or " if fitting else "") + largest
         hint = ", another data.seq_len, or parallel.sequence_parallel=false" if "seq_len" in found else ""
         raise ValueError(f"parallel.tensor={p.tensor} {found}; use {remedy}{hint}")
+
+
+def check_pipe(config: Config) -> None:
+    """Raise ValueError unless the layers can be split evenly over stages and chunks, and there is such a schedule."""
+    L, p = config.model.num_layers, config.parallel
+    pieces = p.pipe * p.chunks
+    if p.pipe == 1:
+        if p.chunks > 1:
+            raise ValueError(f"parallel.chunks={p.chunks} with parallel.pipe=1 has nothing to interleave; use 1")
+        return
+    if L % pieces:
+        fitting = [str(n) for n in range(1, L + 1) if L % (n * p.chunks) == 0]
+        remedy = f"parallel.pipe={' or '.join(fitting)}, or " if fitting else ""
+        of_chunks = f" x parallel.chunks = {p.pipe} x {p.chunks} = {pieces}" if p.chunks > 1 else f"={p.pipe}"
+        raise ValueError(
+            f"parallel.pipe{of_chunks} does not divide model.num_layers={L}; use {remedy}"
+            f"{' or '.join(str(n) for n in (L // pieces * pieces, L // pieces * pieces + pieces) if n)} layers"
+        )
+    try:
+        schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks)
+    except ValueError as error:
+        raise ValueError(f"parallel.schedule: {error} (parallel.microbatches, parallel.pipe)") from None

@@ -7,10 +7,12 @@ is defined; besides them only the loss does, one scalar.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import lax
@@ -19,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from nanotrain_jax import model
 from nanotrain_jax.config import Config
 from nanotrain_jax.mesh import BATCH_AXES
-from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel import pipeline, remat
+from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import all_reduce, as_varying, gpu_options, varying_axes
 from nanotrain_jax.parallel.zero import PER_LAYER, WHOLE, ZERO, Opt, Wire, Zero, shard_dims
 from nanotrain_jax.runtime import optim
@@ -46,6 +49,8 @@ class Step(NamedTuple):
     init() -> State
     train(State, batch) -> State, metrics; consumes (donates) its State
     evaluate(params, batch) -> sum of losses in nats, number of targets
+    in_layer_order(State) -> State, its stacked layers in the order of the model, as checkpoints have them
+    in_stage_order(State) -> State, as the others take it: other than that only with several chunks on a stage
 
     batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0.
     metrics: float32 scalars loss (mean over the batch, in nats per token), grad_norm (before clipping) and lr, and the
@@ -57,6 +62,19 @@ class Step(NamedTuple):
     evaluate: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
     state: State
     batch: Tree
+    in_layer_order: Callable[[State], State]
+    in_stage_order: Callable[[State], State]
+
+
+class Stages(NamedTuple):
+    """The decoder as `pipeline.run` takes it; ends and inputs are what is differentiated."""
+
+    first: Callable[..., jax.Array]
+    layer: Callable[..., jax.Array]
+    last: Callable[..., tuple[jax.Array, jax.Array]]  # sum of losses, number of targets
+    ends: Tree
+    layers: Tree
+    inputs: Callable[[Tree], Tree]
 
 
 def accumulate(
@@ -97,6 +115,9 @@ def build(config: Config, mesh: Mesh) -> Step:
     wire = Wire(jnp.dtype(config.precision.grad_reduce), config.parallel.bucket_mb * 2**20)
     pieces = config.parallel.microbatches
     B, T = config.data.batch_size, config.data.seq_len
+    sequences = B // (mesh.shape["replica"] * mesh.shape["data"] * pieces)  # of a microbatch, on a device
+    pipe, C = mesh.shape["pipe"], config.parallel.chunks
+    loss_axes = ("pipe", *BATCH_AXES) if pipe > 1 else BATCH_AXES
 
     attention = model.attention_kernel(config.model, dtype, mesh.devices.flat[0])
     model_config = config.model.model_copy(update={"attention": attention})
@@ -110,12 +131,13 @@ def build(config: Config, mesh: Mesh) -> Step:
     optimizer = optim.build(config.optimizer, model.is_decayed)
 
     devices = mesh.shape["data"] if config.parallel.zero else 1
-    weight_specs = specs(model.rules(model_config, tensor_split), shapes, mesh)
+    order = np.arange(config.model.num_layers).reshape(C, pipe, -1).swapaxes(0, 1).ravel()  # of the layers in storage
+    weight_specs = specs(model.rules(model_config, tensor_split, "pipe" if pipe > 1 else None), shapes, mesh)
     dims = shard_dims(shapes, devices, config.parallel.persist_below, specs=weight_specs)
     layer_dims = jax.tree.map(lambda d: d if d == WHOLE else d - 1, dims["layers"])  # without the leading L
 
     def init() -> State:
-        master = model.init(model_config, config.train.seed, tensor_split)
+        master = model.init(model_config, config.train.seed, tensor_split, order if C > 1 else None)
         params = jax.tree.map(lambda p: p.astype(dtype), master)
         opt = Opt(None if dtype == jnp.float32 else master, optimizer.init(master))
         scale = optim.loss_scale(config.precision)
@@ -134,16 +156,49 @@ def build(config: Config, mesh: Mesh) -> Step:
         params, sums = as_varying(params, BATCH_AXES), sums or {"ends": None, "layers": None}
         weights = zero.gather(params["ends"], inputs["ends"], sums["ends"], dims["ends"], wire)
         ends = nnx.merge(graphs.ends, weights)
-
-        def layer(x_BTD: jax.Array, layer: tuple[Tree, Tree, Tree]) -> jax.Array:
-            return nnx.merge(graphs.layer, zero.gather(*layer, layer_dims, wire))(x_BTD, len(batch["inputs"]))
-
         layers = params["layers"], inputs["layers"], sums["layers"]
         x_BTD = ends.embed(batch["inputs"])
         x_BTD = remat.scan(
-            layer, x_BTD, layers, config.memory.remat, config.parallel.zero == 3, config.parallel.prefetch
+            partial(layer, zero),
+            x_BTD,
+            layers,
+            config.memory.remat,
+            config.parallel.zero == 3,
+            config.parallel.prefetch,
         )
         return ends.loss(x_BTD, batch["targets"])
+
+    def layer(zero: Zero, x_BTD: jax.Array, layer: tuple[Tree, Tree, Tree]) -> jax.Array:
+        return nnx.merge(graphs.layer, zero.gather(*layer, layer_dims, wire))(x_BTD, sequences)
+
+    def staged(params: Tree) -> Stages:
+        """The decoder, cut for the pipeline. Each end takes its own share of the parameters of both."""
+        params = as_varying(params, (*BATCH_AXES, "pipe"))
+        run, size = remat.unit(partial(layer, zero), config.memory.remat, config.parallel.zero == 3)
+
+        def ends(inputs: Tree, used: Callable[[Tree], Tree]) -> nnx.Module:
+            stored, inputs, ends_dims = map(used, (params["ends"], inputs, dims["ends"]))
+            return nnx.merge(graphs.ends, params["ends"] | zero.gather(stored, inputs, None, ends_dims, wire))
+
+        return Stages(
+            first=lambda inputs, batch: ends(inputs, model.used_by_embed).embed(batch["inputs"]),
+            layer=lambda weights, inputs, x_BTD: run(x_BTD, (weights, inputs, None)),
+            last=lambda inputs, x_BTD, batch: ends(inputs, model.used_by_loss).loss(x_BTD, batch["targets"]),
+            ends=zero.inputs(params["ends"], dims["ends"]),
+            layers=remat.stacked(params["layers"], size),
+            inputs=lambda weights: zero.inputs(weights, dims["layers"] if size else layer_dims),
+        )
+
+    def run_stages(params: Tree, microbatches: Tree, factor: jax.Array) -> tuple[jax.Array, Tree]:
+        """-> (loss, gradients in float32) of all microbatches, times factor: what `accumulate` gives, by a schedule."""
+        s, table = staged(params), schedules.make(config.parallel.schedule, pipe, pieces, C)
+        last = lambda inputs, x_BTD, batch: s.last(inputs, x_BTD, batch)[0] * factor
+        mean_loss, (of_ends, of_layers) = pipeline.run(
+            table, s.first, s.layer, last, s.ends, s.layers, microbatches, s.inputs, idle=config.parallel.idle
+        )
+        like = zero.inputs(params["layers"], dims["layers"])
+        of_layers = jax.tree.map(lambda g, w: g.reshape(w.shape), of_layers, like)  # blocks of layers become layers
+        return mean_loss, {"ends": of_ends, "layers": of_layers}
 
     def train(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         factor = state.scale.value if state.scale else 1.0
@@ -155,7 +210,10 @@ def build(config: Config, mesh: Mesh) -> Step:
             return accumulate(objective, zero.inputs(params, dims), microbatches)
 
         microbatches = split(batch, pieces)
-        if last is None:
+        if pipe > 1:
+            mean_loss, grads = run_stages(params, microbatches, factor / (B * T))
+            grads = zero.reduce(grads, state.params, dims, wire)
+        elif last is None:
             mean_loss, grads = run(zero, params, microbatches)
             grads = zero.reduce(grads, state.params, dims, wire)
         else:  # the backward of the last microbatch also sends what the others left on this device
@@ -165,7 +223,7 @@ def build(config: Config, mesh: Mesh) -> Step:
                 weights = after(sums, params)  # not both at a time
             final_loss, grads = run(last, weights, jax.tree.map(lambda x: x[-1:], microbatches), sums)
             mean_loss, grads = mean_loss + final_loss, last.reduce(grads, state.params, dims, wire)
-        mean_loss = all_reduce(mean_loss, BATCH_AXES)
+        mean_loss = all_reduce(mean_loss, loss_axes)
         if state.scale:
             mean_loss, grads = jax.tree.map(lambda x: x / factor, (mean_loss, grads))
         params, opt, norm, finite = zero.update(
@@ -185,10 +243,30 @@ def build(config: Config, mesh: Mesh) -> Step:
         return State(state.step + 1, skipped, params, opt, scale), metrics
 
     def evaluate(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-        params = local(params)
-        inputs = zero.inputs(params, dims)
-        sums = lax.map(lambda microbatch: loss(zero, params, inputs, microbatch), split(batch, pieces))
-        return all_reduce(jax.tree.map(lambda x: x.sum(0), sums), BATCH_AXES)
+        params, microbatches = local(params), split(batch, pieces)
+        if pipe > 1:
+            s, table = staged(params), schedules.forward_only(pipe, pieces, C)
+            sums = pipeline.evaluate(
+                table,
+                lambda batch: s.first(s.ends, batch),
+                lambda weights, x_BTD: s.layer(weights, s.inputs(weights), x_BTD),
+                lambda x_BTD, batch: s.last(s.ends, x_BTD, batch),
+                s.layers,
+                microbatches,
+            )
+        else:
+            inputs = zero.inputs(params, dims)
+            sums = lax.map(lambda microbatch: loss(zero, params, inputs, microbatch), microbatches)
+            sums = jax.tree.map(lambda x: x.sum(0), sums)
+        return all_reduce(sums, loss_axes)
+
+    def in_order(rows: np.ndarray) -> Callable[[State], State]:
+        """State with its stacked layers in another order; as it is, where the order is the same."""
+        if C == 1:
+            return lambda state: state
+        move = lambda path, x: x[rows] if any(getattr(key, "key", "") == "layers" for key in path) else x
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+        return jax.jit(lambda state: jax.tree_util.tree_map_with_path(move, state), out_shardings=shardings)
 
     state = jax.eval_shape(init)
     params_specs, shard_specs = zero.storage(weight_specs, dims)
@@ -222,4 +300,6 @@ def build(config: Config, mesh: Mesh) -> Step:
         evaluate=jax.jit(on_mesh(evaluate, (params_specs, batch_specs), REPLICATED)),
         state=state,
         batch=batch,
+        in_layer_order=in_order(np.argsort(order)),
+        in_stage_order=in_order(order),
     )

@@ -11,8 +11,8 @@ runs its column of the table (`schedule.py`). In a tick, with x[B T D] what goes
 
 Moved over pipe: two x per tick and device, of which a schedule uses M C each way; nothing inside a branch.
 
-Autodiff through such a loop would keep every microbatch. Here each layer is run by `jax.vjp` and what its pullback holds
-is kept: the layer's own rematerialisation decides (`pullback.py`). There are as many slots as the schedule has
+Autodiff through such a loop would keep every microbatch. Here each layer is run by `jax.vjp` and what its pullback
+holds is kept: the layer's own rematerialisation decides (`pullback.py`). There are as many slots as the schedule has
 microbatches in flight, and gradients are added in place, so memory does not grow with the number of microbatches.
 
 idle="skip": a stage without work in a tick takes the other branch of a conditional. All devices of a stage take the
@@ -76,12 +76,12 @@ def run(
     layer(weights, inputs, x) -> x          one layer; gradients are with respect to its inputs
     last(ends, x, microbatch) -> loss       after the last layer; a scalar
 
-    layers[chunks * layers of a chunk, ...]: the weights that rest on this stage, one chunk after the other. inputs makes
-    of the weights of a layer what is differentiated: they themselves, unless told otherwise.
+    layers[chunks * layers of a chunk, ...]: the weights that rest on this stage, one chunk after the other. inputs
+    makes of the weights of a layer what is differentiated: they themselves, unless told otherwise.
 
     Loss and gradients of ends are not summed over pipe: only the last stage has the former, the first and the last the
-    latter. Gradients with respect to what is invarying over another axis are summed over it by JAX, at each use: cast it
-    with `as_varying` before, and sum once. Raises ValueError if the chunks do not divide the layers of a stage.
+    latter. Gradients with respect to what is invarying over another axis are summed over it by JAX, at each use: cast
+    it with `as_varying` before, and sum once. Raises ValueError if the chunks do not divide the layers of a stage.
     """
     C, M = schedule.chunks, schedule.microbatches
     count, has_late = jax.tree.leaves(layers)[0].shape[0], schedule.weight.shape[-1] > 0
@@ -91,10 +91,7 @@ def run(
     ends, layers = as_varying((ends, layers), (axis,))
     stage, last_stage = position(axis), lax.axis_size(axis) - 1
 
-    def column(table: Any) -> jax.Array:
-        """This stage's column of a table."""
-        return _get(jnp.swapaxes(jnp.asarray(table), 0, 1), stage)
-
+    column = lambda table: _column(table, stage)
     plan = buffers(schedule)
     slots = {name: column(buffer.slot) for name, buffer in plan.items()}
     ticks = Tick(*map(column, (schedule.forward, schedule.backward, schedule.weight, *arrivals(schedule))))
@@ -121,7 +118,7 @@ def run(
         return jax.tree.map(lambda x: _get(x, unit % M), microbatches)
 
     zeroth = jnp.zeros((), jnp.int32)
-    x_like, alike = _type_of_x(first, layer, ends, weights_of(zeroth), microbatch_of(zeroth), axis)
+    x_like, alike = _type_of_x(first, layer, (ends, microbatch_of(zeroth)), weights_of(zeroth), axis)
     typed_layer = lambda weights, inputs, x: alike(layer(weights, inputs, x))
     back = pullback(typed_layer, *weights_of(zeroth), x_like)
     long = back.late_keeps if has_late else []  # which of what a layer keeps waits for W, and which only for B
@@ -239,15 +236,66 @@ def run(
     return loss, (of_ends, of_layers)
 
 
+def evaluate(
+    schedule: Schedule,
+    first: Callable[[Tree], jax.Array],
+    layer: Callable[[Tree, jax.Array], jax.Array],
+    last: Callable[[jax.Array, Tree], Tree],
+    layers: Tree,
+    microbatches: Tree,
+    axis: str = "pipe",
+    idle: str = "skip",
+) -> Tree:
+    """-> last(x, microbatch), a tree of scalars, summed over microbatches; only the last stage has it.
+
+    first(microbatch) -> x, layer(weights, x) -> x. schedule: `forward_only`. Moves x once per tick and device.
+    """
+    C, M = schedule.chunks, schedule.microbatches
+    layers = as_varying(layers, (axis,))
+    n = jax.tree.leaves(layers)[0].shape[0] // C
+    stage, last_stage, plan = position(axis), lax.axis_size(axis) - 1, buffers(schedule)["inputs"]
+    slots, now, comes = (_column(table, stage) for table in (plan.slot, schedule.forward, arrivals(schedule)[0]))
+    microbatch_of = lambda unit: jax.tree.map(lambda x: _get(x, unit % M), microbatches)
+    weights_of = lambda unit, i: jax.tree.map(lambda w: _get(w, jnp.maximum(unit, 0) // M * n + i), layers)
+    zeroth = jnp.zeros((), jnp.int32)
+    x_like, alike = _type_of_x(first, layer, (microbatch_of(zeroth),), (weights_of(zeroth, zeroth),), axis)
+
+    def tick(rest: tuple, now: tuple) -> tuple[tuple, None]:
+        (x, inputs, sums), (unit, comes) = rest, now
+        inputs = _put(inputs, _get(slots, comes), x)
+
+        def work(x: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
+            begin = lambda x: alike(first(microbatch_of(unit)))
+            x = lax.cond((stage == 0) & (unit < M), begin, lambda x: x, x)
+            x, _ = lax.scan(lambda x, i: (alike(layer(weights_of(unit, i), x)), None), x, jnp.arange(n))
+            end = lambda sums: jax.tree.map(jnp.add, sums, last(x, microbatch_of(unit)))
+            return x, lax.cond((stage == last_stage) & (unit >= (C - 1) * M), end, lambda sums: sums, sums)
+
+        x, sums = lax.cond(unit >= 0, work, lambda *same: same, _get(inputs, _get(slots, unit)), sums)
+        return (shift(x, axis, 1, ring=C > 1), inputs, sums), None
+
+    sums = jax.eval_shape(lambda x: last(x, microbatch_of(zeroth)), x_like)
+    rest = _zeros(x_like, axis), _zeros(x_like, axis, plan.count + 1), jax.tree.map(lambda s: _zeros(s, axis), sums)
+    return lax.scan(tick, rest, (now, comes))[0][2]
+
+
 def _type_of_x(
-    first: Callable, layer: Callable, ends: Tree, weights: tuple[Tree, Tree], microbatch: Tree, axis: str
+    first: Callable, layer: Callable, begin: tuple, weights: tuple, axis: str
 ) -> tuple[jax.ShapeDtypeStruct, Callable[[jax.Array], jax.Array]]:
     """-> what goes from layer to layer, and the function that casts to its type: varying over all that any x is."""
-    x, axes = jax.eval_shape(first, ends, microbatch), frozenset()
-    while axes != (axes := varying_axes(x) | {axis}):
-        alike = lambda x, axes=axes: as_varying(x, sorted(axes))
-        x = jax.eval_shape(lambda weights, x: alike(layer(*weights, alike(x))), weights, x)
-    return x, alike
+
+    def through(x: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, Callable]:
+        axes = sorted(varying_axes(x) | {axis})
+        alike = lambda x: as_varying(x, axes)
+        return jax.eval_shape(lambda x: alike(layer(*weights, alike(x))), x), alike
+
+    once, _ = through(jax.eval_shape(first, *begin))
+    return through(once)
+
+
+def _column(table: Any, stage: jax.Array) -> jax.Array:
+    """table[ticks P ...] -> that of this stage [ticks ...]"""
+    return _get(jnp.swapaxes(jnp.asarray(table), 0, 1), stage)
 
 
 def _get(x: jax.Array, i: jax.Array) -> jax.Array:

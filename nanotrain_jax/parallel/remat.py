@@ -38,39 +38,44 @@ def _expensive(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name in EXPENSIVE
 
 
+def unit(
+    body: Callable[[Tree, Tree], Tree], policy: str, regather: bool, prefetch: bool = False
+) -> tuple[Callable[[Tree, Tree], Tree], int | None]:
+    """-> (body(x, layer) -> x, such that its backward keeps what policy says; how many layers, stacked, it takes).
+
+    None: one layer, not stacked. regather: the body gathers its weights, which are not to be kept. prefetch: leave the
+    compiler free to gather a layer's weights before the layer's turn in the backward.
+    """
+    checkpoint = partial(jax.checkpoint, prevent_cse=not prefetch)
+    if policy == "full":
+        return checkpoint(body, policy=jax.checkpoint_policies.nothing_saveable), None
+    if policy == "selective":
+        return checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*SAVED)), None
+    if regather:
+        body = checkpoint(body, policy=_expensive)
+    if not policy.startswith("block:"):
+        return body, None
+    block = checkpoint(lambda x, layers: lax.scan(lambda x, layer: (body(x, layer), None), x, layers)[0])
+    return block, int(policy.removeprefix("block:"))
+
+
+def stacked(layers: Tree, size: int | None) -> Tree:
+    """Layers stacked along a leading dim -> the same in stacks of size (None: as they are).
+
+    Raises ValueError if size does not divide their number.
+    """
+    count = jax.tree.leaves(layers)[0].shape[0]
+    if size and count % size:
+        raise ValueError(f"memory.remat='block:{size}': {count} layers are not a multiple of {size}; use a divisor")
+    return jax.tree.map(lambda w: w.reshape(count // size, size, *w.shape[1:]), layers) if size else layers
+
+
 def scan(
     body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree, policy: str, regather: bool, prefetch: bool = False
 ) -> Tree:
-    """x after body(x, layer) for each layer in turn, keeping what policy says. Moves nothing by itself.
+    """x after body(x, layer) for each layer in turn, keeping what policy says (see `unit`). Moves nothing by itself.
 
-    layers: arrays stacked along a leading dim. regather: the body gathers its weights, which are not to be kept.
-    prefetch: leave the compiler free to gather a layer's weights before the layer's turn in the backward.
-    Raises ValueError if block:N does not divide the number of layers.
+    layers: arrays stacked along a leading dim. Raises ValueError if block:N does not divide their number.
     """
-
-    checkpoint = partial(jax.checkpoint, prevent_cse=not prefetch)
-
-    def step(x: Tree, layer: Tree) -> tuple[Tree, None]:
-        return body(x, layer), None
-
-    if policy == "full":
-        step = checkpoint(step, policy=jax.checkpoint_policies.nothing_saveable)
-    elif policy == "selective":
-        step = checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(*SAVED))
-    elif regather:
-        step = checkpoint(step, policy=_expensive)
-    if not policy.startswith("block:"):
-        return lax.scan(step, x, layers)[0]
-
-    size, count = int(policy.removeprefix("block:")), jax.tree.leaves(layers)[0].shape[0]
-    if count % size:
-        raise ValueError(
-            f"memory.remat={policy!r}: {count} layers are not a multiple of {size}; use a divisor of {count}"
-        )
-    blocks = jax.tree.map(lambda w: w.reshape(count // size, size, *w.shape[1:]), layers)
-
-    @checkpoint
-    def block(x: Tree, layers: Tree) -> tuple[Tree, None]:
-        return lax.scan(step, x, layers)[0], None
-
-    return lax.scan(block, x, blocks)[0]
+    run, size = unit(body, policy, regather, prefetch)
+    return lax.scan(lambda x, layer: (run(x, layer), None), x, stacked(layers, size))[0]
