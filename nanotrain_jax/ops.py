@@ -62,6 +62,7 @@ def _project_backward(saved: tuple[jax.Array, jax.Array], g_BTV: jax.Array) -> t
 project.defvjp(lambda x_BTD, head_VD: (project(x_BTD, head_VD), (x_BTD, head_VD)), _project_backward)
 
 
+@partial(_keeps_inputs, static_argnums=1)
 def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
     """x[B T N H] -> x[B T N H]: rotary positions (arXiv 2104.09864) in float32; dims h and h + H/2 form a pair."""
     T, H = x_BTNH.shape[1], x_BTNH.shape[3]

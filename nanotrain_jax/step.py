@@ -277,7 +277,7 @@ def build(config: Config, mesh: Mesh) -> Step:
     scale_specs = jax.tree.map(lambda _: REPLICATED, state.scale)
     state_specs = State(REPLICATED, REPLICATED, params_specs, opt_specs, scale_specs)
     prefetch, on_gpu = config.parallel.prefetch, mesh.devices.flat[0].platform == "gpu"
-    options = gpu_options(config.parallel.bucket_mb, prefetch) if on_gpu else None
+    options = gpu_options(config.parallel.bucket_mb, prefetch, pipe > 1) if on_gpu else None
     batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in ("inputs", "targets")}
     batch_specs = {name: BATCH for name in batch}
 

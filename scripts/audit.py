@@ -31,10 +31,11 @@ TAKEN = 0.75  # the share of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_ME
 
 def spread(config: configs.Config, gpus: int) -> configs.Config:
     """The config on another number of GPUs: parallel.data changes, a device's share of the batch does not."""
-    replica, data, tensor = config.parallel.replica, config.parallel.data, config.parallel.tensor
+    replica, data = config.parallel.replica, config.parallel.data
     if data == -1:
         return config
-    share, data = config.data.batch_size / (replica * data), max(gpus // (replica * tensor), 1)
+    others = config.parallel.pipe * replica * config.parallel.tensor
+    share, data = config.data.batch_size / (replica * data), max(gpus // others, 1)
     return config.replace("parallel", data=data).replace("data", batch_size=int(share * replica * data))
 
 
@@ -51,7 +52,8 @@ def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     text = compiled.as_text()
 
-    moves, memory = hlo.summary(hlo.collectives(text, mesh.shape)), cost.memory(config)
+    turns = cost.turns(config)
+    moves, memory = hlo.summary(hlo.collectives(text, mesh.shape, turns)), cost.memory(config)
     theory = {
         "collectives": cost.communication(config),
         "flops": cost.step_flops(config),
@@ -59,7 +61,12 @@ def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
         "argument_bytes": memory["params"] + memory["optimizer"],
         "peak_bytes": sum(memory.values()),
     }
-    found = {"collectives": moves, "flops": hlo.matmul_flops(text), "compile_seconds": seconds, **hlo.memory(compiled)}
+    found = {
+        "collectives": moves,
+        "flops": hlo.matmul_flops(text, turns),
+        "compile_seconds": seconds,
+        **hlo.memory(compiled),
+    }
     for side in theory, found:
         side["wire_bytes"] = sum(row["bytes_per_device"] for row in side["collectives"])
     ratios = {

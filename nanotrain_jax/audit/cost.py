@@ -1,16 +1,19 @@
 """Closed forms: what a run must compute, move and store, with sources. Takes resolved configs.
 
-Psi is the number of parameters that a device holds when ZeRO shards nothing (with t tensor-parallel devices: 1/t of
-those that are split), N the devices along `data`, R those along `replica`, M the microbatches. Vectors that ZeRO leaves
+Psi is the number of parameters that a device holds when ZeRO shards nothing (with t tensor-parallel devices 1/t of
+those that are split; with P pipeline stages 1/P of the layers, and both ends), N the devices along `data`, R those along
+`replica`, M the microbatches. Where stages differ, a stage that had both ends is meant: none does more. Vectors that ZeRO leaves
 whole (norm gains and biases under parallel.persist_below) count as that: stored by all, all-reduced.
 """
 
 from __future__ import annotations
 
+from fractions import Fraction
 from math import prod
 from typing import Any, NamedTuple
 
 from nanotrain_jax.config import Config, Model, padded_vocab
+from nanotrain_jax.parallel import schedule
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -56,7 +59,10 @@ def _times(array: Array, model: Model) -> int:
 
 def _local(array: Array, config: Config) -> float:
     """Elements on a device of all arrays of this kind, where ZeRO shards nothing."""
-    return array.size * _times(array, config.model) / (config.parallel.tensor if array.tensor == "split" else 1)
+    stages = config.parallel.pipe if array.where == "layers" else 1
+    return (
+        array.size * _times(array, config.model) / (config.parallel.tensor if array.tensor == "split" else 1) / stages
+    )
 
 
 def _sharded(array: Array, config: Config) -> bool:
@@ -91,13 +97,16 @@ def step_flops(config: Config) -> float:
         selective   4 L d T                          attention's forward again
         full        2 N_layers + 4 L d T - 2 L d F   the forward again, but for the last matmul
         block:n     2 N_layers + 4 L d T             the whole forward again
-    all over the tensor axis; of keys and values each device computes at least one head.
+    all over the tensor axis; of keys and values each device computes at least one head. With pipeline stages: of the
+    stage with the head; microbatches that idle stages compute to throw away (parallel.idle=mask) are not counted.
     """
     m, T, remat, t = config.model, config.data.seq_len, config.memory.remat, config.parallel.tensor
+    L = m.num_layers / config.parallel.pipe  # on a device
     used = {"whole": 1.0, "split": 1 / t, "heads": 1 / m.num_kv_heads}  # share that a device multiplies by
-    matmuls = [(a.where, 2 * a.size * _times(a, m) * used[a.tensor]) for a in arrays(m, t) if a.matmul]
+    times = {"layers": L, "ends": 1}
+    matmuls = [(a.where, 2 * a.size * times[a.where] * used[a.tensor]) for a in arrays(m, t) if a.matmul]
     layers, ends = (sum(flops for where, flops in matmuls if where == part) for part in ("layers", "ends"))
-    attention, last = 4.0 * m.num_layers * m.d_model * T / t, 2.0 * m.num_layers * m.d_model * m.d_ff / t
+    attention, last = 4.0 * L * m.d_model * T / t, 2.0 * L * m.d_model * m.d_ff / t
     again = {"none": 0.0, "selective": attention, "full": layers + attention - last}.get(remat, layers + attention)
     return (3 * (layers + ends + attention) + again) * _tokens_per_device(config)
 
@@ -123,9 +132,12 @@ def communication(config: Config) -> list[dict[str, Any]]:
     besides what is computed again: `full` one all-reduce per layer (a reduce-scatter), block:n two (two pairs). The
     loss: 3 scalars per token, all-reduced. Gradients of what all devices of the axis store are summed over it where
     they are partial: all of them under sequence parallelism, else those of keys and values with fewer heads than t.
+
+    Pipeline (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence parallelism), where
+    a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
     """
     p, m, remat = config.parallel, config.model, config.memory.remat
-    g, w, L = BYTES[config.precision.grad_reduce], BYTES[config.precision.compute], m.num_layers
+    g, w, L = BYTES[config.precision.grad_reduce], BYTES[config.precision.compute], m.num_layers // p.pipe
     rows: dict[tuple, float] = {}
 
     def add(axes: tuple[str, ...], op: str, size: float, why: str) -> None:
@@ -139,16 +151,17 @@ def communication(config: Config) -> list[dict[str, Any]]:
     for a in arrays(m, p.tensor):
         psi = _local(a, config)
         partial = a.tensor == "heads" or (a.tensor == "whole" and p.sequence_parallel)
+        stages = ("pipe",) if a.where == "ends" else ()
         over = ("tensor",) if partial else ()
         if p.zero == 0 and p.grad_reduce == "per_layer":  # in the backward; over tensor once, after it
             add(("replica", "data"), "all_reduce", g * psi, "gradients")
             add(over, "all_reduce", g * psi, "gradients")
             continue
         if p.zero == 0 or not _sharded(a, config):
-            add(("replica", "data", *over), "all_reduce", g * psi, "gradients")
+            add((*stages, "replica", "data", *over), "all_reduce", g * psi, "gradients")
             continue
         add(("data",), "reduce_scatter", (p.microbatches if p.zero > 1 else 1) * g * psi, "gradients")
-        add(("replica", *over), "all_reduce", g * psi / p.data, "gradients between groups")
+        add((*stages, "replica", *over), "all_reduce", g * psi / p.data, "gradients between groups")
         if p.zero == 3:
             passes = 1 if a.where == "ends" else 3 if remat.startswith("block:") else 2
             add(("data",), "all_gather", p.microbatches * passes * w * psi, "weights, forward and backward")
@@ -165,6 +178,10 @@ def communication(config: Config) -> list[dict[str, Any]]:
     else:
         add(tensor, "all_reduce", ((4 + again) * L + 2) * activations, "activations")
     add(tensor, "all_reduce", 3 * 4 * tokens, "loss")
+    if p.pipe > 1:
+        ticks = _schedule(config).ticks
+        x = activations / p.microbatches / (p.tensor if p.sequence_parallel else 1)
+        rows["pipe", "permute", "activations and their gradients"] = 2 * ticks * x
     return [
         {"axis": axis, "op": op, "bytes_per_device": size, "why": why} for (axis, op, why), size in rows.items() if size
     ]
@@ -176,7 +193,8 @@ def memory(config: Config) -> dict[str, float]:
     params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32 (ZeRO paper, section 3.1), over N
                         where the stage shards them
     gradients           the paper's 2 per parameter with one microbatch, else 4 (float32 sums); over N from stage 2: 4
-    activations         of one microbatch, see layer_activations; block:n keeps the input of each block and one block
+    activations         of one microbatch, see layer_activations; block:n keeps the input of each block and one block;
+                        with pipeline stages of a chunk's layers in each slot (parallel/schedule.py, `buffers`)
     logits              float32 logits and their 16-bit gradient, of all tokens or of model.loss_chunk, over t; where
                         the loss makes its gradients in the forward (chunks, tensor), the head's in float32
     Left out: the working set of the layer at hand, weights gathered at stage 3, kernels' workspaces.
@@ -186,11 +204,16 @@ def memory(config: Config) -> dict[str, float]:
     psi = sum(_local(a, config) for a in table)
     shard = sum(_local(a, config) / (p.data if _sharded(a, config) else 1) for a in table)
     tokens, remat = _tokens_per_device(config) / p.microbatches, config.memory.remat
+    kept, working = layer_activations(config, remat), 0.0
     if remat.startswith("block:"):
         size = int(remat.removeprefix("block:"))
-        kept = m.num_layers // size * layer_activations(config, "full") + size * layer_activations(config, "none")
+        kept, working = layer_activations(config, "full") / size, size * layer_activations(config, "none")
+    if p.pipe == 1:
+        kept = m.num_layers * kept + working
     else:
-        kept = m.num_layers * layer_activations(config, remat)
+        slots, (late, handed) = _slots(config), layer_split(config, remat)
+        one = slots["backward"] * (kept - late) + slots["late"] * late + slots["handed"] * handed
+        kept = m.num_layers / (p.pipe * p.chunks) * one + working
     V = padded_vocab(m.vocab_size, p.tensor) / p.tensor
     logits = (4 + b) * (m.loss_chunk or tokens) * V
     return {
@@ -231,6 +254,49 @@ def layer_activations(config: Config, remat: str) -> float:
     else:
         whole, inside = 4, matmuls + attention + m.d_ff
     return whole * m.d_model / (t if sequence_parallel else 1) + inside / t
+
+
+def layer_split(config: Config, remat: str) -> tuple[float, float]:
+    """Elements per token that a layer keeps until W, where a schedule has it: from its forward, and from B.
+
+    Of each matmul its input and the gradient of its output (arXiv 2401.10241, section 2.1); the former from the forward
+    where the policy keeps it. Without W: 0, 0.
+    """
+    m, p = config.model, config.parallel
+    if not _schedule(config).weight.size:
+        return 0.0, 0.0
+    t, D, K = p.tensor, m.d_model, _kv_width(m) * max(1, p.tensor / m.num_kv_heads)
+    entered = 2 * D / (t if p.sequence_parallel and remat != "full" else 1)
+    x = {"x": entered + m.d_ff / t, "y": D / t}  # of attention's and the MLP's first matmuls and down; of out
+    grads = 2 * D + (D + 2 * K + (2 if m.family == "llama" else 1) * m.d_ff) / t
+    late = 0.0
+    if remat == "none":
+        late = x["y"] if p.zero == 3 else x["x"] + x["y"]
+    return late, x["x"] + x["y"] - late + grads
+
+
+def turns(config: Config) -> dict[str, Fraction]:
+    """How often, on average, the pipeline's loops of one turn or none run when a stage reaches them (`hlo.walk`).
+
+    Each stage has M C units of F, B and W in all ticks. "first" and "last" are of a stage that had both ends.
+    """
+    p = config.parallel
+    if p.pipe == 1:
+        return {}
+    table, units, ends = _schedule(config), p.microbatches * p.chunks, Fraction(1, p.chunks)
+    often = Fraction(units, table.ticks)
+    per_slot = often / max(1, table.weight.shape[-1])
+    return {"forward": often, "backward": often, "weight": per_slot, "first": ends, "last": ends}
+
+
+def _schedule(config: Config) -> schedule.Schedule:
+    p = config.parallel
+    return schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks)
+
+
+def _slots(config: Config) -> dict[str, int]:
+    spare = config.parallel.idle == "mask"
+    return {name: buffer.count + spare for name, buffer in schedule.buffers(_schedule(config)).items()}
 
 
 def _tokens_per_device(config: Config) -> float:

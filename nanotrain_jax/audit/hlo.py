@@ -7,6 +7,9 @@ is counted as often as the loop runs. Wire bytes are those a device sends on a r
     all_reduce                               2 (N-1)/N S
     permute                                  S
 
+A loop of one turn or none, from a `jax.named_scope("at_most_once_NAME")`, counts as one turn, or as often as
+turns[NAME] says on average.
+
 XLA:CPU sends 16-bit values as float32: audit bytes of 16-bit programs on the GPU compile (audit/topology.py).
 """
 
@@ -15,9 +18,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
+
+Number = int | Fraction
+Turns = Mapping[str, Number]
+NO_TURNS: Turns = {}
 
 
 class Collective(NamedTuple):
@@ -26,7 +34,7 @@ class Collective(NamedTuple):
     operation: str  # all_gather, all_reduce, reduce_scatter, all_to_all, permute
     axes: tuple[str, ...]  # the mesh axes it communicates over
     bytes: float  # on the wire, per device and execution
-    count: int  # executions in one run of the program
+    count: Number  # executions in one run of the program
     exposed: bool  # nothing computes between its start and its done
     flops: float  # of the matmuls that do, each execution
     source: str  # where in the traced program it comes from
@@ -60,6 +68,7 @@ COMPUTES = {"fusion", "custom-call", "dot", "convolution", "while", "conditional
 ARRAY = re.compile(r"\b(pred|bf16|f8\w+|[sufc]\d+)\[([\d,]*)\]")
 CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+AT_MOST_ONCE = re.compile(r'at_most_once_(\w+)/while"')
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -109,16 +118,16 @@ def size(kind: str) -> int:
     )
 
 
-def walk(program: Program) -> Iterator[tuple[str, int, int]]:
+def walk(program: Program, turns: Turns = NO_TURNS) -> Iterator[tuple[str, int, Number]]:
     """-> (computation, index of the instruction in it, executions) for all that the program runs.
 
     A conditional counts as if each of its branches ran: an upper bound. Raises ValueError if a loop with an unknown
     number of turns holds a collective or a matmul.
     """
-    yield from _walk(program, program.entry, 1)
+    yield from _walk(program, program.entry, 1, turns)
 
 
-def _walk(program: Program, name: str, times: int) -> Iterator[tuple[str, int, int]]:
+def _walk(program: Program, name: str, times: Number, turns: Turns = NO_TURNS) -> Iterator[tuple[str, int, Number]]:
     for index, i in enumerate(program.computations[name]):
         yield name, index, times
         called = CALLED.findall(i.attributes)
@@ -126,12 +135,15 @@ def _walk(program: Program, name: str, times: int) -> Iterator[tuple[str, int, i
             called += [n.strip().lstrip("%") for n in names.split(",") if n.strip()]
         inner = times
         if i.opcode == "while":
-            trips = TRIPS.search(i.attributes)
-            if not trips and any(map(_matters, (p for c in called for p in _everything(program, c)))):
+            trips, once = TRIPS.search(i.attributes), AT_MOST_ONCE.search(i.attributes)
+            if once and not trips:
+                inner = times * turns.get(once[1], 1)
+            elif not trips and any(map(_matters, (p for c in called for p in _everything(program, c)))):
                 raise ValueError(f"loop {i.name} runs an unknown number of times; audit a program with static loops")
-            inner = times * int(trips[1]) if trips else 0
+            else:
+                inner = times * int(trips[1]) if trips else 0
         for other in called:
-            yield from _walk(program, other, inner)
+            yield from _walk(program, other, inner, turns)
 
 
 def _everything(program: Program, name: str) -> Iterator[Instruction]:
@@ -142,13 +154,13 @@ def _matters(i: Instruction) -> bool:
     return i.opcode == "dot" or i.opcode.removesuffix("-start") in OPERATIONS
 
 
-def collectives(text: str, axes: Mapping[str, int]) -> list[Collective]:
+def collectives(text: str, axes: Mapping[str, int], turns: Turns = NO_TURNS) -> list[Collective]:
     """Every collective of a compiled program. axes: mesh axis -> size, in mesh order (`mesh.shape`).
 
     Raises ValueError if a group of devices is not that of some mesh axes.
     """
     program, found = parse(text), []
-    for name, index, times in walk(program):
+    for name, index, times in walk(program, turns):
         block = program.computations[name]
         i = block[index]
         operation = OPERATIONS.get(i.opcode.removesuffix("-start"))
@@ -218,14 +230,14 @@ def _axes(attributes: str, axes: Mapping[str, int]) -> tuple[str, ...]:
     return over
 
 
-def matmul_flops(text: str) -> float:
+def matmul_flops(text: str, turns: Turns = NO_TURNS) -> float:
     """FLOPs of all matmuls of a compiled program, per device; 2 per multiplication and addition.
 
     cuDNN attention counts as the matmuls of its definition in full, without regard to a causal mask: 2 forward, 4
     backward; that its backward computes the scores again is not counted.
     """
     program = parse(text)
-    return sum(times * _flops(program, name, index) for name, index, times in walk(program))
+    return sum(times * _flops(program, name, index) for name, index, times in walk(program, turns))
 
 
 def _flops(program: Program, name: str, index: int) -> float:
@@ -270,6 +282,8 @@ def summary(found: list[Collective]) -> list[dict[str, Any]]:
         row["exposed_bytes"] += c.count * c.bytes * c.exposed
         row["behind_matmuls_bytes"] += c.count * c.bytes * (c.flops > 0)
         row["largest_bytes"] = max(row["largest_bytes"], c.bytes)
+    for row in rows.values():
+        row["count"] = int(row["count"]) if row["count"] == int(row["count"]) else float(row["count"])
     return sorted(rows.values(), key=lambda row: -row["bytes_per_device"])
 
 

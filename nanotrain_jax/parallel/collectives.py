@@ -120,14 +120,16 @@ def own_shard(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
 
 
-def gpu_options(bucket_mb: float, prefetch: bool) -> dict[str, int | bool | str]:
+def gpu_options(bucket_mb: float, prefetch: bool, pipeline: bool = False) -> dict[str, int | bool | str]:
     """Options for XLA:GPU (`jax.jit(compiler_options=...)`) about when collectives run; what they move stays the same.
 
     bucket_mb: collectives that are ready at the same time become one, up to so many MiB. prefetch: an all-gather in a
-    loop starts one turn ahead.
+    loop starts one turn ahead. pipeline: what goes from stage to stage travels while a stage has collectives of its own.
     """
     kinds = "all_reduce", "all_gather", "reduce_scatter"
     options = {f"xla_gpu_{kind}_combine_threshold_bytes": int(bucket_mb * 2**20) for kind in kinds}
+    if pipeline:  # with one collective at a time it would wait for them
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
     if prefetch and jax.__version_info__ >= (0, 12):
         options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_ON"
     elif prefetch:

@@ -15,8 +15,9 @@ Autodiff through such a loop would keep every microbatch. Here each layer is run
 holds is kept: the layer's own rematerialisation decides (`pullback.py`). There are as many slots as the schedule has
 microbatches in flight, and gradients are added in place, so memory does not grow with the number of microbatches.
 
-idle="skip": a stage without work in a tick takes the other branch of a conditional. All devices of a stage take the
-same, so collectives over other axes may stand in a layer (on CPU no permutes). "mask": it computes, into a spare slot.
+idle="skip": a stage without work in a tick does none. All devices of a stage agree on that, so collectives over other
+axes may stand in a layer (on CPU no permutes). A GPU asks its host each time, which takes it some microseconds. "mask":
+it computes all the same, into a spare slot, and nobody is asked.
 """
 
 from __future__ import annotations
@@ -96,10 +97,10 @@ def run(
     slots = {name: column(buffer.slot) for name, buffer in plan.items()}
     ticks = Tick(*map(column, (schedule.forward, schedule.backward, schedule.weight, *arrivals(schedule))))
 
-    def when(wanted: jax.Array, work: Callable[[Tree, Tree], tuple[Tree, Tree]], values: Tree, store: Tree) -> tuple:
+    def when(wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
         """work(values, store) where wanted, else both as they are; masked work leaves the store as it is by itself."""
         if idle == "skip":
-            return lax.cond(wanted, work, lambda values, store: (values, store), values, store)
+            return _at_most_once(wanted, what, work, values, store)
         new, store = work(values, store)
         return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), new, values), store
 
@@ -139,7 +140,7 @@ def run(
     def forward(unit: jax.Array, rest: Rest) -> Rest:
         def work(x: jax.Array, rings: tuple) -> tuple[jax.Array, tuple]:
             begin = lambda x, _: (alike(first(ends, microbatch_of(unit))), ())
-            x, _ = when((stage == 0) & (unit < M), begin, x, ())
+            x, _ = when((stage == 0) & (unit < M), "first", begin, x, ())
 
             def step(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
                 x, (backward, late) = carry
@@ -151,7 +152,7 @@ def run(
             return lax.scan(step, (x, rings), jnp.arange(n))[0]
 
         came = _get(rest.inputs, _get(slots["inputs"], unit))
-        x, (backward, late) = when(unit >= 0, work, came, (rest.backward, rest.late))
+        x, (backward, late) = when(unit >= 0, "forward", work, came, (rest.backward, rest.late))
         return rest._replace(x=x, backward=backward, late=late)
 
     def backward(unit: jax.Array, rest: Rest) -> Rest:
@@ -180,13 +181,13 @@ def run(
 
             is_last = (stage == last_stage) & (unit >= (C - 1) * M)
             is_first = (stage == 0) & (unit >= 0) & (unit < M)
-            g, of_ends = when(is_last, begin, g, of_ends)
+            g, of_ends = when(is_last, "last", begin, g, of_ends)
             (g, of_layers, handed), _ = lax.scan(step, (g, of_layers, handed), jnp.arange(n), reverse=True)
-            g, of_ends = when(is_first, end, g, of_ends)
+            g, of_ends = when(is_first, "first", end, g, of_ends)
             return g, (of_ends, of_layers, handed)
 
         came = _get(rest.gradients, _get(slots["gradients"], unit))
-        g, (of_ends, of_layers, handed) = when(unit >= 0, work, came, (*rest.sums, rest.handed))
+        g, (of_ends, of_layers, handed) = when(unit >= 0, "backward", work, came, (*rest.sums, rest.handed))
         return rest._replace(g=g, sums=(of_ends, of_layers), handed=handed)
 
     def weight(unit: jax.Array, rest: Rest) -> Rest:
@@ -198,7 +199,7 @@ def run(
 
             return (), lax.scan(step, of_layers, jnp.arange(n))[0]
 
-        _, of_layers = when(unit >= 0, work, (), rest.sums[1])
+        _, of_layers = when(unit >= 0, "weight", work, (), rest.sums[1])
         return rest._replace(sums=(rest.sums[0], of_layers))
 
     def tick(rest: Rest, now: Tick) -> tuple[Rest, None]:
@@ -213,10 +214,12 @@ def run(
         rest = backward(now.backward, rest)
         for k in range(schedule.weight.shape[-1]):
             rest = weight(now.weight[k], rest)
-        return rest, None
+        x, g = lax.optimization_barrier((rest.x, rest.g))  # or XLA lets x travel when the next tick waits for it
+        return rest._replace(x=x, g=g), None
 
     def room(name: str, arrays: list) -> list:
-        return [_zeros(a, axis, (plan[name].count + 1) * n) for a in arrays]
+        slots = plan[name].count + (idle == "mask")
+        return [_zeros(a, axis, slots * n) for a in arrays]
 
     loss = jax.eval_shape(lambda x: last(ends, x, microbatch_of(zeroth)), x_like)
     of_ends = jax.tree.map(lambda w: _zeros(w, axis, dtype=jnp.float32), ends)
@@ -244,7 +247,6 @@ def evaluate(
     layers: Tree,
     microbatches: Tree,
     axis: str = "pipe",
-    idle: str = "skip",
 ) -> Tree:
     """-> last(x, microbatch), a tree of scalars, summed over microbatches; only the last stage has it.
 
@@ -265,18 +267,28 @@ def evaluate(
         inputs = _put(inputs, _get(slots, comes), x)
 
         def work(x: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
-            begin = lambda x: alike(first(microbatch_of(unit)))
-            x = lax.cond((stage == 0) & (unit < M), begin, lambda x: x, x)
+            begin = lambda x, _: (alike(first(microbatch_of(unit))), ())
+            x, _ = _at_most_once((stage == 0) & (unit < M), "first", begin, x, ())
             x, _ = lax.scan(lambda x, i: (alike(layer(weights_of(unit, i), x)), None), x, jnp.arange(n))
-            end = lambda sums: jax.tree.map(jnp.add, sums, last(x, microbatch_of(unit)))
-            return x, lax.cond((stage == last_stage) & (unit >= (C - 1) * M), end, lambda sums: sums, sums)
+            end = lambda x, sums: (x, jax.tree.map(jnp.add, sums, last(x, microbatch_of(unit))))
+            return _at_most_once((stage == last_stage) & (unit >= (C - 1) * M), "last", end, x, sums)
 
-        x, sums = lax.cond(unit >= 0, work, lambda *same: same, _get(inputs, _get(slots, unit)), sums)
+        x, sums = _at_most_once(unit >= 0, "forward", work, _get(inputs, _get(slots, unit)), sums)
         return (shift(x, axis, 1, ring=C > 1), inputs, sums), None
 
     sums = jax.eval_shape(lambda x: last(x, microbatch_of(zeroth)), x_like)
     rest = _zeros(x_like, axis), _zeros(x_like, axis, plan.count + 1), jax.tree.map(lambda s: _zeros(s, axis), sums)
     return lax.scan(tick, rest, (now, comes))[0][2]
+
+
+def _at_most_once(wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
+    """work(values, store) where wanted, else both as they are.
+
+    A loop of one turn or none: XLA updates in place what a loop carries, but copies what a conditional returns. what:
+    a name for this work in the compiled program, by which an audit knows how often it runs.
+    """
+    with jax.named_scope(f"at_most_once_{what}"):
+        return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, both: work(*both), (values, store))
 
 
 def _type_of_x(

@@ -20,7 +20,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 Tree = Any  # a pytree of arrays
 Shapes = list[jax.ShapeDtypeStruct]
 
-INLINED = ("checkpoint", "pjit", "jit", "closed_call")  # the cut goes through them
+INLINED = ("checkpoint", "remat2", "pjit", "jit", "closed_call")  # the cut goes through them
 MATMULS = ("dot_general", "conv_general_dilated")
 
 

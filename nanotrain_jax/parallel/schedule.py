@@ -141,6 +141,9 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
     """A schedule by name. Raises ValueError if there is none for so many microbatches or chunks, and says which."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; use {', '.join(SCHEDULES)}")
+    for number, what in ((stages, "stages"), (microbatches, "microbatches"), (chunks, "chunks")):
+        if number < 1:
+            raise ValueError(f"{name}: {number} {what}; use 1 or more")
     if name == "interleaved":
         return interleaved(stages, microbatches, chunks)
     if chunks > 1:
@@ -321,10 +324,13 @@ def validate(schedule: Schedule) -> None:
     if schedule.weight.size:
         kinds["W"] = schedule.weight
     for kind, table in kinds.items():
+        if table.min() < IDLE or table.max() >= units:
+            strange = next(int(u) for u in table.flat if not IDLE <= u < units)
+            raise ValueError(f"{kind} of unit {strange}; units are 0 to {units - 1}, and {IDLE} is none")
         for s in range(P):
             work = table[:, s][table[:, s] != IDLE]
             wrong = [u for u in range(units) if (work == u).sum() != 1]
-            if wrong or len(work) != units:
+            if wrong:
                 text = f"stage {s} has {kind}{_name(schedule, wrong[0])} {(work == wrong[0]).sum()} times, not once"
                 raise ValueError(f"{text}\n{draw(schedule)}")
     when = {kind: _times(table, units) for kind, table in kinds.items()}
@@ -427,6 +433,8 @@ def parse(text: str) -> Schedule:
             work = re.findall(r"([FBW])(\d+)([a-z]?)", word)
             cells[-1].append([(kind, int(m), ord(c or "a") - ord("a")) for kind, m, c in work])
     everything = [work for row in cells for cell in row for work in cell]
+    if not everything:
+        raise ValueError("there is no work in the table; write e.g. F2B0, F1b, B3W3 or . for none")
     M, C = 1 + max(m for _, m, _ in everything), 1 + max(c for *_, c in everything)
     n = max(sum(kind == "W" for kind, *_ in cell) for row in cells for cell in row)
     tables = {kind: np.full((len(rows[0]), len(rows), max(n, 1)), IDLE) for kind in "FBW"}
