@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from nanotrain_jax.parallel.collectives import as_varying, position, shift, varying_axes
 from nanotrain_jax.parallel.pullback import pullback
@@ -130,7 +131,7 @@ def run(
         found: list = [None] * len(back.kept)
         for name, which in (("late", long), ("backward", short)):
             for k, ring in zip(which, getattr(rest, name), strict=True):
-                found[k] = _get(ring, _get(slots[name], unit) * n + i)
+                found[k] = _as_stored(_get(ring, _get(slots[name], unit) * n + i))
         return found
 
     def store(rings: list, name: str, unit: jax.Array, i: jax.Array, arrays: list) -> list:
@@ -193,7 +194,7 @@ def run(
     def weight(unit: jax.Array, rest: Rest) -> Rest:
         def work(_: tuple, of_layers: Tree) -> tuple[tuple, Tree]:
             def step(of_layers: Tree, i: jax.Array) -> tuple[Tree, None]:
-                at, handed = layer_of(unit, i), [_get(r, _get(slots["handed"], unit) * n + i) for r in rest.handed]
+                at, handed = layer_of(unit, i), [_as_stored(_get(r, _get(slots["handed"], unit) * n + i)) for r in rest.handed]
                 grads = back.late(kept_by(rest, unit, i), *weights_of(at), handed)
                 return _add_at(of_layers, at, grads, added, unit >= 0), None
 
@@ -313,6 +314,11 @@ def _column(table: Any, stage: jax.Array) -> jax.Array:
 def _get(x: jax.Array, i: jax.Array) -> jax.Array:
     """x[n ...] -> x[i]; i = -1 is the last."""
     return lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def _as_stored(x: jax.Array) -> jax.Array:
+    """x, row by row in memory as it came: else XLA may want it otherwise, and transpose the whole buffer it is from."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def _put(x: jax.Array, i: jax.Array, value: jax.Array) -> jax.Array:
