@@ -17,6 +17,7 @@ _PUBLIC = {
     "zero_specs": "parallel.zero",
     "column": "parallel.tensor",
     "row": "parallel.tensor",
+    "run_schedule": "parallel.pipeline",
     "Decoder": "model",
     "State": "step",
     "Step": "step",

@@ -67,7 +67,7 @@ class Step(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """The decoder as `pipeline.run` takes it; ends and inputs are what is differentiated."""
+    """The decoder as `pipeline.run_schedule` takes it; ends and inputs are what is differentiated."""
 
     first: Callable[..., jax.Array]
     layer: Callable[..., jax.Array]
@@ -131,7 +131,7 @@ def build(config: Config, mesh: Mesh) -> Step:
     optimizer = optim.build(config.optimizer, model.is_decayed)
 
     devices = mesh.shape["data"] if config.parallel.zero else 1
-    order = np.arange(config.model.num_layers).reshape(C, pipe, -1).swapaxes(0, 1).ravel()  # of the layers in storage
+    order = np.arange(config.model.num_layers).reshape(C, pipe, -1).swapaxes(0, 1).ravel()  # a stage's side by side
     weight_specs = specs(model.rules(model_config, tensor_split, "pipe" if pipe > 1 else None), shapes, mesh)
     dims = shard_dims(shapes, devices, config.parallel.persist_below, specs=weight_specs)
     layer_dims = jax.tree.map(lambda d: d if d == WHOLE else d - 1, dims["layers"])  # without the leading L
@@ -193,7 +193,7 @@ def build(config: Config, mesh: Mesh) -> Step:
         """-> (loss, gradients in float32) of all microbatches, times factor: what `accumulate` gives, by a schedule."""
         s, table = staged(params), schedules.make(config.parallel.schedule, pipe, pieces, C)
         last = lambda inputs, x_BTD, batch: s.last(inputs, x_BTD, batch)[0] * factor
-        mean_loss, (of_ends, of_layers) = pipeline.run(
+        mean_loss, (of_ends, of_layers) = pipeline.run_schedule(
             table, s.first, s.layer, last, s.ends, s.layers, microbatches, s.inputs, idle=config.parallel.idle
         )
         like = zero.inputs(params["layers"], dims["layers"])
@@ -246,7 +246,7 @@ def build(config: Config, mesh: Mesh) -> Step:
         params, microbatches = local(params), split(batch, pieces)
         if pipe > 1:
             s, table = staged(params), schedules.forward_only(pipe, pieces, C)
-            sums = pipeline.evaluate(
+            sums = pipeline.run_forward(
                 table,
                 lambda batch: s.first(s.ends, batch),
                 lambda weights, x_BTD: s.layer(weights, s.inputs(weights), x_BTD),
@@ -260,13 +260,18 @@ def build(config: Config, mesh: Mesh) -> Step:
             sums = jax.tree.map(lambda x: x.sum(0), sums)
         return all_reduce(sums, loss_axes)
 
-    def in_order(rows: np.ndarray) -> Callable[[State], State]:
-        """State with its stacked layers in another order; as it is, where the order is the same."""
-        if C == 1:
-            return lambda state: state
-        move = lambda path, x: x[rows] if any(getattr(key, "key", "") == "layers" for key in path) else x
-        shardings = jax.tree.map(lambda x: x.sharding, state)
-        return jax.jit(lambda state: jax.tree_util.tree_map_with_path(move, state), out_shardings=shardings)
+    def in_order(outer: int, inner: int) -> Callable[[State], State]:
+        """State with its stacked layers [outer inner ...] as [inner outer ...], which is where they lie otherwise."""
+
+        @partial(jax.jit, static_argnums=1)
+        def moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+            swapped = x.reshape(outer, inner, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+            return lax.with_sharding_constraint(swapped, sharding)
+
+        def move(path: tuple, x: jax.Array) -> jax.Array:
+            return moved(x, x.sharding) if jax.tree_util.DictKey("layers") in path else x
+
+        return (lambda state: state) if C == 1 else partial(jax.tree_util.tree_map_with_path, move)
 
     state = jax.eval_shape(init)
     params_specs, shard_specs = zero.storage(weight_specs, dims)
@@ -300,6 +305,6 @@ def build(config: Config, mesh: Mesh) -> Step:
         evaluate=jax.jit(on_mesh(evaluate, (params_specs, batch_specs), REPLICATED)),
         state=state,
         batch=batch,
-        in_layer_order=in_order(np.argsort(order)),
-        in_stage_order=in_order(order),
+        in_layer_order=in_order(pipe, C),
+        in_stage_order=in_order(C, pipe),
     )

@@ -112,7 +112,7 @@ def prepare(config: Config) -> Run:
     resumed = f"resumed from step {number} in {folder}"
     if meta["data"]["fingerprint"] != dataset.fingerprint:
         resumed += "; the training data are not those of the checkpoint: sequences may repeat"
-    return Run(config, mesh, dataset, step, state, meta["data"]["position"], resumed)
+    return Run(config, mesh, dataset, step, step.in_stage_order(state), meta["data"]["position"], resumed)
 
 
 def new_folder(key: str, path: str) -> Path:
@@ -188,11 +188,11 @@ def train(run: Run, folder: Path, stopped: Callable[[], bool]) -> None:
                     writer.start_clock()
                 if every and number % every == 0:
                     writer.settle()
-                    save(number, state, meta(number))
+                    save(number, step.in_layer_order(state), meta(number))
                     saved = number
                     writer.start_clock()
             if every and number > saved:
-                save(number, state, meta(number))
+                save(number, step.in_layer_order(state), meta(number))
         writer.finish()
         writer.say(summary(run, writer, number))
 

@@ -84,12 +84,12 @@ def on_devices(tokens, step):
 
 
 class Expected(dict):
-    """(family, kv heads, heads) -> the state at first (host arrays), and what the oracle makes of it in 3 updates."""
+    """Keys of a model -> the state at first (host arrays), and what the oracle makes of it in 3 updates."""
 
     def __missing__(self, key):
-        family, num_kv_heads, num_heads = key
-        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        config, mesh = resolved(small(family, model=heads, parallel={"data": 1}))
+        family, *numbers = key
+        model = dict(zip(("num_kv_heads", "num_heads", "num_layers", "tie_embeddings"), numbers, strict=True))
+        config, mesh = resolved(small(family, model=model, parallel={"data": 1}))
         state = jax.device_get(steps.build(config, mesh).init())
         self[key] = state, oracle.train(state.params, random_tokens(config, count=3), lr=1e-2)
         return self[key]
@@ -118,16 +118,20 @@ def equals_the_oracle(tree, expected):
     config, mesh = resolved(tree)
     step = steps.build(config, mesh)
     m = config.model
-    state, (params, m, v, log) = expected[m.family, m.num_kv_heads, m.num_heads]
+    key = m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings
+    state, (params, m, v, log) = expected[key]
     state = jax.device_put(padded(state, step.state), jax.tree.map(lambda x: x.sharding, step.state))
+    state = step.in_stage_order(state)
     for tokens, (loss, grads, norm) in zip(random_tokens(config, count=3), log, strict=True):
         first = int(state.step) == 0
         state, metrics = step.train(state, on_devices(tokens, step))
         close(metrics["loss"], loss, **LOSS)
         close(metrics["grad_norm"], norm, **GRADS)
         if first:  # the first moment is (1 - beta1) times the first gradient
-            first_moment = jax.tree.map(lambda m: m / (1 - oracle.B1), state.opt.moments[0].mu)
+            first_moment = step.in_layer_order(state).opt.moments[0].mu
+            first_moment = jax.tree.map(lambda m: m / (1 - oracle.B1), first_moment)
             chex.assert_trees_all_close(first_moment, padded(grads, first_moment), **GRADS)
+    state = step.in_layer_order(state)
     adam = state.opt.moments[0]
     found = state.params, adam.mu, adam.nu
     chex.assert_trees_all_close(found, padded((params, m, v), found), **STATE)

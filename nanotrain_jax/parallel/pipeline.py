@@ -60,36 +60,46 @@ class Rest(NamedTuple):
     sums: tuple[tuple[jax.Array, Tree], Tree]  # (loss, gradients of ends), gradients of layers
 
 
-def run(
+def run_schedule(
     schedule: Schedule,
     first: Callable[[Tree, Tree], jax.Array],
-    layer: Callable[[Tree, Tree, jax.Array], jax.Array],
+    layer: Callable[..., jax.Array],
     last: Callable[[Tree, jax.Array, Tree], jax.Array],
     ends: Tree,
     layers: Tree,
     microbatches: Tree,
-    inputs: Callable[[Tree], Tree] = lambda weights: weights,
+    inputs: Callable[[Tree], Tree] | None = None,
     axis: str = "pipe",
     idle: str = "skip",
 ) -> tuple[jax.Array, tuple[Tree, Tree]]:
-    """-> loss, (gradients of ends, of inputs of layers) in float32, summed over microbatches[M ...]; local to a device.
+    """-> loss, (gradients of ends, of layers) in float32, summed over microbatches[M ...]; local to a device.
 
     first(ends, microbatch) -> x            before the first layer
-    layer(weights, inputs, x) -> x          one layer; gradients are with respect to its inputs
+    layer(weights, x) -> x                  one layer
     last(ends, x, microbatch) -> loss       after the last layer; a scalar
 
-    layers[chunks * layers of a chunk, ...]: the weights that rest on this stage, one chunk after the other. inputs
-    makes of the weights of a layer what is differentiated: they themselves, unless told otherwise.
+    layers[chunks * layers of a chunk, ...]: the weights that rest on this stage, one chunk after the other. Where
+    something else is to be differentiated (the taps of ZeRO 2 and 3), inputs makes it of the weights of a layer, and
+    layer takes it too: layer(weights, inputs, x).
 
     Loss and gradients of ends are not summed over pipe: only the last stage has the former, the first and the last the
     latter. Gradients with respect to what is invarying over another axis are summed over it by JAX, at each use: cast
-    it with `as_varying` before, and sum once. Raises ValueError if the chunks do not divide the layers of a stage.
+    it with `as_varying` before, and sum once. Raises ValueError if schedule, axis, layers and microbatches do not fit.
     """
     C, M = schedule.chunks, schedule.microbatches
     count, has_late = jax.tree.leaves(layers)[0].shape[0], schedule.weight.shape[-1] > 0
+    found = lax.axis_size(axis), jax.tree.leaves(microbatches)[0].shape[0]
     if count % C:
         raise ValueError(f"{count} layers of a stage cannot be cut into {C} chunks; use a divisor of {count}")
+    if found != (schedule.stages, M):
+        raise ValueError(
+            f"the schedule is for {schedule.stages} stages and {M} microbatches; here are {found[0]} devices along {axis} "
+            f"and {found[1]} microbatches: make one for these"
+        )
     n = count // C  # layers of a chunk
+    if inputs is None:
+        plain, inputs = layer, lambda weights: weights
+        layer = lambda weights, inputs, x: plain(inputs, x)
     ends, layers = as_varying((ends, layers), (axis,))
     stage, last_stage = position(axis), lax.axis_size(axis) - 1
 
@@ -240,7 +250,7 @@ def run(
     return loss, (of_ends, of_layers)
 
 
-def evaluate(
+def run_forward(
     schedule: Schedule,
     first: Callable[[Tree], jax.Array],
     layer: Callable[[Tree, jax.Array], jax.Array],
