@@ -113,7 +113,8 @@ def picture(schedule: Schedule, costs: Costs, title: str, stats: Stats) -> Figur
     else:
         names = {"F": "F, forward", "B": "B, backward"}
     if C > 1:
-        names = {kind: f"{name}, chunks a to {chr(ord('a') + C - 1)}" for kind, name in names.items()}
+        letters = f"a {'and' if C == 2 else 'to'} {chr(ord('a') + C - 1)}"
+        names = {kind: f"{name}, chunks {letters}" for kind, name in names.items()}
     keys = [tuple(Patch(color=shade(kind, c, C)) for c in range(C)) for kind in names]
     figure.legend(
         [*keys, (Patch(color=WAITS),)],

@@ -1,0 +1,273 @@
+"""The executor with somebody else's layers, and the backward of a layer as plain functions."""
+
+from collections import Counter
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from nanotrain_jax import run_schedule
+from nanotrain_jax.audit import hlo
+from nanotrain_jax.parallel import schedule as schedules
+from nanotrain_jax.parallel.collectives import as_varying
+from nanotrain_jax.parallel.pipeline import run_forward
+from nanotrain_jax.parallel.pullback import pullback
+
+D, F, V, T = 8, 16, 11, 5
+NAMES = [*schedules.SCHEDULES]
+
+
+def a_model(layers, seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32)
+    ends = {"embedding": draw(V, D), "head": draw(V, D)}
+    return ends, {"up": draw(layers, D, F), "down": draw(layers, F, D), "gain": 1 + draw(layers, D)}
+
+
+def some_tokens(microbatches, rows, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).integers(V, size=(microbatches, rows, T)), jnp.int32)
+
+
+def layer(weights, x):
+    return x + (jnp.tanh(x @ weights["up"]) @ weights["down"]) * weights["gain"][None, None]
+
+
+def first(ends, tokens):
+    return ends["embedding"][tokens]
+
+
+def last(ends, x, tokens):
+    log_p = jax.nn.log_softmax(x @ ends["head"].T)
+    return -jnp.take_along_axis(log_p, tokens[..., None], -1).sum()
+
+
+def one_device(ends, layers, tokens):
+    def of_one(tokens):
+        x, _ = lax.scan(lambda x, weights: (layer(weights, x), None), first(ends, tokens), layers)
+        return last(ends, x, tokens)
+
+    return sum(of_one(microbatch) for microbatch in tokens)
+
+
+def a_mesh(pipe, data=1):
+    types = (AxisType.Auto,) * 2
+    return jax.make_mesh((pipe, data), ("pipe", "data"), axis_types=types, devices=jax.devices()[: pipe * data])
+
+
+def rows_of_stages(count, stages, chunks):
+    """Which layer each row of the stacked weights is, if a stage's lie side by side."""
+    return np.arange(count).reshape(chunks, stages, -1).swapaxes(0, 1).ravel()
+
+
+def pipelined(schedule, mesh, idle="skip", layer=layer):
+    """(ends, layers in the order of the model, tokens) -> loss, gradients of ends, of layers."""
+
+    def body(ends, layers, tokens):
+        ends, layers = as_varying((ends, layers), ("data",))
+        loss, (of_ends, of_layers) = run_schedule(schedule, first, layer, last, ends, layers, tokens, idle=idle)
+        everywhere = lambda g: lax.psum(g, ("pipe", "data"))
+        return everywhere(loss), jax.tree.map(everywhere, of_ends), jax.tree.map(lambda g: lax.psum(g, "data"), of_layers)
+
+    specs = (P(), P("pipe"), P(None, "data"))
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(P(), P(), P("pipe"))))
+
+    def in_order(ends, layers, tokens):
+        rows = rows_of_stages(len(layers["up"]), schedule.stages, schedule.chunks)
+        loss, of_ends, of_layers = run(ends, jax.tree.map(lambda w: w[rows], layers), tokens)
+        return loss, (of_ends, jax.tree.map(lambda g: g[np.argsort(rows)], of_layers))
+
+    return in_order, run
+
+
+# name, stages, microbatches, chunks, idle: each schedule at 2, 4, 8 stages, P, 2 P, 4 P microbatches and odd numbers
+RUNS = [
+    ("gpipe", 2, 2, 1, "skip"),
+    ("gpipe", 4, 8, 1, "mask"),
+    ("gpipe", 8, 3, 1, "skip"),
+    ("1f1b", 1, 3, 1, "skip"),
+    ("1f1b", 2, 5, 1, "mask"),
+    ("1f1b", 4, 3, 1, "skip"),
+    ("1f1b", 8, 32, 1, "skip"),
+    ("1f1b_lean", 2, 8, 1, "skip"),
+    ("1f1b_lean", 4, 7, 1, "mask"),
+    ("1f1b_lean", 8, 16, 1, "skip"),
+    ("interleaved", 2, 4, 4, "skip"),
+    ("interleaved", 4, 8, 2, "mask"),
+    ("interleaved", 8, 8, 1, "skip"),
+    ("interleaved", 1, 3, 2, "skip"),
+    ("zero_bubble", 2, 5, 1, "mask"),
+    ("zero_bubble", 4, 16, 1, "skip"),
+    ("zero_bubble", 8, 21, 1, "skip"),
+    ("zb_h1", 2, 2, 1, "skip"),
+    ("zb_h1", 4, 5, 1, "mask"),
+    ("zb_h1", 8, 16, 1, "skip"),
+    ("zb_h2", 2, 3, 1, "mask"),
+    ("zb_h2", 4, 9, 1, "skip"),
+    ("zb_h2", 8, 32, 1, "skip"),
+]
+
+
+@pytest.mark.parametrize("case", RUNS, ids=lambda case: "-".join(map(str, case)))
+def test_any_schedule_gives_the_loss_and_gradients_of_one_device(case):
+    name, stages, microbatches, chunks, idle = case
+    data = 2 if stages in (2, 4) else 1
+    ends, layers = a_model(8)
+    tokens = some_tokens(microbatches, 2)
+    schedule = schedules.make(name, stages, microbatches, chunks)
+    loss, grads = pipelined(schedule, a_mesh(stages, data), idle)[0](ends, layers, tokens)
+    true_loss, true_grads = jax.value_and_grad(one_device, argnums=(0, 1))(ends, layers, tokens)
+    np.testing.assert_allclose(loss, true_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), grads, true_grads)
+
+
+@pytest.mark.parametrize("idle", ["skip", "mask"])
+def test_schedules_agree_bitwise_because_all_sum_microbatches_in_order(idle):
+    ends, layers = a_model(8)
+    tokens = some_tokens(16, 2)
+    found = {}
+    for name in NAMES:
+        schedule = schedules.make(name, 4, 16, 2 if name == "interleaved" else 1)
+        found[name] = pipelined(schedule, a_mesh(4, 2), idle)[0](ends, layers, tokens)
+    for name in NAMES[1:]:
+        jax.tree.map(np.testing.assert_array_equal, found[name], found[NAMES[0]])
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(4, 6, 1), (2, 5, 2), (8, 3, 1)])
+def test_forwards_alone_give_the_loss_of_one_device(stages, microbatches, chunks):
+    ends, layers = a_model(8)
+    tokens = some_tokens(microbatches, 2)
+    schedule = schedules.forward_only(stages, microbatches, chunks)
+
+    def body(ends, layers, tokens):
+        begin, end = lambda tokens: first(ends, tokens), lambda x, tokens: (last(ends, x, tokens), tokens.size)
+        ends = as_varying(ends, ("pipe",))
+        return lax.psum(run_forward(schedule, begin, layer, end, layers, tokens), "pipe")
+
+    mesh = a_mesh(stages)
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(), P("pipe"), P()), out_specs=P()))
+    rows = rows_of_stages(8, stages, chunks)
+    loss, count = run(ends, jax.tree.map(lambda w: w[rows], layers), tokens)
+    np.testing.assert_allclose(loss, one_device(ends, layers, tokens), rtol=1e-6)
+    assert count == tokens.size
+
+
+def compiled(name, stages, microbatches, chunks=1, idle="skip", layer=layer, rows=64, layers=8):
+    schedule = schedules.make(name, stages, microbatches, chunks)
+    arguments = (*a_model(layers), some_tokens(microbatches, rows))
+    return schedule, pipelined(schedule, a_mesh(stages), idle, layer)[1].lower(*arguments).compile()
+
+
+def turns(schedule):
+    """How often the loops of one turn or none run, on average, on a stage that had both ends."""
+    often = Fraction(schedule.microbatches * schedule.chunks, schedule.ticks)
+    per_slot, ends = often / max(1, schedule.weight.shape[-1]), Fraction(1, schedule.chunks)
+    return {"forward": often, "backward": often, "weight": per_slot, "first": ends, "last": ends}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tick_has_two_permutes_and_none_stands_in_a_branch(name):
+    schedule, program = compiled(name, 4, 12, 2 if name == "interleaved" else 1, rows=2)
+    found = hlo.collectives(program.as_text(), {"pipe": 4, "data": 1}, turns(schedule))
+    permutes = [c for c in found if c.operation == "permute"]
+    assert [c.count for c in permutes] == [schedule.ticks] * 2
+    assert not any("at_most_once" in c.source for c in permutes)
+    assert sum(c.bytes * c.count for c in permutes) == 2 * schedule.ticks * (2 * T * D * 4)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpipe"])
+def test_temporary_memory_does_not_grow_with_the_number_of_microbatches(name):
+    sizes = [compiled(name, 2, M, 2 if name == "interleaved" else 1)[1].memory_analysis() for M in (8, 16, 64)]
+    temp = [size.temp_size_in_bytes for size in sizes]
+    assert max(temp) < 1.01 * min(temp)
+
+
+def test_gpipe_holds_every_microbatch():
+    temp = [compiled("gpipe", 2, M)[1].memory_analysis().temp_size_in_bytes for M in (8, 64)]
+    assert temp[1] > 6 * temp[0]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "gpipe"])
+def test_temporary_memory_falls_as_rematerialisation_gets_stronger(name):
+    some = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
+    full = jax.checkpoint(layer)
+    chunks = 2 if name == "interleaved" else 1
+    temp = [
+        compiled(name, 2, 8, chunks, layer=f)[1].memory_analysis().temp_size_in_bytes for f in (layer, some, full)
+    ]
+    assert temp[0] > 1.2 * temp[1] > 1.4 * temp[2]
+
+
+def useful_flops(layers, microbatches, rows):
+    tokens = microbatches * rows * T
+    return 3 * tokens * (layers * 2 * 2 * D * F + 2 * D * V)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zb_h1", 1)])
+def test_executed_flops_are_the_useful_ones(name, chunks):
+    """Each slot's matmuls, times how often the table takes it: forward once, backward once, no part of it twice."""
+    schedule, program = compiled(name, 4, 12, chunks)
+    found = hlo.matmul_flops(program.as_text(), turns(schedule))
+    assert found == pytest.approx(useful_flops(8 // 4, 12, 64), rel=1e-9)
+
+
+def test_masked_stages_compute_in_every_tick():
+    schedule, program = compiled("1f1b", 4, 12, idle="mask")
+    assert hlo.matmul_flops(program.as_text()) == pytest.approx(
+        useful_flops(8 // 4, 12, 64) * schedule.ticks / 12, rel=1e-9
+    )
+
+
+def test_what_does_not_fit_is_told():
+    ends, layers = a_model(6)
+    cases = [
+        (schedules.make("interleaved", 2, 4, 2), 2, 4, "cut into 2 chunks"),
+        (schedules.make("1f1b", 4, 4), 2, 4, "for 4 stages and 4 microbatches; here are 2 devices along pipe and 4"),
+        (schedules.make("1f1b", 2, 4), 2, 3, "here are 2 devices along pipe and 3 microbatches"),
+    ]
+    for schedule, stages, microbatches, message in cases:
+        with pytest.raises(ValueError, match=message):
+            pipelined(schedule, a_mesh(stages))[1](ends, layers, some_tokens(microbatches, 2))
+
+
+def matmuls(f, *arguments):
+    def count(jaxpr):
+        own = Counter(e.primitive.name for e in jaxpr.eqns)["dot_general"]
+        return own + sum(count(inner) for e in jaxpr.eqns for inner in jax.extend.core.jaxprs_in_params(e.params))
+
+    return count(jax.make_jaxpr(f)(*arguments).jaxpr)
+
+
+@pytest.mark.parametrize(("policy", "again"), [(None, 0), ("full", 1)])
+def test_a_cut_backward_computes_nothing_twice(policy, again):
+    """Two matmuls forward; early two for the gradient of x and what is computed again, late two for the weights."""
+    weights = jax.tree.map(lambda w: w[0], a_model(1)[1])
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, D)), jnp.float32)
+    kernel = lambda weights, inputs, x: layer(inputs, x)
+    back = pullback(jax.checkpoint(kernel) if policy else kernel, weights, weights, x)
+    y, kept = back.forward(weights, weights, x)
+    g = jnp.cos(y)
+    whole, whole_x = back.whole(kept, weights, weights, g)
+    early_x, handed = back.early(kept, weights, weights, g)
+    only_late = [k if i in back.late_keeps else None for i, k in enumerate(kept)]
+    late = back.late(only_late, weights, weights, handed)
+    np.testing.assert_array_equal(early_x, whole_x)
+    jax.tree.map(np.testing.assert_array_equal, late, whole)
+    assert matmuls(back.early, kept, weights, weights, g) == 2 + again
+    assert matmuls(lambda handed: back.late(only_late, weights, weights, handed), handed) == 2
+    # Of each matmul the input and the gradient of the output wait; the gradient of the gain is made at once.
+    sizes = sorted(x.size for x in [*handed, *(kept[i] for i in back.late_keeps)])
+    assert sizes == sorted([D, 2 * T * D, 2 * T * F, 2 * T * D, 2 * T * F])
+
+
+def test_weights_are_not_kept():
+    weights = jax.tree.map(lambda w: w[0], a_model(1)[1])
+    x = jnp.ones((2, T, D))
+    for kernel, sizes in ((layer, None), (jax.checkpoint(layer), [x.size])):
+        back = pullback(lambda weights, inputs, x, kernel=kernel: kernel(inputs, x), weights, weights, x)
+        assert not {k.shape for k in back.kept} & {w.shape for w in weights.values()}
+        assert sizes is None or [k.size for k in back.kept] == sizes
