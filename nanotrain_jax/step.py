@@ -261,17 +261,16 @@ def build(config: Config, mesh: Mesh) -> Step:
         return all_reduce(sums, loss_axes)
 
     def in_order(outer: int, inner: int) -> Callable[[State], State]:
-        """State with its stacked layers [outer inner ...] as [inner outer ...], which is where they lie otherwise."""
-
-        @partial(jax.jit, static_argnums=1)
-        def moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-            swapped = x.reshape(outer, inner, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
-            return lax.with_sharding_constraint(swapped, sharding)
+        """State with its stacked layers [outer inner ...] as [inner outer ...], if they lie in another order at all."""
 
         def move(path: tuple, x: jax.Array) -> jax.Array:
-            return moved(x, x.sharding) if jax.tree_util.DictKey("layers") in path else x
+            if jax.tree_util.DictKey("layers") not in path:
+                return x
+            return x.reshape(outer, inner, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
-        return (lambda state: state) if C == 1 else partial(jax.tree_util.tree_map_with_path, move)
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+        moved = jax.jit(partial(jax.tree_util.tree_map_with_path, move), out_shardings=shardings)
+        return moved if C > 1 else lambda state: state
 
     state = jax.eval_shape(init)
     params_specs, shard_specs = zero.storage(weight_specs, dims)

@@ -244,7 +244,7 @@ def matmuls(f, *arguments):
 
 @pytest.mark.parametrize(("policy", "again"), [(None, 0), ("full", 1)])
 def test_a_cut_backward_computes_nothing_twice(policy, again):
-    """Two matmuls forward; early two for the gradient of x and what is computed again, late two for the weights."""
+    """Two matmuls for the gradient of x, two for the weights; of what is computed again each part has what it needs."""
     weights = jax.tree.map(lambda w: w[0], a_model(1)[1])
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, D)), jnp.float32)
     kernel = lambda weights, inputs, x: layer(inputs, x)
@@ -258,10 +258,11 @@ def test_a_cut_backward_computes_nothing_twice(policy, again):
     np.testing.assert_array_equal(early_x, whole_x)
     jax.tree.map(np.testing.assert_array_equal, late, whole)
     assert matmuls(back.early, kept, weights, weights, g) == 2 + again
-    assert matmuls(lambda handed: back.late(only_late, weights, weights, handed), handed) == 2
-    # Of each matmul the input and the gradient of the output wait; the gradient of the gain is made at once.
-    sizes = sorted(x.size for x in [*handed, *(kept[i] for i in back.late_keeps)])
-    assert sizes == sorted([D, 2 * T * D, 2 * T * F, 2 * T * D, 2 * T * F])
+    assert matmuls(lambda handed: back.late(only_late, weights, weights, handed), handed) == 2 + again
+    assert matmuls(back.whole, kept, weights, weights, g) == 4 + 2 * again
+    if not again:  # of each matmul the input and the gradient of the output wait; that of the gain is made at once
+        sizes = sorted(x.size for x in [*handed, *(kept[i] for i in back.late_keeps)])
+        assert sizes == sorted([D, 2 * T * D, 2 * T * F, 2 * T * D, 2 * T * F])
 
 
 def test_weights_are_not_kept():

@@ -51,8 +51,10 @@ def piped(pipe, data, tensor, schedule, chunks, microbatches, zero, family, rema
 
 
 @pytest.mark.parametrize("layout", COVER, ids=lambda layout: "-".join(map(str, layout)))
-def test_the_pipelined_decoder_equals_the_oracle(layout, expected):
+def test_the_pipelined_decoder_equals_the_oracle_and_moves_what_the_papers_say(layout, expected):
     equals_the_oracle(piped(*layout), expected)
+    if layout[-1] == "skip":  # masked stages also move what they throw away
+        moves_what_the_papers_say(piped(*layout))
 
 
 @pytest.mark.parametrize(
@@ -66,3 +68,4 @@ def test_the_pipelined_decoder_equals_the_oracle(layout, expected):
 )
 def test_replicas_and_whole_activations_go_with_stages(layout, more, expected):
     equals_the_oracle(piped(*layout, **more), expected)
+    moves_what_the_papers_say(piped(*layout, **more))

@@ -56,7 +56,8 @@ def moves_what_the_papers_say(tree):
     theory, found = Counter(), Counter()
     for c in cost.communication(config):
         theory[c["axis"], c["op"]] += c["bytes_per_device"]
-    for c in hlo.summary(hlo.collectives(step.train.lower(step.state, step.batch).compile().as_text(), mesh.shape)):
+    text = step.train.lower(step.state, step.batch).compile().as_text()
+    for c in hlo.summary(hlo.collectives(text, mesh.shape, cost.turns(config))):
         found[c["axis"], c["op"]] += c["bytes_per_device"]
     scalars = 20  # the loss and the gradients' norm
     if config.parallel.zero == 3 and config.parallel.microbatches > 1:

@@ -1,9 +1,9 @@
 """Closed forms: what a run must compute, move and store, with sources. Takes resolved configs.
 
 Psi is the number of parameters that a device holds when ZeRO shards nothing (with t tensor-parallel devices 1/t of
-those that are split; with P pipeline stages 1/P of the layers, and both ends), N the devices along `data`, R those along
-`replica`, M the microbatches. Where stages differ, a stage that had both ends is meant: none does more. Vectors that ZeRO leaves
-whole (norm gains and biases under parallel.persist_below) count as that: stored by all, all-reduced.
+those that are split; with P pipeline stages 1/P of the layers, and both ends), N the devices along `data`, R those
+along `replica`, M the microbatches. Where stages differ, a stage that had both ends is meant: none does more. Vectors
+that ZeRO leaves whole (norm gains and biases under parallel.persist_below) count as that: stored by all, all-reduced.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def communication(config: Config) -> list[dict[str, Any]]:
     they are partial: all of them under sequence parallelism, else those of keys and values with fewer heads than t.
 
     Pipeline (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence parallelism), where
-    a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
+    a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too. Tied embeddings are
+    gathered, and their gradients scattered, at both ends (ZeRO 2 and 3).
     """
     p, m, remat = config.parallel, config.model, config.memory.remat
     g, w, L = BYTES[config.precision.grad_reduce], BYTES[config.precision.compute], m.num_layers // p.pipe
@@ -160,10 +161,11 @@ def communication(config: Config) -> list[dict[str, Any]]:
         if p.zero == 0 or not _sharded(a, config):
             add((*stages, "replica", "data", *over), "all_reduce", g * psi, "gradients")
             continue
-        add(("data",), "reduce_scatter", (p.microbatches if p.zero > 1 else 1) * g * psi, "gradients")
+        uses = 2 if a.where == "ends" and a.matmul and m.tie_embeddings and p.pipe > 1 else 1  # one at each end
+        add(("data",), "reduce_scatter", (uses * p.microbatches if p.zero > 1 else 1) * g * psi, "gradients")
         add((*stages, "replica", *over), "all_reduce", g * psi / p.data, "gradients between groups")
         if p.zero == 3:
-            passes = 1 if a.where == "ends" else 3 if remat.startswith("block:") else 2
+            passes = uses if a.where == "ends" else 3 if remat.startswith("block:") else 2
             add(("data",), "all_gather", p.microbatches * passes * w * psi, "weights, forward and backward")
         else:
             add(("data",), "all_gather", w * psi, "updated weights")

@@ -124,7 +124,7 @@ def gpu_options(bucket_mb: float, prefetch: bool, pipeline: bool = False) -> dic
     """Options for XLA:GPU (`jax.jit(compiler_options=...)`) about when collectives run; what they move stays the same.
 
     bucket_mb: collectives that are ready at the same time become one, up to so many MiB. prefetch: an all-gather in a
-    loop starts one turn ahead. pipeline: what goes from stage to stage travels while a stage has collectives of its own.
+    loop starts one turn ahead. pipeline: what goes from stage to stage travels while a stage has its own collectives.
     """
     kinds = "all_reduce", "all_gather", "reduce_scatter"
     options = {f"xla_gpu_{kind}_combine_threshold_bytes": int(bucket_mb * 2**20) for kind in kinds}

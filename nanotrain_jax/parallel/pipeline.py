@@ -93,8 +93,8 @@ def run_schedule(
         raise ValueError(f"{count} layers of a stage cannot be cut into {C} chunks; use a divisor of {count}")
     if found != (schedule.stages, M):
         raise ValueError(
-            f"the schedule is for {schedule.stages} stages and {M} microbatches; here are {found[0]} devices along {axis} "
-            f"and {found[1]} microbatches: make one for these"
+            f"the schedule is for {schedule.stages} stages and {M} microbatches; here are {found[0]} devices along "
+            f"{axis} and {found[1]} microbatches: make one for these"
         )
     n = count // C  # layers of a chunk
     if inputs is None:
@@ -109,10 +109,10 @@ def run_schedule(
     ticks = Tick(*map(column, (schedule.forward, schedule.backward, schedule.weight, *arrivals(schedule))))
 
     def when(wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
-        """work(values, store) where wanted, else both as they are; masked work leaves the store as it is by itself."""
+        """`_at_most_once`, or masked: such work leaves the store as it is by itself."""
         if idle == "skip":
             return _at_most_once(wanted, what, work, values, store)
-        new, store = work(values, store)
+        new, store = work(0, values, store)
         return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), new, values), store
 
     def added(sums: Tree, grads: Tree, wanted: jax.Array) -> Tree:
@@ -149,8 +149,8 @@ def run_schedule(
         return [_put(ring, at, array) for ring, array in zip(rings, arrays, strict=True)]
 
     def forward(unit: jax.Array, rest: Rest) -> Rest:
-        def work(x: jax.Array, rings: tuple) -> tuple[jax.Array, tuple]:
-            begin = lambda x, _: (alike(first(ends, microbatch_of(unit))), ())
+        def work(_: jax.Array, x: jax.Array, rings: tuple) -> tuple[jax.Array, tuple]:
+            begin = lambda turn, x, _: (alike(first(ends, microbatch_of(unit + turn))), ())
             x, _ = when((stage == 0) & (unit < M), "first", begin, x, ())
 
             def step(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
@@ -167,18 +167,19 @@ def run_schedule(
         return rest._replace(x=x, backward=backward, late=late)
 
     def backward(unit: jax.Array, rest: Rest) -> Rest:
-        def work(g: jax.Array, changes: tuple) -> tuple[jax.Array, tuple]:
+        def work(_: jax.Array, g: jax.Array, changes: tuple) -> tuple[jax.Array, tuple]:
             of_ends, of_layers, handed = changes
-            microbatch = microbatch_of(unit)
 
-            def begin(x: jax.Array, sums: tuple) -> tuple[jax.Array, tuple]:
+            def begin(turn: jax.Array, x: jax.Array, sums: tuple) -> tuple[jax.Array, tuple]:
+                microbatch = microbatch_of(unit + turn)
                 loss, pull = jax.vjp(lambda ends, x: last(ends, x, microbatch), ends, x)
                 grads, g = pull(jnp.ones_like(loss))
                 return g, added(sums, (loss, grads), is_last)
 
-            def end(g: jax.Array, sums: tuple) -> tuple[jax.Array, tuple]:
+            def end(turn: jax.Array, g: jax.Array, sums: tuple) -> tuple[jax.Array, tuple]:
+                microbatch = microbatch_of(unit + turn)
                 _, pull = jax.vjp(lambda ends: alike(first(ends, microbatch)), ends)
-                return g, (sums[0], added(sums[1], *pull(g), is_first))
+                return g, (sums[0], added(sums[1], *pull(g + jnp.asarray(turn, g.dtype)), is_first))
 
             def step(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
                 g, of_layers, handed = carry
@@ -202,13 +203,16 @@ def run_schedule(
         return rest._replace(g=g, sums=(of_ends, of_layers), handed=handed)
 
     def weight(unit: jax.Array, rest: Rest) -> Rest:
-        def work(_: tuple, of_layers: Tree) -> tuple[tuple, Tree]:
+        def work(_: jax.Array, nothing: tuple, of_layers: Tree) -> tuple[tuple, Tree]:
             def step(of_layers: Tree, i: jax.Array) -> tuple[Tree, None]:
-                at, handed = layer_of(unit, i), [_as_stored(_get(r, _get(slots["handed"], unit) * n + i)) for r in rest.handed]
+                at, handed = (
+                    layer_of(unit, i),
+                    [_as_stored(_get(r, _get(slots["handed"], unit) * n + i)) for r in rest.handed],
+                )
                 grads = back.late(kept_by(rest, unit, i), *weights_of(at), handed)
                 return _add_at(of_layers, at, grads, added, unit >= 0), None
 
-            return (), lax.scan(step, of_layers, jnp.arange(n))[0]
+            return nothing, lax.scan(step, of_layers, jnp.arange(n))[0]
 
         _, of_layers = when(unit >= 0, "weight", work, (), rest.sums[1])
         return rest._replace(sums=(rest.sums[0], of_layers))
@@ -277,11 +281,11 @@ def run_forward(
         (x, inputs, sums), (unit, comes) = rest, now
         inputs = _put(inputs, _get(slots, comes), x)
 
-        def work(x: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
-            begin = lambda x, _: (alike(first(microbatch_of(unit))), ())
+        def work(_: jax.Array, x: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
+            begin = lambda turn, x, _: (alike(first(microbatch_of(unit + turn))), ())
             x, _ = _at_most_once((stage == 0) & (unit < M), "first", begin, x, ())
             x, _ = lax.scan(lambda x, i: (alike(layer(weights_of(unit, i), x)), None), x, jnp.arange(n))
-            end = lambda x, sums: (x, jax.tree.map(jnp.add, sums, last(x, microbatch_of(unit))))
+            end = lambda turn, x, sums: (x, jax.tree.map(jnp.add, sums, last(x, microbatch_of(unit + turn))))
             return _at_most_once((stage == last_stage) & (unit >= (C - 1) * M), "last", end, x, sums)
 
         x, sums = _at_most_once(unit >= 0, "forward", work, _get(inputs, _get(slots, unit)), sums)
@@ -293,13 +297,14 @@ def run_forward(
 
 
 def _at_most_once(wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
-    """work(values, store) where wanted, else both as they are.
+    """work(0, values, store) where wanted, else both as they are.
 
-    A loop of one turn or none: XLA updates in place what a loop carries, but copies what a conditional returns. what:
-    a name for this work in the compiled program, by which an audit knows how often it runs.
+    A loop of one turn or none: XLA updates in place what a loop carries, but copies what a conditional returns. The 0
+    is the turn; what depends on it XLA cannot take out of the loop. what: a name for this work in the compiled program,
+    by which an audit knows how often it runs.
     """
     with jax.named_scope(f"at_most_once_{what}"):
-        return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, both: work(*both), (values, store))
+        return lax.fori_loop(0, wanted.astype(jnp.int32), lambda turn, both: work(turn, *both), (values, store))
 
 
 def _type_of_x(
