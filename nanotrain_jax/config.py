@@ -114,12 +114,6 @@ class Parallel(_Section):
                 f"parallel.prefetch=true with parallel.zero={self.zero} and parallel.microbatches={self.microbatches}: "
                 "it is for zero=3 with microbatches=1 (XLA would prefetch across microbatches too, at twice the memory)"
             )
-        if self.pipe > 1 and (self.prefetch or self.grad_reduce == "per_layer"):
-            wanted = "prefetch=true" if self.prefetch else "grad_reduce=per_layer"
-            raise ValueError(
-                f"parallel.{wanted} with parallel.pipe={self.pipe}: the layers of a stage run once per microbatch, in "
-                "one loop for all; leave it out, or use pipe=1"
-            )
         if self.context != 1:
             raise ValueError(
                 f"parallel.context={self.context} is not implemented yet; use 1 and spread over parallel.data"

@@ -93,20 +93,23 @@ def check_tensor(config: Config) -> None:
 def check_pipe(config: Config) -> None:
     """Raise ValueError unless the layers can be split evenly over stages and chunks, and there is such a schedule."""
     L, p = config.model.num_layers, config.parallel
-    pieces = p.pipe * p.chunks
     if p.pipe == 1:
         if p.chunks > 1:
             raise ValueError(f"parallel.chunks={p.chunks} with parallel.pipe=1 has nothing to interleave; use 1")
         return
+    pieces = p.pipe * p.chunks
     if L % pieces:
-        fitting = [str(n) for n in range(1, L + 1) if L % (n * p.chunks) == 0]
-        remedy = f"parallel.pipe={' or '.join(fitting)}, or " if fitting else ""
-        of_chunks = f" x parallel.chunks = {p.pipe} x {p.chunks} = {pieces}" if p.chunks > 1 else f"={p.pipe}"
+        asked = f" x parallel.chunks = {p.pipe} x {p.chunks} = {pieces}" if p.chunks > 1 else f"={p.pipe}"
+        stages = " or ".join(str(n) for n in range(1, L + 1) if L % (n * p.chunks) == 0)
+        layers = " or ".join(str(n) for n in (L // pieces * pieces, L // pieces * pieces + pieces) if n)
+        remedy = f"parallel.pipe={stages}, or {layers} layers" if stages else f"{layers} layers"
+        raise ValueError(f"parallel.pipe{asked} does not divide model.num_layers={L}; use {remedy}")
+    if p.prefetch or p.grad_reduce == "per_layer":
         raise ValueError(
-            f"parallel.pipe{of_chunks} does not divide model.num_layers={L}; use {remedy}"
-            f"{' or '.join(str(n) for n in (L // pieces * pieces, L // pieces * pieces + pieces) if n)} layers"
+            f"parallel.{'prefetch=true' if p.prefetch else 'grad_reduce=per_layer'} with parallel.pipe={p.pipe}: one "
+            "loop runs all microbatches through a stage; leave it out, or use parallel.pipe=1"
         )
     try:
         schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks)
     except ValueError as error:
-        raise ValueError(f"parallel.schedule: {error} (parallel.microbatches, parallel.pipe)") from None
+        raise ValueError(f"parallel.schedule={error} (parallel.microbatches, parallel.pipe, parallel.chunks)") from None

@@ -1,7 +1,7 @@
 """Hold the compiled training step to theory, on a machine without a GPU: a table, and one JSON line for programs.
 
-    python scripts/audit.py --config configs/gpt2_124m.yaml [--gpu h100] [--gpus 8]
-                            [--zero 0,1,2,3] [--remat none,full] [section.key=value ...]
+    python scripts/audit.py --config configs/gpt2_124m.yaml [--gpu h100] [--gpus 8] [--zero 0,1,2,3]
+                            [--remat none,full] [--schedule 1f1b,interleaved:2] [section.key=value ...]
 
 Compiles the real step for GPUs that are not here (needs `pip install 'nanotrain_jax[cuda12]'`) and sets what the
 program moves, computes and stores beside the closed forms of nanotrain_jax/audit/cost.py, and whether it fits. With
@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from itertools import product
 from typing import Any
 
 import jax
@@ -79,6 +80,9 @@ def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
         "gpus": gpus,
         "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
         "zero": config.parallel.zero,
+        "schedule": f"{config.parallel.schedule}:{config.parallel.chunks}".removesuffix(":1")
+        if mesh.shape["pipe"] > 1
+        else "",
         "microbatches": config.parallel.microbatches,
         "remat": config.memory.remat,
         "theory": theory,
@@ -96,12 +100,24 @@ def show(title: str, rows: list[dict[str, Any]]) -> Table:
     fits: into what JAX takes of the GPU's memory, and the share of all of it that is needed.
     """
     table = Table(title=title)
-    for name in ("zero", "remat", "wire MB", "behind matmuls", "TFLOP", "arguments MB", "peak MB", "fits", "compile s"):
-        table.add_column(name, justify="left" if name == "remat" else "right")
+    for name in (
+        "zero",
+        "schedule",
+        "remat",
+        "wire MB",
+        "behind matmuls",
+        "TFLOP",
+        "arguments MB",
+        "peak MB",
+        "fits",
+        "compile s",
+    ):
+        table.add_column(name, justify="left" if name in ("schedule", "remat") else "right")
     for row in rows:
         cell = lambda name, unit, row=row: f"{row['compiled'][name] / unit:,.1f} ({row['ratios'][name]:.3f})"
         table.add_row(
             str(row["zero"]),
+            row["schedule"],
             row["remat"],
             cell("wire_bytes", 1e6),
             f"{row['behind_matmuls']:.0%}",
@@ -121,6 +137,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=8, help="number of GPUs (default: 8)")
     parser.add_argument("--zero", help="stages to compare, e.g. 0,1,2,3 (default: that of the config)")
     parser.add_argument("--remat", help="policies to compare, e.g. none,full (default: that of the config)")
+    parser.add_argument(
+        "--schedule", help="pipeline schedules to compare, e.g. 1f1b,interleaved:2 (default: the config's)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     try:
@@ -128,17 +147,20 @@ def main(argv: list[str] | None = None) -> int:
         base = request.load(arguments.config, arguments.overrides)
         stages = (arguments.zero or str(base.parallel.zero)).split(",")
         policies = (arguments.remat or base.memory.remat).split(",")
-        variants = [
-            request.load(arguments.config, [*arguments.overrides, f"parallel.zero={stage}", f"memory.remat={policy}"])
-            for stage in stages
-            for policy in policies
-        ]
+        schedules = (arguments.schedule or f"{base.parallel.schedule}:{base.parallel.chunks}").split(",")
+        variants = []
+        for stage, schedule, policy in product(stages, schedules, policies):
+            name, _, chunks = schedule.partition(":")
+            keys = {"parallel.zero": stage, "parallel.schedule": name, "parallel.chunks": chunks or 1}
+            keys |= {"memory.remat": policy}
+            overrides = [*arguments.overrides, *(f"{key}={value}" for key, value in keys.items())]
+            variants.append(request.load(arguments.config, overrides))
         rows = [audit(spread(c, arguments.gpus), arguments.gpu, arguments.gpus) for c in variants]
     except (ValueError, OSError, RuntimeError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
     title = f"{arguments.config} compiled for {arguments.gpus} x {arguments.gpu}: per device and step (ratio to theory)"
-    Console(width=118).print(show(title, rows))
+    Console(width=128).print(show(title, rows))
     print(json.dumps(rows))
     return 0
 

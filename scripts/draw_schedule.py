@@ -21,8 +21,10 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
+from nanotrain_jax.parallel import chart
 from nanotrain_jax.parallel import schedule as schedules
-from nanotrain_jax.parallel.schedule import IDLE, Schedule, Stats
+from nanotrain_jax.parallel.chart import Stats
+from nanotrain_jax.parallel.schedule import IDLE, Schedule
 
 COLORS = {"F": "#2f6db3", "B": "#f0a030", "W": "#2f9078"}  # told apart by the colour-blind, and in grey
 WAITS, LINES, INK, PALE = "#ececec", "#ffffff", "#222222", "#777777"
@@ -161,14 +163,14 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("give --schedule, or a table with --text" + (", not both" if arguments.text else ""))
         costs = read_costs(arguments.costs)
         if arguments.text:
-            name, schedule = Path(arguments.text).stem, schedules.parse(Path(arguments.text).read_text())
+            name, schedule = Path(arguments.text).stem, chart.parse(Path(arguments.text).read_text())
         elif arguments.stages is None or arguments.microbatches is None:
             raise ValueError("--schedule needs --stages and --microbatches")
         else:
             name = arguments.schedule
             schedule = schedules.make(name, arguments.stages, arguments.microbatches, arguments.chunks)
-        schedules.validate(schedule)
-        stats = schedules.stats(schedule, *costs)
+        chart.validate(schedule)
+        stats = chart.stats(schedule, *costs)
 
         P, M, C = schedule.stages, schedule.microbatches, schedule.chunks
         title = f"{name}, {P} stages, {M} microbatches" + (f", {C} chunks" if C > 1 else "")
@@ -181,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(schedules.draw(schedule))
+    print(chart.draw(schedule))
     print(f"\n{words(stats, schedule, costs)}\n\n{stem}.png and .svg")
     return 0
 

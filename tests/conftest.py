@@ -41,6 +41,14 @@ def needs_cuda_compiler(test):
     return pytest.mark.cuda_compiler(pytest.mark.skipif(not _can_compile_for_cuda(), reason=missing)(test))
 
 
+def cover(first, rest):
+    """Parameters for a test: first in the default run, rest in `pytest -m long`."""
+    name = lambda case: "-".join(map(str, case))
+    return [pytest.param(case, id=name(case)) for case in first] + [
+        pytest.param(case, id=name(case), marks=pytest.mark.long) for case in rest
+    ]
+
+
 # The one place for tolerances. Parity is float32 against float32: sums in another order, nothing else. (The eps of Adam
 # in `small` is far above the rounding noise of gradients, which m / sqrt(v) would blow up to the size of the learning
 # rate.)

@@ -13,12 +13,12 @@ PACKAGE = ROOT / "nanotrain_jax"
 # A file may import from lower floors only; __init__ stands on none.
 FLOORS = [
     {
-        "config", "mesh", "ops", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat", "audit.hlo",
-        "audit.topology", "runtime.corpus",
+        "config", "mesh", "ops", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat",
+        "parallel.pullback", "audit.hlo", "audit.topology", "runtime.corpus",
     },
     {
         "parallel.tensor", "parallel.context", "parallel.zero", "parallel.compress", "runtime.optim", "runtime.data",
-        "runtime.checkpoint", "runtime.metrics", "runtime.request", "audit.cost", "resolved",
+        "runtime.checkpoint", "runtime.metrics", "runtime.request", "audit.cost", "resolved", "parallel.chart",
     },
     {"model", "parallel.pipeline"},
     {"step"},

@@ -28,19 +28,19 @@ spec = importlib.util.spec_from_file_location("audit_script", ROOT / "scripts" /
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
 
-GPT2, LLAMA, LLAMA70 = "gpt2_124m", "llama3_8b", "llama3_70b"
+GPT2, LLAMA, LLAMA70, GPT3 = "gpt2_124m", "llama3_8b", "llama3_70b", "gpt3_175b"
+PIECES = "parallel.microbatches=4", "memory.remat=selective"
 CASES = [  # config, GPUs, overrides
     *((GPT2, 8, [f"parallel.zero={zero}", "parallel.microbatches=4"]) for zero in range(4)),
     *((GPT2, 8, [f"parallel.zero={zero}", "parallel.microbatches=1"]) for zero in (0, 1)),
     *((GPT2, 8, ["parallel.zero=3", f"memory.remat={remat}"]) for remat in ("selective", "full", "block:3")),
-    (GPT2, 8, ["parallel.zero=1", "memory.remat=full"]),
     (GPT2, 8, ["parallel.zero=3", "memory.remat=full", "model.loss_chunk=2048"]),
     (GPT2, 8, ["parallel.zero=0", "parallel.grad_reduce=per_layer"]),
     (GPT2, 8, ["parallel.zero=1", "parallel.grad_reduce=per_layer", "precision.grad_reduce=bfloat16"]),
     (GPT2, 16, ["parallel.zero=3", "parallel.data=8", "parallel.replica=2"]),
-    *((GPT2, 64, [f"parallel.zero={zero}"]) for zero in (0, 3)),
+    (GPT2, 64, ["parallel.zero=3"]),
     *((LLAMA, 8, [f"parallel.zero={zero}"]) for zero in (1, 2, 3)),
-    *((LLAMA, 64, [f"parallel.zero={zero}"]) for zero in (1, 2)),
+    (LLAMA, 64, ["parallel.zero=1"]),
     *((LLAMA, 8, ["data.batch_size=8", f"memory.remat={remat}"]) for remat in ("none", "selective", "full")),
     (LLAMA, 8, ["data.batch_size=8", "memory.remat=full", "model.loss_chunk=1024"]),
     *(
@@ -55,6 +55,10 @@ CASES = [  # config, GPUs, overrides
     ),
     (LLAMA, 64, ["parallel.tensor=8", "parallel.data=8", "parallel.zero=1", "parallel.microbatches=2"]),
     (LLAMA70, 64, []),
+    (LLAMA, 8, ["parallel.pipe=2", "parallel.tensor=2", "parallel.data=2", "data.batch_size=8", *PIECES]),
+    *((GPT3, 1024, [f"memory.remat={remat}"]) for remat in ("none", "selective", "full")),
+    (GPT3, 1024, ["parallel.schedule=interleaved", "parallel.chunks=2"]),
+    (GPT3, 1024, ["parallel.schedule=zero_bubble"]),
 ]
 TOO_LARGE = (LLAMA, 8, ["parallel.zero=0"])  # 112 GB of state: compiled for a GPU that has them
 

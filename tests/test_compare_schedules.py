@@ -45,7 +45,7 @@ def test_the_script_prints_a_table_and_one_json_line(compare):
     ]
     assert {key for row in rows for key in row} == {
         *("schedule", "idle", "ticks", "chunks", "microbatches", "model_time", "first_loss", "temp_bytes", "steps"),
-        *("compile_seconds", "step_seconds", "step_seconds_min", "ratio_to_first", "ratio_modelled"),
+        *("compile_seconds", "cpu_seconds", "step_seconds", "step_seconds_min", "ratio_to_first", "ratio_modelled"),
     }
     # F + B = 3: in the fused table a stage waits as long as in gpipe; masked, each tick is a forward and a backward.
     assert [row["ratio_modelled"] for row in rows] == pytest.approx([1, 1, 30 / 15, 18 / 15])

@@ -16,8 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanotrain_jax.parallel import chart
 from nanotrain_jax.parallel import schedule as schedules
-from nanotrain_jax.parallel.schedule import IDLE, SCHEDULES, Schedule, make, parse, validate
+from nanotrain_jax.parallel.chart import parse, validate
+from nanotrain_jax.parallel.schedule import IDLE, SCHEDULES, Schedule, make
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "schedules"
@@ -55,7 +57,7 @@ made = functools.cache(make)
 
 @functools.cache
 def stats(name, P, M, C, costs):
-    return schedules.stats(made(name, P, M, C), *costs)
+    return chart.stats(made(name, P, M, C), *costs)
 
 
 def bubble(name, P, C, costs):
@@ -281,7 +283,7 @@ any_schedule = named() | anything()
 @given(any_schedule)
 def test_what_is_drawn_is_read_back_the_same(schedule):
     validate(schedule)
-    again = parse(schedules.draw(schedule))
+    again = parse(chart.draw(schedule))
     assert again[:2] == schedule[:2]
     assert again.forward.tolist() == schedule.forward.tolist()
     assert again.backward.tolist() == schedule.backward.tolist()
@@ -457,7 +459,7 @@ def check_mark(schedule, message):
     assert work in re.findall(r"[FBW]\d+[a-z]?", marked)
     assert grid[stage][5:start].split() == grid[stage].split("|")[1].split()[:tick]
     del grid[mark]
-    assert "\n".join(grid) == schedules.draw(schedule)
+    assert "\n".join(grid) == chart.draw(schedule)
 
 
 @settings(hypothesis, max_examples=1000)
@@ -475,7 +477,7 @@ def test_a_damaged_table_is_refused_unless_it_is_still_in_order(case):
     else:
         first, grid = message.split("\n", 1)
         found = re.fullmatch(r"stage (\d+) has ([FBW]\d+[a-z]?) (\d+) times, not once", first)
-        assert grid == schedules.draw(schedule)
+        assert grid == chart.draw(schedule)
         row = re.findall(r"[FBW]\d+[a-z]?", grid.splitlines()[int(found[1])])
         assert row.count(found[2]) == int(found[3]) != 1
 
@@ -594,7 +596,7 @@ def test_forwards_alone_take_any_number_of_microbatches(C):
     for P in range(1, 9):
         for M in (1, 2, 3, P, P + 1, 2 * P, 2 * P + 3, 37):
             schedule = schedules.forward_only(P, M, C)
-            found = schedules._times(schedule.forward, C * M)
+            found = schedules.ticks_of(schedule.forward, C * M)
             assert (schedule.forward != IDLE).sum() == C * M * P
             assert (found >= 0).all()  # with the line before: each once
             assert (schedule.backward == IDLE).all()
@@ -603,7 +605,7 @@ def test_forwards_alone_take_any_number_of_microbatches(C):
             assert -(-M // P) * P * C + P - 1 >= schedule.ticks >= M * C + P - 1
             assert schedule.ticks == M * C + P - 1 or C > 1
             with pytest.raises(ValueError, match="a schedule without a backward has no bubble"):
-                schedules.stats(schedule)
+                chart.stats(schedule)
 
 
 def golden_schedule(name):
@@ -613,7 +615,7 @@ def golden_schedule(name):
 @every_schedule
 def test_the_table_is_the_golden_one(name):
     golden = (GOLDEN / f"{name}.txt").read_text()
-    assert schedules.draw(golden_schedule(name)) + "\n" == golden
+    assert chart.draw(golden_schedule(name)) + "\n" == golden
     validate(parse(golden))
 
 
@@ -626,7 +628,7 @@ def test_the_picture_shows_every_microbatch_of_every_stage(name, tmp_path, capsy
     arguments = ["--schedule", name, "--stages", str(P), "--microbatches", str(M), "--chunks", str(C)]
     assert script.main([*arguments, "--costs", "1,1.3,0.9", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert schedules.draw(make(name, P, M, C)) in printed
+    assert chart.draw(make(name, P, M, C)) in printed
     stem = f"{name}_p3_m6" + ("_c2" if C > 1 else "")
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"{stem}.png", f"{stem}.svg"]
     assert (tmp_path / f"{stem}.png").read_bytes().startswith(b"\x89PNG")
@@ -635,7 +637,7 @@ def test_the_picture_shows_every_microbatch_of_every_stage(name, tmp_path, capsy
     kinds = 3 if name == "zero_bubble" else 2
     for m in range(M):
         assert texts[str(m)] >= P * C * kinds  # a bar for each kind of work; axes have numbers too
-    found = schedules.stats(make(name, P, M, C), *UNEQUAL)
+    found = chart.stats(make(name, P, M, C), *UNEQUAL)
     share = f"{found.bubble_fraction:.1%}"
     assert share in printed
     assert any(share in text for text in texts)
@@ -681,4 +683,4 @@ def test_a_picture_that_cannot_be_drawn_is_refused_in_one_line(arguments, messag
 if __name__ == "__main__":
     GOLDEN.mkdir(parents=True, exist_ok=True)
     for name in SCHEDULES:
-        (GOLDEN / f"{name}.txt").write_text(schedules.draw(golden_schedule(name)) + "\n")
+        (GOLDEN / f"{name}.txt").write_text(chart.draw(golden_schedule(name)) + "\n")

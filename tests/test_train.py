@@ -139,6 +139,22 @@ def test_a_resume_on_another_mesh_and_zero_stage_goes_on_with_the_same_numbers(c
     np.testing.assert_allclose([parts[i][0] for i in range(1, 21)], [whole[i][0] for i in range(1, 21)], **LOSS)
 
 
+def test_a_resume_with_other_stages_schedules_and_chunks_goes_on_with_the_same_numbers(config_file, tmp_path):
+    def run(name, steps, *overrides):
+        short = "model.num_layers=4", "train.eval_every=0", f"train.steps={steps}", f"logging.dir={tmp_path}/{name}"
+        assert main(config_file, *short, *overrides) == 0
+
+    run("whole", 8)
+    pipe = "parallel.data=2", "parallel.pipe=2", "parallel.microbatches=4"
+    run("parts", 2, *pipe, "parallel.schedule=interleaved", "parallel.chunks=2", "parallel.zero=1")
+    run("parts", 4, "parallel.data=1", "parallel.pipe=4", "parallel.microbatches=8", "parallel.schedule=zero_bubble")
+    run("parts", 6, *pipe, "parallel.tensor=2", "parallel.schedule=gpipe", "parallel.zero=3")
+    run("parts", 7, *pipe, "parallel.schedule=interleaved", "parallel.chunks=2")
+    run("parts", 8)
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    np.testing.assert_allclose([parts[i][0] for i in range(1, 9)], [whole[i][0] for i in range(1, 9)], **LOSS)
+
+
 def test_only_padding_is_cut_or_filled_up_when_a_checkpoint_is_read(tmp_path):
     state = {"ends": {"head_VD": jax.numpy.ones((3, 2))}, "layers": {"q_DNH": jax.numpy.ones((4, 6))}}
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -295,6 +311,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_in_one_line_and_the_previo
     assert saved_state(tmp_path / "run")[0] == 20
 
 
+PIPE = ["parallel.pipe=4", "parallel.data=1", "model.num_layers=8"]
 BAD = [
     (["model.num_layer=3"], "unknown key model.num_layer; did you mean model.num_layers?"),
     (["train.lr=1"], "did you mean optimizer.lr?"),
@@ -334,7 +351,33 @@ BAD = [
     (["parallel.zero=4"], "parallel.zero=4"),
     (["memory.remat=half"], "memory.remat='half' is unknown; use none, selective, full or block:N"),
     (["memory.remat=block:2"], "does not divide model.num_layers=1; use block:1"),
-    (["parallel.data=1", "parallel.pipe=-1"], "not implemented yet"),
+    (
+        ["parallel.data=1", "parallel.pipe=-1"],
+        "parallel.pipe=8 does not divide model.num_layers=1; use parallel.pipe=1, or 8 layers",
+    ),
+    (
+        ["parallel.pipe=4", "parallel.data=1", "model.num_layers=6"],
+        "parallel.pipe=4 does not divide model.num_layers=6; use parallel.pipe=1 or 2 or 3 or 6, or 4 or 8 layers",
+    ),
+    (
+        ["parallel.pipe=2", "parallel.data=1", "model.num_layers=6", "parallel.chunks=2"],
+        "parallel.pipe x parallel.chunks = 2 x 2 = 4 does not divide model.num_layers=6; use parallel.pipe=1 or 3, or",
+    ),
+    (["parallel.chunks=2"], "parallel.chunks=2 with parallel.pipe=1 has nothing to interleave; use 1"),
+    ([*PIPE, "parallel.chunks=2"], "parallel.schedule=1f1b: 2 chunks per stage; use 1, or interleaved"),
+    (
+        [*PIPE, "parallel.schedule=zb_h1", "parallel.microbatches=2"],
+        "parallel.schedule=zb_h1: 2 microbatches are too few for 4 stages; use at least 4, or 1f1b",
+    ),
+    (
+        [*PIPE, "parallel.schedule=interleaved", "parallel.chunks=2", "parallel.microbatches=2"],
+        "parallel.schedule=interleaved: 2 microbatches are not a multiple of 4 stages; use 4",
+    ),
+    ([*PIPE, "parallel.grad_reduce=per_layer"], "parallel.grad_reduce=per_layer with parallel.pipe=4"),
+    (
+        [*PIPE, "memory.remat=block:4"],
+        "does not divide model.num_layers / (parallel.pipe x parallel.chunks)=2; use block:2",
+    ),
     (["model.vocab_size=100"], "smaller than the tokenizer's 257"),
     (["model.max_seq_len=16"], "longer than model.max_seq_len=16"),
     (["logging.dir={tmp}/small.yaml/run"], "cannot be written to"),

@@ -26,15 +26,12 @@ zero_bubble keeps its word wherever W takes no longer than F or dX, and pays in 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 IDLE = -1
-Time = int | float | Fraction
 
 
 class Schedule(NamedTuple):
@@ -62,18 +59,6 @@ class Buffer(NamedTuple):
 
     count: int  # slots, on the stage that needs most (a single program has as many everywhere)
     slot: np.ndarray  # [units + 1, P]; the last row, which IDLE finds, is one spare slot more
-
-
-class Stats(NamedTuple):
-    """What a schedule costs."""
-
-    ticks: int
-    time: Time  # from the first tick to the last, a tick as long as its busiest stage
-    bubble: Time  # the longest that a stage waits between its first and its last work
-    bubble_fraction: float  # of time: how much of it the average stage does nothing
-    in_flight: list[int]  # per stage: most units at a time between their forward and the last of their backward
-    slots: dict[str, int]  # see `buffers`
-    masked: float  # work of a stage that computes in every tick and throws idle results away, over useful work
 
 
 def gpipe(P: int, M: int) -> Schedule:
@@ -153,18 +138,12 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
 
 def forward_only(P: int, M: int, C: int = 1) -> Schedule:
     """The forwards of a schedule with C chunks, for evaluation; M may be any number."""
-    rounds = _fused(P, -(-M // P) * P, C)  # the last round may not be full
-    forward = np.where(_microbatch(rounds, rounds.forward) < M, _unit(rounds, rounds.forward, M), IDLE)
+    full = -(-M // P) * P  # the last round may not be
+    units = _fused(P, full, C).forward
+    chunk, microbatch = np.divmod(units, full)
+    forward = np.where((units != IDLE) & (microbatch < M), chunk * M + microbatch, IDLE)
     keep = (forward != IDLE).any(1).nonzero()[0].max() + 1
     return _whole(C, M, forward[:keep], np.full((keep, P), IDLE))
-
-
-def _microbatch(schedule: Schedule, units: np.ndarray) -> np.ndarray:
-    return np.where(units == IDLE, schedule.microbatches, units % schedule.microbatches)
-
-
-def _unit(schedule: Schedule, units: np.ndarray, M: int) -> np.ndarray:
-    return units // schedule.microbatches * M + units % schedule.microbatches
 
 
 def _needs(name: str, stages: int, microbatches: int, least: int) -> None:
@@ -253,7 +232,7 @@ def _one_at_a_time(P: int, M: int, warm_up: Sequence[int], limit: int | None) ->
     return Schedule(1, M, tables[0], tables[1], tables[2][..., None][..., : 0 if limit is None else 1])
 
 
-def _times(table: np.ndarray, units: int) -> np.ndarray:
+def ticks_of(table: np.ndarray, units: int) -> np.ndarray:
     """table [ticks P] or [ticks P n] -> the tick of each unit on each stage [units P]; -1 where it is missing."""
     found = np.full((units, table.shape[1]), -1)
     for place in np.argwhere(table != IDLE):
@@ -291,9 +270,9 @@ def buffers(schedule: Schedule) -> dict[str, Buffer]:
     handed       what B made for W; none without W
     """
     units, last = schedule.chunks * schedule.microbatches, schedule.chunks * schedule.stages - 1
-    F, B = _times(schedule.forward, units), _times(schedule.backward, units)
-    W = _times(schedule.weight, units) if schedule.weight.size else np.full_like(F, -1)
-    x, g = (_times(table, units) for table in arrivals(schedule))
+    F, B = ticks_of(schedule.forward, units), ticks_of(schedule.backward, units)
+    W = ticks_of(schedule.weight, units) if schedule.weight.size else np.full_like(F, -1)
+    x, g = (ticks_of(table, units) for table in arrivals(schedule))
     g = np.where(_piece(schedule) == last, F, g)
     spans = {"inputs": (x, 0, F, 1), "gradients": (g, 0, B, 2), "backward": (F, 1, B, 2)}
     spans |= {"late": (F, 1, W, 3), "handed": (B, 2, W, 3)}
@@ -314,134 +293,3 @@ def _slots(begin: np.ndarray, end: np.ndarray, *ticks: np.ndarray) -> Buffer:
             slot[unit, s] = here
         count = max(count, len(free_after))
     return Buffer(count, np.where(slot == IDLE, count, slot))
-
-
-def validate(schedule: Schedule) -> None:
-    """Raise ValueError, with the table drawn and the place marked, unless each unit of each stage is forwarded once,
-    goes back once (and has the gradients of its weights made once), always after what it needs."""
-    units, P = schedule.chunks * schedule.microbatches, schedule.stages
-    kinds = {"F": schedule.forward, "B": schedule.backward}
-    if schedule.weight.size:
-        kinds["W"] = schedule.weight
-    for kind, table in kinds.items():
-        if table.min() < IDLE or table.max() >= units:
-            strange = next(int(u) for u in table.flat if not IDLE <= u < units)
-            raise ValueError(f"{kind} of unit {strange}; units are 0 to {units - 1}, and {IDLE} is none")
-        for s in range(P):
-            work = table[:, s][table[:, s] != IDLE]
-            wrong = [u for u in range(units) if (work == u).sum() != 1]
-            if wrong:
-                text = f"stage {s} has {kind}{_name(schedule, wrong[0])} {(work == wrong[0]).sum()} times, not once"
-                raise ValueError(f"{text}\n{draw(schedule)}")
-    when = {kind: _times(table, units) for kind, table in kinds.items()}
-
-    def after(kind: str, unit: int, s: int, other: str, sender: tuple[int, int], same_tick: bool) -> None:
-        t, made = when[kind][unit, s], when[other][sender]
-        if made > t or (made == t and not same_tick):
-            mark = _name(schedule, sender[0])
-            raise ValueError(
-                f"stage {s}, tick {t}: {kind}{_name(schedule, unit)} is too early; it needs {other}{mark} of stage "
-                f"{sender[1]} in tick {t if same_tick else t - 1} or before, which is in tick {made}\n"
-                + draw(schedule, mark=(int(t), s))
-            )
-
-    for unit, s in np.ndindex(units, P):
-        before = (unit, s - 1) if s else (unit - schedule.microbatches, P - 1)
-        behind = (unit, s + 1) if s < P - 1 else (unit + schedule.microbatches, 0)
-        if before[0] >= 0:
-            after("F", unit, s, "F", before, same_tick=False)
-        after("B", unit, s, "F", (unit, s), same_tick=True)
-        if behind[0] < units:
-            after("B", unit, s, "B", behind, same_tick=False)
-        if "W" in kinds:
-            after("W", unit, s, "B", (unit, s), same_tick=True)
-
-
-def stats(schedule: Schedule, F: Time = 1, dX: Time = 1, W: Time = 1) -> Stats:
-    """What the schedule costs where a stage takes F, dX and W for one microbatch through all of its chunks.
-
-    Exact in integers and Fractions. Raises ValueError if the schedule has no backward.
-    """
-    if not (schedule.backward != IDLE).any():
-        raise ValueError("a schedule without a backward has no bubble; give one that trains")
-    C, M, split = schedule.chunks, schedule.microbatches, schedule.weight.size > 0
-    counts = np.stack([schedule.forward != IDLE, schedule.backward != IDLE, (schedule.weight != IDLE).sum(-1)], -1)
-    costs = (F, dX, W) if split else (F, dX + W, 0)
-    share: Any = Fraction(1, C) if all(isinstance(c, int | Fraction) for c in costs) else 1 / C
-    price = lambda row: sum((int(n) * c for n, c in zip(row, costs, strict=True)), 0 * F)
-    length = [max(price(row) for row in tick) * share for tick in counts]
-    work = M * (F + dX + W)
-    bubbles = []
-    for s in range(schedule.stages):
-        busy = counts[:, s].any(-1).nonzero()[0]
-        bubbles.append(sum(length[busy[0] : busy[-1] + 1]) - work)
-    units = C * M
-    end = _times(schedule.weight if split else schedule.backward, units)
-    alive = _slots(4 * _times(schedule.forward, units), 4 * end + 3)
-    in_flight = [int((alive.slot[:-1, s]).max()) + 1 for s in range(schedule.stages)]
-    masked = schedule.ticks * share * (sum(costs[:2]) + schedule.weight.shape[-1] * costs[2]) / work
-    return Stats(
-        ticks=schedule.ticks,
-        time=sum(length),
-        bubble=max(bubbles),
-        bubble_fraction=float(1 - work / sum(length)),
-        in_flight=in_flight,
-        slots={name: buffer.count for name, buffer in buffers(schedule).items()},
-        masked=float(masked),
-    )
-
-
-def _name(schedule: Schedule, unit: int) -> str:
-    """The microbatch of a unit and, with several chunks, a letter for its chunk."""
-    chunk, microbatch = divmod(int(unit), schedule.microbatches)
-    return f"{microbatch}{chr(ord('a') + chunk) if schedule.chunks > 1 else ''}"
-
-
-def draw(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
-    """The table as text: a row for each stage, a column for each tick. mark: (tick, stage) to point at."""
-    cells = []
-    for s in range(schedule.stages):
-        row = []
-        for t in range(schedule.ticks):
-            work = [("F", schedule.forward[t, s]), ("B", schedule.backward[t, s])]
-            work += [("W", unit) for unit in schedule.weight[t, s]]
-            row.append("".join(k + _name(schedule, unit) for k, unit in work if unit != IDLE) or ".")
-        cells.append(row)
-    widths = [max(len(row[t]) for row in cells) for t in range(schedule.ticks)]
-    lines = []
-    for s, row in enumerate(cells):
-        lines.append(f"{s:>2} | " + " ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
-        if mark and mark[1] == s:
-            lines.append(" " * (5 + sum(w + 1 for w in widths[: mark[0]])) + "^" * len(row[mark[0]]))
-    return "\n".join(lines)
-
-
-def parse(text: str) -> Schedule:
-    """The text form of a schedule, as `draw` writes it (stage numbers may be left out) -> the schedule; not validated.
-
-    Raises ValueError on a word that is not made of F, B and W with a microbatch and perhaps a chunk's letter.
-    """
-    rows = [line.split("|")[-1].split() for line in text.strip().splitlines()]
-    if len({len(row) for row in rows}) != 1:
-        raise ValueError(f"stages have {sorted({len(row) for row in rows})} ticks; give all as many, with . for idle")
-    cells: list[list[list[tuple[str, int, int]]]] = []
-    for row in rows:
-        cells.append([])
-        for word in row:
-            if not re.fullmatch(r"\.|(F\d+[a-z]?)?(B\d+[a-z]?)?(W\d+[a-z]?)*", word):
-                raise ValueError(f"{word!r} is not the work of a tick; write e.g. F2B0, F1b, B3W3 or . for none")
-            work = re.findall(r"([FBW])(\d+)([a-z]?)", word)
-            cells[-1].append([(kind, int(m), ord(c or "a") - ord("a")) for kind, m, c in work])
-    everything = [work for row in cells for cell in row for work in cell]
-    if not everything:
-        raise ValueError("there is no work in the table; write e.g. F2B0, F1b, B3W3 or . for none")
-    M, C = 1 + max(m for _, m, _ in everything), 1 + max(c for *_, c in everything)
-    n = max(sum(kind == "W" for kind, *_ in cell) for row in cells for cell in row)
-    tables = {kind: np.full((len(rows[0]), len(rows), max(n, 1)), IDLE) for kind in "FBW"}
-    for s, row in enumerate(cells):
-        for t, cell in enumerate(row):
-            seen = dict.fromkeys("FBW", 0)
-            for kind, m, c in cell:
-                tables[kind][t, s, seen[kind]] = c * M + m
-                seen[kind] += 1
-    return Schedule(C, M, tables["F"][..., 0], tables["B"][..., 0], tables["W"][..., :n])

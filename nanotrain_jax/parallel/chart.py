@@ -1,0 +1,162 @@
+"""Pipeline schedules for people: checked, priced, drawn as text and read again. Plain numpy.
+
+A table as text has a row for each stage and a column for each tick, as in
+
+     0 | F0 F1 F2B0 F3B1 B2   B3
+     1 | .  F0B0 F1B1 F2B2 F3B3 .
+
+with the microbatch behind each F, B and W, and with several chunks a letter for the chunk: F2b.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nanotrain_jax.parallel.schedule import IDLE, Schedule, buffers, ticks_of
+
+Time = int | float | Fraction
+
+
+class Stats(NamedTuple):
+    """What a schedule costs."""
+
+    ticks: int
+    time: Time  # from the first tick to the last, a tick as long as its busiest stage
+    bubble: Time  # the longest that a stage waits between its first and its last work
+    bubble_fraction: float  # of time: how much of it the average stage does nothing
+    in_flight: list[int]  # per stage: most units at a time between their forward and the last of their backward
+    slots: dict[str, int]  # see `buffers`
+    masked: float  # work of a stage that computes in every tick and throws idle results away, over useful work
+
+
+def validate(schedule: Schedule) -> None:
+    """Raise ValueError, with the table drawn and the place marked, unless each unit of each stage is forwarded once,
+    goes back once (and has the gradients of its weights made once), always after what it needs."""
+    units, P = schedule.chunks * schedule.microbatches, schedule.stages
+    kinds = {"F": schedule.forward, "B": schedule.backward}
+    if schedule.weight.size:
+        kinds["W"] = schedule.weight
+    for kind, table in kinds.items():
+        if table.min() < IDLE or table.max() >= units:
+            strange = next(int(u) for u in table.flat if not IDLE <= u < units)
+            raise ValueError(f"{kind} of unit {strange}; units are 0 to {units - 1}, and {IDLE} is none")
+        for s in range(P):
+            work = table[:, s][table[:, s] != IDLE]
+            wrong = [u for u in range(units) if (work == u).sum() != 1]
+            if wrong:
+                text = f"stage {s} has {kind}{_name(schedule, wrong[0])} {(work == wrong[0]).sum()} times, not once"
+                raise ValueError(f"{text}\n{draw(schedule)}")
+    when = {kind: ticks_of(table, units) for kind, table in kinds.items()}
+
+    def after(kind: str, unit: int, s: int, other: str, sender: tuple[int, int], same_tick: bool) -> None:
+        t, made = when[kind][unit, s], when[other][sender]
+        if made > t or (made == t and not same_tick):
+            mark = _name(schedule, sender[0])
+            raise ValueError(
+                f"stage {s}, tick {t}: {kind}{_name(schedule, unit)} is too early; it needs {other}{mark} of stage "
+                f"{sender[1]} in tick {t if same_tick else t - 1} or before, which is in tick {made}\n"
+                + draw(schedule, mark=(int(t), s))
+            )
+
+    for unit, s in np.ndindex(units, P):
+        before = (unit, s - 1) if s else (unit - schedule.microbatches, P - 1)
+        behind = (unit, s + 1) if s < P - 1 else (unit + schedule.microbatches, 0)
+        if before[0] >= 0:
+            after("F", unit, s, "F", before, same_tick=False)
+        after("B", unit, s, "F", (unit, s), same_tick=True)
+        if behind[0] < units:
+            after("B", unit, s, "B", behind, same_tick=False)
+        if "W" in kinds:
+            after("W", unit, s, "B", (unit, s), same_tick=True)
+
+
+def stats(schedule: Schedule, F: Time = 1, dX: Time = 1, W: Time = 1) -> Stats:
+    """What the schedule costs where a stage takes F, dX and W for one microbatch through all of its chunks.
+
+    Exact in integers and Fractions. Raises ValueError if the schedule has no backward.
+    """
+    if not (schedule.backward != IDLE).any():
+        raise ValueError("a schedule without a backward has no bubble; give one that trains")
+    C, M, split = schedule.chunks, schedule.microbatches, schedule.weight.size > 0
+    counts = np.stack([schedule.forward != IDLE, schedule.backward != IDLE, (schedule.weight != IDLE).sum(-1)], -1)
+    costs = (F, dX, W) if split else (F, dX + W, 0)
+    share: Any = Fraction(1, C) if all(isinstance(c, int | Fraction) for c in costs) else 1 / C
+    price = lambda row: sum((int(n) * c for n, c in zip(row, costs, strict=True)), 0 * F)
+    length = [max(price(row) for row in tick) * share for tick in counts]
+    work = M * (F + dX + W)
+    bubbles = []
+    for s in range(schedule.stages):
+        busy = counts[:, s].any(-1).nonzero()[0]
+        bubbles.append(sum(length[busy[0] : busy[-1] + 1]) - work)
+    begun, done = (schedule.forward != IDLE).cumsum(0), counts[..., 2 if split else 1].cumsum(0)
+    in_flight = [int(n) for n in (begun - np.vstack([np.zeros_like(done[:1]), done[:-1]])).max(0)]
+    masked = schedule.ticks * share * (sum(costs[:2]) + schedule.weight.shape[-1] * costs[2]) / work
+    return Stats(
+        ticks=schedule.ticks,
+        time=sum(length),
+        bubble=max(bubbles),
+        bubble_fraction=float(1 - work / sum(length)),
+        in_flight=in_flight,
+        slots={name: buffer.count for name, buffer in buffers(schedule).items()},
+        masked=float(masked),
+    )
+
+
+def _name(schedule: Schedule, unit: int) -> str:
+    """The microbatch of a unit and, with several chunks, a letter for its chunk."""
+    chunk, microbatch = divmod(int(unit), schedule.microbatches)
+    return f"{microbatch}{chr(ord('a') + chunk) if schedule.chunks > 1 else ''}"
+
+
+def draw(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
+    """The table as text: a row for each stage, a column for each tick. mark: (tick, stage) to point at."""
+    cells = []
+    for s in range(schedule.stages):
+        row = []
+        for t in range(schedule.ticks):
+            work = [("F", schedule.forward[t, s]), ("B", schedule.backward[t, s])]
+            work += [("W", unit) for unit in schedule.weight[t, s]]
+            row.append("".join(k + _name(schedule, unit) for k, unit in work if unit != IDLE) or ".")
+        cells.append(row)
+    widths = [max(len(row[t]) for row in cells) for t in range(schedule.ticks)]
+    lines = []
+    for s, row in enumerate(cells):
+        lines.append(f"{s:>2} | " + " ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+        if mark and mark[1] == s:
+            lines.append(" " * (5 + sum(w + 1 for w in widths[: mark[0]])) + "^" * len(row[mark[0]]))
+    return "\n".join(lines)
+
+
+def parse(text: str) -> Schedule:
+    """The text form of a schedule, as `draw` writes it (stage numbers may be left out) -> the schedule; not validated.
+
+    Raises ValueError on a word that is not made of F, B and W with a microbatch and perhaps a chunk's letter.
+    """
+    rows = [line.split("|")[-1].split() for line in text.strip().splitlines()]
+    if len({len(row) for row in rows}) != 1:
+        raise ValueError(f"stages have {sorted({len(row) for row in rows})} ticks; give all as many, with . for idle")
+    cells: list[list[list[tuple[str, int, int]]]] = []
+    for row in rows:
+        cells.append([])
+        for word in row:
+            if not re.fullmatch(r"\.|(F\d+[a-z]?)?(B\d+[a-z]?)?(W\d+[a-z]?)*", word):
+                raise ValueError(f"{word!r} is not the work of a tick; write e.g. F2B0, F1b, B3W3 or . for none")
+            work = re.findall(r"([FBW])(\d+)([a-z]?)", word)
+            cells[-1].append([(kind, int(m), ord(c or "a") - ord("a")) for kind, m, c in work])
+    everything = [work for row in cells for cell in row for work in cell]
+    if not everything:
+        raise ValueError("there is no work in the table; write e.g. F2B0, F1b, B3W3 or . for none")
+    M, C = 1 + max(m for _, m, _ in everything), 1 + max(c for *_, c in everything)
+    n = max(sum(kind == "W" for kind, *_ in cell) for row in cells for cell in row)
+    tables = {kind: np.full((len(rows[0]), len(rows), max(n, 1)), IDLE) for kind in "FBW"}
+    for s, row in enumerate(cells):
+        for t, cell in enumerate(row):
+            seen = dict.fromkeys("FBW", 0)
+            for kind, m, c in cell:
+                tables[kind][t, s, seen[kind]] = c * M + m
+                seen[kind] += 1
+    return Schedule(C, M, tables["F"][..., 0], tables["B"][..., 0], tables["W"][..., :n])
