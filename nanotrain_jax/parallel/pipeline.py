@@ -136,17 +136,21 @@ def run_schedule(
     long = back.late_keeps if has_late else []  # which of what a layer keeps waits for W, and which only for B
     short = [k for k in (back.early_keeps if has_late else range(len(back.kept))) if k not in long]
 
+    def place(name: str, unit: jax.Array, i: jax.Array) -> jax.Array:
+        """Where in a ring the i-th layer of a chunk has its arrays."""
+        return _get(slots[name], unit) * n + i
+
+    def store(rings: list, at: jax.Array, arrays: list) -> list:
+        return [_put(ring, at, array) for ring, array in zip(rings, arrays, strict=True)]
+
+    def load(rings: list, at: jax.Array) -> list:
+        return [_as_stored(_get(ring, at)) for ring in rings]
+
     def kept_by(rest: Rest, unit: jax.Array, i: jax.Array) -> list:
         """What a layer kept, None where it is not needed any more."""
-        found: list = [None] * len(back.kept)
-        for name, which in (("late", long), ("backward", short)):
-            for k, ring in zip(which, getattr(rest, name), strict=True):
-                found[k] = _as_stored(_get(ring, _get(slots[name], unit) * n + i))
-        return found
-
-    def store(rings: list, name: str, unit: jax.Array, i: jax.Array, arrays: list) -> list:
-        at = _get(slots[name], unit) * n + i
-        return [_put(ring, at, array) for ring, array in zip(rings, arrays, strict=True)]
+        found = dict(zip(long, load(rest.late, place("late", unit, i)), strict=True))
+        found |= zip(short, load(rest.backward, place("backward", unit, i)), strict=True)
+        return [found.get(k) for k in range(len(back.kept))]
 
     def forward(unit: jax.Array, rest: Rest) -> Rest:
         def work(_: jax.Array, x: jax.Array, rings: tuple) -> tuple[jax.Array, tuple]:
@@ -156,8 +160,8 @@ def run_schedule(
             def step(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
                 x, (backward, late) = carry
                 x, kept = back.forward(*weights_of(layer_of(unit, i)), x)
-                backward = store(backward, "backward", unit, i, [kept[k] for k in short])
-                late = store(late, "late", unit, i, [kept[k] for k in long])
+                backward = store(backward, place("backward", unit, i), [kept[k] for k in short])
+                late = store(late, place("late", unit, i), [kept[k] for k in long])
                 return (x, (backward, late)), None
 
             return lax.scan(step, (x, rings), jnp.arange(n))[0]
@@ -183,11 +187,10 @@ def run_schedule(
 
             def step(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
                 g, of_layers, handed = carry
-                at = layer_of(unit, i)
-                kept = kept_by(rest, unit, i)
+                at, kept = layer_of(unit, i), kept_by(rest, unit, i)
                 if has_late:
                     g, parts = back.early(kept, *weights_of(at), g)
-                    return (g, of_layers, store(handed, "handed", unit, i, parts)), None
+                    return (g, of_layers, store(handed, place("handed", unit, i), parts)), None
                 grads, g = back.whole(kept, *weights_of(at), g)
                 return (g, _add_at(of_layers, at, grads, added, unit >= 0), handed), None
 
@@ -205,10 +208,7 @@ def run_schedule(
     def weight(unit: jax.Array, rest: Rest) -> Rest:
         def work(_: jax.Array, nothing: tuple, of_layers: Tree) -> tuple[tuple, Tree]:
             def step(of_layers: Tree, i: jax.Array) -> tuple[Tree, None]:
-                at, handed = (
-                    layer_of(unit, i),
-                    [_as_stored(_get(r, _get(slots["handed"], unit) * n + i)) for r in rest.handed],
-                )
+                at, handed = layer_of(unit, i), load(rest.handed, place("handed", unit, i))
                 grads = back.late(kept_by(rest, unit, i), *weights_of(at), handed)
                 return _add_at(of_layers, at, grads, added, unit >= 0), None
 
