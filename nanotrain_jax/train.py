@@ -26,6 +26,7 @@ from nanotrain_jax import model
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, topology
 from nanotrain_jax.config import Config, padded_vocab
+from nanotrain_jax.parallel import chart, schedule
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import checkpoint, data, metrics, request
 
@@ -210,6 +211,13 @@ def introduction(run: Run) -> str:
     vocab, rows = config.model.vocab_size, padded_vocab(config.model.vocab_size, config.parallel.tensor)
     if rows > vocab:
         lines.append(f"vocabulary: {vocab:,} tokens padded to {rows:,}, for tensor {config.parallel.tensor}")
+    p = config.parallel
+    if p.pipe > 1:
+        waits = chart.stats(schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks)).bubble_fraction
+        lines.append(
+            f"schedule {p.schedule}: {p.microbatches} microbatches over {p.pipe} stages; a stage waits {waits:.0%} of "
+            "the time (modelled: forward and both halves of the backward take as long)"
+        )
     if config.parallel.zero and run.mesh.shape["data"] == 1:
         lines.append(f"parallel.zero={config.parallel.zero} has nothing to shard over: parallel.data is 1")
     if config.precision.compute == "float16" and config.precision.loss_scale == "none":

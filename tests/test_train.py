@@ -139,7 +139,7 @@ def test_a_resume_on_another_mesh_and_zero_stage_goes_on_with_the_same_numbers(c
     np.testing.assert_allclose([parts[i][0] for i in range(1, 21)], [whole[i][0] for i in range(1, 21)], **LOSS)
 
 
-def test_a_resume_with_other_stages_schedules_and_chunks_goes_on_with_the_same_numbers(config_file, tmp_path):
+def test_a_resume_with_other_stages_schedules_and_chunks_goes_on_with_the_same_numbers(config_file, tmp_path, capsys):
     def run(name, steps, *overrides):
         short = "model.num_layers=4", "train.eval_every=0", f"train.steps={steps}", f"logging.dir={tmp_path}/{name}"
         assert main(config_file, *short, *overrides) == 0
@@ -147,6 +147,7 @@ def test_a_resume_with_other_stages_schedules_and_chunks_goes_on_with_the_same_n
     run("whole", 8)
     pipe = "parallel.data=2", "parallel.pipe=2", "parallel.microbatches=4"
     run("parts", 2, *pipe, "parallel.schedule=interleaved", "parallel.chunks=2", "parallel.zero=1")
+    assert "4 microbatches over 2 stages; a stage waits 11% of the time" in capsys.readouterr().out
     run("parts", 4, "parallel.data=1", "parallel.pipe=4", "parallel.microbatches=8", "parallel.schedule=zero_bubble")
     run("parts", 6, *pipe, "parallel.tensor=2", "parallel.schedule=gpipe", "parallel.zero=3")
     run("parts", 7, *pipe, "parallel.schedule=interleaved", "parallel.chunks=2")

@@ -57,7 +57,7 @@ def pullback(
         known = jax.tree.leaves((weights, inputs))
         return y, leaves, tree, [next((i for i, w in enumerate(known) if w is leaf), None) for leaf in leaves]
 
-    place, tree, graph = [], None, None  # of each leaf: which of the weights and inputs it is, if it is
+    place, tree, graph = [], None, None  # place: of each leaf which of the weights and inputs it is, if it is one
 
     def put_back(kept: Sequence, weights: Tree, inputs: Tree) -> Callable:
         known, kept = jax.tree.leaves((weights, inputs)), iter(kept)
@@ -98,14 +98,14 @@ def pullback(
         _run(cut.late, values)
         return structure.unflatten([_read(values, v) for v in graph.jaxpr.outvars[:-1]])
 
-    used = lambda equations, more=(): [
-        i for i, v in enumerate(first) if v in {x for e in equations for x in _reads(e)} | set(more)
-    ]
+    reads = lambda equations: {v for equation in equations for v in _reads(equation)}
+    where = lambda used: [i for i, v in enumerate(first) if v in used]
+    outputs = {v for v in graph.jaxpr.outvars[:-1] if isinstance(v, Var)}
     return Pullback(
         kept=kept,
         handed=[v.aval for v in cut.handed],
-        early_keeps=used(cut.early),
-        late_keeps=used(cut.late, graph.jaxpr.outvars[:-1]),
+        early_keeps=where(reads(cut.early)),
+        late_keeps=where(reads(cut.late) | outputs),
         forward=forward,
         whole=whole,
         early=early,
@@ -124,10 +124,10 @@ def _cut(jaxpr: Jaxpr, grads: int) -> _Parts:
 
     Of what only late needs, late also computes what takes no more to be handed than its result would: a gather.
     """
-    needed, early, rest = {v for v in jaxpr.outvars[grads:] if isinstance(v, Var)}, set(), []
+    outputs = [v for v in jaxpr.outvars[:grads] if isinstance(v, Var)]
+    needed, rest = {v for v in jaxpr.outvars[grads:] if isinstance(v, Var)}, []
     for i, equation in reversed(list(enumerate(jaxpr.eqns))):
         if needed.intersection(equation.outvars):
-            early.add(i)
             needed.update(_reads(equation))
         else:
             rest.insert(0, i)
@@ -137,19 +137,17 @@ def _cut(jaxpr: Jaxpr, grads: int) -> _Parts:
         if equation.primitive.name in MATMULS or made_late.intersection(_reads(equation)):
             late.add(i)
             made_late.update(equation.outvars)
-    free = {*jaxpr.constvars, *jaxpr.invars[:0]}
     for i in reversed(rest):
-        equation = jaxpr.eqns[i]
-        users = [j for j in rest if set(equation.outvars).intersection(_reads(jaxpr.eqns[j]))]
-        if i not in late and users and all(j in late for j in users):
-            takes = sum(_bytes(v) for v in {*_reads(equation)} - free)
-            if takes <= sum(map(_bytes, equation.outvars)) and not set(equation.outvars) & set(jaxpr.outvars):
-                late.add(i)
+        takes, makes = set(_reads(jaxpr.eqns[i])), set(jaxpr.eqns[i].outvars)
+        users = [j for j in rest if makes.intersection(_reads(jaxpr.eqns[j]))]
+        is_small = sum(map(_bytes, takes - set(jaxpr.constvars))) <= sum(map(_bytes, makes))
+        if users and late.issuperset(users) and is_small and not makes.intersection(outputs):
+            late.add(i)
     first = [e for i, e in enumerate(jaxpr.eqns) if i not in late]
     second = [e for i, e in enumerate(jaxpr.eqns) if i in late]
     made = {v for e in first for v in e.outvars} | {jaxpr.invars[-1]}
-    reads = [v for e in second for v in _reads(e)] + [v for v in jaxpr.outvars[:grads] if isinstance(v, Var)]
-    return _Parts(first, second, list(dict.fromkeys(v for v in reads if v in made)))
+    used = [*(v for e in second for v in _reads(e)), *outputs]
+    return _Parts(first, second, list(dict.fromkeys(v for v in used if v in made)))
 
 
 def _bytes(v: Var) -> int:
