@@ -251,6 +251,12 @@ IN_README = [  # what a row says, and its case
     ),
     ("Llama-3-8B, 64 GPUs, tensor 8, ZeRO 1, full", f"{LLAMA} 64 tensor=8 data=8 zero=1 microbatches=2"),
     ("Llama-3-70B, 64 GPUs, tensor 8, ZeRO 2, full", f"{LLAMA70} 64"),
+    (
+        "Llama-3-8B, pipe 2 x tensor 2 x data 2, 1F1B, ZeRO 3, selective",
+        f"{LLAMA} 8 pipe=2 tensor=2 data=2 batch_size=8 microbatches=4 remat=selective",
+    ),
+    ("GPT-3 175B, 1,024 GPUs, 1F1B, ZeRO 1, none", f"{GPT3} 1024 remat=none"),
+    ("GPT-3 175B, 1,024 GPUs, zero_bubble, ZeRO 1, none", f"{GPT3} 1024 schedule=zero_bubble"),
 ]
 
 
