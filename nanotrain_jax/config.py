@@ -84,7 +84,7 @@ class Parallel(_Section):
     )
     chunks: Positive = _key(1, "with schedule=interleaved: pieces of the model on each stage")
     idle: Literal["skip", "mask"] = _key(
-        "skip", "a stage without work skips it (a conditional), or computes and throws away"
+        "skip", "a stage without work in a tick does none, or computes (both ends of the model too) and throws away"
     )
     context: int = _key(1, "context-parallel devices (only 1 so far)")
     zero: Literal[0, 1, 2, 3] = _key(

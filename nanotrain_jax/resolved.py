@@ -100,7 +100,7 @@ def check_pipe(config: Config) -> None:
     pieces = p.pipe * p.chunks
     if L % pieces:
         asked = f" x parallel.chunks = {p.pipe} x {p.chunks} = {pieces}" if p.chunks > 1 else f"={p.pipe}"
-        stages = " or ".join(str(n) for n in range(1, L + 1) if L % (n * p.chunks) == 0)
+        stages = " or ".join(str(n) for n in range(1 if p.chunks == 1 else 2, L + 1) if L % (n * p.chunks) == 0)
         layers = " or ".join(str(n) for n in (L // pieces * pieces, L // pieces * pieces + pieces) if n)
         remedy = f"parallel.pipe={stages}, or {layers} layers" if stages else f"{layers} layers"
         raise ValueError(f"parallel.pipe{asked} does not divide model.num_layers={L}; use {remedy}")
@@ -108,6 +108,11 @@ def check_pipe(config: Config) -> None:
         raise ValueError(
             f"parallel.{'prefetch=true' if p.prefetch else 'grad_reduce=per_layer'} with parallel.pipe={p.pipe}: one "
             "loop runs all microbatches through a stage; leave it out, or use parallel.pipe=1"
+        )
+    if config.memory.remat.startswith("block:") and p.schedule in ("zero_bubble", "zb_h1", "zb_h2"):
+        raise ValueError(
+            f"memory.remat={config.memory.remat!r} with parallel.schedule={p.schedule}: the backward of a block of "
+            "layers is a loop, which cannot be cut in two; use none, selective or full, or another schedule"
         )
     try:
         schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks)

@@ -50,7 +50,8 @@ class Step(NamedTuple):
     train(State, batch) -> State, metrics; consumes (donates) its State
     evaluate(params, batch) -> sum of losses in nats, number of targets
     in_layer_order(State) -> State, its stacked layers in the order of the model, as checkpoints have them
-    in_stage_order(State) -> State, as the others take it: other than that only with several chunks on a stage
+    in_stage_order(State) -> State, as the others take it; consumes (donates) its State
+    The two orders differ only with several chunks on a stage: then the former is a second State, else the same one.
 
     batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0.
     metrics: float32 scalars loss (mean over the batch, in nats per token), grad_norm (before clipping) and lr, and the
@@ -115,7 +116,6 @@ def build(config: Config, mesh: Mesh) -> Step:
     wire = Wire(jnp.dtype(config.precision.grad_reduce), config.parallel.bucket_mb * 2**20)
     pieces = config.parallel.microbatches
     B, T = config.data.batch_size, config.data.seq_len
-    sequences = B // (mesh.shape["replica"] * mesh.shape["data"] * pieces)  # of a microbatch, on a device
     pipe, C = mesh.shape["pipe"], config.parallel.chunks
     loss_axes = ("pipe", *BATCH_AXES) if pipe > 1 else BATCH_AXES
 
@@ -159,7 +159,7 @@ def build(config: Config, mesh: Mesh) -> Step:
         layers = params["layers"], inputs["layers"], sums["layers"]
         x_BTD = ends.embed(batch["inputs"])
         x_BTD = remat.scan(
-            partial(layer, zero),
+            partial(layer, zero, len(batch["inputs"])),
             x_BTD,
             layers,
             config.memory.remat,
@@ -168,13 +168,13 @@ def build(config: Config, mesh: Mesh) -> Step:
         )
         return ends.loss(x_BTD, batch["targets"])
 
-    def layer(zero: Zero, x_BTD: jax.Array, layer: tuple[Tree, Tree, Tree]) -> jax.Array:
+    def layer(zero: Zero, sequences: int, x_BTD: jax.Array, layer: tuple[Tree, Tree, Tree]) -> jax.Array:
         return nnx.merge(graphs.layer, zero.gather(*layer, layer_dims, wire))(x_BTD, sequences)
 
-    def staged(params: Tree) -> Stages:
+    def staged(params: Tree, microbatches: Tree) -> Stages:
         """The decoder, cut for the pipeline. Each end takes its own share of the parameters of both."""
-        params = as_varying(params, (*BATCH_AXES, "pipe"))
-        run, size = remat.unit(partial(layer, zero), config.memory.remat, config.parallel.zero == 3)
+        params, sequences = as_varying(params, (*BATCH_AXES, "pipe")), microbatches["inputs"].shape[1]
+        run, size = remat.unit(partial(layer, zero, sequences), config.memory.remat, config.parallel.zero == 3)
 
         def ends(inputs: Tree, used: Callable[[Tree], Tree]) -> nnx.Module:
             stored, inputs, ends_dims = map(used, (params["ends"], inputs, dims["ends"]))
@@ -191,7 +191,7 @@ def build(config: Config, mesh: Mesh) -> Step:
 
     def run_stages(params: Tree, microbatches: Tree, factor: jax.Array) -> tuple[jax.Array, Tree]:
         """-> (loss, gradients in float32) of all microbatches, times factor: what `accumulate` gives, by a schedule."""
-        s, table = staged(params), schedules.make(config.parallel.schedule, pipe, pieces, C)
+        s, table = staged(params, microbatches), schedules.make(config.parallel.schedule, pipe, pieces, C)
         last = lambda inputs, x_BTD, batch: s.last(inputs, x_BTD, batch)[0] * factor
         mean_loss, (of_ends, of_layers) = pipeline.run_schedule(
             table, s.first, s.layer, last, s.ends, s.layers, microbatches, s.inputs, idle=config.parallel.idle
@@ -245,7 +245,7 @@ def build(config: Config, mesh: Mesh) -> Step:
     def evaluate(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         params, microbatches = local(params), split(batch, pieces)
         if pipe > 1:
-            s, table = staged(params), schedules.forward_only(pipe, pieces, C)
+            s, table = staged(params, microbatches), schedules.forward_only(pipe, pieces, C)
             sums = pipeline.run_forward(
                 table,
                 lambda batch: s.first(s.ends, batch),
@@ -253,6 +253,7 @@ def build(config: Config, mesh: Mesh) -> Step:
                 lambda x_BTD, batch: s.last(s.ends, x_BTD, batch),
                 s.layers,
                 microbatches,
+                idle=config.parallel.idle,
             )
         else:
             inputs = zero.inputs(params, dims)
@@ -260,7 +261,7 @@ def build(config: Config, mesh: Mesh) -> Step:
             sums = jax.tree.map(lambda x: x.sum(0), sums)
         return all_reduce(sums, loss_axes)
 
-    def in_order(outer: int, inner: int) -> Callable[[State], State]:
+    def in_order(outer: int, inner: int, donate: tuple[int, ...] = ()) -> Callable[[State], State]:
         """State with its stacked layers [outer inner ...] as [inner outer ...], if they lie in another order at all."""
 
         def move(path: tuple, x: jax.Array) -> jax.Array:
@@ -269,7 +270,8 @@ def build(config: Config, mesh: Mesh) -> Step:
             return x.reshape(outer, inner, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
 
         shardings = jax.tree.map(lambda x: x.sharding, state)
-        moved = jax.jit(partial(jax.tree_util.tree_map_with_path, move), out_shardings=shardings)
+        moved = partial(jax.tree_util.tree_map_with_path, move)
+        moved = jax.jit(moved, out_shardings=shardings, donate_argnums=donate)
         return moved if C > 1 else lambda state: state
 
     state = jax.eval_shape(init)
@@ -305,5 +307,5 @@ def build(config: Config, mesh: Mesh) -> Step:
         state=state,
         batch=batch,
         in_layer_order=in_order(pipe, C),
-        in_stage_order=in_order(C, pipe),
+        in_stage_order=in_order(C, pipe, donate=(0,)),
     )

@@ -148,6 +148,8 @@ def main(argv: list[str] | None = None) -> int:
         stages = (arguments.zero or str(base.parallel.zero)).split(",")
         policies = (arguments.remat or base.memory.remat).split(",")
         schedules = (arguments.schedule or f"{base.parallel.schedule}:{base.parallel.chunks}").split(",")
+        if arguments.schedule and base.parallel.pipe == 1:
+            raise ValueError(f"--schedule {arguments.schedule} with parallel.pipe=1: give parallel.pipe=2 or more")
         variants = []
         for stage, schedule, policy in product(stages, schedules, policies):
             name, _, chunks = schedule.partition(":")

@@ -75,6 +75,8 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
     placed = jax.tree.map(lambda x: x.sharding, (ours.state, ours.batch))
     if ours.state.scale is not None:
         raise ValueError(f"precision.loss_scale={config.precision.loss_scale} is no part of the comparison; use none")
+    if config.parallel.pipe > 1:
+        raise ValueError(f"parallel.pipe={config.parallel.pipe} is no part of the comparison; use 1")
     rows = padded_vocab(config.model.vocab_size, config.parallel.tensor)
     if rows > config.model.vocab_size:
         raise ValueError(

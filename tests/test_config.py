@@ -1,5 +1,7 @@
 """Configs: what is written is what is meant; what cannot be meant is told."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -45,6 +47,13 @@ def test_a_resolved_config_survives_yaml(tmp_path):
     again = request.parse(yaml.safe_load(yaml.safe_dump(found.to_dict())))
     assert again == found
     assert resolve(again, AXES, 257) == found
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_that_comes_along_can_run_on_the_mesh_that_it_names(path):
+    found = request.load(path)
+    assert min(found.parallel.axes.values()) >= 1
+    resolve(found, found.parallel.axes, None if found.model.vocab_size else 257)
 
 
 def test_a_config_cannot_be_changed(tmp_path):

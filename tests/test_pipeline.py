@@ -229,14 +229,33 @@ def test_masked_stages_compute_in_every_tick():
 
 def test_what_does_not_fit_is_told():
     ends, layers = a_model(6)
+    unordered = schedules.make("1f1b", 2, 4)
+    unordered = unordered._replace(backward=unordered.forward)
     cases = [
         (schedules.make("interleaved", 2, 4, 2), 2, 4, "cut into 2 chunks"),
         (schedules.make("1f1b", 4, 4), 2, 4, "for 4 stages and 4 microbatches; here are 2 devices along pipe and 4"),
         (schedules.make("1f1b", 2, 4), 2, 3, "here are 2 devices along pipe and 3 microbatches"),
+        (unordered, 2, 4, "stage 0, tick 0: B0 is too early"),
     ]
     for schedule, stages, microbatches, message in cases:
         with pytest.raises(ValueError, match=message):
             pipelined(schedule, a_mesh(stages))[1](ends, layers, some_tokens(microbatches, 2))
+    with pytest.raises(ValueError, match="idle='masked' is unknown; use skip or mask"):
+        pipelined(schedules.make("1f1b", 2, 4), a_mesh(2), "masked")[1](ends, layers, some_tokens(4, 2))
+
+
+def test_masked_work_may_be_nan_where_no_microbatch_is():
+    """Slots are zeros at first: a layer that divides by the length of x makes NaN of them, in F and in B."""
+
+    def normed(weights, x):
+        return layer(weights, x / jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)))
+
+    ends, layers = a_model(4)
+    tokens = some_tokens(4, 2)
+    schedule = schedules.make("zb_h1", 4, 4)
+    skip, mask = (pipelined(schedule, a_mesh(4), idle, normed)[0](ends, layers, tokens) for idle in ("skip", "mask"))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(skip))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), mask, skip)
 
 
 def matmuls(f, *arguments):

@@ -14,7 +14,7 @@ COVER = [  # pipe, data, tensor, schedule, chunks, microbatches, zero, family, r
     (2, 2, 2, "1f1b", 1, 4, 3, "gpt2", "none", "skip"),
     (2, 2, 2, "gpipe", 1, 4, 2, "llama", "selective", "mask"),
     (2, 2, 2, "interleaved", 2, 8, 1, "gpt2", "full", "skip"),
-    (4, 2, 1, "zb_h1", 1, 8, 3, "gpt2", "block:2", "skip"),
+    (4, 2, 1, "zb_h1", 1, 8, 3, "gpt2", "full", "skip"),
     (4, 1, 2, "zero_bubble", 1, 16, 2, "gpt2", "none", "mask"),
     (4, 1, 2, "1f1b_lean", 1, 4, 2, "llama", "block:2", "skip"),
     (8, 1, 1, "1f1b", 1, 32, 0, "gpt2", "selective", "skip"),
@@ -26,7 +26,8 @@ MORE = [
     (2, 4, 1, "interleaved", 4, 4, 3, "llama", "selective", "mask"),
     (2, 4, 1, "1f1b_lean", 1, 8, 0, "gpt2", "none", "skip"),
     (2, 1, 4, "zb_h2", 1, 8, 0, "gpt2", "selective", "skip"),
-    (2, 4, 1, "zb_h1", 1, 8, 3, "gpt2", "block:2", "skip"),
+    (2, 4, 1, "zb_h1", 1, 8, 3, "gpt2", "selective", "skip"),
+    (2, 2, 2, "interleaved", 2, 4, 3, "gpt2", "block:2", "skip"),
     (4, 2, 1, "1f1b", 1, 16, 1, "llama", "full", "mask"),
     (4, 2, 1, "1f1b", 1, 8, 2, "gpt2", "none", "skip"),
     (4, 2, 1, "gpipe", 1, 8, 3, "gpt2", "block:2", "skip"),
@@ -114,6 +115,10 @@ def test_evaluation_gives_the_loss_of_training_and_counts_targets(layout):
     assert int(count) == 32 * 16
     _, metrics = step.train(state, batch)
     np.testing.assert_allclose(total / np.float32(count), metrics["loss"], rtol=2e-6)
+    halves = [on_devices(half, step) for half in np.split(tokens, 2)]  # smaller batches are as good
+    of_halves = [step.evaluate(step.init().params, half) for half in halves]
+    assert [int(count) for _, count in of_halves] == [16 * 16] * 2
+    np.testing.assert_allclose(of_halves[0][0] + of_halves[1][0], total, rtol=2e-6)
     batch["targets"] = jax.device_put(np.where(tokens[:, 1:] > 30, -1, tokens[:, 1:]), batch["targets"].sharding)
     assert int(step.evaluate(step.init().params, batch)[1]) == (tokens[:, 1:] <= 30).sum()
 

@@ -362,7 +362,7 @@ BAD = [
     ),
     (
         ["parallel.pipe=2", "parallel.data=1", "model.num_layers=6", "parallel.chunks=2"],
-        "parallel.pipe x parallel.chunks = 2 x 2 = 4 does not divide model.num_layers=6; use parallel.pipe=1 or 3, or",
+        "parallel.pipe x parallel.chunks = 2 x 2 = 4 does not divide model.num_layers=6; use parallel.pipe=3, or",
     ),
     (["parallel.chunks=2"], "parallel.chunks=2 with parallel.pipe=1 has nothing to interleave; use 1"),
     ([*PIPE, "parallel.chunks=2"], "parallel.schedule=1f1b: 2 chunks per stage; use 1, or interleaved"),
@@ -375,6 +375,11 @@ BAD = [
         "parallel.schedule=interleaved: 2 microbatches are not a multiple of 4 stages; use 4",
     ),
     ([*PIPE, "parallel.grad_reduce=per_layer"], "parallel.grad_reduce=per_layer with parallel.pipe=4"),
+    ([*PIPE, "parallel.prefetch=true", "parallel.zero=3"], "parallel.prefetch=true with parallel.pipe=4"),
+    (
+        [*PIPE, "parallel.schedule=zb_h1", "memory.remat=block:2", "parallel.microbatches=4"],
+        "memory.remat='block:2' with parallel.schedule=zb_h1: the backward of a block of layers is a loop",
+    ),
     (
         [*PIPE, "memory.remat=block:4"],
         "does not divide model.num_layers / (parallel.pipe x parallel.chunks)=2; use block:2",

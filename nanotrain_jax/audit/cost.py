@@ -196,7 +196,8 @@ def memory(config: Config) -> dict[str, float]:
                         where the stage shards them
     gradients           the paper's 2 per parameter with one microbatch, else 4 (float32 sums); over N from stage 2: 4
     activations         of one microbatch, see layer_activations; block:n keeps the input of each block and one block;
-                        with pipeline stages of a chunk's layers in each slot (parallel/schedule.py, `buffers`)
+                        with pipeline stages of a chunk's layers in each slot, and what waits between stages
+                        (parallel/schedule.py, `buffers`)
     logits              float32 logits and their 16-bit gradient, of all tokens or of model.loss_chunk, over t; where
                         the loss makes its gradients in the forward (chunks, tensor), the head's in float32
     Left out: the working set of the layer at hand, weights gathered at stage 3, kernels' workspaces.
@@ -215,13 +216,14 @@ def memory(config: Config) -> dict[str, float]:
     else:
         slots, (late, handed) = _slots(config), layer_split(config, remat)
         one = slots["backward"] * (kept - late) + slots["late"] * late + slots["handed"] * handed
-        kept = m.num_layers / (p.pipe * p.chunks) * one + working
+        between = (slots["inputs"] + slots["gradients"]) * m.d_model / (p.tensor if p.sequence_parallel else 1)
+        kept = m.num_layers / (p.pipe * p.chunks) * one + between + working
     V = padded_vocab(m.vocab_size, p.tensor) / p.tensor
     logits = (4 + b) * (m.loss_chunk or tokens) * V
     return {
         "params": b * (shard if p.zero == 3 else psi),
         "optimizer": (8 if b == 4 else 12) * (shard if p.zero else psi),
-        "gradients": 4 * shard if p.zero > 1 else (4 if p.microbatches > 1 else b) * psi,
+        "gradients": 4 * shard if p.zero > 1 else (4 if p.microbatches > 1 or p.pipe > 1 else b) * psi,
         "activations": b * tokens * kept,
         "logits": logits + (4 * V * m.d_model if m.loss_chunk or p.tensor > 1 else 0),
     }

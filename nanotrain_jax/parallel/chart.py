@@ -30,7 +30,7 @@ class Stats(NamedTuple):
     bubble_fraction: float  # of time: how much of it the average stage does nothing
     in_flight: list[int]  # per stage: most units at a time between their forward and the last of their backward
     slots: dict[str, int]  # see `buffers`
-    masked: float  # work of a stage that computes in every tick and throws idle results away, over useful work
+    masked: float  # layers' work of a stage that computes in every tick and throws idle results away, over useful work
 
 
 def validate(schedule: Schedule) -> None:
@@ -113,7 +113,12 @@ def _name(schedule: Schedule, unit: int) -> str:
 
 
 def draw(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
-    """The table as text: a row for each stage, a column for each tick. mark: (tick, stage) to point at."""
+    """The table as text: a row for each stage, a column for each tick. mark: (tick, stage) to point at.
+
+    Raises ValueError for more than 26 chunks, for which there are no letters.
+    """
+    if schedule.chunks > 26:
+        raise ValueError(f"{schedule.chunks} chunks cannot be drawn with one letter each; use at most 26")
     cells = []
     for s in range(schedule.stages):
         row = []

@@ -13,16 +13,17 @@ Moved over pipe: two x per tick and device, of which a schedule uses M C each wa
 
 Autodiff through such a loop would keep every microbatch. Here each layer is run by `jax.vjp` and what its pullback
 holds is kept: the layer's own rematerialisation decides (`pullback.py`). There are as many slots as the schedule has
-microbatches in flight, and gradients are added in place, so memory does not grow with the number of microbatches.
+microbatches in flight, and gradients are added in place: but for gpipe, memory does not grow with microbatches.
 
 idle="skip": a stage without work in a tick does none. All devices of a stage agree on that, so collectives over other
-axes may stand in a layer (on CPU no permutes). A GPU asks its host each time, which takes it some microseconds. "mask":
-it computes all the same, into a spare slot, and nobody is asked.
+axes may stand in a layer (on CPU no permutes). A GPU asks its host each time. "mask": it computes all the same, both
+ends included, into a spare slot, and nobody is asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from nanotrain_jax.parallel import chart
 from nanotrain_jax.parallel.collectives import as_varying, position, shift, varying_axes
 from nanotrain_jax.parallel.pullback import pullback
 from nanotrain_jax.parallel.schedule import Schedule, arrivals, buffers
@@ -82,21 +84,17 @@ def run_schedule(
     something else is to be differentiated (the taps of ZeRO 2 and 3), inputs makes it of the weights of a layer, and
     layer takes it too: layer(weights, inputs, x).
 
+    axis: the mesh axis of stages. idle: skip or mask (see the top of this file). Moves 2 x per tick and device.
+
     Loss and gradients of ends are not summed over pipe: only the last stage has the former, the first and the last the
     latter. Gradients with respect to what is invarying over another axis are summed over it by JAX, at each use: cast
-    it with `as_varying` before, and sum once. Raises ValueError if schedule, axis, layers and microbatches do not fit.
+    it with `as_varying` before, and sum once. Raises ValueError if the schedule is not in order, or does not fit axis,
+    layers and microbatches.
     """
-    C, M = schedule.chunks, schedule.microbatches
-    count, has_late = jax.tree.leaves(layers)[0].shape[0], schedule.weight.shape[-1] > 0
-    found = lax.axis_size(axis), jax.tree.leaves(microbatches)[0].shape[0]
-    if count % C:
-        raise ValueError(f"{count} layers of a stage cannot be cut into {C} chunks; use a divisor of {count}")
-    if found != (schedule.stages, M):
-        raise ValueError(
-            f"the schedule is for {schedule.stages} stages and {M} microbatches; here are {found[0]} devices along "
-            f"{axis} and {found[1]} microbatches: make one for these"
-        )
-    n = count // C  # layers of a chunk
+    C, M, has_late = schedule.chunks, schedule.microbatches, schedule.weight.shape[-1] > 0
+    chart.validate(schedule)
+    n = _layers_of_a_chunk(schedule, layers, microbatches, axis, idle)
+    count = n * C
     if inputs is None:
         plain, inputs = layer, lambda weights: weights
         layer = lambda weights, inputs, x: plain(inputs, x)
@@ -108,12 +106,7 @@ def run_schedule(
     slots = {name: column(buffer.slot) for name, buffer in plan.items()}
     ticks = Tick(*map(column, (schedule.forward, schedule.backward, schedule.weight, *arrivals(schedule))))
 
-    def when(wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
-        """`_at_most_once`, or masked: such work leaves the store as it is by itself."""
-        if idle == "skip":
-            return _at_most_once(wanted, what, work, values, store)
-        new, store = work(0, values, store)
-        return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), new, values), store
+    when = partial(_when, idle)
 
     def added(sums: Tree, grads: Tree, wanted: jax.Array) -> Tree:
         own = (lambda g: g) if idle == "skip" else (lambda g: jnp.where(wanted, g, jnp.zeros_like(g)))
@@ -262,16 +255,18 @@ def run_forward(
     layers: Tree,
     microbatches: Tree,
     axis: str = "pipe",
+    idle: str = "skip",
 ) -> Tree:
     """-> last(x, microbatch), a tree of scalars, summed over microbatches; only the last stage has it.
 
-    first(microbatch) -> x, layer(weights, x) -> x. schedule: `forward_only`. Moves x once per tick and device.
+    first(microbatch) -> x, layer(weights, x) -> x. schedule: `forward_only`. Moves x once per tick and device. axis,
+    idle, errors: as `run_schedule`.
     """
     C, M = schedule.chunks, schedule.microbatches
+    n, when = _layers_of_a_chunk(schedule, layers, microbatches, axis, idle), partial(_when, idle)
     layers = as_varying(layers, (axis,))
-    n = jax.tree.leaves(layers)[0].shape[0] // C
     stage, last_stage, plan = position(axis), lax.axis_size(axis) - 1, buffers(schedule)["inputs"]
-    slots, now, comes = (_column(table, stage) for table in (plan.slot, schedule.forward, arrivals(schedule)[0]))
+    slots, ticks, came = (_column(table, stage) for table in (plan.slot, schedule.forward, arrivals(schedule)[0]))
     microbatch_of = lambda unit: jax.tree.map(lambda x: _get(x, unit % M), microbatches)
     weights_of = lambda unit, i: jax.tree.map(lambda w: _get(w, jnp.maximum(unit, 0) // M * n + i), layers)
     zeroth = jnp.zeros((), jnp.int32)
@@ -281,19 +276,45 @@ def run_forward(
         (x, inputs, sums), (unit, comes) = rest, now
         inputs = _put(inputs, _get(slots, comes), x)
 
-        def work(_: jax.Array, x: jax.Array, sums: Tree) -> tuple[jax.Array, Tree]:
+        def work(_: jax.Array, values: tuple, nothing: tuple) -> tuple[tuple, tuple]:
+            x, sums = values
             begin = lambda turn, x, _: (alike(first(microbatch_of(unit + turn))), ())
-            x, _ = _at_most_once((stage == 0) & (unit < M), "first", begin, x, ())
+            x, _ = when((stage == 0) & (unit < M), "first", begin, x, ())
             x, _ = lax.scan(lambda x, i: (alike(layer(weights_of(unit, i), x)), None), x, jnp.arange(n))
-            end = lambda turn, x, sums: (x, jax.tree.map(jnp.add, sums, last(x, microbatch_of(unit + turn))))
-            return _at_most_once((stage == last_stage) & (unit >= (C - 1) * M), "last", end, x, sums)
+            end = lambda turn, sums, _: (jax.tree.map(jnp.add, sums, last(x, microbatch_of(unit + turn))), ())
+            sums, _ = when((stage == last_stage) & (unit >= (C - 1) * M), "last", end, sums, ())
+            return (x, sums), ()
 
-        x, sums = _at_most_once(unit >= 0, "forward", work, _get(inputs, _get(slots, unit)), sums)
+        (x, sums), _ = when(unit >= 0, "forward", work, (_get(inputs, _get(slots, unit)), sums), ())
         return (shift(x, axis, 1, ring=C > 1), inputs, sums), None
 
     sums = jax.eval_shape(lambda x: last(x, microbatch_of(zeroth)), x_like)
     rest = _zeros(x_like, axis), _zeros(x_like, axis, plan.count + 1), jax.tree.map(lambda s: _zeros(s, axis), sums)
-    return lax.scan(tick, rest, (now, comes))[0][2]
+    return lax.scan(tick, rest, (ticks, came))[0][2]
+
+
+def _layers_of_a_chunk(schedule: Schedule, layers: Tree, microbatches: Tree, axis: str, idle: str) -> int:
+    """How many they are. Raises ValueError unless all of it fits together."""
+    count, C = jax.tree.leaves(layers)[0].shape[0], schedule.chunks
+    stages, found = lax.axis_size(axis), jax.tree.leaves(microbatches)[0].shape[0]
+    if idle not in ("skip", "mask"):
+        raise ValueError(f"idle={idle!r} is unknown; use skip or mask")
+    if count % C:
+        raise ValueError(f"{count} layers of a stage cannot be cut into {C} chunks; use a divisor of {count}")
+    if (stages, found) != (schedule.stages, schedule.microbatches):
+        raise ValueError(
+            f"the schedule is for {schedule.stages} stages and {schedule.microbatches} microbatches; here are {stages} "
+            f"devices along {axis} and {found} microbatches: make one for these"
+        )
+    return count // C
+
+
+def _when(idle: str, wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
+    """`_at_most_once`, or masked: work on idle values leaves the store as it is by itself."""
+    if idle == "skip":
+        return _at_most_once(wanted, what, work, values, store)
+    new, store = work(0, values, store)
+    return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), new, values), store
 
 
 def _at_most_once(wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:

@@ -6,7 +6,8 @@ not kept twice.
 
 The two parts (arXiv 2401.10241, section 2) are the pullback's jaxpr cut along its data flow: `early` is what the
 gradient of x depends on, `late` the matmuls that it does not depend on, which are gradients of weights, and what only
-they need. Nothing is computed in both.
+they need. Nothing is computed in both. The cut does not go through loops: a layer that has one inside makes all in
+`early`, gradients of weights too, and hands them over.
 """
 
 from __future__ import annotations

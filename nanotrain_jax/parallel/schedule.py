@@ -13,9 +13,9 @@ and B in one tick (`one_f_one_b`) than with one of them (`lean`). With P stages 
 
     schedule          waiting (bubble)        microbatches in flight   needs
     gpipe             (P-1) (F+B)             M                                        arXiv 1811.06965
-    1f1b              (P-1) (F+B)             2 P - 1                                  arXiv 2104.04473, section 2.2
+    1f1b              (P-1) (F+B)             2 P - 1                                  arXiv 2104.04473, section 2.2.1
     1f1b_lean         where F = B the same    P                                        the same, one at a time
-    interleaved       (P-1) (F+B) / C         P + (P-1) / C            M = n P         the same, section 2.3
+    interleaved       (P-1) (F+B) / C         P + (P-1) / C            M = n P         the same, section 2.2.2
     zero_bubble       (P-1) (F+dX-W)          3 P - 2                  M >= 3 (P-1)    like ZB-H1; else waits more
     zb_h1             (P-1) (F+dX-W)          P                        M >= P          arXiv 2401.10241, section 2.3
     zb_h2             (P-1) (F+dX-2W)         2 P - 1                  M >= 2 P - 1    the same
@@ -97,8 +97,9 @@ def zb_h2(P: int, M: int) -> Schedule:
 
 
 def zero_bubble(P: int, M: int) -> Schedule:
-    """1F1B whose gradients of weights wait until a stage has time: before its first backwards have come to all stages
-    nobody makes any, later a stage makes two of them in a tick in which it lacks a forward or a backward."""
+    """1F1B whose gradients of weights wait: at first nobody makes any, for P - 1 ticks longer than the first backward
+    takes to the first stage; then a stage makes one in each tick, and two where it lacks the forward or the backward
+    that others have."""
     plain, first = _fused(P, M, 1), max(min(3 * (P - 1), M), P - 1)
     weight = np.full((plain.ticks, P, 2), IDLE)
     for s in range(P):
