@@ -128,8 +128,8 @@ def gpu_options(bucket_mb: float, prefetch: bool, pipeline: bool = False) -> dic
     """
     kinds = "all_reduce", "all_gather", "reduce_scatter"
     options = {f"xla_gpu_{kind}_combine_threshold_bytes": int(bucket_mb * 2**20) for kind in kinds}
-    if pipeline:  # with one collective at a time it would wait for them
-        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
+    if pipeline:  # what goes to the next stage, while that has gathers, scatters and sums over data and tensor
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 8
     if prefetch and jax.__version_info__ >= (0, 12):
         options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_ON"
     elif prefetch:
