@@ -43,7 +43,7 @@ def needs_cuda_compiler(test):
 
 def cover(first, rest):
     """Parameters for a test: first in the default run, rest in `pytest -m long`."""
-    name = lambda case: "-".join(map(str, case))
+    name = lambda case: case if isinstance(case, str) else "-".join(map(str, case))
     return [pytest.param(case, id=name(case)) for case in first] + [
         pytest.param(case, id=name(case), marks=pytest.mark.long) for case in rest
     ]
