@@ -192,9 +192,9 @@ def build(config: Config, mesh: Mesh) -> Step:
     def run_stages(params: Tree, microbatches: Tree, factor: jax.Array) -> tuple[jax.Array, Tree]:
         """-> (loss, gradients in float32) of all microbatches, times factor: what `accumulate` gives, by a schedule."""
         s, table = staged(params, microbatches), schedules.make(config.parallel.schedule, pipe, pieces, C)
-        last = lambda inputs, x_BTD, batch: s.last(inputs, x_BTD, batch)[0] * factor
+        scaled = lambda inputs, x_BTD, batch: s.last(inputs, x_BTD, batch)[0] * factor
         mean_loss, (of_ends, of_layers) = pipeline.run_schedule(
-            table, s.first, s.layer, last, s.ends, s.layers, microbatches, s.inputs, idle=config.parallel.idle
+            table, s.first, s.layer, scaled, s.ends, s.layers, microbatches, s.inputs, idle=config.parallel.idle
         )
         like = zero.inputs(params["layers"], dims["layers"])
         of_layers = jax.tree.map(lambda g, w: g.reshape(w.shape), of_layers, like)  # blocks of layers become layers
