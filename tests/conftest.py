@@ -172,6 +172,22 @@ def with_embedding(state, row, value):
     return state._replace(params=changed(state.params), opt=state.opt._replace(master=master))
 
 
+def skips_an_overflow(tree):
+    """In float16 one embedding row is too large; one sequence looks it up: all devices skip the step, and agree."""
+    config, mesh = resolved(tree)
+    step = steps.build(config, mesh)
+    good, bad = (np.where(t == 60, 0, t) for t in random_tokens(config, count=2))
+    bad[5, 3] = 60
+    state, _ = step.train(with_embedding(step.init(), 60, 7e4), on_devices(good, step))
+    before = jax.device_get(state)
+    state, metrics = step.train(state, on_devices(bad, step))
+    assert not np.isfinite(metrics["grad_norm"])
+    assert (int(state.skipped), float(state.scale.value)) == (1, 2.0**15)
+    jax.tree.map(np.testing.assert_array_equal, (before.params, before.opt), jax.device_get((state.params, state.opt)))
+    for copies in (x.addressable_shards for x in jax.tree.leaves((state.skipped, state.scale))):
+        assert {float(copy.data) for copy in copies} == {float(copies[0].data)}
+
+
 def collectives(text):
     """Compiled HLO text -> (computation, opcode) of each collective; the entry computation is 'ENTRY'."""
     found, where = [], None

@@ -19,6 +19,7 @@ FLOORS = [
     {
         "parallel.tensor", "parallel.context", "parallel.zero", "parallel.compress", "runtime.optim", "runtime.data",
         "runtime.checkpoint", "runtime.metrics", "runtime.request", "audit.cost", "resolved", "parallel.chart",
+        "parallel.loops",
     },
     {"model", "parallel.pipeline"},
     {"step"},

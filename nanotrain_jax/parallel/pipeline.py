@@ -29,9 +29,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
-from nanotrain_jax.parallel import chart
+from nanotrain_jax.parallel import chart, loops
 from nanotrain_jax.parallel.collectives import as_varying, position, shift, varying_axes
 from nanotrain_jax.parallel.pullback import pullback
 from nanotrain_jax.parallel.schedule import Schedule, arrivals, buffers
@@ -106,7 +105,7 @@ def run_schedule(
     slots = {name: column(buffer.slot) for name, buffer in plan.items()}
     ticks = Tick(*map(column, (schedule.forward, schedule.backward, schedule.weight, *arrivals(schedule))))
 
-    when = partial(_when, idle)
+    when = partial(loops.when, idle)
 
     def added(sums: Tree, grads: Tree, wanted: jax.Array) -> Tree:
         own = (lambda g: g) if idle == "skip" else (lambda g: jnp.where(wanted, g, jnp.zeros_like(g)))
@@ -116,11 +115,11 @@ def run_schedule(
         return jnp.maximum(unit, 0) // M * n + i
 
     def weights_of(i: jax.Array) -> tuple[Tree, Tree]:
-        weights = jax.tree.map(lambda w: _get(w, i), layers)
+        weights = jax.tree.map(lambda w: loops.get(w, i), layers)
         return weights, inputs(weights)
 
     def microbatch_of(unit: jax.Array) -> Tree:
-        return jax.tree.map(lambda x: _get(x, unit % M), microbatches)
+        return jax.tree.map(lambda x: loops.get(x, unit % M), microbatches)
 
     zeroth = jnp.zeros((), jnp.int32)
     x_like, alike = _type_of_x(first, layer, (ends, microbatch_of(zeroth)), weights_of(zeroth), axis)
@@ -131,13 +130,13 @@ def run_schedule(
 
     def place(name: str, unit: jax.Array, i: jax.Array) -> jax.Array:
         """Where in a ring the i-th layer of a chunk has its arrays."""
-        return _get(slots[name], unit) * n + i
+        return loops.get(slots[name], unit) * n + i
 
     def store(rings: list, at: jax.Array, arrays: list) -> list:
-        return [_put(ring, at, array) for ring, array in zip(rings, arrays, strict=True)]
+        return [loops.put(ring, at, array) for ring, array in zip(rings, arrays, strict=True)]
 
     def load(rings: list, at: jax.Array) -> list:
-        return [_as_stored(_get(ring, at)) for ring in rings]
+        return [loops.as_stored(loops.get(ring, at)) for ring in rings]
 
     def kept_by(rest: Rest, unit: jax.Array, i: jax.Array) -> list:
         """What a layer kept, None where it is not needed any more."""
@@ -159,7 +158,7 @@ def run_schedule(
 
             return lax.scan(step, (x, rings), jnp.arange(n))[0]
 
-        came = _get(rest.inputs, _get(slots["inputs"], unit))
+        came = loops.get(rest.inputs, loops.get(slots["inputs"], unit))
         x, (backward, late) = when(unit >= 0, "forward", work, came, (rest.backward, rest.late))
         return rest._replace(x=x, backward=backward, late=late)
 
@@ -194,7 +193,7 @@ def run_schedule(
             g, of_ends = when(is_first, "first", end, g, of_ends)
             return g, (of_ends, of_layers, handed)
 
-        came = _get(rest.gradients, _get(slots["gradients"], unit))
+        came = loops.get(rest.gradients, loops.get(slots["gradients"], unit))
         g, (of_ends, of_layers, handed) = when(unit >= 0, "backward", work, came, (*rest.sums, rest.handed))
         return rest._replace(g=g, sums=(of_ends, of_layers), handed=handed)
 
@@ -212,12 +211,12 @@ def run_schedule(
 
     def tick(rest: Rest, now: Tick) -> tuple[Rest, None]:
         g = shift(rest.g, axis, -1, ring=C > 1)
-        rest = rest._replace(inputs=_put(rest.inputs, _get(slots["inputs"], now.x_comes), rest.x))
+        rest = rest._replace(inputs=loops.put(rest.inputs, loops.get(slots["inputs"], now.x_comes), rest.x))
         rest = forward(now.forward, rest)
         # The output of the last piece waits, where a gradient would, for its loss.
         y_unit = jnp.where((stage == last_stage) & (now.forward >= (C - 1) * M), now.forward, -1)
-        gradients = _put(rest.gradients, _get(slots["gradients"], y_unit), rest.x)
-        gradients = _put(gradients, _get(slots["gradients"], now.g_comes), g)
+        gradients = loops.put(rest.gradients, loops.get(slots["gradients"], y_unit), rest.x)
+        gradients = loops.put(gradients, loops.get(slots["gradients"], now.g_comes), g)
         rest = rest._replace(x=shift(rest.x, axis, 1, ring=C > 1), gradients=gradients)
         rest = backward(now.backward, rest)
         for k in range(schedule.weight.shape[-1]):
@@ -227,20 +226,20 @@ def run_schedule(
 
     def room(name: str, arrays: list) -> list:
         slots = plan[name].count + (idle == "mask")
-        return [_zeros(a, axis, slots * n) for a in arrays]
+        return [loops.zeros(a, axis, slots * n) for a in arrays]
 
     loss = jax.eval_shape(lambda x: last(ends, x, microbatch_of(zeroth)), x_like)
-    of_ends = jax.tree.map(lambda w: _zeros(w, axis, dtype=jnp.float32), ends)
-    of_layers = jax.tree.map(lambda w: _zeros(w, axis, count, dtype=jnp.float32), weights_of(zeroth)[1])
+    of_ends = jax.tree.map(lambda w: loops.zeros(w, axis, dtype=jnp.float32), ends)
+    of_layers = jax.tree.map(lambda w: loops.zeros(w, axis, count, dtype=jnp.float32), weights_of(zeroth)[1])
     rest = Rest(
-        x=_zeros(x_like, axis),
-        g=_zeros(x_like, axis),
-        inputs=_zeros(x_like, axis, plan["inputs"].count + 1),
-        gradients=_zeros(x_like, axis, plan["gradients"].count + 1),
+        x=loops.zeros(x_like, axis),
+        g=loops.zeros(x_like, axis),
+        inputs=loops.zeros(x_like, axis, plan["inputs"].count + 1),
+        gradients=loops.zeros(x_like, axis, plan["gradients"].count + 1),
         backward=room("backward", [back.kept[k] for k in short]),
         late=room("late", [back.kept[k] for k in long]),
         handed=room("handed", back.handed if has_late else []),
-        sums=((_zeros(loss, axis, dtype=jnp.float32), of_ends), of_layers),
+        sums=((loops.zeros(loss, axis, dtype=jnp.float32), of_ends), of_layers),
     )
     rest, _ = lax.scan(tick, rest, ticks)
     (loss, of_ends), of_layers = rest.sums
@@ -263,18 +262,18 @@ def run_forward(
     idle, errors: as `run_schedule`.
     """
     C, M = schedule.chunks, schedule.microbatches
-    n, when = _layers_of_a_chunk(schedule, layers, microbatches, axis, idle), partial(_when, idle)
+    n, when = _layers_of_a_chunk(schedule, layers, microbatches, axis, idle), partial(loops.when, idle)
     layers = as_varying(layers, (axis,))
     stage, last_stage, plan = position(axis), lax.axis_size(axis) - 1, buffers(schedule)["inputs"]
     slots, ticks, came = (_column(table, stage) for table in (plan.slot, schedule.forward, arrivals(schedule)[0]))
-    microbatch_of = lambda unit: jax.tree.map(lambda x: _get(x, unit % M), microbatches)
-    weights_of = lambda unit, i: jax.tree.map(lambda w: _get(w, jnp.maximum(unit, 0) // M * n + i), layers)
+    microbatch_of = lambda unit: jax.tree.map(lambda x: loops.get(x, unit % M), microbatches)
+    weights_of = lambda unit, i: jax.tree.map(lambda w: loops.get(w, jnp.maximum(unit, 0) // M * n + i), layers)
     zeroth = jnp.zeros((), jnp.int32)
     x_like, alike = _type_of_x(first, layer, (microbatch_of(zeroth),), (weights_of(zeroth, zeroth),), axis)
 
     def tick(rest: tuple, now: tuple) -> tuple[tuple, None]:
         (x, inputs, sums), (unit, comes) = rest, now
-        inputs = _put(inputs, _get(slots, comes), x)
+        inputs = loops.put(inputs, loops.get(slots, comes), x)
 
         def work(_: jax.Array, values: tuple, nothing: tuple) -> tuple[tuple, tuple]:
             x, sums = values
@@ -285,11 +284,15 @@ def run_forward(
             sums, _ = when((stage == last_stage) & (unit >= (C - 1) * M), "last", end, sums, ())
             return (x, sums), ()
 
-        (x, sums), _ = when(unit >= 0, "forward", work, (_get(inputs, _get(slots, unit)), sums), ())
+        (x, sums), _ = when(unit >= 0, "forward", work, (loops.get(inputs, loops.get(slots, unit)), sums), ())
         return (shift(x, axis, 1, ring=C > 1), inputs, sums), None
 
     sums = jax.eval_shape(lambda x: last(x, microbatch_of(zeroth)), x_like)
-    rest = _zeros(x_like, axis), _zeros(x_like, axis, plan.count + 1), jax.tree.map(lambda s: _zeros(s, axis), sums)
+    rest = (
+        loops.zeros(x_like, axis),
+        loops.zeros(x_like, axis, plan.count + 1),
+        jax.tree.map(lambda s: loops.zeros(s, axis), sums),
+    )
     return lax.scan(tick, rest, (ticks, came))[0][2]
 
 
@@ -309,25 +312,6 @@ def _layers_of_a_chunk(schedule: Schedule, layers: Tree, microbatches: Tree, axi
     return count // C
 
 
-def _when(idle: str, wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
-    """`_at_most_once`, or masked: work on idle values leaves the store as it is by itself."""
-    if idle == "skip":
-        return _at_most_once(wanted, what, work, values, store)
-    new, store = work(0, values, store)
-    return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), new, values), store
-
-
-def _at_most_once(wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
-    """work(0, values, store) where wanted, else both as they are.
-
-    A loop of one turn or none: XLA updates in place what a loop carries, but copies what a conditional returns. The 0
-    is the turn; what depends on it XLA cannot take out of the loop. what: a name for this work in the compiled program,
-    by which an audit knows how often it runs.
-    """
-    with jax.named_scope(f"at_most_once_{what}"):
-        return lax.fori_loop(0, wanted.astype(jnp.int32), lambda turn, both: work(turn, *both), (values, store))
-
-
 def _type_of_x(
     first: Callable, layer: Callable, begin: tuple, weights: tuple, axis: str
 ) -> tuple[jax.ShapeDtypeStruct, Callable[[jax.Array], jax.Array]]:
@@ -344,31 +328,10 @@ def _type_of_x(
 
 def _column(table: Any, stage: jax.Array) -> jax.Array:
     """table[ticks P ...] -> that of this stage [ticks ...]"""
-    return _get(jnp.swapaxes(jnp.asarray(table), 0, 1), stage)
-
-
-def _get(x: jax.Array, i: jax.Array) -> jax.Array:
-    """x[n ...] -> x[i]; i = -1 is the last."""
-    return lax.dynamic_index_in_dim(x, i, keepdims=False)
-
-
-def _as_stored(x: jax.Array) -> jax.Array:
-    """x, row by row in memory as it came: else XLA may want it otherwise, and transpose the whole buffer it is from."""
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
-
-
-def _put(x: jax.Array, i: jax.Array, value: jax.Array) -> jax.Array:
-    """x[n ...] with value at i; i = -1 is the last."""
-    return lax.dynamic_update_index_in_dim(x, value, i, 0)
+    return loops.get(jnp.swapaxes(jnp.asarray(table), 0, 1), stage)
 
 
 def _add_at(sums: Tree, i: jax.Array, grads: Tree, added: Callable, wanted: jax.Array) -> Tree:
     """sums[n ...] with grads added at i."""
-    new = added(jax.tree.map(lambda s: _get(s, i), sums), grads, wanted)
-    return jax.tree.map(lambda s, x: _put(s, i, x), sums, new)
-
-
-def _zeros(like: Any, axis: str, count: int | None = None, dtype: Any = None) -> jax.Array:
-    """Zeros of a type, count of them (None: one, without a dim for it), varying over axis as well."""
-    shape = like.shape if count is None else (count, *like.shape)
-    return as_varying(jnp.zeros(shape, dtype or like.dtype), sorted(varying_axes(like) | {axis}))
+    new = added(jax.tree.map(lambda s: loops.get(s, i), sums), grads, wanted)
+    return jax.tree.map(lambda s, x: loops.put(s, i, x), sums, new)
