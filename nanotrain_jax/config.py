@@ -271,6 +271,12 @@ def padded_vocab(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // lcm(128, tensor)) * lcm(128, tensor) if tensor > 1 else vocab_size
 
 
+def fits_flash(model: Model, compute: str) -> bool:
+    """Whether a GPU's flash attention (cuDNN) takes these heads, and is not told off: then no scores are stored."""
+    head = model.d_model // model.num_heads
+    return model.attention != "xla" and compute != "float32" and head <= 128 and head % 8 == 0
+
+
 def near_divisors(number: int, wanted: int) -> str:
     """The divisors of number on either side of wanted."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]

@@ -29,7 +29,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from nanotrain_jax.config import Model, padded_vocab
+from nanotrain_jax.config import Model, fits_flash, padded_vocab
 from nanotrain_jax.ops import add, gelu, normalize, project, rotate, swiglu
 from nanotrain_jax.parallel import remat, tensor
 from nanotrain_jax.parallel.collectives import position
@@ -314,7 +314,7 @@ def attention_kernel(config: Model, dtype: jnp.dtype, device: jax.Device) -> str
     """
     H = config.d_model // config.num_heads
     ampere = float(getattr(device, "compute_capability", None) or 8.0) >= 8.0
-    can = device.platform in ("gpu", "cuda") and ampere and dtype.itemsize == 2 and H <= 128 and H % 8 == 0
+    can = device.platform in ("gpu", "cuda") and ampere and fits_flash(config, dtype.name)
     if config.attention == "cudnn" and not can:
         raise ValueError(
             "model.attention=cudnn needs an NVIDIA GPU (Ampere or newer), a 16-bit precision.compute and a head dim of "

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import model
 from nanotrain_jax import step as steps
-from nanotrain_jax.audit import cost, topology
+from nanotrain_jax.audit import cost, hardware
 from nanotrain_jax.config import Config, padded_vocab
 from nanotrain_jax.parallel import chart, schedule
 from nanotrain_jax.resolved import resolve
@@ -156,7 +156,7 @@ def train(run: Run, folder: Path, stopped: Callable[[], bool]) -> None:
 
     def new_writer() -> metrics.Writer:
         devices = run.mesh.devices
-        peak = topology.peak_flops(devices.flat[0].device_kind)
+        peak = hardware.peak_flops(devices.flat[0].device_kind)
         flops = cost.flops_per_token(config.model, config.data.seq_len)["full"]
         flops *= config.data.batch_size * config.data.seq_len
         return metrics.Writer(config, first, flops, peak and peak * devices.size)

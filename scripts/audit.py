@@ -23,7 +23,7 @@ from rich.table import Table
 from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
-from nanotrain_jax.audit import cost, hlo, topology
+from nanotrain_jax.audit import cost, hardware, hlo, memory, topology
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
 
@@ -54,13 +54,13 @@ def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
     text = compiled.as_text()
 
     turns = cost.turns(config)
-    moves, memory = hlo.summary(hlo.collectives(text, mesh.shape, turns)), cost.memory(config)
+    moves, parts = hlo.summary(hlo.collectives(text, mesh.shape, turns)), memory.peak(config)[1]
     theory = {
         "collectives": cost.communication(config),
         "flops": cost.step_flops(config),
-        **{f"{name}_bytes": value for name, value in memory.items()},
-        "argument_bytes": memory["params"] + memory["optimizer"],
-        "peak_bytes": sum(memory.values()),
+        **{f"{name}_bytes": value for name, value in parts.items()},
+        "argument_bytes": parts["params"] + parts["optimizer"],
+        "peak_bytes": sum(parts.values()),
     }
     found = {
         "collectives": moves,
@@ -74,7 +74,7 @@ def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
         name: found[name] / theory[name] if theory[name] else 1.0
         for name in ("wire_bytes", "flops", "argument_bytes", "peak_bytes")
     }
-    share = found["peak_bytes"] / topology.GPUS[gpu].memory_bytes
+    share = found["peak_bytes"] / hardware.find(gpu).memory_bytes
     return {
         "gpu": gpu,
         "gpus": gpus,

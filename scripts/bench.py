@@ -20,7 +20,7 @@ from rich.table import Table
 from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
-from nanotrain_jax.audit import cost, topology
+from nanotrain_jax.audit import cost, hardware
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import data, request
 
@@ -56,7 +56,7 @@ def measure(config: configs.Config, count: int, warmup: int) -> dict:
     device = mesh.devices.flat[0]
     seconds = statistics.median(times)
     rate = tokens[:, 1:].size / seconds
-    peak = topology.peak_flops(device.device_kind)
+    peak = hardware.peak_flops(device.device_kind)
     flops = cost.flops_per_token(config.model, config.data.seq_len)
     memory, allocated = train.memory_analysis(), device.memory_stats()
     return {

@@ -38,7 +38,7 @@ from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import model
 from nanotrain_jax import step as steps
-from nanotrain_jax.audit import cost, hlo, topology
+from nanotrain_jax.audit import cost, hardware, hlo, topology
 from nanotrain_jax.config import padded_vocab
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import gpu_options
@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True)
     parser.add_argument("--stages", default="0,1,2,3", help="ZeRO stages (default: 0,1,2,3)")
     parser.add_argument("--steps", type=int, default=ENOUGH, help=f"steps timed (default: {ENOUGH})")
-    parser.add_argument("--gpu", help=f"compile only, for this GPU: {', '.join(topology.GPUS)}")
+    parser.add_argument("--gpu", help=f"compile only, for this GPU: {', '.join(hardware.GPUS)}")
     parser.add_argument("--gpus", type=int, default=8, help="how many of them (default: 8)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     asked = parser.parse_intermixed_args(argv)

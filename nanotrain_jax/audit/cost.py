@@ -1,4 +1,4 @@
-"""Closed forms: what a run must compute, move and store, with sources. Takes resolved configs.
+"""Closed forms: what a run must compute and move, with sources (what it stores: audit/memory.py). Takes resolved configs.
 
 Psi is the number of parameters that a device holds when ZeRO shards nothing (with t tensor-parallel devices 1/t of
 those that are split; with P pipeline stages 1/P of the layers, and both ends), N the devices along `data`, R those
@@ -9,11 +9,12 @@ that ZeRO leaves whole (norm gains and biases under parallel.persist_below) coun
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 from nanotrain_jax.config import Config, Model, padded_vocab
-from nanotrain_jax.parallel import schedule
+from nanotrain_jax.parallel import chart
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -28,9 +29,10 @@ class Array(NamedTuple):
     for_data: bool = True  # a dim is left that data may split
 
 
-def arrays(model: Model, tensor: int = 1) -> list[Array]:
+@lru_cache
+def arrays(model: Model, tensor: int = 1) -> tuple[Array, ...]:
     """Every parameter of the decoder, laid out as `model.rules` says for so many devices along tensor."""
-    D, F, K, V = model.d_model, model.d_ff, _kv_width(model), padded_vocab(model.vocab_size, tensor)
+    D, F, K, V = model.d_model, model.d_ff, kv_width(model), padded_vocab(model.vocab_size, tensor)
     llama, split = model.family == "llama", "split" if tensor > 1 else "whole"
     heads = split if tensor <= model.num_kv_heads else "heads"
     matmuls = [(D * D, split)] * 2 + [(D * K, heads)] * 2 + [(D * F, split)] * (3 if llama else 2)
@@ -45,7 +47,7 @@ def arrays(model: Model, tensor: int = 1) -> list[Array]:
         ends.append(Array("ends", model.max_seq_len * D))
     if not model.tie_embeddings:
         ends.append(Array("ends", V * D, split, matmul=True))
-    return layer + ends
+    return (*layer, *ends)
 
 
 def parameters(model: Model) -> int:
@@ -57,7 +59,7 @@ def _times(array: Array, model: Model) -> int:
     return model.num_layers if array.where == "layers" else 1
 
 
-def _local(array: Array, config: Config) -> float:
+def local(array: Array, config: Config) -> float:
     """Elements on a device of all arrays of this kind, where ZeRO shards nothing."""
     stages = config.parallel.pipe if array.where == "layers" else 1
     return (
@@ -65,12 +67,13 @@ def _local(array: Array, config: Config) -> float:
     )
 
 
-def _sharded(array: Array, config: Config) -> bool:
+def sharded(array: Array, config: Config) -> bool:
     """Whether ZeRO, from stage 1, splits it over data."""
     return array.for_data and array.size >= config.parallel.persist_below and config.parallel.data > 1
 
 
-def _kv_width(model: Model) -> int:
+def kv_width(model: Model) -> int:
+    """Of all heads of keys: K H."""
     return model.d_model // model.num_heads * model.num_kv_heads
 
 
@@ -108,7 +111,7 @@ def step_flops(config: Config) -> float:
     layers, ends = (sum(flops for where, flops in matmuls if where == part) for part in ("layers", "ends"))
     attention, last = 4.0 * L * m.d_model * T / t, 2.0 * L * m.d_model * m.d_ff / t
     again = {"none": 0.0, "selective": attention, "full": layers + attention - last}.get(remat, layers + attention)
-    return (3 * (layers + ends + attention) + again) * _tokens_per_device(config)
+    return (3 * (layers + ends + attention) + again) * tokens_per_device(config)
 
 
 def communication(config: Config) -> list[dict[str, Any]]:
@@ -150,7 +153,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
             rows[key] = rows.get(key, 0.0) + (2 if op == "all_reduce" else 1) * (n - 1) / n * size
 
     for a in arrays(m, p.tensor):
-        psi = _local(a, config)
+        psi = local(a, config)
         partial = a.tensor == "heads" or (a.tensor == "whole" and p.sequence_parallel)
         stages = ("pipe",) if a.where == "ends" else ()
         over = ("tensor",) if partial else ()
@@ -158,7 +161,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
             add(("replica", "data"), "all_reduce", g * psi, "gradients")
             add(over, "all_reduce", g * psi, "gradients")
             continue
-        if p.zero == 0 or not _sharded(a, config):
+        if p.zero == 0 or not sharded(a, config):
             add((*stages, "replica", "data", *over), "all_reduce", g * psi, "gradients")
             continue
         uses = 2 if a.where == "ends" and a.matmul and m.tie_embeddings and p.pipe > 1 else 1  # one at each end
@@ -170,7 +173,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
         else:
             add(("data",), "all_gather", w * psi, "updated weights")
 
-    tensor, tokens = ("tensor",), _tokens_per_device(config)
+    tensor, tokens = ("tensor",), tokens_per_device(config)
     activations = w * tokens * m.d_model
     again = {"none": 0, "selective": 0, "full": 1}.get(remat, 2)
     if p.sequence_parallel:
@@ -181,102 +184,12 @@ def communication(config: Config) -> list[dict[str, Any]]:
         add(tensor, "all_reduce", ((4 + again) * L + 2) * activations, "activations")
     add(tensor, "all_reduce", 3 * 4 * tokens, "loss")
     if p.pipe > 1:
-        ticks = _schedule(config).ticks
+        ticks = outline(config).ticks
         x = activations / p.microbatches / (p.tensor if p.sequence_parallel else 1)
         rows["pipe", "permute", "activations and their gradients"] = 2 * ticks * x
     return [
         {"axis": axis, "op": op, "bytes_per_device": size, "why": why} for (axis, op, why), size in rows.items() if size
     ]
-
-
-def memory(config: Config) -> dict[str, float]:
-    """Bytes per device: params, optimizer (which rest between steps), gradients, activations, logits (which do not).
-
-    params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32 (ZeRO paper, section 3.1), over N
-                        where the stage shards them
-    gradients           the paper's 2 per parameter with one microbatch, else 4 (float32 sums); over N from stage 2: 4
-    activations         of one microbatch, see layer_activations; block:n keeps the input of each block and one block;
-                        with pipeline stages of a chunk's layers in each slot, and what waits between stages
-                        (parallel/schedule.py, `buffers`)
-    logits              float32 logits and their 16-bit gradient, of all tokens or of model.loss_chunk, over t; where
-                        the loss makes its gradients in the forward (chunks, tensor), the head's in float32
-    Left out: the working set of the layer at hand, weights gathered at stage 3, kernels' workspaces.
-    """
-    m, p = config.model, config.parallel
-    b, table = BYTES[config.precision.compute], arrays(m, p.tensor)
-    psi = sum(_local(a, config) for a in table)
-    shard = sum(_local(a, config) / (p.data if _sharded(a, config) else 1) for a in table)
-    tokens, remat = _tokens_per_device(config) / p.microbatches, config.memory.remat
-    kept, working = layer_activations(config, remat), 0.0
-    if remat.startswith("block:"):
-        size = int(remat.removeprefix("block:"))
-        kept, working = layer_activations(config, "full") / size, size * layer_activations(config, "none")
-    if p.pipe == 1:
-        kept = m.num_layers * kept + working
-    else:
-        slots, (late, handed) = _slots(config), layer_split(config, remat)
-        one = slots["backward"] * (kept - late) + slots["late"] * late + slots["handed"] * handed
-        between = (slots["inputs"] + slots["gradients"]) * m.d_model / (p.tensor if p.sequence_parallel else 1)
-        kept = m.num_layers / (p.pipe * p.chunks) * one + between + working
-    V = padded_vocab(m.vocab_size, p.tensor) / p.tensor
-    logits = (4 + b) * (m.loss_chunk or tokens) * V
-    return {
-        "params": b * (shard if p.zero == 3 else psi),
-        "optimizer": (8 if b == 4 else 12) * (shard if p.zero else psi),
-        "gradients": 4 * shard if p.zero > 1 else (4 if p.microbatches > 1 or p.pipe > 1 else b) * psi,
-        "activations": b * tokens * kept,
-        "logits": logits + (4 * V * m.d_model if m.loss_chunk or p.tensor > 1 else 0),
-    }
-
-
-def layer_activations(config: Config, remat: str) -> float:
-    """Elements that one layer keeps per token for its backward (Korthikanti et al. 2022, arXiv 2205.05198, section 4,
-    recounted: no dropout, flash attention). With d_ff = 4 d and as many heads for keys as for queries:
-
-                gpt2            llama
-    none        4 d + 12 d / t  4 d + 16 d / t   inputs of norms, of matmuls; of attention and of the activation
-    none        2 d +  8 d / t  2 d + 12 d / t   at ZeRO-3: what matmuls and attention returned; the rest is computed
-                                                 from it
-    selective   2 d +  7 d / t  2 d + 11 d / t   what matmuls returned
-    full          d               d              the layer's input
-
-    over t tensor-parallel devices; with sequence parallelism all of it over t (table 2 of the paper). `none` also keeps
-    a float32 statistic per head of the softmax. At 2 bytes and t = 1 the first is 32 d: the paper's 34 d without its
-    two dropout masks.
-    """
-    m, p = config.model, config.parallel
-    t, sequence_parallel = p.tensor, p.sequence_parallel and p.tensor > 1
-    gates = 2 if m.family == "llama" else 1
-    matmuls = m.d_model + 2 * _kv_width(m) * max(1, t / m.num_kv_heads) + gates * m.d_ff  # a head of keys at least
-    attention = m.d_model + m.num_heads * 4 / BYTES[config.precision.compute]
-    if remat == "full":
-        whole, inside = 1, 0
-    elif remat == "selective":
-        whole, inside = 2, matmuls
-    elif p.zero == 3:
-        whole, inside = 2, matmuls + attention
-    else:
-        whole, inside = 4, matmuls + attention + m.d_ff
-    return whole * m.d_model / (t if sequence_parallel else 1) + inside / t
-
-
-def layer_split(config: Config, remat: str) -> tuple[float, float]:
-    """Elements per token that a layer keeps until W, where a schedule has it: from its forward, and from B.
-
-    Of each matmul its input and the gradient of its output (arXiv 2401.10241, section 2.1); the former from the forward
-    where the policy keeps it. Without W: 0, 0.
-    """
-    m, p = config.model, config.parallel
-    if not _schedule(config).weight.size:
-        return 0.0, 0.0
-    t, D, K = p.tensor, m.d_model, _kv_width(m) * max(1, p.tensor / m.num_kv_heads)
-    entered = 2 * D / (t if p.sequence_parallel and remat != "full" else 1)
-    x = {"x": entered + m.d_ff / t, "y": D / t}  # of attention's and the MLP's first matmuls and down; of out
-    grads = 2 * D + (D + 2 * K + (2 if m.family == "llama" else 1) * m.d_ff) / t
-    late = 0.0
-    if remat == "none":
-        late = x["y"] if p.zero == 3 else x["x"] + x["y"]
-    return late, x["x"] + x["y"] - late + grads
 
 
 def turns(config: Config) -> dict[str, Fraction]:
@@ -287,21 +200,18 @@ def turns(config: Config) -> dict[str, Fraction]:
     p = config.parallel
     if p.pipe == 1:
         return {}
-    table, units, ends = _schedule(config), p.microbatches * p.chunks, Fraction(1, p.chunks)
-    often = Fraction(units, table.ticks)
-    per_slot = often / max(1, table.weight.shape[-1])
+    found, units, ends = outline(config), p.microbatches * p.chunks, Fraction(1, p.chunks)
+    often = Fraction(units, found.ticks)
+    per_slot = often / max(1, found.weights)
     return {"forward": often, "backward": often, "weight": per_slot, "first": ends, "last": ends}
 
 
-def _schedule(config: Config) -> schedule.Schedule:
+def outline(config: Config) -> chart.Outline:
+    """What the config's pipeline schedule costs."""
     p = config.parallel
-    return schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks)
+    return chart.outline(p.schedule, p.pipe, p.microbatches, p.chunks)
 
 
-def _slots(config: Config) -> dict[str, int]:
-    spare = config.parallel.idle == "mask"
-    return {name: buffer.count + spare for name, buffer in schedule.buffers(_schedule(config)).items()}
-
-
-def _tokens_per_device(config: Config) -> float:
+def tokens_per_device(config: Config) -> float:
+    """Of a step."""
     return config.data.batch_size * config.data.seq_len / (config.parallel.replica * config.parallel.data)

@@ -1,4 +1,4 @@
-"""Accelerators that are not here: their figures, and devices that only the compiler sees.
+"""Accelerators that are not here, as devices that only the compiler sees.
 
 `compile_only("h100", 64)` gives 64 devices for `mesh.make(devices=...)`: XLA compiles for them as it would on the
 cluster (same passes, same schedule, same buffers) on a machine without a GPU or a driver. It needs the CUDA compiler
@@ -8,45 +8,11 @@ of `pip install 'nanotrain_jax[cuda12]'`. Nothing can run on them, and nothing i
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
 
-PER_HOST = 8  # GPUs of one host, joined by NVLink
-
-
-class Gpu(NamedTuple):
-    """Figures of one accelerator, SXM form. Bytes, bytes per second, FLOP per second.
-
-    peak_flops: dense 16-bit matmuls, without sparsity (NVIDIA data sheets: A100 2021, H100 and H200 2023, B200 2024).
-    The others: what the CUDA runtime reports of the device, as OpenXLA publishes it for its own GPU targets.
-    """
-
-    kind: str  # what jax.Device.device_kind says
-    peak_flops: float
-    memory_bytes: int
-    memory_bandwidth: int
-    capability: int  # major CUDA compute capability
-    cores: int
-    fpus_per_core: int
-    clock_ghz: float
-    l2_bytes: int
-    shared_bytes: int  # per core
-
-
-GPUS = {
-    "a100": Gpu(
-        "NVIDIA A100-SXM4-80GB", 312e12, 85_100_068_864, 2_039_040_000_000, 8, 108, 64, 1.41, 41_943_040, 167_936
-    ),
-    "h100": Gpu(
-        "NVIDIA H100 80GB HBM3", 989e12, 84_942_979_072, 3_352_320_000_000, 9, 132, 128, 1.98, 52_428_800, 233_472
-    ),
-    "h200": Gpu(
-        "NVIDIA H200 141GB HBM3e", 989e12, 151_397_597_184, 4_800_000_000_000, 9, 132, 128, 1.98, 52_428_800, 233_472
-    ),
-    "b200": Gpu("NVIDIA B200", 2250e12, 191_514_411_008, 7_672_320_000_000, 10, 148, 128, 1.965, 132_644_864, 233_472),
-}
+from nanotrain_jax.audit import hardware
 
 # XLA's GpuTargetConfig, as text. Shared memory per block is what a core has less 1 KiB, which CUDA keeps.
 TARGET = """
@@ -64,23 +30,16 @@ device_description_str: "{gpu.kind}"
 """
 
 
-def peak_flops(device_kind: str) -> float | None:
-    """Dense 16-bit FLOP/s of one device, or None if it is not in the table (a CPU, say)."""
-    return next((gpu.peak_flops for name, gpu in GPUS.items() if name.upper() in device_kind), None)
-
-
 def compile_only(gpu: str, count: int) -> list[jax.Device]:
-    """`count` devices of a kind (a100, h100, h200, b200) to compile for; 8 to a host.
+    """`count` devices of a kind (a name in hardware.GPUS) to compile for, host by host.
 
     Raises ValueError for a kind or count that is not known, RuntimeError where the CUDA compiler is not installed.
     """
-    if gpu not in GPUS:
-        raise ValueError(f"gpu={gpu!r} is unknown; use {', '.join(GPUS)}")
-    if count < 1 or (count > PER_HOST and count % PER_HOST):
-        raise ValueError(f"gpus={count}: 1 to {PER_HOST}, or whole hosts of {PER_HOST}; use {-(-count // 8) * 8 or 1}")
+    found = hardware.find(gpu)
+    hardware.check_count(gpu, count)
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # that check wants a driver
-    target = TARGET.format(gpu=GPUS[gpu], optin=GPUS[gpu].shared_bytes - 1024)
-    hosts, each = (count // PER_HOST, PER_HOST) if count > PER_HOST else (1, count)
+    target = TARGET.format(gpu=found, optin=found.shared_bytes - 1024)
+    hosts, each = (count // found.host, found.host) if count > found.host else (1, count)
     try:
         topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x{hosts}x{each}")
     except NotImplementedError:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanotrain_jax.parallel.schedule import IDLE, Schedule, buffers, ticks_of
+from nanotrain_jax.parallel.schedule import IDLE, Schedule, make, slots, ticks_of
 
 Time = int | float | Fraction
 
@@ -31,6 +32,39 @@ class Stats(NamedTuple):
     in_flight: list[int]  # per stage: most units at a time between their forward and the last of their backward
     slots: dict[str, int]  # see `buffers`
     masked: float  # layers' work of a stage that computes in every tick and throws idle results away, over useful work
+
+
+class Outline(NamedTuple):
+    """All that time and memory depend on, without the units."""
+
+    ticks: int
+    slots: dict[str, int]  # see `schedule.buffers`
+    weights: int  # W at most in a tick
+    kinds: dict[tuple[tuple[int, int, int], ...], int]  # F, B and W of the stages of a tick, each once -> how many ticks
+
+    def time(self, F: float, B: float, W: float) -> float:
+        """From the first tick to the last, where one chunk of one microbatch takes so long; B without W."""
+        costs = (F, B, W) if self.weights else (F, B + W, 0.0)
+        price = lambda work: sum(n * cost for n, cost in zip(work, costs, strict=True))
+        return sum(number * max(map(price, kind)) for kind, number in self.kinds.items())
+
+
+@lru_cache(maxsize=None)
+def outline(name: str, stages: int, microbatches: int, chunks: int = 1) -> Outline:
+    """What a schedule by name costs. Raises ValueError if there is none (`schedule.make`)."""
+    table = make(name, stages, microbatches, chunks)
+    counts = _counts(table)
+    numbers = counts @ (1, 2, 4 * counts.max(initial=1))  # of (F, B, W); F and B are 0 or 1
+    kinds: dict[tuple[tuple[int, int, int], ...], int] = {}
+    for tick, row in zip(numbers, counts, strict=True):
+        kind = tuple(tuple(map(int, row[i])) for i in np.unique(tick, return_index=True)[1])
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return Outline(table.ticks, slots(table), table.weight.shape[-1], kinds)
+
+
+def _counts(schedule: Schedule) -> np.ndarray:
+    """[ticks P 3]: how many F, B and W."""
+    return np.stack([schedule.forward != IDLE, schedule.backward != IDLE, (schedule.weight != IDLE).sum(-1)], -1)
 
 
 def validate(schedule: Schedule) -> None:
@@ -82,7 +116,7 @@ def stats(schedule: Schedule, F: Time = 1, dX: Time = 1, W: Time = 1) -> Stats:
     if not (schedule.backward != IDLE).any():
         raise ValueError("a schedule without a backward has no bubble; give one that trains")
     C, M, split = schedule.chunks, schedule.microbatches, schedule.weight.size > 0
-    counts = np.stack([schedule.forward != IDLE, schedule.backward != IDLE, (schedule.weight != IDLE).sum(-1)], -1)
+    counts = _counts(schedule)
     costs = (F, dX, W) if split else (F, dX + W, 0)
     share: Any = Fraction(1, C) if all(isinstance(c, int | Fraction) for c in costs) else 1 / C
     price = lambda row: sum((int(n) * c for n, c in zip(row, costs, strict=True)), 0 * F)
@@ -101,7 +135,7 @@ def stats(schedule: Schedule, F: Time = 1, dX: Time = 1, W: Time = 1) -> Stats:
         bubble=max(bubbles),
         bubble_fraction=float(1 - work / sum(length)),
         in_flight=in_flight,
-        slots={name: buffer.count for name, buffer in buffers(schedule).items()},
+        slots=slots(schedule),
         masked=float(masked),
     )
 

@@ -235,9 +235,8 @@ def _one_at_a_time(P: int, M: int, warm_up: Sequence[int], limit: int | None) ->
 
 def ticks_of(table: np.ndarray, units: int) -> np.ndarray:
     """table [ticks P] or [ticks P n] -> the tick of each unit on each stage [units P]; -1 where it is missing."""
-    found = np.full((units, table.shape[1]), -1)
-    for place in np.argwhere(table != IDLE):
-        found[table[tuple(place)], place[1]] = place[0]
+    found, places = np.full((units, table.shape[1]), -1), (table != IDLE).nonzero()
+    found[table[places], places[1]] = places[0]
     return found
 
 
@@ -270,6 +269,25 @@ def buffers(schedule: Schedule) -> dict[str, Buffer]:
     late         what B does not need but W does, from F; none without W
     handed       what B made for W; none without W
     """
+    return {name: _slots(*span) for name, span in _spans(schedule).items()}
+
+
+def slots(schedule: Schedule) -> dict[str, int]:
+    """How many slots each of `buffers` has, without saying which is whose: the most that live at a time."""
+    found = {}
+    for name, (begin, end, kept) in _spans(schedule).items():
+        changes, stage = np.zeros((end.max() + 2, schedule.stages), int), np.arange(schedule.stages) + 0 * begin
+        np.add.at(changes, (begin[kept], stage[kept]), 1)
+        np.add.at(changes, (end[kept] + 1, stage[kept]), -1)
+        found[name] = int(changes.cumsum(0).max())
+    return found
+
+
+def _spans(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Name of a buffer -> when what it keeps of each unit begins, when it ends, and whether there is any [units P].
+
+    There are four moments in a tick: arrival, F, B, W.
+    """
     units, last = schedule.chunks * schedule.microbatches, schedule.chunks * schedule.stages - 1
     F, B = ticks_of(schedule.forward, units), ticks_of(schedule.backward, units)
     W = ticks_of(schedule.weight, units) if schedule.weight.size else np.full_like(F, -1)
@@ -277,17 +295,19 @@ def buffers(schedule: Schedule) -> dict[str, Buffer]:
     g = np.where(_piece(schedule) == last, F, g)
     spans = {"inputs": (x, 0, F, 1), "gradients": (g, 0, B, 2), "backward": (F, 1, B, 2)}
     spans |= {"late": (F, 1, W, 3), "handed": (B, 2, W, 3)}
-    return {name: _slots(4 * start + i, 4 * end + j, start, end) for name, (start, i, end, j) in spans.items()}
+    return {
+        name: (4 * start + i, 4 * end + j, (start >= 0) & (end >= 0)) for name, (start, i, end, j) in spans.items()
+    }
 
 
-def _slots(begin: np.ndarray, end: np.ndarray, *ticks: np.ndarray) -> Buffer:
-    """The lowest slot that is free from begin to end [units P], both included; none where one of ticks is missing."""
+def _slots(begin: np.ndarray, end: np.ndarray, kept: np.ndarray) -> Buffer:
+    """The lowest slot that is free from begin to end [units P], both included; none where nothing is kept."""
     units, P = begin.shape
     slot, count = np.full((units + 1, P), IDLE), 0
     for s in range(P):
         free_after: list[int] = []  # of each slot
         for unit in np.argsort(begin[:, s], kind="stable"):
-            if any(t[unit, s] < 0 for t in ticks):
+            if not kept[unit, s]:
                 continue
             here = next((i for i, t in enumerate(free_after) if t < begin[unit, s]), len(free_after))
             free_after[here : here + 1] = [end[unit, s]]

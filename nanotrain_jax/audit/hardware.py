@@ -1,0 +1,79 @@
+"""Accelerators as figures: what they compute, hold and move, with sources. Nothing here needs them, or JAX.
+
+Bytes, bytes per second, FLOP per second; links in one direction.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Gpu(NamedTuple):
+    """Figures of one accelerator, SXM form.
+
+    peak_flops           dense 16-bit matmuls, without sparsity: NVIDIA's data sheets (A100 2021, H100 and H200 2023, B200
+                         and GB200 2024)
+    nvlink               half of what the same sheets give for both directions: 600, 900, 1,800 GB/s
+    network              one adapter per GPU: DGX A100 8 x 200 Gb/s, DGX H100, H200 and B200 8 x 400 Gb/s, GB200 NVL72
+                         400 Gb/s (NVIDIA's data sheets of these systems)
+    host, joined         GPUs in one host, and GPUs that NVLink joins: those of a host; of GB200 NVL72 the rack's
+    memory_bytes and the rest: what the CUDA runtime reports of the device, as OpenXLA publishes it for its own targets
+    """
+
+    kind: str  # what jax.Device.device_kind says
+    peak_flops: float
+    memory_bytes: int
+    memory_bandwidth: int
+    nvlink: float
+    network: float
+    host: int
+    joined: int
+    capability: int  # major CUDA compute capability
+    cores: int
+    fpus_per_core: int
+    clock_ghz: float
+    l2_bytes: int
+    shared_bytes: int  # per core
+
+
+_A100 = {"nvlink": 300e9, "network": 25e9, "host": 8, "joined": 8, "capability": 8, "cores": 108, "fpus_per_core": 64}
+_A100 |= {"clock_ghz": 1.41, "l2_bytes": 41_943_040, "shared_bytes": 167_936, "peak_flops": 312e12}
+_HOPPER = {"nvlink": 450e9, "network": 50e9, "host": 8, "joined": 8, "capability": 9, "cores": 132, "fpus_per_core": 128}
+_HOPPER |= {"clock_ghz": 1.98, "l2_bytes": 52_428_800, "shared_bytes": 233_472, "peak_flops": 989e12}
+_BLACKWELL = {"nvlink": 900e9, "network": 50e9, "capability": 10, "fpus_per_core": 128, "shared_bytes": 233_472}
+
+GPUS = {
+    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", memory_bytes=42_331_013_120, memory_bandwidth=1_555_200_000_000, **_A100),
+    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", memory_bytes=85_100_068_864, memory_bandwidth=2_039_040_000_000, **_A100),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", memory_bytes=84_942_979_072, memory_bandwidth=3_352_320_000_000, **_HOPPER),
+    "h200": Gpu("NVIDIA H200 141GB HBM3e", memory_bytes=151_397_597_184, memory_bandwidth=4_800_000_000_000, **_HOPPER),
+    "b200": Gpu(
+        "NVIDIA B200", 2250e12, 191_514_411_008, 7_672_320_000_000,
+        host=8, joined=8, cores=148, clock_ghz=1.965, l2_bytes=132_644_864, **_BLACKWELL,
+    ),
+    "gb200": Gpu(
+        "NVIDIA GB200", 2500e12, 197_897_748_480, 7_928_064_000_000,
+        host=4, joined=72, cores=152, clock_ghz=2.062, l2_bytes=135_528_448, **_BLACKWELL,
+    ),
+}  # fmt: skip
+
+
+def find(name: str) -> Gpu:
+    """A kind of GPU by its name here. Raises ValueError that lists them."""
+    if name not in GPUS:
+        raise ValueError(f"gpu={name!r} is unknown; use {', '.join(GPUS)}")
+    return GPUS[name]
+
+
+def check_count(name: str, count: int) -> None:
+    """Raise ValueError unless so many GPUs are within one host or fill their hosts."""
+    host = find(name).host
+    if count < 1 or (count > host and count % host):
+        raise ValueError(f"gpus={count}: 1 to {host}, or whole hosts of {host}; use {-(-count // host) * host or 1}")
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense 16-bit FLOP/s of one device, or None if it is not in the table (a CPU, say)."""
+    words = re.split(r"[ -]", device_kind)
+    return next((gpu.peak_flops for name, gpu in GPUS.items() if name.split("-")[0].upper() in words), None)

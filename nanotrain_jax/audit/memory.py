@@ -1,0 +1,176 @@
+"""Closed forms of memory: what a device holds in each moment of a step, with sources. Takes resolved configs.
+
+A step holds most in one of three moments, and its peak is the largest of their sums:
+
+    loss      after the forward: all that layers keep, and the logits
+    backward  at the first layer to go back: what layers keep, the gradients, and all that one layer makes on its way
+    update    what layers kept is gone; gradients are whole, and the largest of them is on its way between devices
+
+Bytes per device. Psi, N, t, P and M as in audit/cost.py.
+"""
+
+from __future__ import annotations
+
+from nanotrain_jax.audit.cost import BYTES, arrays, kv_width, local, outline, sharded, tokens_per_device
+from nanotrain_jax.config import Config, fits_flash, padded_vocab
+
+Parts = dict[str, float]
+
+
+def state(config: Config) -> Parts:
+    """Bytes that rest between steps.
+
+    params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32 (ZeRO, arXiv 1910.02054, section 3.1),
+                        over N where the stage shards them
+    """
+    b, zero = BYTES[config.precision.compute], config.parallel.zero
+    psi, shard = (sum(sizes.values()) for sizes in _parameters(config))
+    return {"params": b * (shard if zero == 3 else psi), "optimizer": (8 if b == 4 else 12) * (shard if zero else psi)}
+
+
+def moments(config: Config) -> dict[str, Parts]:
+    """Moment -> part -> bytes.
+
+    params, optimizer   see `state`
+    gradients   float32 sums over microbatches, 4 Psi (from stage 2 over N), if there are several or stages; without
+                stages what the microbatch at hand makes comes on top: 2 Psi_layers (from stage 2: 4 Psi_layers / N);
+                of the head 2, or 4 where the loss makes it (chunks, tensor)
+    activations of one microbatch, see `layer_activations`; with stages, of a chunk's layers in each slot, and what
+                waits between stages (parallel/schedule.py, `buffers`)
+    loss        float32 logits and their 16-bit gradient, of all tokens or of model.loss_chunk, over t; without chunks
+                and tensor the gradient stays, because XLA makes that of the head last
+    layer       what one layer makes on its way back: what `none` would keep of it, and four float32 copies of x (norms
+                and the residual stream); block:n, of n layers
+    buffers     what was gathered and what is on its way: weights of the head or of a layer at stage 3, float32
+                gradients of a layer from stage 2, activations whole again under sequence parallelism (three), the
+                largest stacked gradient in the wire's dtype where it travels once per step
+    """
+    m, p, remat = config.model, config.parallel, config.memory.remat
+    b, g, D = BYTES[config.precision.compute], BYTES[config.precision.grad_reduce], m.d_model
+    psi, shard = _parameters(config)
+    layers, sharded_layers = psi["layers"], shard["layers"]
+    tokens, L = tokens_per_device(config) / p.microbatches, m.num_layers / p.pipe
+    V = padded_vocab(m.vocab_size, p.tensor) / p.tensor
+    split_x = p.tensor if p.sequence_parallel else 1
+
+    kept, block = b * tokens * _activations(config), 1
+    if remat.startswith("block:"):
+        block = int(remat.removeprefix("block:"))
+    one = b * tokens * (layer_activations(config.replace("parallel", zero=0), "none") + 8 * D / split_x)
+    one += _scores(config) * tokens
+    if block > 1:
+        one += (block - 1) * b * tokens * layer_activations(config, "none")
+    early = bool(m.loss_chunk) or p.tensor > 1  # the loss makes the head's gradient, in float32
+    head = (4 if early else b) * V * D
+    logits = (4 + b) * (m.loss_chunk or tokens) * V
+    late = 0.0 if early else b * tokens * V
+
+    several, apart = p.microbatches > 1 or p.pipe > 1, p.zero == 3 and p.data > 1
+    sums = 4 * sum((shard if p.zero > 1 else psi).values()) if several else 0.0
+    made = 0.0 if p.pipe > 1 else 4 * sharded_layers if p.zero > 1 else b * layers
+    gathered = (b * layers / L if apart else 0.0) + (4 * layers / L if p.zero > 1 and p.data > 1 else 0.0)
+    gathered += 3 * b * tokens * D if split_x > 1 else 0.0
+    if p.pipe > 1:
+        gathered += b * layers / L  # a layer's gradients, before they are added
+    once = p.zero < 2 and p.data * p.replica > 1
+    largest = max(local(a, config) for a in arrays(m, p.tensor) if a.where == "layers")
+    ends = b * psi["ends"] if p.zero < 2 else 4 * shard["ends"]
+
+    always = state(config)
+    found: dict[str, Parts] = {
+        "loss": {"gradients": sums + head, "activations": kept, "loss": logits}
+        | {"layer": 2 * b * tokens * D, "buffers": b * V * D if apart else 0.0},
+        "backward": {"gradients": sums + made + (head if early else 0.0), "activations": kept}
+        | {"loss": 0.0 if p.pipe > 1 else late, "layer": one, "buffers": gathered},
+        "update": {"gradients": sums or made + ends, "activations": 0.0, "loss": 0.0 if several else late}
+        | {"layer": 0.0, "buffers": (4 if several else g) * largest if once else 0.0},
+    }
+    return {moment: always | parts for moment, parts in found.items()}
+
+
+def peak(config: Config) -> tuple[str, Parts]:
+    """The moment in which most is held, and its parts."""
+    return max(moments(config).items(), key=lambda item: sum(item[1].values()))
+
+
+def _parameters(config: Config) -> tuple[dict[str, float], dict[str, float]]:
+    """Elements of layers and ends on a device: where ZeRO shards nothing, and over data."""
+    psi, shard = {"layers": 0.0, "ends": 0.0}, {"layers": 0.0, "ends": 0.0}
+    for a in arrays(config.model, config.parallel.tensor):
+        size = local(a, config)
+        psi[a.where] += size
+        shard[a.where] += size / (config.parallel.data if sharded(a, config) else 1)
+    return psi, shard
+
+
+def _activations(config: Config) -> float:
+    """Elements per token of a microbatch that a device keeps between the forward and the backward of its layers."""
+    m, p, remat = config.model, config.parallel, config.memory.remat
+    kept = layer_activations(config, remat)
+    if p.pipe == 1:
+        return m.num_layers * kept
+    spare = p.idle == "mask"
+    slots, (late, handed) = outline(config).slots, layer_split(config, remat)
+    waiting = (slots["inputs"] + slots["gradients"] + 2 * spare) * m.d_model / (p.tensor if p.sequence_parallel else 1)
+    one = (slots["backward"] + spare) * (kept - late)
+    one += (slots["late"] + spare) * late + (slots["handed"] + spare) * handed
+    return m.num_layers / (p.pipe * p.chunks) * one + waiting
+
+
+def _scores(config: Config) -> float:
+    """Bytes per token of the scores that attention makes on its way, where it is not flash attention."""
+    m = config.model
+    if fits_flash(m, config.precision.compute):
+        return 0.0
+    return 16 * config.data.seq_len * m.num_heads / config.parallel.tensor
+
+
+def layer_activations(config: Config, remat: str) -> float:
+    """Elements that one layer keeps per token for its backward (Korthikanti et al. 2022, arXiv 2205.05198, section 4,
+    recounted: no dropout, flash attention). With d_ff = 4 d and as many heads for keys as for queries:
+
+                gpt2            llama
+    none        4 d + 12 d / t  4 d + 16 d / t   inputs of norms, of matmuls; of attention and of the activation
+    none        2 d +  8 d / t  2 d + 12 d / t   at ZeRO-3: what matmuls and attention returned; the rest is computed
+                                                 from it
+    selective   2 d +  7 d / t  2 d + 11 d / t   what matmuls returned
+    full          d               d              the layer's input (block:n: of each block's first)
+
+    over t tensor-parallel devices; with sequence parallelism all of it over t (table 2 of the paper). `none` also keeps
+    a float32 statistic per head of the softmax, or without flash attention the scores: in bytes 6 T + 8 per head, 4 T
+    at ZeRO-3. At 2 bytes and t = 1 the first is 32 d: the paper's 34 d without its two dropout masks.
+    """
+    m, p, b = config.model, config.parallel, BYTES[config.precision.compute]
+    t, sequence_parallel = p.tensor, p.sequence_parallel and p.tensor > 1
+    gates = 2 if m.family == "llama" else 1
+    matmuls = m.d_model + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + gates * m.d_ff  # a head of keys at least
+    flash, T = fits_flash(m, config.precision.compute), config.data.seq_len
+    attention = m.d_model + m.num_heads / b * (4 if flash else 4 * T if p.zero == 3 else 6 * T + 8)
+    if remat == "full" or remat.startswith("block:"):
+        whole, inside = 1 / int(remat.partition(":")[2] or 1), 0
+    elif remat == "selective":
+        whole, inside = 2, matmuls
+    elif p.zero == 3:
+        whole, inside = 2, matmuls + attention
+    else:
+        whole, inside = 4, matmuls + attention + m.d_ff
+    return whole * m.d_model / (t if sequence_parallel else 1) + inside / t
+
+
+def layer_split(config: Config, remat: str) -> tuple[float, float]:
+    """Elements per token that a layer keeps until W, where a schedule has it: from its forward, and from B.
+
+    Of each matmul its input and the gradient of its output (arXiv 2401.10241, section 2.1); the former from the forward
+    where the policy keeps it. Without W: 0, 0.
+    """
+    m, p = config.model, config.parallel
+    if not outline(config).weights:
+        return 0.0, 0.0
+    t, D, K = p.tensor, m.d_model, kv_width(m) * max(1, p.tensor / m.num_kv_heads)
+    entered = 2 * D / (t if p.sequence_parallel and remat != "full" else 1)
+    x = {"x": entered + m.d_ff / t, "y": D / t}  # of attention's and the MLP's first matmuls and down; of out
+    grads = 2 * D + (D + 2 * K + (2 if m.family == "llama" else 1) * m.d_ff) / t
+    late = 0.0
+    if remat == "none":
+        late = x["y"] if p.zero == 3 else x["x"] + x["y"]
+    return late, x["x"] + x["y"] - late + grads
