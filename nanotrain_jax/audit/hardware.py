@@ -12,17 +12,19 @@ from typing import NamedTuple
 class Gpu(NamedTuple):
     """Figures of one accelerator, SXM form.
 
-    peak_flops           dense 16-bit matmuls, without sparsity: NVIDIA's data sheets (A100 2021, H100 and H200 2023, B200
-                         and GB200 2024)
-    nvlink               half of what the same sheets give for both directions: 600, 900, 1,800 GB/s
-    network              one adapter per GPU: DGX A100 8 x 200 Gb/s, DGX H100, H200 and B200 8 x 400 Gb/s, GB200 NVL72
-                         400 Gb/s (NVIDIA's data sheets of these systems)
-    host, joined         GPUs in one host, and GPUs that NVLink joins: those of a host; of GB200 NVL72 the rack's
-    memory_bytes and the rest: what the CUDA runtime reports of the device, as OpenXLA publishes it for its own targets
+    peak_flops     dense 16-bit matmuls, without sparsity: NVIDIA's data sheets (A100 2021, H100 and H200 2023, B200 and
+                   GB200 2024)
+    matmul         the share of it that large matmuls reach: assumed, from what training runs publish
+    nvlink         half of what the same sheets give for both directions: 600, 900, 1,800 GB/s
+    network        one adapter per GPU: DGX A100 8 x 200 Gb/s, DGX H100, H200 and B200 8 x 400 Gb/s, GB200 NVL72 400 Gb/s
+                   each (NVIDIA's data sheets of these systems)
+    host, joined   GPUs in one host, and GPUs that NVLink joins: those of a host; of GB200 NVL72 the rack's
+    the rest       what the CUDA runtime reports of the device, as OpenXLA publishes it for its own targets
     """
 
     kind: str  # what jax.Device.device_kind says
     peak_flops: float
+    matmul: float
     memory_bytes: int
     memory_bandwidth: int
     nvlink: float
@@ -37,26 +39,28 @@ class Gpu(NamedTuple):
     shared_bytes: int  # per core
 
 
-_A100 = {"nvlink": 300e9, "network": 25e9, "host": 8, "joined": 8, "capability": 8, "cores": 108, "fpus_per_core": 64}
-_A100 |= {"clock_ghz": 1.41, "l2_bytes": 41_943_040, "shared_bytes": 167_936, "peak_flops": 312e12}
-_HOPPER = {"nvlink": 450e9, "network": 50e9, "host": 8, "joined": 8, "capability": 9, "cores": 132, "fpus_per_core": 128}
-_HOPPER |= {"clock_ghz": 1.98, "l2_bytes": 52_428_800, "shared_bytes": 233_472, "peak_flops": 989e12}
-_BLACKWELL = {"nvlink": 900e9, "network": 50e9, "capability": 10, "fpus_per_core": 128, "shared_bytes": 233_472}
+_A100 = {"peak_flops": 312e12, "matmul": 0.65, "nvlink": 300e9, "network": 25e9, "host": 8, "joined": 8}
+_A100 |= {"capability": 8, "cores": 108, "fpus_per_core": 64, "clock_ghz": 1.41, "l2_bytes": 41_943_040}
+_A100 |= {"shared_bytes": 167_936}
+_HOPPER = {"peak_flops": 989e12, "matmul": 0.55, "nvlink": 450e9, "network": 50e9, "host": 8, "joined": 8}
+_HOPPER |= {"capability": 9, "cores": 132, "fpus_per_core": 128, "clock_ghz": 1.98, "l2_bytes": 52_428_800}
+_HOPPER |= {"shared_bytes": 233_472}
+_BLACKWELL = {"matmul": 0.55, "nvlink": 900e9, "network": 50e9}
+_BLACKWELL |= {"capability": 10, "fpus_per_core": 128, "shared_bytes": 233_472}
+_B200 = {"peak_flops": 2250e12, "host": 8, "joined": 8, "cores": 148, "clock_ghz": 1.965, "l2_bytes": 132_644_864}
+_GB200 = {"peak_flops": 2500e12, "host": 4, "joined": 72, "cores": 152, "clock_ghz": 2.062, "l2_bytes": 135_528_448}
 
 GPUS = {
-    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", memory_bytes=42_331_013_120, memory_bandwidth=1_555_200_000_000, **_A100),
-    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", memory_bytes=85_100_068_864, memory_bandwidth=2_039_040_000_000, **_A100),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", memory_bytes=84_942_979_072, memory_bandwidth=3_352_320_000_000, **_HOPPER),
-    "h200": Gpu("NVIDIA H200 141GB HBM3e", memory_bytes=151_397_597_184, memory_bandwidth=4_800_000_000_000, **_HOPPER),
-    "b200": Gpu(
-        "NVIDIA B200", 2250e12, 191_514_411_008, 7_672_320_000_000,
-        host=8, joined=8, cores=148, clock_ghz=1.965, l2_bytes=132_644_864, **_BLACKWELL,
-    ),
-    "gb200": Gpu(
-        "NVIDIA GB200", 2500e12, 197_897_748_480, 7_928_064_000_000,
-        host=4, joined=72, cores=152, clock_ghz=2.062, l2_bytes=135_528_448, **_BLACKWELL,
-    ),
-}  # fmt: skip
+    name: Gpu(kind=kind, memory_bytes=size, memory_bandwidth=bandwidth, **figures)
+    for name, kind, size, bandwidth, figures in (
+        ("a100-40", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 1_555_200_000_000, _A100),
+        ("a100-80", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 2_039_040_000_000, _A100),
+        ("h100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000, _HOPPER),
+        ("h200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 4_800_000_000_000, _HOPPER),
+        ("b200", "NVIDIA B200", 191_514_411_008, 7_672_320_000_000, _BLACKWELL | _B200),
+        ("gb200", "NVIDIA GB200", 197_897_748_480, 7_928_064_000_000, _BLACKWELL | _GB200),
+    )
+}
 
 
 def find(name: str) -> Gpu:

@@ -20,8 +20,8 @@ Parts = dict[str, float]
 def state(config: Config) -> Parts:
     """Bytes that rest between steps.
 
-    params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32 (ZeRO, arXiv 1910.02054, section 3.1),
-                        over N where the stage shards them
+    params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32, over N where the stage shards them
+                        (ZeRO, arXiv 1910.02054, section 3.1)
     """
     b, zero = BYTES[config.precision.compute], config.parallel.zero
     psi, shard = (sum(sizes.values()) for sizes in _parameters(config))
@@ -78,9 +78,9 @@ def moments(config: Config) -> dict[str, Parts]:
 
     always = state(config)
     found: dict[str, Parts] = {
-        "loss": {"gradients": sums + head, "activations": kept, "loss": logits}
+        "loss": {"gradients": sums + (head if p.pipe == 1 else 0.0), "activations": kept, "loss": logits}
         | {"layer": 2 * b * tokens * D, "buffers": b * V * D if apart else 0.0},
-        "backward": {"gradients": sums + made + (head if early else 0.0), "activations": kept}
+        "backward": {"gradients": sums + made + (head if early and p.pipe == 1 else 0.0), "activations": kept}
         | {"loss": 0.0 if p.pipe > 1 else late, "layer": one, "buffers": gathered},
         "update": {"gradients": sums or made + ends, "activations": 0.0, "loss": 0.0 if several else late}
         | {"layer": 0.0, "buffers": (4 if several else g) * largest if once else 0.0},

@@ -40,7 +40,9 @@ class Outline(NamedTuple):
     ticks: int
     slots: dict[str, int]  # see `schedule.buffers`
     weights: int  # W at most in a tick
-    kinds: dict[tuple[tuple[int, int, int], ...], int]  # F, B and W of the stages of a tick, each once -> how many ticks
+    kinds: dict[
+        tuple[tuple[int, int, int], ...], int
+    ]  # F, B and W of the stages of a tick, each once -> how many ticks
 
     def time(self, F: float, B: float, W: float) -> float:
         """From the first tick to the last, where one chunk of one microbatch takes so long; B without W."""

@@ -295,9 +295,7 @@ def _spans(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray, np.nda
     g = np.where(_piece(schedule) == last, F, g)
     spans = {"inputs": (x, 0, F, 1), "gradients": (g, 0, B, 2), "backward": (F, 1, B, 2)}
     spans |= {"late": (F, 1, W, 3), "handed": (B, 2, W, 3)}
-    return {
-        name: (4 * start + i, 4 * end + j, (start >= 0) & (end >= 0)) for name, (start, i, end, j) in spans.items()
-    }
+    return {name: (4 * start + i, 4 * end + j, (start >= 0) & (end >= 0)) for name, (start, i, end, j) in spans.items()}
 
 
 def _slots(begin: np.ndarray, end: np.ndarray, kept: np.ndarray) -> Buffer:

@@ -1,0 +1,223 @@
+"""What a run will need and how fast it will be, by closed forms alone: memory, communication, FLOPs, a modelled time.
+
+Memory, bytes and FLOPs are exact formulas, held to the compiled program by the tests (audit/). The time is *modelled*, a
+roofline (Williams et al. 2009): work takes as long as the slowest of the matrix units, the memory and the link that it
+needs, at the shares of their peaks that stand below; nothing here was measured.
+
+    one microbatch, one stage     F   forward of its layers: each matmul 2 m k n FLOPs or its bytes, whichever is longer;
+                                      attention (flash: half of the scores, the causal ones); norms, residual stream and
+                                      activation at the memory's speed; what tensor moves and cannot hide
+                                  B   what is computed again, gradients of inputs; attention 5/2 of its forward
+                                  W   gradients of weights
+    all microbatches              the schedule's ticks, each as long as its busiest stage (parallel/chart.py), with the
+                                  head's work on the last; without stages M (F + B + W)
+    once per step                 gradients and weights that travel after the backward; the update at the memory's speed
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from nanotrain_jax.audit import cost, hardware, memory
+from nanotrain_jax.audit.hardware import Gpu
+from nanotrain_jax.config import Config, fits_flash, padded_vocab
+from nanotrain_jax.mesh import AXES
+
+TAKEN = 0.75  # the share of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)
+
+# Shares of the peaks that good kernels and links reach.
+MATMUL = 0.65
+STREAM = 0.8
+LINK = 0.8
+
+# Seconds that pass however small the work: for a kernel to start and end, for a collective, for a tick of the pipeline
+# (a GPU asks its host before a stage does its forward, its backward, its ends). Assumed, not measured.
+KERNEL, COLLECTIVE, TICK = 3e-6, 15e-6, 50e-6
+
+# Shares of the wire bytes that travel behind matmuls, as the compiled programs schedule them (README, audit).
+HIDDEN_TENSOR = 0.36
+HIDDEN_LAYERS = 0.9  # ZeRO 2 and 3, in the loops over layers, where a layer is more than one bucket; else 0
+HIDDEN_PIPE = 1.0
+
+
+class Transfer(NamedTuple):
+    """What moves along some mesh axes in a step, per device."""
+
+    axis: str
+    op: str
+    why: str
+    bytes: float  # on the wire
+    link: str  # NVLink, network, or NVLink and network
+    seconds: float
+    exposed: float  # seconds in which nothing is computed
+    when: str  # microbatch (in the loops) or step (once, after the backward)
+
+
+class Estimate(NamedTuple):
+    """Bytes and FLOPs per device and step; seconds are modelled."""
+
+    config: Config
+    gpu: str
+    gpus: int
+    moments: dict[str, memory.Parts]
+    peak: str  # the moment in which most is held
+    peak_bytes: float
+    limit_bytes: float  # what JAX takes of the GPU's memory
+    host_bytes: float  # of a host's memory, while a checkpoint is written: the state of its GPUs
+    transfers: list[Transfer]
+    flops: float
+    seconds: dict[str, float]  # compute, bubble, update, and by axes what moves and is not hidden: together the step
+    bubble_fraction: float  # of the time of the schedule
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float  # 6 N + 12 L d T per token, attention in full
+
+    @property
+    def fits(self) -> bool:
+        """Whether JAX's share of the GPU's memory holds the peak."""
+        return self.peak_bytes <= self.limit_bytes
+
+
+def estimate(config: Config, gpu: str, taken: float = TAKEN) -> Estimate:
+    """The estimate of a resolved config. Raises ValueError for an unknown GPU."""
+    found = hardware.find(gpu)
+    moments = memory.moments(config)
+    sums = {moment: sum(parts.values()) for moment, parts in moments.items()}
+    peak = max(sums, key=sums.__getitem__)
+    gpus = prod(config.parallel.axes.values())
+    seconds, bubble, moved = times(config, found)
+    step = sum(seconds.values())
+    m, tokens = config.model, config.data.batch_size * config.data.seq_len
+    useful = cost.flops_per_token(m, config.data.seq_len)["full"] * tokens
+    return Estimate(
+        config=config,
+        gpu=gpu,
+        gpus=gpus,
+        moments=moments,
+        peak=peak,
+        peak_bytes=sums[peak],
+        limit_bytes=taken * found.memory_bytes,
+        host_bytes=sum(memory.state(config).values()) * min(gpus, found.host),
+        transfers=moved,
+        flops=cost.step_flops(config),
+        seconds=seconds,
+        bubble_fraction=bubble,
+        step_seconds=step,
+        tokens_per_second=tokens / step,
+        mfu=useful / (step * gpus * found.peak_flops),
+    )
+
+
+@lru_cache(maxsize=None)
+def link(axes: tuple[str, ...], sizes: tuple[int, ...], joined: int) -> tuple[int, int]:
+    """-> (devices of a group along some mesh axes, how few of them NVLink joins). sizes: of all axes, in mesh order.
+
+    Devices are numbered along the mesh with the last axis fastest, `joined` after another on one NVLink.
+    """
+    ids = np.arange(prod(sizes)).reshape(sizes) // joined
+    ids = np.moveaxis(ids, [AXES.index(a) for a in axes], range(len(axes)))
+    groups = ids.reshape(prod(ids.shape[: len(axes)]), -1)
+    fewest = min(np.unique(group, return_counts=True)[1].min() for group in np.unique(groups, axis=1).T)
+    return groups.shape[0], int(fewest)
+
+
+def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
+    """What moves in a step, by which links, and how long it takes. compute: seconds behind which it can hide.
+
+    A ring within NVLink runs at its speed; one that leaves it passes the network, with as many adapters as it has
+    members on one side: k GPUs of a host share k.
+    """
+    p = config.parallel
+    layer = sum(cost.local(a, config) for a in cost.arrays(config.model, p.tensor) if a.where == "layers")
+    layer *= cost.BYTES[config.precision.compute] * p.pipe / config.model.num_layers
+    found = []
+    for row in cost.communication(config):
+        axis, op, why, size = row["axis"], row["op"], row["why"], row["bytes_per_device"]
+        group, near = link(tuple(axis.split(",")), tuple(p.axes.values()), gpu.joined)
+        speed = gpu.nvlink if near == group else min(gpu.nvlink, near * gpu.network)
+        name = "NVLink" if near == group else "network" if near == 1 else f"network x {near}"
+        seconds, hidden, when = size / (speed * LINK), 0.0, "step"
+        if axis == "tensor" and why != "gradients":
+            hidden, when = HIDDEN_TENSOR, "microbatch"
+        elif op == "permute":
+            hidden, when = HIDDEN_PIPE, "microbatch"
+        elif axis == "data" and (p.zero == 3 or (p.zero == 2 and op == "reduce_scatter")):
+            hidden, when = HIDDEN_LAYERS if layer > p.bucket_mb * 2**20 else 0.0, "microbatch"
+        exposed = seconds - min(seconds * hidden, compute)
+        found.append(Transfer(axis, op, why, size, name, seconds, exposed, when))
+    return found
+
+
+def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Transfer]]:
+    """-> seconds of a step by what they go into, the share of the schedule's time that stages wait, and what moves."""
+    p = config.parallel
+    M, C = p.microbatches, p.chunks
+    (F, B, W), ends = layers_time(config, gpu), ends_time(config, gpu)
+    compute = M * (F + B + W + sum(ends))
+    moved = transfers(config, gpu, compute)
+    # Tensor's traffic goes forward and back in equal parts, but for what the backward gathers again: 4 of 10. Of what
+    # ZeRO moves for each microbatch a third goes forward: weights; weights and gradients go back.
+    share = {"tensor": 0.4 if p.sequence_parallel else 0.5, "pipe": 0.5, "data": 1 / 3}
+    waits = {t: t.exposed / M for t in moved if t.when == "microbatch"}
+    forward = sum(seconds * share[t.axis] for t, seconds in waits.items())
+    busy = total = compute + M * sum(waits.values())
+    if p.pipe > 1:
+        costs = F + ends[0] + forward, B + ends[1] + sum(waits.values()) - forward, W
+        table = cost.outline(config)
+        total = table.time(*(seconds / C for seconds in costs)) + table.ticks * TICK
+    by_axis: dict[str, float] = {}
+    for t in moved:
+        by_axis[t.axis] = by_axis.get(t.axis, 0.0) + t.exposed
+    seconds = {"compute": compute, **by_axis, "bubble": total - busy, "update": update_time(config, gpu)}
+    return {what: s for what, s in seconds.items() if s > 0}, 1 - busy / total, moved
+
+
+def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
+    """F, B and W of one microbatch through a stage's layers, without what moves between devices."""
+    m, p, remat = config.model, config.parallel, config.memory.remat
+    t, n, b = p.tensor, cost.tokens_per_device(config) / p.microbatches, cost.BYTES[config.precision.compute]
+    D, T, L = m.d_model, config.data.seq_len, m.num_layers / p.pipe
+    K, llama = cost.kv_width(m) * max(1, t / m.num_kv_heads), m.family == "llama"
+    matmul = lambda k, out: _matmul(n, k, out, b, gpu)
+    inner = 2 * matmul(D, D / t) + 2 * matmul(D, K / t) + (2 if llama else 1) * matmul(D, m.d_ff / t)
+    last = matmul(m.d_ff / t, D)
+    flash = fits_flash(m, config.precision.compute)
+    scores = 4.0 * n * D / t * T
+    attention = scores / 2 / (MATMUL * gpu.peak_flops) if flash else scores / (MATMUL * gpu.peak_flops)
+    if not flash:  # scores and probabilities, written and read
+        attention += 20.0 * n * T * m.num_heads / t / (STREAM * gpu.memory_bandwidth)
+    split_x = t if p.sequence_parallel else 1
+    stream = b * n * (10 * D / split_x + (2 * (D + K) / t if llama else 0) + (3 if llama else 2) * m.d_ff / t)
+    light = stream / (STREAM * gpu.memory_bandwidth) + 6 * KERNEL
+    forward = inner + last + attention + light
+    again = {"none": 0.0, "selective": attention + light, "full": forward - last}.get(remat, forward)
+    B = again + inner + last + 2.5 * attention + 2 * light
+    if t > 1:
+        forward, B = forward + 4 * COLLECTIVE, B + 6 * COLLECTIVE
+    return L * forward, L * B, L * (inner + last)
+
+
+def ends_time(config: Config, gpu: Gpu) -> tuple[float, float]:
+    """Forward and backward of the head and the loss for one microbatch: logits are float32, read and written thrice."""
+    m, p = config.model, config.parallel
+    t, n, b = p.tensor, cost.tokens_per_device(config) / p.microbatches, cost.BYTES[config.precision.compute]
+    V = padded_vocab(m.vocab_size, t) / t
+    head, logits = _matmul(n, m.d_model, V, b, gpu), 12.0 * n * V / (STREAM * gpu.memory_bandwidth)
+    return head + logits, 2 * head + logits
+
+
+def update_time(config: Config, gpu: Gpu) -> float:
+    """Reading and writing the state that is here, the gradients, and the gradients again for their norm."""
+    state = memory.state(config)
+    gradients = 8 * state["optimizer"] / 12
+    return (2 * state["optimizer"] + state["params"] + gradients) / (STREAM * gpu.memory_bandwidth)
+
+
+def _matmul(m: float, k: float, n: float, b: int, gpu: Gpu) -> float:
+    """Seconds of [m k] @ [k n]; the matrix units run at half speed in float32 (TF32)."""
+    flops = 2.0 * m * k * n / (MATMUL * gpu.peak_flops * (1.0 if b == 2 else 0.5))
+    return KERNEL + max(flops, b * (m * k + k * n + m * n) / (STREAM * gpu.memory_bandwidth))
