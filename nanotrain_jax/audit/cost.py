@@ -1,4 +1,4 @@
-"""Closed forms: what a run must compute and move, with sources. Takes resolved configs. What it stores: audit/memory.py.
+"""Closed forms: what a run must compute and move, with sources. For resolved configs. What it stores: audit/memory.py.
 
 Psi is the number of parameters that a device holds when ZeRO shards nothing (with t tensor-parallel devices 1/t of
 those that are split; with P pipeline stages 1/P of the layers, and both ends), N the devices along `data`, R those

@@ -16,7 +16,7 @@ class Gpu(NamedTuple):
                    GB200 2024)
     matmul         the share of it that large matmuls reach: assumed, from what training runs publish
     nvlink         half of what the same sheets give for both directions: 600, 900, 1,800 GB/s
-    network        one adapter per GPU: DGX A100 8 x 200 Gb/s, DGX H100, H200 and B200 8 x 400 Gb/s, GB200 NVL72 400 Gb/s
+    network        one adapter per GPU: DGX A100 8 x 200 Gb/s, DGX H100, H200 and B200 8 x 400 Gb/s, GB200 NVL72 as much
                    each (NVIDIA's data sheets of these systems)
     host, joined   GPUs in one host, and GPUs that NVLink joins: those of a host; of GB200 NVL72 the rack's
     the rest       what the CUDA runtime reports of the device, as OpenXLA publishes it for its own targets

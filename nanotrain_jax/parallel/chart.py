@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,9 +40,7 @@ class Outline(NamedTuple):
     ticks: int
     slots: dict[str, int]  # see `schedule.buffers`
     weights: int  # W at most in a tick
-    kinds: dict[
-        tuple[tuple[int, int, int], ...], int
-    ]  # F, B and W of the stages of a tick, each once -> how many ticks
+    kinds: dict[tuple[tuple[int, int, int], ...], int]  # F, B, W of the stages of a tick, each once -> ticks like it
 
     def time(self, F: float, B: float, W: float) -> float:
         """From the first tick to the last, where one chunk of one microbatch takes so long; B without W."""
@@ -51,7 +49,7 @@ class Outline(NamedTuple):
         return sum(number * max(map(price, kind)) for kind, number in self.kinds.items())
 
 
-@lru_cache(maxsize=None)
+@cache
 def outline(name: str, stages: int, microbatches: int, chunks: int = 1) -> Outline:
     """What a schedule by name costs. Raises ValueError if there is none (`schedule.make`)."""
     table = make(name, stages, microbatches, chunks)

@@ -1,12 +1,12 @@
 """What a run will need and how fast it will be, by closed forms alone: memory, communication, FLOPs, a modelled time.
 
-Memory, bytes and FLOPs are exact formulas, held to the compiled program by the tests (audit/). The time is *modelled*, a
+Memory, bytes and FLOPs are formulas that the tests hold to the compiled program (audit/). The time is *modelled*, a
 roofline (Williams et al. 2009): work takes as long as the slowest of the matrix units, the memory and the link that it
 needs, at the shares of their peaks that stand below; nothing here was measured.
 
-    one microbatch, one stage     F   forward of its layers: each matmul 2 m k n FLOPs or its bytes, whichever is longer;
-                                      attention (flash: half of the scores, the causal ones); norms, residual stream and
-                                      activation at the memory's speed; what tensor moves and cannot hide
+    one microbatch, one stage     F   forward of its layers: each matmul's 2 m k n FLOPs or its bytes, whichever takes
+                                      longer; attention (flash: half of the scores, the causal ones); norms, residual
+                                      stream and activation at the memory's speed; what tensor moves and cannot hide
                                   B   what is computed again, gradients of inputs; attention 5/2 of its forward
                                   W   gradients of weights
     all microbatches              the schedule's ticks, each as long as its busiest stage (parallel/chart.py), with the
@@ -16,7 +16,7 @@ needs, at the shares of their peaks that stand below; nothing here was measured.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -29,8 +29,7 @@ from nanotrain_jax.mesh import AXES
 
 TAKEN = 0.75  # the share of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)
 
-# Shares of the peaks that good kernels and links reach.
-MATMUL = 0.65
+# Shares of the peaks of memory and links that good kernels reach; of the matrix units: hardware.Gpu.matmul.
 STREAM = 0.8
 LINK = 0.8
 
@@ -112,7 +111,7 @@ def estimate(config: Config, gpu: str, taken: float = TAKEN) -> Estimate:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def link(axes: tuple[str, ...], sizes: tuple[int, ...], joined: int) -> tuple[int, int]:
     """-> (devices of a group along some mesh axes, how few of them NVLink joins). sizes: of all axes, in mesh order.
 
@@ -187,7 +186,7 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     last = matmul(m.d_ff / t, D)
     flash = fits_flash(m, config.precision.compute)
     scores = 4.0 * n * D / t * T
-    attention = scores / 2 / (MATMUL * gpu.peak_flops) if flash else scores / (MATMUL * gpu.peak_flops)
+    attention = scores / 2 / (gpu.matmul * gpu.peak_flops) if flash else scores / (gpu.matmul * gpu.peak_flops)
     if not flash:  # scores and probabilities, written and read
         attention += 20.0 * n * T * m.num_heads / t / (STREAM * gpu.memory_bandwidth)
     split_x = t if p.sequence_parallel else 1
@@ -219,5 +218,5 @@ def update_time(config: Config, gpu: Gpu) -> float:
 
 def _matmul(m: float, k: float, n: float, b: int, gpu: Gpu) -> float:
     """Seconds of [m k] @ [k n]; the matrix units run at half speed in float32 (TF32)."""
-    flops = 2.0 * m * k * n / (MATMUL * gpu.peak_flops * (1.0 if b == 2 else 0.5))
+    flops = 2.0 * m * k * n / (gpu.matmul * gpu.peak_flops * (1.0 if b == 2 else 0.5))
     return KERNEL + max(flops, b * (m * k + k * n + m * n) / (STREAM * gpu.memory_bandwidth))

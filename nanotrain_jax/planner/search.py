@@ -6,8 +6,8 @@ What is tried, within what model, batch and hosts allow (and the user has not fi
                   (`replica`: the shards of ZeRO then never leave NVLink)
     zero          1, 2, 3 where there is data to shard over; 0 moves and stores more than 1
     microbatches  every number that divides a device's sequences
-    schedule      1f1b, zero_bubble, interleaved with every number of chunks; then, for the best, the schedules that do one
-                  thing in a tick. gpipe takes as long as 1f1b and stores more
+    schedule      1f1b, zero_bubble, interleaved with every number of chunks; then, for the best, the schedules that do
+                  one thing in a tick. gpipe takes as long as 1f1b and stores more
     remat         none, selective, full: the first that fits, since the others only compute more
 
 Layouts whose modelled times are within 1% count as equal: then the one with fewer axes, and fewer bytes, comes first.
