@@ -41,9 +41,12 @@ def needs_cuda_compiler(test):
     return pytest.mark.cuda_compiler(pytest.mark.skipif(not _can_compile_for_cuda(), reason=missing)(test))
 
 
-def cover(first, rest):
+def in_words(case):
+    return case if isinstance(case, str) else "-".join(map(str, case))
+
+
+def cover(first, rest, name=in_words):
     """Parameters for a test: first in the default run, rest in `pytest -m long`."""
-    name = lambda case: case if isinstance(case, str) else "-".join(map(str, case))
     return [pytest.param(case, id=name(case)) for case in first] + [
         pytest.param(case, id=name(case), marks=pytest.mark.long) for case in rest
     ]

@@ -21,7 +21,7 @@ FLOORS = [
         "runtime.checkpoint", "runtime.metrics", "runtime.request", "resolved", "parallel.chart",
         "parallel.loops", "audit.topology",
     },
-    {"model", "parallel.pipeline", "audit.cost"},
+    {"model", "parallel.pipeline", "parallel.gantt", "audit.cost"},
     {"step", "audit.memory"},
     {"planner.estimate"},
     {"planner.search", "planner.compiled", "planner.explain", "planner.page"},

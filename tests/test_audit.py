@@ -1,23 +1,27 @@
 """What the GPU compiler makes of the real step, held to the closed forms and to golden numbers.
 
-python tests/test_audit.py        compiles every case again and writes tests/golden/audit.json
+python tests/test_audit.py [WORD ...]   compiles the cases whose name has a word, or all, and writes golden/audit.json
 
-What moves, is computed and comes in as arguments is the same with every compiler; peak memory is kept for each.
+What moves, is computed and comes in as arguments is the same with every compiler; peak memory is kept for each. The
+estimates beside them are made anew in every test.
 """
 
 import collections
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import jax
 import pytest
-from conftest import needs_cuda_compiler
+from conftest import cover, needs_cuda_compiler
 from jax.extend.core import jaxprs_in_params
 
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
-from nanotrain_jax.audit import cost, topology
+from nanotrain_jax.audit import cost, memory, topology
+from nanotrain_jax.planner import search
+from nanotrain_jax.planner.estimate import estimate, on_gpus
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
 
@@ -30,17 +34,38 @@ spec.loader.exec_module(script)
 
 GPT2, LLAMA, LLAMA70, GPT3 = "gpt2_124m", "llama3_8b", "llama3_70b", "gpt3_175b"
 PIECES = "parallel.microbatches=4", "memory.remat=selective"
+STAGES = ["parallel.pipe=4", "parallel.data=2", "parallel.microbatches=16", "data.batch_size=256"]
+TRILLION = ["model.num_layers=128", "model.d_model=25600", "model.num_heads=160", "parallel.pipe=64", "parallel.data=6"]
+TRILLION += ["parallel.microbatches=512", "data.batch_size=3072"]  # arXiv 2104.04473, table 1
+ZERO3 = ["parallel.zero=3", "parallel.microbatches=12", "memory.remat=full"]
 CASES = [  # config, GPUs, overrides
     *((GPT2, 8, [f"parallel.zero={zero}", "parallel.microbatches=4"]) for zero in range(4)),
+    (GPT2, 8, ["parallel.zero=3", "memory.remat=full", "model.loss_chunk=2048"]),
+    (GPT2, 8, [*STAGES, "parallel.schedule=zb_h1", "memory.remat=none"]),
+    *((LLAMA, 8, [f"parallel.zero={zero}"]) for zero in (1, 2, 3)),
+    (LLAMA, 8, ["parallel.tensor=8", "parallel.data=1", "data.batch_size=1", "memory.remat=full"]),
+    (LLAMA, 64, ["parallel.tensor=8", "parallel.data=8", "parallel.zero=1", "parallel.microbatches=2"]),
+    (LLAMA70, 64, []),
+    (LLAMA, 8, ["parallel.pipe=2", "parallel.tensor=2", "parallel.data=2", "data.batch_size=8", *PIECES]),
+    (GPT3, 1024, ["memory.remat=none"]),
+    (GPT3, 1024, ["parallel.schedule=interleaved", "parallel.chunks=2"]),
+    (GPT3, 1024, ["parallel.schedule=zero_bubble"]),
+]
+MORE = [  # in `pytest -m 'cuda_compiler and long'`
     *((GPT2, 8, [f"parallel.zero={zero}", "parallel.microbatches=1"]) for zero in (0, 1)),
     *((GPT2, 8, ["parallel.zero=3", f"memory.remat={remat}"]) for remat in ("selective", "full", "block:3")),
-    (GPT2, 8, ["parallel.zero=3", "memory.remat=full", "model.loss_chunk=2048"]),
     (GPT2, 8, ["parallel.zero=0", "parallel.grad_reduce=per_layer"]),
     (GPT2, 8, ["parallel.zero=1", "parallel.grad_reduce=per_layer", "precision.grad_reduce=bfloat16"]),
     (GPT2, 16, ["parallel.zero=3", "parallel.data=8", "parallel.replica=2"]),
     (GPT2, 64, ["parallel.zero=3"]),
-    *((LLAMA, 8, [f"parallel.zero={zero}"]) for zero in (1, 2, 3)),
+    *(
+        (GPT2, 8, [*STAGES, f"parallel.schedule={schedule}", f"memory.remat={remat}"])
+        for schedule, remat in (
+            ("gpipe", "none"), ("1f1b_lean", "none"), ("zb_h2", "selective"), ("zero_bubble", "full"),
+        )
+    ),
     (LLAMA, 64, ["parallel.zero=1"]),
+    (LLAMA, 1024, ["parallel.data=8", "parallel.replica=128", "data.batch_size=1024", "memory.remat=selective"]),
     *((LLAMA, 8, ["data.batch_size=8", f"memory.remat={remat}"]) for remat in ("none", "selective", "full")),
     (LLAMA, 8, ["data.batch_size=8", "memory.remat=full", "model.loss_chunk=1024"]),
     *(
@@ -49,17 +74,15 @@ CASES = [  # config, GPUs, overrides
             (2, ["memory.remat=none"]),
             (4, ["memory.remat=none", "parallel.zero=2"]),
             (8, ["memory.remat=none"]),
-            (8, ["memory.remat=full"]),
             (8, ["memory.remat=none", "parallel.sequence_parallel=false"]),
         )
     ),
-    (LLAMA, 64, ["parallel.tensor=8", "parallel.data=8", "parallel.zero=1", "parallel.microbatches=2"]),
-    (LLAMA70, 64, []),
-    (LLAMA, 8, ["parallel.pipe=2", "parallel.tensor=2", "parallel.data=2", "data.batch_size=8", *PIECES]),
-    *((GPT3, 1024, [f"memory.remat={remat}"]) for remat in ("none", "selective", "full")),
-    (GPT3, 1024, ["parallel.schedule=interleaved", "parallel.chunks=2"]),
-    (GPT3, 1024, ["parallel.schedule=zero_bubble"]),
-]
+    (LLAMA70, 64, ["parallel.tensor=1", "parallel.data=64", "parallel.zero=3", "parallel.microbatches=1"]),
+    *((GPT3, 1024, [f"memory.remat={remat}"]) for remat in ("selective", "full")),
+    (GPT3, 1024, ["parallel.pipe=1", "parallel.data=128", *ZERO3]),
+    (GPT3, 3072, [*TRILLION, "memory.remat=full"]),
+]  # fmt: skip
+WORST = "llama3_8b 8 batch_size=8 remat=full", "0.10"  # of all estimated peaks
 TOO_LARGE = (LLAMA, 8, ["parallel.zero=0"])  # 112 GB of state: compiled for a GPU that has them
 
 
@@ -72,27 +95,43 @@ def name(case):
     return " ".join([config, str(gpus), *(o.split(".")[1] for o in overrides)])
 
 
+def load(case):
+    config, _, overrides = case
+    return request.load(str(ROOT / "configs" / f"{config}.yaml"), overrides)
+
+
+def gpu_of(case):
+    return "b200" if case == TOO_LARGE else "h100"
+
+
 def compile_case(case):
-    config, gpus, overrides = case
-    loaded = request.load(str(ROOT / "configs" / f"{config}.yaml"), overrides)
-    gpu = "b200" if case == TOO_LARGE else "h100"
-    return script.audit(script.spread(loaded, gpus), gpu, gpus)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
+        return script.audit(load(case), gpu_of(case), case[1])
+
+
+def estimated(case):
+    return estimate(on_gpus(load(case), case[1], gpu_of(case)), gpu_of(case))
 
 
 def row(audit):
-    ratios = {key.replace("_bytes", "") + "_ratio": round(ratio, 4) for key, ratio in audit["ratios"].items()}
-    return ratios | {key: round(audit["compiled"][key]) for key in audit["ratios"]}
+    return {key: round(audit["compiled"][key]) for key in ("wire_bytes", "argument_bytes", "flops", "peak_bytes")}
+
+
+def peak_is_not_estimated(case, version):
+    """jax 0.10 copies all gradients where they leave layer by layer and there are several microbatches."""
+    return version == "0.10" and "parallel.grad_reduce=per_layer" in case[2]
 
 
 @needs_cuda_compiler
-@pytest.mark.parametrize("case", [*CASES, TOO_LARGE], ids=name)
-def test_the_compiled_step_is_what_the_closed_forms_say(case):
+@pytest.mark.parametrize("case", cover([*CASES, TOO_LARGE], MORE, name))
+def test_the_compiled_step_is_what_was_estimated(case):
     audit, golden = compile_case(case), golden_rows()[name(case)]
-    moves_what_the_papers_say_on_each_axis(audit)
-    found = row(audit)
-    assert 0.9999 <= found["wire_ratio"] <= 1.02
-    assert 0.98 <= found["argument_ratio"] <= 1.02
-    assert 0.99 <= found["flops_ratio"] <= 1.01
+    moves_what_was_estimated_on_each_axis(audit)
+    ratios, found = audit["ratios"], row(audit)
+    assert 0.9999 <= ratios["wire_bytes"] <= 1.01
+    assert 0.98 <= ratios["argument_bytes"] <= 1.02
+    assert 0.99 <= ratios["flops"] <= 1.01
+    assert 0.9 <= ratios["peak_bytes"] <= 1.1 or peak_is_not_estimated(case, JAX)
     for key in ("wire_bytes", "flops", "argument_bytes"):
         assert found[key] == pytest.approx(golden[key], rel=1e-3)
     if JAX in golden["peak_bytes"]:
@@ -101,14 +140,14 @@ def test_the_compiled_step_is_what_the_closed_forms_say(case):
         assert found["peak_bytes"] <= 1.05 * golden["peak_bytes"][NEWEST]
 
 
-def moves_what_the_papers_say_on_each_axis(audit):
+def moves_what_was_estimated_on_each_axis(audit):
     theory = collections.Counter()
-    for c in audit["theory"]["collectives"]:
+    for c in audit["estimate"]["collectives"]:
         theory[c["axis"], c["op"]] += c["bytes_per_device"]
     for c in audit["compiled"]["collectives"]:
         said = theory.pop((c["axis"], c["op"]), 0)
         scalars = 100  # the loss and the gradients' norm
-        assert 0.9999 * said <= c["bytes_per_device"] <= 1.02 * said + scalars, c
+        assert 0.9999 * said <= c["bytes_per_device"] <= 1.01 * said + scalars, c
         if c["op"] == "permute":  # what goes from stage to stage travels while stages compute
             assert c["behind_matmuls_bytes"] == c["bytes_per_device"]
     assert not theory
@@ -183,9 +222,9 @@ def test_a_layer_keeps_exactly_the_activations_of_the_closed_form(name, zero, se
                 f"parallel.sequence_parallel={sequence_parallel}",
             ]
             found, config = kept_by_a_layer(request.load(str(ROOT / "configs" / f"{name}.yaml"), overrides), t)
-            assert found == 2 * cost.layer_activations(config, remat)
+            assert found == 2 * memory.layer_activations(config, remat)
             if sequence_parallel == "true":  # all of it over t
-                assert found == 2 * cost.layer_activations(config.replace("parallel", tensor=1), remat) / t
+                assert found == 2 * memory.layer_activations(config.replace("parallel", tensor=1), remat) / t
 
 
 @needs_cuda_compiler
@@ -228,12 +267,17 @@ def test_golden_wire_bytes_of_stages_0_and_1_do_not_depend_on_microbatches():
         assert one == four
 
 
-def test_golden_peaks_are_those_of_the_closed_form_where_pipelines_keep_much():
-    """Slots of every microbatch in flight: within 6%, and 10% where little else is kept (full remat)."""
-    for case, row in golden_rows().items():
-        if case.startswith(GPT3) or "pipe=" in case:
-            for ratio in row["peak_ratio"].values():
-                assert 0.99 <= ratio <= (1.1 if "remat=full" in case else 1.06), case
+def test_golden_peaks_are_those_that_were_estimated():
+    """On 30 configurations and more: within 10%, with both compilers."""
+    golden, worst = golden_rows(), {}
+    for case in [*CASES, TOO_LARGE, *MORE]:
+        for version, size in golden[name(case)]["peak_bytes"].items():
+            if not peak_is_not_estimated(case, version):
+                ratio = size / estimated(case).peak_bytes
+                assert 0.9 <= ratio <= 1.1, (name(case), version)
+                worst[abs(ratio - 1)] = name(case), version
+    assert len(golden) == len([*CASES, TOO_LARGE, *MORE]) >= 30
+    assert worst[max(worst)] == WORST
 
 
 def test_golden_memory_falls_from_stage_to_stage_and_with_remat():
@@ -246,61 +290,34 @@ def test_golden_memory_falls_from_stage_to_stage_and_with_remat():
         assert policies == sorted(policies, reverse=True)
 
 
-IN_README = [  # what a row says, and its case
-    *((f"GPT-2 124M, ZeRO {zero}", f"{GPT2} 8 zero={zero} microbatches=4") for zero in range(4)),
-    ("GPT-2 124M, ZeRO 3, full", f"{GPT2} 8 zero=3 remat=full"),
-    ("GPT-2 124M, ZeRO 3, full, loss_chunk 2048", f"{GPT2} 8 zero=3 remat=full loss_chunk=2048"),
-    *((f"Llama-3-8B, ZeRO {zero}", f"{LLAMA} 8 zero={zero}") for zero in range(4)),
-    *((f"Llama-3-8B, ZeRO 3, {r}", f"{LLAMA} 8 batch_size=8 remat={r}") for r in ("none", "selective", "full")),
-    ("Llama-3-8B, tensor 2, ZeRO 3, none", f"{LLAMA} 8 tensor=2 data=4 batch_size=4 remat=none"),
-    ("Llama-3-8B, tensor 4, ZeRO 2, none", f"{LLAMA} 8 tensor=4 data=2 batch_size=2 remat=none zero=2"),
-    *((f"Llama-3-8B, tensor 8, {r}", f"{LLAMA} 8 tensor=8 data=1 batch_size=1 remat={r}") for r in ("none", "full")),
-    (
-        "Llama-3-8B, tensor 8, none, not sequence-parallel",
-        f"{LLAMA} 8 tensor=8 data=1 batch_size=1 remat=none sequence_parallel=false",
-    ),
-    ("Llama-3-8B, 64 GPUs, tensor 8, ZeRO 1, full", f"{LLAMA} 64 tensor=8 data=8 zero=1 microbatches=2"),
-    ("Llama-3-70B, 64 GPUs, tensor 8, ZeRO 2, full", f"{LLAMA70} 64"),
-    (
-        "Llama-3-8B, pipe 2 x tensor 2 x data 2, 1F1B, ZeRO 3, selective",
-        f"{LLAMA} 8 pipe=2 tensor=2 data=2 batch_size=8 microbatches=4 remat=selective",
-    ),
-    ("GPT-3 175B, 1,024 GPUs, 1F1B, ZeRO 1, none", f"{GPT3} 1024 remat=none"),
-    ("GPT-3 175B, 1,024 GPUs, zero_bubble, ZeRO 1, none", f"{GPT3} 1024 schedule=zero_bubble"),
-]
+MODELS = {GPT2: "GPT-2 124M", LLAMA: "Llama-3-8B", LLAMA70: "Llama-3-70B", GPT3: "GPT-3 175B"}
+SAID = "loss_chunk", "grad_reduce", "sequence_parallel"  # besides what `search.words` tells
 
 
-def test_the_readme_shows_the_golden_numbers():
-    golden, readme = golden_rows(), (ROOT / "README.md").read_text()
-    for text, case in IN_README:
-        g = golden[case]
-        line = (
-            f"| {text} | {g['wire_bytes'] / 1e6:,.0f} ({g['wire_ratio']:.3f}) "
-            f"| {g['argument_bytes'] / 1e6:,.0f} ({g['argument_ratio']:.3f}) "
-            f"| {g['flops'] / 1e12:,.1f} ({g['flops_ratio']:.3f}) "
-            f"| {g['peak_bytes'][NEWEST] / 1e9:.1f} ({g['peak_ratio'][NEWEST]:.2f}) |"
-        )
-        assert line in readme, line
+def line_of_readme(case):
+    golden, e = golden_rows()[name(case)], estimated(case)
+    model = "1T" if e.config.model.num_layers == 128 else MODELS[case[0]]
+    also = [o.split(".")[1] for o in case[2] if o.split(".")[1].split("=")[0] in SAID]
+    text = ", ".join([f"{model}, {case[1]:,} {gpu_of(case).upper()}: {search.words(e.config)}", *also])
+    ratio = lambda key, said: f"{golden[key] / said:.3f}" if said else "-"
+    peaks = [f"{size / 1e9:.1f} ({size / e.peak_bytes:.2f})" for _, size in sorted(golden["peak_bytes"].items())]
+    state = sum(memory.state(e.config).values())
+    return (
+        f"| {text} | {golden['wire_bytes'] / 1e9:,.2f} ({ratio('wire_bytes', sum(t.bytes for t in e.transfers))}) "
+        f"| {golden['flops'] / 1e12:,.1f} ({ratio('flops', e.flops)}) "
+        f"| {golden['argument_bytes'] / 1e9:,.2f} ({ratio('argument_bytes', state)}) "
+        f"| {e.peak_bytes / 1e9:.1f} | {' | '.join(peaks)} |"
+    )
+
+
+@pytest.mark.parametrize("case", [*CASES, TOO_LARGE, *MORE], ids=name)
+def test_the_readme_shows_the_golden_numbers(case):
+    line = line_of_readme(case)
+    assert line in (ROOT / "README.md").read_text(), line
 
 
 def resolved_on(gpus, *overrides, config=GPT2):
-    found = script.spread(request.load(str(ROOT / "configs" / f"{config}.yaml"), list(overrides)), gpus)
-    axes = {axis: max(size, 1) for axis, size in found.parallel.axes.items()}
-    return resolve(found, axes)
-
-
-def test_the_zero_paper_s_own_example_comes_out():
-    """7.5 billion parameters on 64 GPUs: 120, 31.4, 16.6 and 1.9 GB (arXiv 1910.02054, figure 1), less what we hold for
-    a step only: the paper's 2 bytes of 16-bit gradients."""
-    model = ["model.num_layers=36", "model.d_model=4096", "model.num_heads=32", "model.vocab_size=51200"]
-    gib = []
-    for zero in range(4):
-        config = resolved_on(64, *model, f"parallel.zero={zero}", "parallel.persist_below=0")
-        memory = cost.memory(config)
-        psi = cost.parameters(config.model)
-        paper_gradients = 2 * psi / (64 if zero > 1 else 1)
-        gib.append((memory["params"] + memory["optimizer"] + paper_gradients) / psi * 7.5)
-    assert gib == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
+    return on_gpus(request.load(str(ROOT / "configs" / f"{config}.yaml"), list(overrides)), gpus, "h100")
 
 
 def test_without_anything_to_share_nothing_moves():
@@ -322,9 +339,10 @@ def test_wrong_requests_are_told_in_one_line(capsys):
 
 
 if __name__ == "__main__":
-    before, rows = golden_rows(), {name(case): row(compile_case(case)) for case in [*CASES, TOO_LARGE]}
-    for case, found in rows.items():
-        for peak in ("peak_bytes", "peak_ratio"):
-            found[peak] = before.get(case, {}).get(peak, {}) | {JAX: found[peak]}
-    GOLDEN.parent.mkdir(exist_ok=True)
+    rows = golden_rows()
+    for case in [*CASES, TOO_LARGE, *MORE]:
+        if any(word in name(case) for word in sys.argv[1:]) or not sys.argv[1:]:
+            found, before = row(compile_case(case)), rows.get(name(case), {}).get("peak_bytes", {})
+            rows[name(case)] = found | {"peak_bytes": before | {JAX: found["peak_bytes"]}}
+    rows = {name(case): rows[name(case)] for case in [*CASES, TOO_LARGE, *MORE] if name(case) in rows}
     GOLDEN.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")

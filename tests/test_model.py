@@ -33,6 +33,10 @@ PUBLISHED = {  # Radford et al. 2019 as released; Llama 3, arXiv 2407.21783, as 
         70_553_706_496,
         LLAMA3 | {"num_layers": 80, "d_model": 8192, "num_heads": 64, "d_ff": 28672},
     ),
+    "Llama-3-405B": (
+        405_853_388_800,
+        LLAMA3 | {"num_layers": 126, "d_model": 16384, "num_heads": 128, "d_ff": 53248},
+    ),
 }
 
 

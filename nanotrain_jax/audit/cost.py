@@ -2,8 +2,9 @@
 
 Psi is the number of parameters that a device holds when ZeRO shards nothing (with t tensor-parallel devices 1/t of
 those that are split; with P pipeline stages 1/P of the layers, and both ends), N the devices along `data`, R those
-along `replica`, M the microbatches. Where stages differ, a stage that had both ends is meant: none does more. Vectors
-that ZeRO leaves whole (norm gains and biases under parallel.persist_below) count as that: stored by all, all-reduced.
+along `replica`, M the microbatches. Where stages differ, a stage that had both ends is meant: none does more. What
+ZeRO leaves whole (vectors under parallel.persist_below, arrays without a dim that N divides) counts as that: stored by
+all, all-reduced.
 """
 
 from __future__ import annotations
@@ -26,27 +27,42 @@ class Array(NamedTuple):
     size: int  # elements, in one layer
     tensor: str = "whole"  # over that axis: split, whole, or heads: whole, but each device uses one head of it
     matmul: bool = False  # multiplies every token
-    for_data: bool = True  # a dim is left that data may split
+    free: tuple[int, ...] = ()  # sizes of the dims that data may split
 
 
 @lru_cache
 def arrays(model: Model, tensor: int = 1) -> tuple[Array, ...]:
     """Every parameter of the decoder, laid out as `model.rules` says for so many devices along tensor."""
-    D, F, K, V = model.d_model, model.d_ff, kv_width(model), padded_vocab(model.vocab_size, tensor)
-    llama, split = model.family == "llama", "split" if tensor > 1 else "whole"
-    heads = split if tensor <= model.num_kv_heads else "heads"
-    matmuls = [(D * D, split)] * 2 + [(D * K, heads)] * 2 + [(D * F, split)] * (3 if llama else 2)
-    layer = [Array("layers", size, over, matmul=True) for size, over in matmuls]
+    D, F, N, K, V = (
+        model.d_model,
+        model.d_ff,
+        model.num_heads,
+        model.num_kv_heads,
+        padded_vocab(model.vocab_size, tensor),
+    )
+    H, llama = D // N, model.family == "llama"
+
+    def array(where: str, *dims: int, over: int | None = None, matmul: bool = False) -> Array:
+        """over: the size of the dim that tensor splits, if it can."""
+        layout = "whole" if over is None or tensor == 1 else "split" if over % tensor == 0 else "heads"
+        free = list(dims)
+        if layout == "split":
+            free.remove(over)
+        return Array(where, prod(dims), layout, matmul, tuple(free))
+
+    layer = [array("layers", D, N, H, over=N, matmul=True), array("layers", N, H, D, over=N, matmul=True)]
+    layer += [array("layers", D, K, H, over=K, matmul=True)] * 2 + [array("layers", D, F, over=F, matmul=True)] * 2
+    layer += [array("layers", D, F, over=F, matmul=True)] * llama
     norm = [D] if llama else [D, D]
-    layer += [Array("layers", size) for size in norm * 2]
+    layer += [array("layers", size) for size in norm * 2]
     if not llama:
-        layer += [Array("layers", size, over) for size, over in [(D, split), (K, heads), (K, heads)]]
-        layer += [Array("layers", D), Array("layers", D), Array("layers", F, split, for_data=tensor == 1)]
-    ends = [Array("ends", V * D, split, matmul=model.tie_embeddings)] + [Array("ends", size) for size in norm]
+        layer += [array("layers", heads, H, over=heads) for heads in (N, K, K)]
+        layer += [array("layers", D), array("layers", D), array("layers", F, over=F)]
+    ends = [array("ends", V, D, over=V, matmul=model.tie_embeddings)] + [array("ends", size) for size in norm]
     if not llama:
-        ends.append(Array("ends", model.max_seq_len * D))
+        ends.append(array("ends", model.max_seq_len, D))
     if not model.tie_embeddings:
-        ends.append(Array("ends", V * D, split, matmul=True))
+        ends.append(array("ends", V, D, over=V, matmul=True))
     return (*layer, *ends)
 
 
@@ -68,8 +84,9 @@ def local(array: Array, config: Config) -> float:
 
 
 def sharded(array: Array, config: Config) -> bool:
-    """Whether ZeRO, from stage 1, splits it over data."""
-    return array.for_data and array.size >= config.parallel.persist_below and config.parallel.data > 1
+    """Whether ZeRO, from stage 1, splits it over data: along a dim that data divides and tensor has not taken."""
+    data = config.parallel.data
+    return data > 1 and array.size >= config.parallel.persist_below and any(dim % data == 0 for dim in array.free)
 
 
 def kv_width(model: Model) -> int:
@@ -94,12 +111,20 @@ def flops_per_token(model: Model, seq_len: int) -> dict[str, float]:
 
 
 def step_flops(config: Config) -> float:
-    """Matmul FLOPs that one device executes in one step, attention counted in full, recomputation included.
+    """Matmul FLOPs that one device executes in one step, attention counted in full, recomputation included."""
+    parts = flops_here(config)
+    return (3 * (parts["layers"] + parts["head"] + parts["attention"]) + parts["again"]) * tokens_per_device(config)
 
-    Per token, besides 6 N + 12 L d T:
-        selective   4 L d T                          attention's forward again
-        full        2 N_layers + 4 L d T - 2 L d F   the forward again, but for the last matmul
-        block:n     2 N_layers + 4 L d T             the whole forward again
+
+def flops_here(config: Config) -> dict[str, float]:
+    """Matmul FLOPs per token that one device executes.
+
+    layers, head, attention   in the forward; the backward takes twice as many
+    again                     what is computed again, besides 6 N + 12 L d T:
+        selective   4 L d T                          attention's forward
+        full        2 N_layers + 4 L d T - 2 L d F   the forward, but for the last matmul
+        block:n     2 N_layers + 4 L d T             the whole forward
+
     all over the tensor axis; of keys and values each device computes at least one head. With pipeline stages: of the
     stage with the head; microbatches that idle stages compute to throw away (parallel.idle=mask) are not counted.
     """
@@ -111,7 +136,7 @@ def step_flops(config: Config) -> float:
     layers, ends = (sum(flops for where, flops in matmuls if where == part) for part in ("layers", "ends"))
     attention, last = 4.0 * L * m.d_model * T / t, 2.0 * L * m.d_model * m.d_ff / t
     again = {"none": 0.0, "selective": attention, "full": layers + attention - last}.get(remat, layers + attention)
-    return (3 * (layers + ends + attention) + again) * tokens_per_device(config)
+    return {"layers": layers, "head": ends, "attention": attention, "again": again}
 
 
 def communication(config: Config) -> list[dict[str, Any]]:
@@ -210,6 +235,11 @@ def outline(config: Config) -> chart.Outline:
     """What the config's pipeline schedule costs."""
     p = config.parallel
     return chart.outline(p.schedule, p.pipe, p.microbatches, p.chunks)
+
+
+def devices(config: Config) -> int:
+    """Of the whole mesh."""
+    return prod(config.parallel.axes.values())
 
 
 def tokens_per_device(config: Config) -> float:

@@ -50,6 +50,11 @@ _BLACKWELL |= {"capability": 10, "fpus_per_core": 128, "shared_bytes": 233_472}
 _B200 = {"peak_flops": 2250e12, "host": 8, "joined": 8, "cores": 148, "clock_ghz": 1.965, "l2_bytes": 132_644_864}
 _GB200 = {"peak_flops": 2500e12, "host": 4, "joined": 72, "cores": 152, "clock_ghz": 2.062, "l2_bytes": 135_528_448}
 
+# A simulated device: a share of a laptop, assumed.
+SIMULATED = "cpu"
+_LAPTOP = {"peak_flops": 40e9, "matmul": 0.5, "nvlink": 5e9, "network": 5e9, "host": 4096, "joined": 4096}
+_LAPTOP |= dict.fromkeys(("capability", "cores", "fpus_per_core", "clock_ghz", "l2_bytes", "shared_bytes"), 0)
+
 GPUS = {
     name: Gpu(kind=kind, memory_bytes=size, memory_bandwidth=bandwidth, **figures)
     for name, kind, size, bandwidth, figures in (
@@ -59,6 +64,7 @@ GPUS = {
         ("h200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 4_800_000_000_000, _HOPPER),
         ("b200", "NVIDIA B200", 191_514_411_008, 7_672_320_000_000, _BLACKWELL | _B200),
         ("gb200", "NVIDIA GB200", 197_897_748_480, 7_928_064_000_000, _BLACKWELL | _GB200),
+        (SIMULATED, "cpu", 4_000_000_000, 10_000_000_000, _LAPTOP),
     )
 }
 

@@ -24,7 +24,7 @@ def state(config: Config) -> Parts:
                         (ZeRO, arXiv 1910.02054, section 3.1)
     """
     b, zero = BYTES[config.precision.compute], config.parallel.zero
-    psi, shard = (sum(sizes.values()) for sizes in _parameters(config))
+    psi, shard = (sum(sizes.values()) for sizes in held(config))
     return {"params": b * (shard if zero == 3 else psi), "optimizer": (8 if b == 4 else 12) * (shard if zero else psi)}
 
 
@@ -47,13 +47,13 @@ def moments(config: Config) -> dict[str, Parts]:
     """
     m, p, remat = config.model, config.parallel, config.memory.remat
     b, g, D = BYTES[config.precision.compute], BYTES[config.precision.grad_reduce], m.d_model
-    psi, shard = _parameters(config)
+    psi, shard = held(config)
     layers, sharded_layers = psi["layers"], shard["layers"]
     tokens, L = tokens_per_device(config) / p.microbatches, m.num_layers / p.pipe
     V = padded_vocab(m.vocab_size, p.tensor) / p.tensor
     split_x = p.tensor if p.sequence_parallel else 1
 
-    kept, block = b * tokens * _activations(config), 1
+    kept, block = b * tokens * activations(config), 1
     if remat.startswith("block:"):
         block = int(remat.removeprefix("block:"))
     one = b * tokens * (layer_activations(config.replace("parallel", zero=0), "none") + 8 * D / split_x)
@@ -93,7 +93,7 @@ def peak(config: Config) -> tuple[str, Parts]:
     return max(moments(config).items(), key=lambda item: sum(item[1].values()))
 
 
-def _parameters(config: Config) -> tuple[dict[str, float], dict[str, float]]:
+def held(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """Elements of layers and ends on a device: where ZeRO shards nothing, and over data."""
     psi, shard = {"layers": 0.0, "ends": 0.0}, {"layers": 0.0, "ends": 0.0}
     for a in arrays(config.model, config.parallel.tensor):
@@ -103,7 +103,7 @@ def _parameters(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     return psi, shard
 
 
-def _activations(config: Config) -> float:
+def activations(config: Config) -> float:
     """Elements per token of a microbatch that a device keeps between the forward and the backward of its layers."""
     m, p, remat = config.model, config.parallel, config.memory.remat
     kept = layer_activations(config, remat)
@@ -122,7 +122,7 @@ def _scores(config: Config) -> float:
     m = config.model
     if fits_flash(m, config.precision.compute):
         return 0.0
-    return 16 * config.data.seq_len * m.num_heads / config.parallel.tensor
+    return 6 * config.data.seq_len * m.num_heads / config.parallel.tensor
 
 
 def layer_activations(config: Config, remat: str) -> float:
@@ -140,8 +140,15 @@ def layer_activations(config: Config, remat: str) -> float:
     a float32 statistic per head of the softmax, or without flash attention the scores: in bytes 6 T + 8 per head, 4 T
     at ZeRO-3. At 2 bytes and t = 1 the first is 32 d: the paper's 34 d without its two dropout masks.
     """
-    m, p, b = config.model, config.parallel, BYTES[config.precision.compute]
-    t, sequence_parallel = p.tensor, p.sequence_parallel and p.tensor > 1
+    whole, inside = layer_parts(config, remat)
+    return (
+        whole / (config.parallel.tensor if config.parallel.sequence_parallel else 1) + inside / config.parallel.tensor
+    )
+
+
+def layer_parts(config: Config, remat: str) -> tuple[float, float]:
+    """Of `layer_activations`, as without tensor: what is as wide as x, and what tensor splits."""
+    m, p, b, t = config.model, config.parallel, BYTES[config.precision.compute], config.parallel.tensor
     gates = 2 if m.family == "llama" else 1
     matmuls = m.d_model + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + gates * m.d_ff  # a head of keys at least
     flash, T = fits_flash(m, config.precision.compute), config.data.seq_len
@@ -154,7 +161,7 @@ def layer_activations(config: Config, remat: str) -> float:
         whole, inside = 2, matmuls + attention
     else:
         whole, inside = 4, matmuls + attention + m.d_ff
-    return whole * m.d_model / (t if sequence_parallel else 1) + inside / t
+    return whole * m.d_model, inside
 
 
 def layer_split(config: Config, remat: str) -> tuple[float, float]:

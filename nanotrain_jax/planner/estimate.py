@@ -26,6 +26,7 @@ from nanotrain_jax.audit import cost, hardware, memory
 from nanotrain_jax.audit.hardware import Gpu
 from nanotrain_jax.config import Config, fits_flash, padded_vocab
 from nanotrain_jax.mesh import AXES
+from nanotrain_jax.resolved import resolve
 
 TAKEN = 0.75  # the share of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)
 
@@ -87,7 +88,7 @@ def estimate(config: Config, gpu: str, taken: float = TAKEN) -> Estimate:
     moments = memory.moments(config)
     sums = {moment: sum(parts.values()) for moment, parts in moments.items()}
     peak = max(sums, key=sums.__getitem__)
-    gpus = prod(config.parallel.axes.values())
+    gpus = cost.devices(config)
     seconds, bubble, moved = times(config, found)
     step = sum(seconds.values())
     m, tokens = config.model, config.data.batch_size * config.data.seq_len
@@ -109,6 +110,26 @@ def estimate(config: Config, gpu: str, taken: float = TAKEN) -> Estimate:
         tokens_per_second=tokens / step,
         mfu=useful / (step * gpus * found.peak_flops),
     )
+
+
+def on_gpus(config: Config, gpus: int, gpu: str, vocab: int | None = None) -> Config:
+    """The config's own layout on so many GPUs (0: as many as its mesh has), resolved.
+
+    parallel.data becomes what they allow; where it was given, a device's share of the batch does not change. vocab: ids
+    of the tokenizer, if it has a say. Raises ValueError.
+    """
+    p, axes = config.parallel, config.parallel.axes
+    if not gpus and -1 in axes.values():
+        raise ValueError("parallel.data=-1 takes whatever devices remain; say how many there are with --gpus")
+    gpus = gpus or cost.devices(config)
+    hardware.check_count(gpu, gpus)
+    axes["data"] = max(gpus // prod(size for axis, size in axes.items() if axis != "data"), 1)
+    if prod(axes.values()) != gpus:
+        asked = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items() if size > 1 and axis != "data")
+        raise ValueError(f"{asked} does not divide {gpus} GPUs; use a number of them that it does, or another mesh")
+    if p.data != -1:
+        config = config.replace("data", batch_size=config.data.batch_size * axes["data"] // p.data)
+    return resolve(config, axes, vocab)
 
 
 @cache

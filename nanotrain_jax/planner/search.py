@@ -160,6 +160,48 @@ def ranked(found: list[Estimate]) -> list[Estimate]:
     return list(best.values())
 
 
+def words(config: Config) -> str:
+    """The layout in one line."""
+    p = config.parallel
+    axes = " x ".join(f"{axis} {size}" for axis, size in p.axes.items() if size > 1) or "one device"
+    schedule = [p.schedule + (f" of {p.chunks} chunks" if p.chunks > 1 else "")] * (p.pipe > 1)
+    sequences = config.data.batch_size // (p.replica * p.data * p.microbatches)
+    pieces = f"{p.microbatches} microbatch{'es' * (p.microbatches > 1)} of {sequences}"
+    return ", ".join([axes, f"ZeRO {p.zero}", *schedule, pieces, f"remat {config.memory.remat}"])
+
+
+def why_nothing_fits(found: Found, gpu: str, gpus: int, taken: float, fixed: Mapping[str, Any]) -> str:
+    """By how much it does not fit, and which of a few changes would help."""
+    e = found.smallest
+    if e is None:
+        reason = found.rejected.most_common(1)[0][0] if found.rejected else "no mesh is left"
+        return f"no mesh of {gpus} GPUs suits the model and batch: {reason}; use another number of GPUs or batch size"
+    parts = sorted(e.moments[e.peak].items(), key=lambda item: -item[1])[:2]
+    most = " and ".join(f"{what} {size / 1e9:,.1f}" for what, size in parts)
+    text = (
+        f"no layout of {gpus} x {gpu} fits: the smallest ({words(e.config)}) needs {e.peak_bytes / 1e9:,.1f} GB of "
+        f"{e.limit_bytes / 1e9:,.1f}, most of it {most}"
+    )
+    config = e.config.replace("parallel", microbatches=1, chunks=1, schedule="1f1b")
+    neutral = config.replace("parallel", **dict.fromkeys(config.parallel.axes, 1))
+    more = config.data.batch_size // max(gpus, 1)
+    helps = []
+    for what, changed, kind, number in (
+        ("model.loss_chunk=1024", neutral.replace("model", loss_chunk=1024), gpu, gpus),
+        *((f"{kind}", neutral, kind, gpus) for kind in ("a100-80", "h100", "h200", "b200") if kind != gpu),
+        *((f"{gpus * n} GPUs", neutral, gpu, gpus * n) for n in (2, 4, 8, 16) if more >= n or gpus * n <= 8),
+    ):
+        try:
+            other = search(changed, kind, number, taken, fixed)
+        except ValueError:
+            continue
+        if other.best:
+            helps.append(f"{what} ({other.best[0].peak_bytes / 1e9:,.1f} GB)")
+        if len(helps) == 3:
+            break
+    return text + ("; what would do: " + ", or ".join(helps) if helps else "; use a smaller model, or many more GPUs")
+
+
 def _options(fixed: Mapping[str, Any], key: str, otherwise: Any) -> list[Any]:
     return [fixed[key]] if fixed.get(key, -1) != -1 else list(otherwise)
 

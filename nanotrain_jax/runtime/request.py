@@ -23,6 +23,15 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ValueError (one line: value, rule, remedy) or OSError if the file cannot be read.
     """
     path = Path(path)
+    config = parse(read(path, overrides))
+    run = Path(config.logging.dir or f"runs/{path.stem}").expanduser()
+    config = config.replace("logging", dir=str(run))
+    return config.replace("checkpoint", dir=str(Path(config.checkpoint.dir or run / "checkpoints").expanduser()))
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What a YAML file and overrides ask for, as plain nested data; not validated. Raises ValueError or OSError."""
+    path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -30,12 +39,15 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = _yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: a config is a mapping of sections, not a {type(tree).__name__}")
+    return nested(overrides, tree)
+
+
+def nested(overrides: Sequence[str], tree: dict[str, Any] | None = None) -> dict[str, Any]:
+    """tree (or an empty one) with `section.key=value` overrides in it. Raises ValueError."""
+    tree = {} if tree is None else tree
     for override in overrides:
         _apply(tree, override)
-    config = parse(tree)
-    run = Path(config.logging.dir or f"runs/{path.stem}").expanduser()
-    config = config.replace("logging", dir=str(run))
-    return config.replace("checkpoint", dir=str(Path(config.checkpoint.dir or run / "checkpoints").expanduser()))
+    return tree
 
 
 def parse(tree: Mapping[str, Any]) -> Config:

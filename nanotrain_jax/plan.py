@@ -1,0 +1,322 @@
+"""`python -m nanotrain_jax.plan`: will it fit, how fast, which layout; by closed forms, checked by the real compiler.
+
+    python -m nanotrain_jax.plan --config configs/llama3_70b.yaml [--gpu h100] [--gpus 64]      the config's own layout
+        --choose [--write FILE]                                                                 the best layout instead
+        [--compile] [--explain] [--report DIR] [--json FILE] [section.key=value ...]
+
+Without a mesh in the config, or with --choose, it searches; overrides of what is searched hold. Bytes, FLOPs and times
+are per device and step, GB are 1e9 bytes, and every time is modelled, not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from nanotrain_jax import mesh as meshes
+from nanotrain_jax.audit import cost, hardware
+from nanotrain_jax.config import Config
+from nanotrain_jax.planner import compiled as compiler
+from nanotrain_jax.planner import explain, page, search
+from nanotrain_jax.planner.estimate import TAKEN, Estimate, estimate, on_gpus
+from nanotrain_jax.resolved import resolve
+from nanotrain_jax.runtime import corpus, request
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """-> 0: it fits; 1: it does not, as estimated or (with --compile) as compiled; 2: the request is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nanotrain_jax.plan",
+        description="Estimate, choose and compile the layout of a training run, on a machine without a GPU.",
+    )
+    parser.error = lambda message: parser.exit(2, f"error: {message}; --help tells more\n")
+    parser.add_argument("--config", required=True, help="YAML file; see configs/")
+    parser.add_argument("--gpu", help=f"{', '.join(hardware.GPUS)} (default: h100; cpu with runtime.simulate)")
+    parser.add_argument("--gpus", type=int, help="number of GPUs (default: those of the config's mesh)")
+    parser.add_argument("--choose", action="store_true", help="search for the best layout, whatever the config has")
+    parser.add_argument("--write", metavar="FILE", help="write the config with the layout that was chosen")
+    parser.add_argument("--compile", action="store_true", help="compile the real step and set it beside the estimate")
+    parser.add_argument("--explain", action="store_true", help="the formulas with this model's numbers put in")
+    parser.add_argument("--report", metavar="DIR", help="write DIR/index.html")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers; - is the standard output")
+    parser.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=TAKEN,
+        metavar="X",
+        help=f"share of a GPU's memory that JAX takes, XLA_PYTHON_CLIENT_MEM_FRACTION (default: {TAKEN})",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the file")
+    asked = parser.parse_intermixed_args(argv)
+    console = Console(width=120, stderr=asked.json == "-")
+    try:
+        return plan(asked, console)
+    except (ValueError, OSError) as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+
+
+def plan(asked: argparse.Namespace, console: Console) -> int:
+    """What `main` does. Raises ValueError or OSError if the request is wrong."""
+    if not 0 < asked.memory_fraction <= 1:
+        raise ValueError(f"--memory-fraction {asked.memory_fraction} is no share; give a number above 0, at most 1")
+    tree = request.read(asked.config, asked.overrides)
+    config = request.load(asked.config, asked.overrides)
+    gpu = asked.gpu or (hardware.SIMULATED if config.runtime.simulate else "h100")
+    gpus, vocab = asked.gpus or config.runtime.simulate, vocabulary(config)
+    mesh_given = any(key in search.MESH for key in keys(tree))
+    found, compiled = None, None
+    if asked.choose or not mesh_given:
+        if not gpus:
+            raise ValueError("--gpus is missing; say how many there are to choose a layout for")
+        held = keys(request.nested(asked.overrides) if asked.choose else tree)
+        found = search.search(neutral(config, vocab), gpu, gpus, asked.memory_fraction, held)
+        if not found.best:
+            raise ValueError(search.why_nothing_fits(found, gpu, gpus, asked.memory_fraction, held))
+        e = found.best[0]
+    else:
+        e = estimate(on_gpus(config, gpus, gpu, vocab), gpu, asked.memory_fraction)
+        if e.config.data.batch_size != config.data.batch_size:
+            console.print(
+                f"{e.gpus} GPUs: data.batch_size becomes {e.config.data.batch_size}, as much for each as before"
+            )
+    explained = explain.explain(e)
+    show(console, e)
+    if found:
+        show_candidates(console, found)
+    if asked.explain:
+        show_formulas(console, explained)
+    if asked.compile:
+        meshes.configure(simulate=e.gpus if gpu == hardware.SIMULATED else 1)  # of GPUs none is asked for
+        try:
+            compiled = compiler.compile_step(e.config, gpu)
+            show_compiled(console, e, compiled)
+        except RuntimeError as error:
+            print(f"not compiled: {error}; all that stands here is the estimate", file=sys.stderr)
+    fits = (compiled["peak_bytes"] if compiled else e.peak_bytes) <= e.limit_bytes
+    verdict(console, e, compiled, fits)
+    if asked.write:
+        Path(asked.write).write_text(written(tree, e, asked.config))
+        console.print(f"wrote {asked.write}")
+    if asked.report:
+        Path(asked.report).mkdir(parents=True, exist_ok=True)
+        file = Path(asked.report, "index.html")
+        file.write_text(page.html(e, explained, found, compiled), encoding="utf-8")
+        console.print(f"wrote {file}")
+    if asked.json:
+        text = json.dumps(as_json(e, found, compiled, fits), indent=1) + "\n"
+        sys.stdout.write(text) if asked.json == "-" else Path(asked.json).write_text(text)
+    return 0 if fits else 1
+
+
+def keys(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What nested data has of the keys that a search varies: "section.key" -> value."""
+    found = {f"{section}.{key}": value for section, part in tree.items() for key, value in (part or {}).items()}
+    return {key: value for key, value in found.items() if key in search.SEARCHED}
+
+
+def vocabulary(config: Config) -> int | None:
+    """How many ids the tokenizer has, where that can be known without reading the data. Raises ValueError, OSError."""
+    if config.model.vocab_size or not config.data.source.startswith(("stdlib", "text:")):
+        return None
+    path = config.data.tokenizer
+    if path in (None, "bytes"):
+        return corpus.byte_tokenizer().vocab_size
+    return corpus.json_tokenizer(Path(path).read_text(encoding="utf-8"), path).vocab_size
+
+
+def neutral(config: Config, vocab: int | None) -> Config:
+    """The config on one device with the plainest layout: what a search begins with."""
+    plain = {"microbatches": 1, "chunks": 1, "schedule": "1f1b", "prefetch": False, "grad_reduce": "after_backward"}
+    one = dict.fromkeys(config.parallel.axes, 1)
+    return resolve(config.replace("parallel", **plain).replace("memory", remat="none"), one, vocab)
+
+
+GB = 1e9
+
+
+def show(console: Console, e: Estimate) -> None:
+    """The estimate in three tables: memory, what moves, time."""
+    c, m = e.config, e.config.model
+    console.print(f"{m.family} of {cost.parameters(m):,} parameters on {e.gpus} x {e.gpu}: {search.words(c)}")
+    console.print(f"{c.data.batch_size} sequences of {c.data.seq_len} tokens in a step")
+    table = Table(title="memory per GPU, GB", title_justify="left")
+    for name in ("", *e.moments):
+        table.add_column(name, justify="right" if name else "left", style="bold" if name == e.peak else None)
+    for part in next(iter(e.moments.values())):
+        table.add_row(part, *(f"{parts[part] / GB:,.2f}" for parts in e.moments.values()))
+    table.add_section()
+    table.add_row("together", *(f"{sum(parts.values()) / GB:,.2f}" for parts in e.moments.values()))
+    console.print(table)
+    if e.transfers:
+        table = Table(title="what moves per GPU and step", title_justify="left")
+        for name in ("axis", "operation", "GB", "link", "ms, modelled", "not hidden", "why"):
+            table.add_column(name, justify="right" if name in ("GB", "ms, modelled", "not hidden") else "left")
+        for t in e.transfers:
+            numbers = f"{t.bytes / GB:,.3f}", t.link, f"{1e3 * t.seconds:,.1f}", f"{1e3 * t.exposed:,.1f}"
+            table.add_row(t.axis, t.op, *numbers, t.why)
+        console.print(table)
+    shares = {what: seconds / e.step_seconds for what, seconds in e.seconds.items()}
+    parts = ", ".join(f"{what} {share:.1%}" for what, share in shares.items() if share > 5e-4)
+    waits = f"; stages wait {e.bubble_fraction:.1%} of the schedule" if c.parallel.pipe > 1 else ""
+    speed = f"{e.tokens_per_second:,.0f} tokens/s, MFU {e.mfu:.1%} (attention in full){waits}"
+    console.print(f"a step of {e.step_seconds:,.3f} s, modelled ({parts}); {speed}")
+    console.print(f"while a checkpoint is written a host holds {e.host_bytes / GB:,.1f} GB of state")
+
+
+def show_candidates(console: Console, found: search.Found) -> None:
+    """The ten best layouts, and why the others are not among them."""
+    table = Table(title="the best of each mesh and schedule, by modelled time", title_justify="left")
+    numbers = "", "ZeRO", "pieces", "GB", "step s", "MFU"
+    for name in ("", "mesh", "ZeRO", "schedule", "pieces", "remat", "GB", "step s", "MFU", "besides computing"):
+        table.add_column(name, justify="right" if name in numbers else "left", no_wrap=name != "mesh")
+    for rank, e in enumerate(found.best[:10], 1):
+        p, losses = e.config.parallel, sorted(((s, what) for what, s in e.seconds.items() if what != "compute"))[::-1]
+        why = ", ".join(f"{what} {s / e.step_seconds:.1%}" for s, what in losses[:2] if s > 5e-4 * e.step_seconds)
+        schedule = p.schedule + (f":{p.chunks}" if p.chunks > 1 else "") if p.pipe > 1 else ""
+        row = f"{e.peak_bytes / GB:.1f}", f"{e.step_seconds:,.3f}", f"{e.mfu:.1%}", why
+        mesh, *_ = search.words(e.config).split(",")
+        table.add_row(str(rank), mesh, str(p.zero), schedule, str(p.microbatches), e.config.memory.remat, *row)
+    console.print(table)
+    console.print(f"{found.tried:,} layouts estimated; not among them, or not fitting:")
+    for reason, count in found.rejected.most_common(8):
+        console.print(f"  {count:>6,}  {reason}")
+
+
+def show_formulas(console: Console, explained: Sequence[explain.Section]) -> None:
+    """Every formula with its numbers and its source."""
+    for section in explained:
+        console.print(f"\n[bold]{section.title}[/bold]  [dim]{section.source}[/dim]")
+        for line in section.lines:
+            console.print(f"  {line.what} = {line.formula}", highlight=False)
+            value = f"[bold]{explain.number(line.value)}[/bold] {line.unit}"
+            console.print(f"      = {line.numbers} = {value}", highlight=False)
+
+
+def show_compiled(console: Console, e: Estimate, compiled: dict[str, Any]) -> None:
+    """The compiled step beside the estimate."""
+    table = Table(
+        title=f"compiled in {compiled['compile_seconds']:.0f} s with jax {compiled['jax']}, beside the estimate",
+        title_justify="left",
+    )
+    for name in ("per GPU and step", "compiled", "estimated", "ratio"):
+        table.add_column(name, justify="right" if name != "per GPU and step" else "left")
+    ratios = compiler.ratios(e, compiled)
+    wire = sum(row["bytes_per_device"] for row in compiled["collectives"])
+    for name, unit, value in (
+        ("peak_bytes", GB, compiled["peak_bytes"]),
+        ("argument_bytes", GB, compiled["argument_bytes"]),
+        ("flops", 1e12, compiled["flops"]),
+        ("wire_bytes", GB, wire),
+    ):
+        what = name.replace("_bytes", ", GB").replace("flops", "TFLOP")
+        estimated = value / ratios[name] / unit if ratios[name] else 0.0
+        table.add_row(what, f"{value / unit:,.3f}", f"{estimated:,.3f}", f"{ratios[name]:.3f}")
+    theory = compiler.moved(e)
+    for row in compiled["collectives"]:
+        said, got = theory.get((row["axis"], row["op"]), 0.0), row["bytes_per_device"]
+        shown = f"{row['axis']} {row['op']}, GB ({row['exposed_bytes'] / got:.0%} with nothing beside it)"
+        table.add_row(shown, f"{got / GB:,.3f}", f"{said / GB:,.3f}", f"{got / said:.3f}" if said else "-")
+    console.print(table)
+
+
+def verdict(console: Console, e: Estimate, compiled: dict[str, Any] | None, fits: bool) -> None:
+    """Whether it fits, and by how much."""
+    peak, limit = compiled["peak_bytes"] if compiled else e.peak_bytes, e.limit_bytes
+    share, how = limit / hardware.find(e.gpu).memory_bytes, "compiled" if compiled else "estimated"
+    rest = f"{(limit - peak) / GB:,.1f} GB to spare" if fits else f"{(peak - limit) / GB:,.1f} GB too much"
+    console.print(
+        f"[bold]{'fits' if fits else 'does not fit'}[/bold]: {peak / GB:,.1f} GB ({how}) of the {limit / GB:,.1f} GB "
+        f"that JAX takes of each {e.gpu} ({share:.0%}): {rest}"
+    )
+
+
+def written(tree: dict[str, Any], e: Estimate, origin: str) -> str:
+    """The user's config with the layout of an estimate, as YAML."""
+    c, tree = e.config, {section: dict(part or {}) for section, part in tree.items()}
+    p = c.parallel
+    plain = {"pipe": 1, "replica": 1, "tensor": 1, "zero": 0, "chunks": 1, "schedule": "1f1b", "microbatches": 1}
+    layout = {key.split(".")[1]: getattr(p, key.split(".")[1]) for key in search.SEARCHED if key.startswith("parallel")}
+    kept = {k: v for k, v in tree.get("parallel", {}).items() if f"parallel.{k}" not in search.SEARCHED}
+    layout.pop("context")
+    tree["parallel"] = {k: v for k, v in layout.items() if plain.get(k) != v} | kept
+    tree["memory"] = tree.get("memory", {}) | {"remat": c.memory.remat}
+    head = f"# {origin} on {e.gpus} x {e.gpu}, laid out by nanotrain_jax.plan: {e.peak_bytes / GB:.1f} GB, modelled "
+    return head + f"{e.step_seconds:.3f} s per step\n" + yaml.safe_dump(tree, sort_keys=False)
+
+
+def as_json(e: Estimate, found: search.Found | None, compiled: dict[str, Any] | None, fits: bool) -> dict[str, Any]:
+    """All numbers, as plain data."""
+    c, parts = e.config, e.moments[e.peak]
+    out = {
+        "model": {
+            "params": cost.parameters(c.model),
+            "flops_per_token": cost.flops_per_token(c.model, c.data.seq_len)["full"],
+        },
+        **layout_json(e),
+        "estimate": {
+            "state_bytes": {
+                "params": parts["params"],
+                "grads": parts["gradients"],
+                "optimizer": parts["optimizer"],
+            },
+            "activation_bytes": parts["activations"],
+            "moments": e.moments,
+            **numbers_json(e),
+            "seconds": e.seconds,
+            "flops": e.flops,
+            "host_bytes": e.host_bytes,
+            "limit_bytes": e.limit_bytes,
+        },
+        "collectives": [
+            {"axis": t.axis, "op": t.op, "bytes_per_device": t.bytes, "why": t.why, "link": t.link}
+            | {"seconds": t.seconds, "exposed_seconds": t.exposed}
+            for t in e.transfers
+        ],
+        "fits": fits,
+    }
+    if compiled:
+        out["compiled"] = compiled
+        out["ratios"] = compiler.ratios(e, compiled)
+    if found:
+        out["candidates"] = [layout_json(other) | numbers_json(other) for other in found.best[:10]]
+        out["rejected"] = dict(found.rejected)
+    return out
+
+
+def layout_json(e: Estimate) -> dict[str, Any]:
+    """Mesh and settings of a layout."""
+    p = e.config.parallel
+    return {
+        "mesh": p.axes,
+        "zero": p.zero,
+        "schedule": p.schedule if p.pipe > 1 else None,
+        "chunks": p.chunks,
+        "microbatches": p.microbatches,
+        "remat": e.config.memory.remat,
+        "gpu": e.gpu,
+        "gpus": e.gpus,
+    }
+
+
+def numbers_json(e: Estimate) -> dict[str, float]:
+    """What an estimate comes to."""
+    return {
+        "peak_bytes": e.peak_bytes,
+        "step_seconds": e.step_seconds,
+        "tokens_per_second": e.tokens_per_second,
+        "mfu": e.mfu,
+        "bubble_fraction": e.bubble_fraction,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

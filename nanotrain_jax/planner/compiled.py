@@ -1,0 +1,59 @@
+"""The real step, compiled for a cluster that is not here, beside its estimate."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import jax
+
+from nanotrain_jax import mesh as meshes
+from nanotrain_jax import step as steps
+from nanotrain_jax.audit import cost, hardware, hlo, topology
+from nanotrain_jax.config import Config
+from nanotrain_jax.planner.estimate import Estimate
+
+
+def compile_step(config: Config, gpu: str) -> dict[str, Any]:
+    """Compile the step that training would run -> what it needs per device and step, as `plan --json` has it.
+
+    config: resolved. Raises ValueError for GPUs or a number of them that are not known, RuntimeError without the CUDA
+    compiler. gpu="cpu" compiles for this machine's simulated devices.
+    """
+    axes = config.parallel.axes
+    devices = None if gpu == hardware.SIMULATED else topology.compile_only(gpu, cost.devices(config))
+    mesh = meshes.make(**axes, devices=devices)
+    step = steps.build(config, mesh)
+    started = time.perf_counter()
+    compiled = step.train.lower(step.state, step.batch).compile()
+    seconds = time.perf_counter() - started
+    text, turns = compiled.as_text(), cost.turns(config)
+    return {
+        **hlo.memory(compiled),
+        "flops": hlo.matmul_flops(text, turns),
+        "compile_seconds": seconds,
+        "collectives": hlo.summary(hlo.collectives(text, mesh.shape, turns)),
+        "jax": jax.__version__,
+    }
+
+
+def ratios(e: Estimate, compiled: dict[str, Any]) -> dict[str, float]:
+    """Compiled over estimated: peak_bytes, argument_bytes, wire_bytes and flops."""
+    parts = e.moments[e.peak]
+    theory = {
+        "peak_bytes": e.peak_bytes,
+        "argument_bytes": parts["params"] + parts["optimizer"],
+        "wire_bytes": sum(t.bytes for t in e.transfers),
+        "flops": e.flops,
+    }
+    found = compiled | {"wire_bytes": sum(row["bytes_per_device"] for row in compiled["collectives"])}
+    return {name: found[name] / value if value else 1.0 for name, value in theory.items()}
+
+
+def moved(e: Estimate) -> Counter[tuple[str, str]]:
+    """Estimated wire bytes per device and step of each (axis, operation), as compiled["collectives"] has them."""
+    found: Counter[tuple[str, str]] = Counter()
+    for t in e.transfers:
+        found[t.axis, t.op] += t.bytes
+    return found

@@ -1,0 +1,261 @@
+"""The formulas behind an estimate, with this model's numbers put in, and where they come from.
+
+Every line's numbers are arithmetic that gives its value: the tests compute them again.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from nanotrain_jax.audit import cost, hardware, memory
+from nanotrain_jax.planner.estimate import Estimate
+
+
+class Line(NamedTuple):
+    """One formula: `what = formula = numbers = value unit`."""
+
+    what: str
+    formula: str
+    numbers: str  # the formula with numbers put in: digits with commas, + - x / ^ ( )
+    value: float
+    unit: str
+
+
+# The whole buffers, by what they are for: g and w bytes per gradient and weight, b of x, L layers here, M microbatches.
+WHOLE = {
+    "gradients": "g Psi (ZeRO 2 and 3: M g Psi)",
+    "gradients between groups": "g Psi / N",
+    "updated weights": "w Psi",
+    "weights, forward and backward": "M w (2 Psi_layers + Psi_ends)",
+    "activations, and again in the backward": "b B T D (6 L + 2), of all microbatches",
+    "activations": "b B T D (4 L + 2), of all microbatches",
+    "loss": "3 x 4 B T",
+    "activations and their gradients": "2 b B T D per tick",
+}
+
+
+class Section(NamedTuple):
+    """Lines that belong together."""
+
+    title: str
+    source: str
+    lines: list[Line]
+
+
+def explain(e: Estimate) -> list[Section]:
+    """The sections of an estimate, each building on those before it."""
+    found = [parameters(e), flops(e), state(e), activations(e), peak(e), moves(e), schedule(e), speed(e)]
+    return [section for section in found if section.lines]
+
+
+def number(x: float) -> str:
+    """A number as people and Python read it: whole ones with commas, others with 5 digits."""
+    return f"{round(x):,}" if x == round(x) and abs(x) < 1e15 else f"{x:.5g}"
+
+
+def parameters(e: Estimate) -> Section:
+    """How many, and how many of them multiply every token."""
+    m = e.config.model
+    L, D, F, V, T = m.num_layers, m.d_model, m.d_ff, m.vocab_size, m.max_seq_len
+    K, llama, heads = cost.kv_width(m), m.family == "llama", 1 if m.tie_embeddings else 2
+    matmuls = 2 * D * D + 2 * D * K + (3 if llama else 2) * D * F
+    vectors, ends = (2 * D, D) if llama else (7 * D + 2 * K + F, 2 * D + T * D)
+    n = number
+    lines = [
+        Line(
+            "matmuls of a layer",
+            f"2 D^2 + 2 D K + {3 if llama else 2} D F",
+            f"2 x {n(D)}^2 + 2 x {n(D)} x {n(K)} + {3 if llama else 2} x {n(D)} x {n(F)}",
+            matmuls,
+            "parameters",
+        ),
+        Line(
+            "norms and biases of a layer",
+            "2 D" if llama else "7 D + 2 K + F",
+            f"2 x {n(D)}" if llama else f"7 x {n(D)} + 2 x {n(K)} + {n(F)}",
+            vectors,
+            "parameters",
+        ),
+        Line(
+            "both ends",
+            f"{heads} V D + " + ("D" if llama else "2 D + T_max D"),
+            f"{heads} x {n(V)} x {n(D)} + " + (n(D) if llama else f"2 x {n(D)} + {n(T)} x {n(D)}"),
+            heads * V * D + ends,
+            "parameters",
+        ),
+        Line(
+            "all",
+            "L (matmuls + norms and biases) + ends",
+            f"{L} x ({n(matmuls)} + {n(vectors)}) + {n(heads * V * D + ends)}",
+            cost.parameters(m),
+            "parameters",
+        ),
+        Line(
+            "N, which multiply every token",
+            "L matmuls + V D",
+            f"{L} x {n(matmuls)} + {n(V)} x {n(D)}",
+            cost.matmul_parameters(m),
+            "parameters",
+        ),
+    ]
+    return Section("Parameters", "GPT-2 (Radford et al. 2019), Llama 3 (arXiv 2407.21783, table 3)", lines)
+
+
+def flops(e: Estimate) -> Section:
+    """What a token costs, and what one GPU executes."""
+    c, m, n = e.config, e.config.model, number
+    L, D, T, N = m.num_layers, m.d_model, c.data.seq_len, cost.matmul_parameters(m)
+    here, tokens = cost.flops_here(c), cost.tokens_per_device(c)
+    forward = f"{n(here['layers'])} + {n(here['head'])} + {n(here['attention'])}"
+    full = cost.flops_per_token(m, T)["full"]
+    lines = [
+        Line("useful, per token", "6 N + 12 L D T", f"6 x {n(N)} + 12 x {L} x {n(D)} x {n(T)}", full, "FLOPs"),
+        Line(
+            "executed by a GPU, per step",
+            "(3 (layers + head + attention) + computed again) tokens",
+            f"(3 x ({forward}) + {n(here['again'])}) x {n(tokens)}",
+            e.flops,
+            "FLOPs",
+        ),
+    ]
+    source = "PaLM (arXiv 2204.02311, appendix B), attention in full; of the stage with the head, over tensor"
+    return Section("FLOPs", source, lines)
+
+
+def state(e: Estimate) -> Section:
+    """What rests between steps."""
+    p, n = e.config.parallel, number
+    whole, shard = memory.held(e.config)
+    parts, b = memory.state(e.config), cost.BYTES[e.config.precision.compute]
+    psi, over = sum(whole.values()), sum(shard.values())
+    here = f"{n(whole['layers'])} + {n(whole['ends'])}"
+    lines = [Line("Psi", "layers / (P t) + ends / t, what is split", here, psi, "parameters on a GPU")]
+    if p.zero and p.data > 1:
+        both = f"{n(shard['layers'])} + {n(shard['ends'])}"
+        lines.append(Line("Psi / N", f"over {p.data} data, what is split", both, over, "parameters"))
+    rests = 12 if b == 2 else 8
+    lines += [
+        Line(
+            "weights",
+            f"{b} Psi" + " / N" * (p.zero == 3),
+            f"{b} x {n(over if p.zero == 3 else psi)}",
+            parts["params"],
+            "bytes",
+        ),
+        Line(
+            "master weights and moments" if b == 2 else "moments",
+            f"{rests} Psi" + " / N" * (p.zero > 0),
+            f"{rests} x {n(over if p.zero else psi)}",
+            parts["optimizer"],
+            "bytes",
+        ),
+    ]
+    return Section("State", "ZeRO (arXiv 1910.02054, section 3.1)", lines)
+
+
+def activations(e: Estimate) -> Section:
+    """What layers keep between their forward and their backward."""
+    c, p, n = e.config, e.config.parallel, number
+    b, tokens = cost.BYTES[c.precision.compute], cost.tokens_per_device(c) / p.microbatches
+    layer, kept = memory.layer_activations(c, c.memory.remat), memory.activations(c)
+    whole, inside = memory.layer_parts(c, c.memory.remat)
+    split = p.tensor if p.sequence_parallel else 1
+    lines = [
+        Line(
+            f"a layer, per token (remat {c.memory.remat})",
+            "whole / t + split / t" if split > 1 else "whole + split / t",
+            f"{n(whole)} / {split} + {n(inside)} / {p.tensor}",
+            layer,
+            "elements",
+        )
+    ]
+    if p.pipe == 1:
+        shown = f"{c.model.num_layers} x {n(layer)}"
+        lines.append(Line("all layers", "L of them", shown, kept, "elements per token"))
+    else:
+        slots = cost.outline(c).slots
+        late, handed = memory.layer_split(c, c.memory.remat)
+        one = f"{slots['backward']} x ({n(layer)} - {n(late)}) + {slots['late']} x {n(late)}"
+        waiting = f"({slots['inputs']} + {slots['gradients']}) x {c.model.d_model} / {split}"
+        formula = "L / (P C) (slots (a layer - late) + late slots late + handed slots handed) + waiting x"
+        numbers = (
+            f"{c.model.num_layers} / ({p.pipe} x {p.chunks}) x ({one} + {slots['handed']} x {n(handed)}) + {waiting}"
+        )
+        if p.idle == "skip":
+            lines.append(Line("all that a stage keeps", formula, numbers, kept, "elements per token"))
+    size = e.moments["loss"]["activations"]
+    lines.append(Line("of a microbatch", "bytes tokens elements", f"{b} x {n(tokens)} x {kept!r}", size, "bytes"))
+    return Section("Activations", "Korthikanti et al. 2022 (arXiv 2205.05198, section 4), without dropout", lines)
+
+
+def peak(e: Estimate) -> Section:
+    """The three moments, part by part."""
+    lines = []
+    for moment, parts in e.moments.items():
+        kept = {what: size for what, size in parts.items() if size}
+        shown = " + ".join(f"{size / 1e9:.5g}" for size in kept.values())
+        lines.append(Line(moment, " + ".join(kept), shown, sum(parts.values()) / 1e9, "GB"))
+    return Section("Peak", "the largest of three moments; audit/memory.py says what each part is", lines)
+
+
+def moves(e: Estimate) -> Section:
+    """Every row of what moves: the ring's factor and the whole buffers."""
+    lines = []
+    for t in e.transfers:
+        group = prod(getattr(e.config.parallel, axis) for axis in t.axis.split(","))
+        if t.op == "permute":
+            lines.append(Line(f"{t.axis} {t.op}", f"S = {WHOLE[t.why]}", number(t.bytes), t.bytes, f"bytes: {t.why}"))
+            continue
+        factor = 2 if t.op == "all_reduce" else 1
+        size = t.bytes / factor * group / (group - 1)
+        formula = f"{'2 ' * (factor == 2)}(n - 1) / n S, S = {WHOLE[t.why]}"
+        numbers = f"{factor} x ({group} - 1) / {group} x {size!r}"
+        lines.append(Line(f"{t.axis} {t.op}", formula, numbers, t.bytes, f"bytes: {t.why}"))
+    return Section("What moves, per GPU and step", "rings; volumes: audit/cost.py, `communication`", lines)
+
+
+def schedule(e: Estimate) -> Section:
+    """How long stages wait."""
+    p = e.config.parallel
+    if p.pipe == 1:
+        return Section("Pipeline", "", [])
+    P, M, C = p.pipe, p.microbatches, p.chunks
+    lines = []
+    if p.schedule in ("gpipe", "1f1b", "interleaved"):
+        ideal = (P - 1) / (C * M)
+        numbers = f"({P} - 1) / ({C} x {M})"
+        lines.append(Line("bubble, of the ideal time", "(P - 1) / (C M)", numbers, ideal, "(published)"))
+    bubble = e.seconds.get("bubble", 0.0)
+    busy = bubble / e.bubble_fraction - bubble if e.bubble_fraction else 0.0
+    if bubble:
+        numbers = f"{bubble!r} / ({busy!r} + {bubble!r})"
+        what = "bubble, of the schedule (modelled, with the head and what a tick costs)"
+        lines.append(Line(what, "waiting / (work + waiting)", numbers, e.bubble_fraction, ""))
+    return Section("Pipeline", "Narayanan et al. 2021 (arXiv 2104.04473, section 2.2)", lines)
+
+
+def speed(e: Estimate) -> Section:
+    """The modelled step, and what is made of it."""
+    c, n, gpu = e.config, number, hardware.find(e.gpu)
+    tokens = c.data.batch_size * c.data.seq_len
+    full = cost.flops_per_token(c.model, c.data.seq_len)["full"]
+    shown = " + ".join(f"{s:.6f}" for s in e.seconds.values())
+    lines = [
+        Line("step (modelled)", " + ".join(e.seconds), shown, e.step_seconds, "s"),
+        Line(
+            "tokens per second",
+            "batch T / step",
+            f"{c.data.batch_size} x {n(c.data.seq_len)} / {e.step_seconds!r}",
+            e.tokens_per_second,
+            "",
+        ),
+        Line(
+            "MFU",
+            "useful FLOPs / (step GPUs peak)",
+            f"{n(full)} x {n(tokens)} / ({e.step_seconds!r} x {e.gpus} x {gpu.peak_flops:.6g})",
+            e.mfu,
+            "",
+        ),
+    ]
+    return Section("Speed, modelled", "roofline (Williams et al. 2009) with the shares in planner/estimate.py", lines)
