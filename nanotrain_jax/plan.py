@@ -19,13 +19,12 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax.audit import cost, hardware
 from nanotrain_jax.config import Config
 from nanotrain_jax.planner import compiled as compiler
-from nanotrain_jax.planner import explain, page, search
+from nanotrain_jax.planner import explain, page, search, tables
 from nanotrain_jax.planner.estimate import TAKEN, Estimate, estimate, on_gpus
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import corpus, request
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the file")
     asked = parser.parse_intermixed_args(argv)
-    console = Console(width=120, stderr=asked.json == "-")
+    console = Console(width=128, stderr=asked.json == "-")
     try:
         return plan(asked, console)
     except (ValueError, OSError) as error:
@@ -89,20 +88,20 @@ def plan(asked: argparse.Namespace, console: Console) -> int:
                 f"{e.gpus} GPUs: data.batch_size becomes {e.config.data.batch_size}, as much for each as before"
             )
     explained = explain.explain(e)
-    show(console, e)
+    tables.estimated(console, e)
     if found:
-        show_candidates(console, found)
+        tables.candidates(console, found)
     if asked.explain:
-        show_formulas(console, explained)
+        tables.formulas(console, explained)
     if asked.compile:
         meshes.configure(simulate=e.gpus if gpu == hardware.SIMULATED else 1)  # of GPUs none is asked for
         try:
             compiled = compiler.compile_step(e.config, gpu)
-            show_compiled(console, e, compiled)
+            tables.compiled(console, e, compiled)
         except RuntimeError as error:
             print(f"not compiled: {error}; all that stands here is the estimate", file=sys.stderr)
     fits = (compiled["peak_bytes"] if compiled else e.peak_bytes) <= e.limit_bytes
-    verdict(console, e, compiled, fits)
+    tables.verdict(console, e, compiled, fits)
     if asked.write:
         Path(asked.write).write_text(written(tree, e, asked.config))
         console.print(f"wrote {asked.write}")
@@ -140,105 +139,6 @@ def neutral(config: Config, vocab: int | None) -> Config:
     return resolve(config.replace("parallel", **plain).replace("memory", remat="none"), one, vocab)
 
 
-GB = 1e9
-
-
-def show(console: Console, e: Estimate) -> None:
-    """The estimate in three tables: memory, what moves, time."""
-    c, m = e.config, e.config.model
-    console.print(f"{m.family} of {cost.parameters(m):,} parameters on {e.gpus} x {e.gpu}: {search.words(c)}")
-    console.print(f"{c.data.batch_size} sequences of {c.data.seq_len} tokens in a step")
-    table = Table(title="memory per GPU, GB", title_justify="left")
-    for name in ("", *e.moments):
-        table.add_column(name, justify="right" if name else "left", style="bold" if name == e.peak else None)
-    for part in next(iter(e.moments.values())):
-        table.add_row(part, *(f"{parts[part] / GB:,.2f}" for parts in e.moments.values()))
-    table.add_section()
-    table.add_row("together", *(f"{sum(parts.values()) / GB:,.2f}" for parts in e.moments.values()))
-    console.print(table)
-    if e.transfers:
-        table = Table(title="what moves per GPU and step", title_justify="left")
-        for name in ("axis", "operation", "GB", "link", "ms, modelled", "not hidden", "why"):
-            table.add_column(name, justify="right" if name in ("GB", "ms, modelled", "not hidden") else "left")
-        for t in e.transfers:
-            numbers = f"{t.bytes / GB:,.3f}", t.link, f"{1e3 * t.seconds:,.1f}", f"{1e3 * t.exposed:,.1f}"
-            table.add_row(t.axis, t.op, *numbers, t.why)
-        console.print(table)
-    shares = {what: seconds / e.step_seconds for what, seconds in e.seconds.items()}
-    parts = ", ".join(f"{what} {share:.1%}" for what, share in shares.items() if share > 5e-4)
-    waits = f"; stages wait {e.bubble_fraction:.1%} of the schedule" if c.parallel.pipe > 1 else ""
-    speed = f"{e.tokens_per_second:,.0f} tokens/s, MFU {e.mfu:.1%} (attention in full){waits}"
-    console.print(f"a step of {e.step_seconds:,.3f} s, modelled ({parts}); {speed}")
-    console.print(f"while a checkpoint is written a host holds {e.host_bytes / GB:,.1f} GB of state")
-
-
-def show_candidates(console: Console, found: search.Found) -> None:
-    """The ten best layouts, and why the others are not among them."""
-    table = Table(title="the best of each mesh and schedule, by modelled time", title_justify="left")
-    numbers = "", "ZeRO", "pieces", "GB", "step s", "MFU"
-    for name in ("", "mesh", "ZeRO", "schedule", "pieces", "remat", "GB", "step s", "MFU", "besides computing"):
-        table.add_column(name, justify="right" if name in numbers else "left", no_wrap=name != "mesh")
-    for rank, e in enumerate(found.best[:10], 1):
-        p, losses = e.config.parallel, sorted(((s, what) for what, s in e.seconds.items() if what != "compute"))[::-1]
-        why = ", ".join(f"{what} {s / e.step_seconds:.1%}" for s, what in losses[:2] if s > 5e-4 * e.step_seconds)
-        schedule = p.schedule + (f":{p.chunks}" if p.chunks > 1 else "") if p.pipe > 1 else ""
-        row = f"{e.peak_bytes / GB:.1f}", f"{e.step_seconds:,.3f}", f"{e.mfu:.1%}", why
-        mesh, *_ = search.words(e.config).split(",")
-        table.add_row(str(rank), mesh, str(p.zero), schedule, str(p.microbatches), e.config.memory.remat, *row)
-    console.print(table)
-    console.print(f"{found.tried:,} layouts estimated; not among them, or not fitting:")
-    for reason, count in found.rejected.most_common(8):
-        console.print(f"  {count:>6,}  {reason}")
-
-
-def show_formulas(console: Console, explained: Sequence[explain.Section]) -> None:
-    """Every formula with its numbers and its source."""
-    for section in explained:
-        console.print(f"\n[bold]{section.title}[/bold]  [dim]{section.source}[/dim]")
-        for line in section.lines:
-            console.print(f"  {line.what} = {line.formula}", highlight=False)
-            value = f"[bold]{explain.number(line.value)}[/bold] {line.unit}"
-            console.print(f"      = {line.numbers} = {value}", highlight=False)
-
-
-def show_compiled(console: Console, e: Estimate, compiled: dict[str, Any]) -> None:
-    """The compiled step beside the estimate."""
-    table = Table(
-        title=f"compiled in {compiled['compile_seconds']:.0f} s with jax {compiled['jax']}, beside the estimate",
-        title_justify="left",
-    )
-    for name in ("per GPU and step", "compiled", "estimated", "ratio"):
-        table.add_column(name, justify="right" if name != "per GPU and step" else "left")
-    ratios = compiler.ratios(e, compiled)
-    wire = sum(row["bytes_per_device"] for row in compiled["collectives"])
-    for name, unit, value in (
-        ("peak_bytes", GB, compiled["peak_bytes"]),
-        ("argument_bytes", GB, compiled["argument_bytes"]),
-        ("flops", 1e12, compiled["flops"]),
-        ("wire_bytes", GB, wire),
-    ):
-        what = name.replace("_bytes", ", GB").replace("flops", "TFLOP")
-        estimated = value / ratios[name] / unit if ratios[name] else 0.0
-        table.add_row(what, f"{value / unit:,.3f}", f"{estimated:,.3f}", f"{ratios[name]:.3f}")
-    theory = compiler.moved(e)
-    for row in compiled["collectives"]:
-        said, got = theory.get((row["axis"], row["op"]), 0.0), row["bytes_per_device"]
-        shown = f"{row['axis']} {row['op']}, GB ({row['exposed_bytes'] / got:.0%} with nothing beside it)"
-        table.add_row(shown, f"{got / GB:,.3f}", f"{said / GB:,.3f}", f"{got / said:.3f}" if said else "-")
-    console.print(table)
-
-
-def verdict(console: Console, e: Estimate, compiled: dict[str, Any] | None, fits: bool) -> None:
-    """Whether it fits, and by how much."""
-    peak, limit = compiled["peak_bytes"] if compiled else e.peak_bytes, e.limit_bytes
-    share, how = limit / hardware.find(e.gpu).memory_bytes, "compiled" if compiled else "estimated"
-    rest = f"{(limit - peak) / GB:,.1f} GB to spare" if fits else f"{(peak - limit) / GB:,.1f} GB too much"
-    console.print(
-        f"[bold]{'fits' if fits else 'does not fit'}[/bold]: {peak / GB:,.1f} GB ({how}) of the {limit / GB:,.1f} GB "
-        f"that JAX takes of each {e.gpu} ({share:.0%}): {rest}"
-    )
-
-
 def written(tree: dict[str, Any], e: Estimate, origin: str) -> str:
     """The user's config with the layout of an estimate, as YAML."""
     c, tree = e.config, {section: dict(part or {}) for section, part in tree.items()}
@@ -249,7 +149,7 @@ def written(tree: dict[str, Any], e: Estimate, origin: str) -> str:
     layout.pop("context")
     tree["parallel"] = {k: v for k, v in layout.items() if plain.get(k) != v} | kept
     tree["memory"] = tree.get("memory", {}) | {"remat": c.memory.remat}
-    head = f"# {origin} on {e.gpus} x {e.gpu}, laid out by nanotrain_jax.plan: {e.peak_bytes / GB:.1f} GB, modelled "
+    head = f"# {origin} on {e.gpus} x {e.gpu}, laid out by nanotrain_jax.plan: {e.peak_bytes / 1e9:.1f} GB, modelled "
     return head + f"{e.step_seconds:.3f} s per step\n" + yaml.safe_dump(tree, sort_keys=False)
 
 

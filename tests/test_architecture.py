@@ -24,7 +24,8 @@ FLOORS = [
     {"model", "parallel.pipeline", "parallel.gantt", "audit.cost"},
     {"step", "audit.memory"},
     {"planner.estimate"},
-    {"planner.search", "planner.compiled", "planner.explain", "planner.page"},
+    {"planner.search", "planner.compiled", "planner.explain"},
+    {"planner.page", "planner.tables"},
     {"plan", "train", "launch"},
 ]  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -26,6 +26,7 @@ zero_bubble keeps its word wherever W takes no longer than F or dX, and pays in 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -101,12 +102,12 @@ def zero_bubble(P: int, M: int) -> Schedule:
     takes to the first stage; then a stage makes one in each tick, and two where it lacks the forward or the backward
     that others have."""
     plain, first = _fused(P, M, 1), max(min(3 * (P - 1), M), P - 1)
-    weight = np.full((plain.ticks, P, 2), IDLE)
+    weight, gone_back = np.full((plain.ticks, P, 2), IDLE), (plain.backward != IDLE).cumsum(0).tolist()
     for s in range(P):
         done = 0
         for t in range(first, plain.ticks):
             lacks = plain.forward[t, s] if t < M + P - 1 else plain.backward[t, s]  # what others do in this tick
-            for i in range(min(2 if lacks == IDLE else 1, (plain.backward[: t + 1, s] != IDLE).sum() - done)):
+            for i in range(min(2 if lacks == IDLE else 1, gone_back[t][s] - done)):
                 weight[t, s, i] = done
                 done += 1
     return plain._replace(weight=weight[..., (weight != IDLE).any((0, 1))])
@@ -202,7 +203,7 @@ def _one_at_a_time(P: int, M: int, warm_up: Sequence[int], limit: int | None) ->
                 forwards += 1
         return kinds
 
-    rest, done = [order(s) for s in range(P)], [dict.fromkeys("FBW", 0) for _ in range(P)]
+    rest, done = [deque(order(s)) for s in range(P)], [dict.fromkeys("FBW", 0) for _ in range(P)]
     when: dict[tuple[str, int, int], int] = {}
     rows = []
 
@@ -217,7 +218,7 @@ def _one_at_a_time(P: int, M: int, warm_up: Sequence[int], limit: int | None) ->
         row = []
         for s in range(P):
             if rest[s] and ready(rest[s][0], s, len(rows)):
-                row.append(rest[s].pop(0))
+                row.append(rest[s].popleft())
             else:
                 row.append("W" if ready("W", s, len(rows)) else "")
         for s, kind in enumerate(row):

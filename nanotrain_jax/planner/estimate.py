@@ -39,8 +39,8 @@ LINK = 0.8
 KERNEL, COLLECTIVE, TICK = 3e-6, 15e-6, 50e-6
 
 # Shares of the wire bytes that travel behind matmuls, as the compiled programs schedule them (README, audit).
-HIDDEN_TENSOR = 0.36
-HIDDEN_LAYERS = 0.9  # ZeRO 2 and 3, in the loops over layers, where a layer is more than one bucket; else 0
+HIDDEN_TENSOR = 0.3
+HIDDEN_LAYERS = 0.5  # ZeRO 2 and 3, in the loops over layers, where a layer is more than one bucket; else 0
 HIDDEN_PIPE = 1.0
 
 

@@ -8,8 +8,7 @@ bytes. Bytes are closed forms (audit/) and every time is modelled (planner/estim
 from __future__ import annotations
 
 import io
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from html import escape
 from math import floor, log10
 from typing import Any
@@ -18,7 +17,10 @@ import matplotlib
 
 from nanotrain_jax.audit import cost, hardware
 from nanotrain_jax.parallel import chart, gantt, schedule
+from nanotrain_jax.planner import explain
+from nanotrain_jax.planner.compiled import moved
 from nanotrain_jax.planner.estimate import Estimate, layers_time
+from nanotrain_jax.planner.search import Found
 
 # Backgrounds, each with the ink that can be read on it.
 BLUE, GREEN, PURPLE, SLATE = (f"background:{c};color:#fff" for c in ("#4477aa", "#228833", "#aa3377", "#5b6573"))
@@ -28,25 +30,32 @@ WAITS = "background:var(--waits);color:var(--ink)"
 MOVES = "what moves over it and is not hidden"
 PARTS = {  # of memory
     "params": (BLUE, "weights that compute"),
-    "optimizer": (CYAN, "master weights and Adam's two moments"),
+    "optimizer": (CYAN, "Adam's moments, and float32 weights beside 16-bit ones"),
     "gradients": (GREEN, "their sums, and what is being made"),
     "activations": (YELLOW, "what layers keep for their backward"),
     "loss": (RED, "logits and their gradient"),
     "layer": (PURPLE, "what one layer makes on its way"),
     "buffers": (GREY, "gathered, or on its way between GPUs"),
 }
-TIMES = {  # what a step's time goes into; others are several mesh axes together
+TIMES = {  # what a step's time goes into; others: several mesh axes together
     "compute": (BLUE, "matmuls, attention, norms; what is computed again"),
     "bubble": (WAITS, "stages wait for one another"),
     "update": (PURPLE, "the optimizer reads and writes its state"),
-    **{axis: (style, MOVES) for axis, style in (("tensor", YELLOW), ("data", GREEN), ("pipe", RED), ("replica", CYAN))},
+    "tensor": (YELLOW, MOVES),
+    "data": (GREEN, MOVES),
+    "replica": (CYAN, MOVES),
+    "pipe": (RED, MOVES),
 }
-DRAWN = {"stages": 8, "chunks": 4, "microbatches": 16, "units": 32}  # at most, so that a schedule can be read
+DRAWN = {"stages": 8, "chunks": 4, "microbatches": 16, "units": 32}  # at most; with chunks half the stages
+GB = 1e9
 SHOWN = 10  # candidates, and reasons for rejection
 
 
 def html(
-    plan: Estimate, explained: Sequence[Any], found: Any | None = None, compiled: Mapping[str, Any] | None = None
+    plan: Estimate,
+    explained: Sequence[explain.Section],
+    found: Found | None = None,
+    compiled: Mapping[str, Any] | None = None,
 ) -> str:
     """The page of a plan, as text.
 
@@ -79,12 +88,12 @@ def _headline(plan: Estimate, name: str, compiled: Mapping[str, Any] | None) -> 
         "remat": c.memory.remat,
     }
     spare = plan.limit_bytes - (compiled["peak_bytes"] if compiled else plan.peak_bytes)
-    by = f"{_gb(abs(spare))} GB {'to spare' if spare >= 0 else 'too much'}, {'compiled' if compiled else 'estimated'}"
+    by = f"{_gb(abs(spare))} {'to spare' if spare >= 0 else 'too much'}, {'compiled' if compiled else 'estimated'}"
     verdict = f"<b>{'✓ fits' if spare >= 0 else '✕ does not fit'}</b> {by}"
     waits = "of the schedule's time" if p.pipe > 1 else "there are no stages"
     speed, batch = plan.tokens_per_second, f"{c.data.batch_size:,} x {c.data.seq_len:,} tokens"
     tiles = (
-        ("peak memory per GPU", _gb(plan.peak_bytes), "GB", f"of {_gb(plan.limit_bytes)} GB that JAX takes"),
+        ("peak memory per GPU", *_gb(plan.peak_bytes).split(), f"of {_gb(plan.limit_bytes)} that JAX takes"),
         ("step, modelled", *_seconds(plan.step_seconds).split(), f"for {batch}"),
         ("tokens/s, modelled", f"{speed:,.0f}", "", f"{speed / plan.gpus:,.0f} per GPU"),
         ("MFU, modelled", f"{100 * plan.mfu:.1f}", "%", f"of {gpu.peak_flops / 1e12:,.4g} TFLOP/s per GPU"),
@@ -94,7 +103,10 @@ def _headline(plan: Estimate, name: str, compiled: Mapping[str, Any] | None) -> 
         f'<header><h1>{name}</h1><p class="verdict {"good" if spare >= 0 else "bad"}">{verdict}</p><dl class="facts">'
         + "".join(f"<div><dt>{key}</dt><dd>{escape(value)}</dd></div>" for key, value in facts.items())
         + '</dl><div class="tiles">'
-        + "".join(f"<div><h3>{a}</h3><p>{b}<small>{c}</small></p><p>{d}</p></div>" for a, b, c, d in tiles)
+        + "".join(
+            f"<div><h3>{what}</h3><p>{number}<small>{unit}</small></p><p>{more}</p></div>"
+            for what, number, unit, more in tiles
+        )
         + "</div></header>"
     )
 
@@ -105,37 +117,35 @@ def _memory(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
     scale = max(whole, *sums.values(), compiled["peak_bytes"] if compiled else 0)
     line = f'<i class="limit" style="left:{limit / scale:.4%}"></i>'
 
-    def row(name: str, parts: Mapping[str, float], styles: Sequence[str], more: str = "") -> str:
-        total = sum(parts.values())
-        bar = [
-            (part, size, f"{_gb(size)} GB", style) for (part, size), style in zip(parts.items(), styles, strict=True)
-        ]
+    def row(name: str, parts: list[tuple[str, float, str]], more: str = "") -> str:
+        total = sum(size for _, size, _ in parts)
         over, mark = "", line
         if total > limit:
-            over, more = " over", f"{_gb(total - limit)} GB over"
+            over, more = " over", f"{_gb(total - limit)} over"
             mark += f'<i class="excess" style="left:{limit / scale:.4%};width:{(total - limit) / scale:.4%}"></i>'
         peak = "<small>peak</small>" if name == plan.peak else ""
-        figure = f"<span><b>{_gb(total)} GB</b><small>{more}</small></span>"
-        return f'<div class="row{over}"><span>{name}{peak}</span>{_bar(bar, scale, mark)}{figure}</div>'
+        figure = f"<span><b>{_gb(total)}</b><small>{more}</small></span>"
+        return f'<div class="row{over}"><span>{name}{peak}</span>{_bar(parts, scale, _gb, mark)}{figure}</div>'
 
     flag = f"left:{limit / scale:.4%}" if limit < scale / 2 else f"right:{1 - limit / scale:.4%}"
-    flag = f'<div class="flag"><span style="{flag}">limit {_gb(limit)} GB</span></div>'
+    flag = f'<div class="flag"><span style="{flag}">limit {_gb(limit)}</span></div>'
     rows = [f'<div class="row"><span></span>{flag}</div>']
-    rows += [row(moment, parts, [PARTS[part][0] for part in parts]) for moment, parts in moments.items()]
-    lead = f"""What a GPU holds in the three moments of a step in which it may hold most. Of its {_gb(whole)} GB JAX
+    rows += [row(moment, [(k, v, PARTS[k][0]) for k, v in parts.items()]) for moment, parts in moments.items()]
+    lead = f"""What a GPU holds in the three moments of a step in which it may hold most. Of its {_gb(whole)} JAX
     takes the {limit / whole:.0%} up to the line. While a checkpoint is written, a host holds
-    {_gb(plan.host_bytes)} GB of state."""
+    {_gb(plan.host_bytes)} of state."""
     if compiled:
-        parts = {"arguments": compiled["argument_bytes"]}
-        parts["the rest"] = compiled["peak_bytes"] - parts["arguments"]
-        rows.append(row("compiled", parts, (SLATE, PALE), f"ratio {compiled['peak_bytes'] / plan.peak_bytes:.3f}"))
+        peak = compiled["peak_bytes"]
+        state = min(compiled["argument_bytes"], peak)
+        parts = [("arguments", state, SLATE), ("the rest", peak - state, PALE)]
+        rows.append(row("compiled", parts, f"ratio {peak / plan.peak_bytes:.3f}"))
         lead += " Compiled: the peak of the real step; its arguments are params, optimizer and a batch."
     table = [
-        [_key(style, part), what, *(_gb(parts[part]) for parts in moments.values())]
+        [_key(style, part), *(_number(parts[part] / GB) for parts in moments.values()), what]
         for part, (style, what) in PARTS.items()
     ]
-    table.append(["together", "", *map(_gb, sums.values())])
-    head = ["part", "what it is", *(f">{moment}, GB" for moment in moments)]
+    table.append(["together", *(_number(size / GB) for size in sums.values()), ""])
+    head = ["part", *(f">{moment}, GB" for moment in moments), "what it is"]
     bars = f'<div class="rows">{"".join(rows)}</div>'
     return _section("Memory per GPU", lead, bars + _table(head, table, {len(table) - 1}))
 
@@ -144,13 +154,13 @@ def _time(plan: Estimate) -> str:
     bar, rows = [], []
     for what, s in plan.seconds.items():
         style, meaning = TIMES.get(what, (SLATE, MOVES))
-        bar.append((_axes(what), s, _seconds(s), style))
-        rows.append([_key(style, _axes(what)), meaning, _seconds(s), f"{s / plan.step_seconds:.2%}"])
-    rows.append(["the step", "", _seconds(plan.step_seconds), "100%"])
-    table = _table(["part", "what it is", ">time, modelled", ">of the step"], rows, {len(rows) - 1})
+        bar.append((_axes(what), s, style))
+        rows.append([_key(style, _axes(what)), _seconds(s), f"{s / plan.step_seconds:.2%}", meaning])
+    rows.append(["the step", _seconds(plan.step_seconds), "100%", ""])
+    table = _table(["part", ">time, modelled", ">of the step", "what it is"], rows, {len(rows) - 1})
     lead = "Modelled: work takes as long as the slowest of the matrix units, the memory and the link that it needs."
     return _section(
-        "Where the step's time goes", lead, f'<div class="rows">{_bar(bar, plan.step_seconds)}</div>{table}'
+        "Where the step's time goes", lead, f'<div class="rows">{_bar(bar, plan.step_seconds, _seconds)}</div>{table}'
     )
 
 
@@ -158,7 +168,8 @@ def _schedule(plan: Estimate) -> str:
     p = plan.config.parallel
     if p.pipe == 1:
         return ""
-    P, C = min(p.pipe, DRAWN["stages"]), min(p.chunks, DRAWN["chunks"])
+    C = min(p.chunks, DRAWN["chunks"])
+    P = min(p.pipe, DRAWN["stages"] // (2 if C > 1 else 1))
     M = min(p.microbatches, DRAWN["microbatches"], max(DRAWN["units"] // C, P))
     M -= M % P if p.schedule == "interleaved" else 0
     F, B, W = layers_time(plan.config, hardware.find(plan.gpu))
@@ -168,47 +179,45 @@ def _schedule(plan: Estimate) -> str:
         file, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
         gantt.picture(table, costs, widest=10.5).savefig(file, format="svg", transparent=True, metadata=nothing)
     svg = file.getvalue()[file.getvalue().index("<svg") :]
-    for where, ink, name in (
-        ("fill", gantt.WAITS, "waits"),
-        ("stroke", gantt.LINES, "page"),
-        ("fill", gantt.PALE, "mute"),
-    ):
-        svg = svg.replace(f"{where}: {ink}", f"{where}: var(--{name})")
+    for ink, ours in {  # for light and dark
+        gantt.WAITS: "var(--waits)",
+        gantt.PALE: "var(--mute)",
+        f"stroke: {gantt.LINES}": "stroke: var(--page)",
+    }.items():
+        svg = svg.replace(ink, ours)
     sizes = (("stages", P, p.pipe), ("chunks", C, p.chunks), ("microbatches", M, p.microbatches))
     less = ", ".join(f"{n:,} of {whole:,} {what}" for what, n, whole in sizes if n < whole)
     lead = f"""Work is as wide as its modelled time. {f"Drawn are {less}" if less else "Drawn whole"}:
-    {chart.stats(table, *costs).bubble_fraction:.1%} of the picture is bubble. Of the plan's own schedule, with both ends
-    of the model and what moves, it is {plan.bubble_fraction:.1%}."""
+    {chart.stats(table, *costs).bubble_fraction:.1%} of the picture is bubble. Of the plan's own schedule, with both
+    ends of the model and what moves, it is {plan.bubble_fraction:.1%}."""
     return _section(f"Schedule {_schedule_name(plan)}", lead, f'<div class="scroll gantt" tabindex="0">{svg}</div>')
 
 
 def _communication(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
     longest = max((t.seconds for t in plan.transfers), default=0.0)
-    theory: Counter[tuple[str, str]] = Counter()
     rows = []
     for t in plan.transfers:
-        theory[t.axis, t.op] += t.bytes
         bar = _mini((t.exposed / longest, YELLOW), ((t.seconds - t.exposed) / longest, WAITS))
         when = "per microbatch" if t.when == "microbatch" else "per step"
-        times = bar, _seconds(t.seconds), _seconds(t.exposed), when
-        rows.append([_axes(t.axis), t.op.replace("_", "-"), t.why, _gb(t.bytes), t.link, *times])
-    head = ["axis", "operation", "what", ">GB per GPU", "link", "", ">time, modelled", ">exposed", "when"]
+        times = bar, _seconds(t.seconds), _seconds(t.exposed)
+        rows.append([_axes(t.axis), t.op.replace("_", "-"), _number(t.bytes / GB), *times, t.link, when, t.why])
+    head = ["axis", "operation", ">GB per GPU", "", ">time, modelled", ">exposed", "link", "when", "what"]
     body = _table(head, rows) if rows else "<p>Nothing moves between GPUs.</p>"
     if compiled:
-        rows, found = [], {(row["axis"], row["op"]): row for row in compiled["collectives"]}
-        for axis, op in theory | dict.fromkeys(found, 0.0) | theory:
+        rows, theory, found = [], moved(plan), {(row["axis"], row["op"]): row for row in compiled["collectives"]}
+        for axis, op in {**theory, **found}:
             said, row = theory[axis, op], found.get((axis, op), {})
             size = row.get("bytes_per_device", 0.0)
-            numbers = _gb(size), _gb(said), f"{size / said:.3f}" if said else "-", _number(row.get("count", 0))
-            alone = f"{row['exposed_bytes'] / size:.1%}" if size else ""
-            rows.append([_axes(axis), op.replace("_", "-"), *numbers, alone])
+            sizes = _number(size / GB), _number(said / GB), f"{size / said:.3f}" if said else "-"
+            alone = f"{row['exposed_bytes'] / size:.1%}" if size else "-"
+            rows.append([_axes(axis), op.replace("_", "-"), *sizes, _number(row.get("count", 0)), alone])
         head = ["axis", "operation", ">compiled, GB", ">theory, GB", ">ratio", ">times", ">with nothing beside it"]
         body += "<h3>In the compiled step</h3>" + _table(head, rows)
     lead = "Bytes that a GPU sends in a step, and how long it takes. Exposed, in colour: while nothing is computed."
     return _section("What moves, by mesh axis", lead, body)
 
 
-def _candidates(plan: Estimate, found: Any | None) -> str:
+def _candidates(plan: Estimate, found: Found | None) -> str:
     if found is None:
         return ""
     best, rows, body = found.best[:SHOWN], [], ""
@@ -216,30 +225,31 @@ def _candidates(plan: Estimate, found: Any | None) -> str:
         p, bar = e.config.parallel, _mini((e.step_seconds / max(e.step_seconds for e in best), BLUE))
         layout = _mesh(e), p.zero, _schedule_name(e), p.chunks, f"{p.microbatches:,}", e.config.memory.remat
         numbers = f"{100 * e.mfu:.1f}", f"{100 * e.bubble_fraction:.1f}"
-        rows.append([rank, *layout, _gb(e.peak_bytes), bar, _seconds(e.step_seconds), *numbers])
+        rows.append([rank, *layout, _number(e.peak_bytes / GB), bar, _seconds(e.step_seconds), *numbers])
     head = ["", "mesh", ">ZeRO", "schedule", ">chunks", ">microbatches", "remat", ">peak GB", "", ">step, modelled"]
     this = {i for i, e in enumerate(best) if e.config == plan.config}
     if best:
         body = _table([*head, ">MFU %", ">bubble %"], rows, this)
     elif e := found.smallest:
-        body = f"<p>None fits. The smallest, {_mesh(e)}, needs {_gb(e.peak_bytes)} of {_gb(e.limit_bytes)} GB.</p>"
+        body = f"<p>None fits. The smallest, {_mesh(e)}, needs {_gb(e.peak_bytes)} of {_gb(e.limit_bytes)}.</p>"
     reasons = found.rejected.most_common(SHOWN)
     if reasons:
         most, rest = reasons[0][1], found.rejected.total() - sum(n for _, n in reasons)
         rows = [[f"{n:,}", _mini((n / most, GREY)), reason] for reason, n in reasons]
         rows += [[f"{rest:,}", "", f"{len(found.rejected) - SHOWN:,} other reasons"]] * (rest > 0)
         body += "<h3>Rejected, and why</h3>" + _table([">layouts", "", "reason"], rows)
-    lead = f"""{found.tried:,} layouts were estimated. Here are the best of each mesh and schedule, fastest first{"; this plan is marked" if this else ""}."""
+    lead = f"{found.tried:,} layouts were estimated. Here are the best of each mesh and schedule, fastest first"
+    lead += "; this plan is marked." if this else "."
     return _section("Candidates", lead, body)
 
 
-def _formulas(explained: Sequence[Any]) -> str:
+def _formulas(explained: Sequence[explain.Section]) -> str:
     body = ""
     for section in explained:
         body += f"<h3>{escape(section.title)} <small>{escape(section.source)}</small></h3>"
         for line in section.lines:
             sums = f"<code>= {escape(line.formula)}</code><code>= {escape(line.numbers)}</code>"
-            value = f"<b>{_number(line.value, 4)} {escape(line.unit)}</b>"
+            value = f"<p><b>{explain.number(line.value)}</b> {escape(line.unit)}</p>"
             body += f'<div class="formula"><span>{escape(line.what)}</span><div>{sums}</div>{value}</div>'
     return _section("Formulas", "Each with this plan's numbers put in, and where it comes from.", body) if body else ""
 
@@ -249,7 +259,7 @@ class _Html(str):
 
 
 def _section(title: str, lead: str, body: str) -> str:
-    return f'<section><h2>{title}</h2><p class="lead">{lead}</p>{body}</section>\n'
+    return f'<section><h2>{escape(title)}</h2><p class="lead">{lead}</p>{body}</section>\n'
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], marked: Collection[int] = ()) -> str:
@@ -265,14 +275,14 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], marked: Collectio
     return f'<div class="scroll" tabindex="0"><table><thead>{names}</thead><tbody>{body}</tbody></table></div>'
 
 
-def _bar(parts: Iterable[tuple[str, float, str, str]], scale: float, marks: str = "") -> str:
-    """parts: name, size, size in words and style, one after the other; marks go on top."""
-    parts = [(escape(name), size / scale, words, style) for name, size, words, style in parts if size > 0]
+def _bar(parts: Iterable[tuple[str, float, str]], scale: float, words: Callable[[float], str], marks: str = "") -> str:
+    """parts: name, size and style, one after the other, on a scale as wide as the bar; marks go on top."""
+    parts = [(f"{escape(name)} {words(size)}", escape(name), size, style) for name, size, style in parts if size > 0]
     pieces = (
-        f'<i style="width:{share:.4%};{style}" title="{name} {words}"><span>{name}</span></i>'
-        for name, share, words, style in parts
+        f'<i style="width:{size / scale:.4%};{style}" title="{said}"><span>{name}</span></i>'
+        for said, name, size, style in parts
     )
-    said = ", ".join(f"{name} {words}" for name, _, words, _ in parts)
+    said = ", ".join(said for said, *_ in parts)
     return f'<div class="bar" role="img" aria-label="{said}">{"".join(pieces)}{marks}</div>'
 
 
@@ -297,15 +307,15 @@ def _schedule_name(e: Estimate) -> str:
     return e.config.parallel.schedule if e.config.parallel.pipe > 1 else "no stages"
 
 
-def _number(x: float, digits: int = 3) -> str:
-    """Whole numbers whole, others to so many digits."""
+def _number(x: float) -> str:
+    """Whole numbers whole, others to three digits."""
     if float(x).is_integer():
         return f"{x:,.0f}"
-    return f"{x:,.{max(0, digits - 1 - floor(log10(abs(x))))}f}" if abs(x) >= 1e-4 else f"{x:.{digits}g}"
+    return f"{x:,.{max(0, 2 - floor(log10(abs(x))))}f}" if abs(x) >= 1e-4 else f"{x:.3g}"
 
 
 def _gb(size: float) -> str:
-    return _number(size / 1e9)
+    return f"{_number(size / GB)} GB"
 
 
 def _seconds(s: float) -> str:
@@ -343,9 +353,11 @@ section{margin-top:60px}.lead{max-width:82ch;margin:4px 0 20px;color:var(--mute)
 .row small{display:block}.row>:last-child{text-align:right}
 .flag{position:relative;height:14px;font-size:12px;color:var(--mute)}.flag span{position:absolute;white-space:nowrap}
 .bar{position:relative;display:flex;height:34px;background:var(--waits)}
-.bar>i{container-type:inline-size;box-shadow:inset -1px 0 var(--page);text-align:center;overflow:hidden;white-space:nowrap}
+.bar>i{container-type:inline-size;box-shadow:inset -1px 0 var(--page);overflow:hidden;text-align:center;
+white-space:nowrap}
 .bar span{display:none;font:600 12.5px/34px var(--font)}@container (min-width:80px){.bar span{display:inline}}
-.bar>.limit{position:absolute;top:-8px;bottom:-8px;width:2px;background:var(--ink);box-shadow:0 0 0 1px var(--page)}
+.bar>.limit{position:absolute;top:-8px;bottom:-8px;width:2px;background:var(--ink);
+box-shadow:1px 0 var(--page),-1px 0 var(--page)}
 .bar>.excess{position:absolute;height:4px;bottom:-6px;box-shadow:none;background:var(--bad)}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;font-size:14px;min-width:min(100%,680px)}
@@ -355,16 +367,17 @@ th{font-weight:400;font-size:12px;color:var(--mute)}td:first-child,th:first-chil
 .key{display:inline-block;width:11px;height:11px;margin-right:9px}.mini{display:flex;width:90px;height:9px}
 .gantt svg{display:block;max-width:100%;min-width:720px;height:auto}.gantt text{font-family:var(--font)!important}
 .gantt text:not([style*=fill]){fill:currentColor}
-.formula{display:grid;grid-template-columns:15em 1fr auto;gap:2px 24px;padding:8px 6px;font-size:14px;
+.formula{display:grid;grid-template-columns:15em 1fr fit-content(17em);gap:2px 24px;padding:8px 6px;font-size:14px;
 border-bottom:1px solid var(--line)}
 code{display:block;font:12.5px/1.6 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;
-overflow-wrap:anywhere}code+code{color:var(--mute)}
+overflow-wrap:anywhere}code+code{color:var(--mute)}.formula p{text-align:right}
 footer{margin-top:60px;padding-top:16px;border-top:1px solid var(--line);font-size:12px;color:var(--mute)}
 @media (max-width:700px){main{padding:28px 16px 40px}h1{font-size:28px}section{margin-top:44px}.facts{gap:10px 24px}
 .tiles{grid-template-columns:1fr 1fr;gap:0 16px}.tiles div:first-child{grid-column:1/-1}.tiles h3+p{font-size:28px}
 .row{grid-template-columns:62px 1fr 78px;gap:8px;font-size:13px}
-.formula{grid-template-columns:1fr auto}.formula div{grid-row:2;grid-column:1/-1}}
+.formula{grid-template-columns:1fr fit-content(14em)}.formula div{grid-row:2;grid-column:1/-1}}
 @media print{main{max-width:none;padding:0}.rows,.row,.formula,tr,.gantt,header{break-inside:avoid}
 h2,h3,.lead{break-after:avoid}section{margin-top:28px}.scroll{overflow:visible}.gantt svg{min-width:0}
-table{font-size:10.5px}td,th{padding-right:7px}.mini{width:50px}}
+table{font-size:10.5px}th{font-size:9px}td,th{padding-right:8px}td:last-child{white-space:normal}.mini{width:40px}
+.tiles{gap:0 16px}.tiles h3+p{font-size:26px}}
 """

@@ -84,7 +84,7 @@ def search(config: Config, gpu: str, gpus: int, taken: float = TAKEN, fixed: Map
                 if not consider([whole.replace("memory", remat=remat) for remat in policies]):
                     break  # fewer microbatches are larger ones
     if "parallel.schedule" not in fixed:
-        for found in ranked(fitting)[:10]:
+        for found in ranked(fitting)[:5]:
             for schedule in ONE_AT_A_TIME if found.config.parallel.pipe > 1 else ():
                 try:
                     other = found.config.replace("parallel", schedule=schedule, chunks=1)

@@ -1,0 +1,357 @@
+"""The page of a plan in a real browser: silent, alone, readable, in proportion, and it runs nothing."""
+
+import json
+import re
+import shutil
+from collections import Counter
+from html import unescape
+
+import pytest
+
+from nanotrain_jax.audit import hardware
+from nanotrain_jax.parallel.schedule import SCHEDULES
+from nanotrain_jax.planner import page
+from nanotrain_jax.planner.estimate import estimate
+from nanotrain_jax.planner.explain import Line, Section
+from nanotrain_jax.planner.search import search
+from nanotrain_jax.resolved import resolve
+from nanotrain_jax.runtime import request
+
+FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+--disable-component-update --disable-sync --window-size=1200,900"""
+HOSTILE = "<script>document.title = 'ran'</script><img src=x onerror=\"document.title = 'ran'\">\"'&"
+EXPLAINED = [
+    Section(
+        "Parameters", "PaLM, arXiv 2204.02311", [Line("matmuls", "2 D^2 + D F", "2 x 3^2 + 3 x 5", 33, "parameters")]
+    ),
+    Section("Memory", "ZeRO, arXiv 1910.02054", [Line("weights", "2 Psi", "2 x 1.0625", 2.125, "GB")]),
+]
+
+
+def planned(gpu="h100", layers=32, pipe=1, data=1, tensor=1, microbatches=4, **parallel):
+    """The estimate of a 7B model (or of fewer or more layers)."""
+    sizes = {"pipe": pipe, "data": data, "tensor": tensor}
+    tree = {
+        "model": {"num_layers": layers, "d_model": 4096, "num_heads": 32, "vocab_size": 32000},
+        "parallel": {**sizes, "microbatches": microbatches, "zero": int(data > 1), **parallel},
+        "memory": {"remat": "full"},
+        "data": {"source": "synthetic", "batch_size": data * microbatches, "seq_len": 4096},
+    }
+    config = request.parse(tree)
+    return estimate(resolve(config, config.parallel.axes), gpu)
+
+
+def compiled_like(plan):
+    """What the compiler might have returned: 3% more memory, twice the bytes."""
+    theory = Counter()
+    for t in plan.transfers:
+        theory[t.axis, t.op] += t.bytes
+    moved = [
+        {"axis": axis, "op": op, "bytes_per_device": 2 * size, "count": 7, "exposed_bytes": size / 2}
+        for (axis, op), size in theory.items()
+    ]
+    state = sum(plan.moments["update"][part] for part in ("params", "optimizer"))
+    return {"peak_bytes": 1.03 * plan.peak_bytes, "argument_bytes": state, "collectives": moved}
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return planned(pipe=4, data=2, tensor=2, microbatches=32, schedule="interleaved", chunks=8)
+
+
+@pytest.fixture(scope="module")
+def found(plan):
+    one = dict.fromkeys(plan.config.parallel.axes, 1)
+    config = plan.config.replace("parallel", **one, microbatches=1, schedule="1f1b", chunks=1, zero=0)
+    return search(resolve(config, one), "h100", 16)
+
+
+@pytest.fixture(scope="module")
+def everything(plan, found):
+    """The page with all that it can show."""
+    return page.html(plan, EXPLAINED, found, compiled_like(plan))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    install = "pip install -e '.[test]', and on Debian apt-get install chromium chromium-driver"
+    webdriver = pytest.importorskip("selenium.webdriver", reason=f"selenium is missing: {install}")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver = shutil.which("chromedriver")
+    for name, path in {"chromium": program, "chromedriver": driver}.items():
+        if not path:
+            pytest.skip(f"{name} is missing: {install}")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    started = webdriver.Chrome(options, webdriver.ChromeService(driver))
+    yield started
+    started.quit()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """show(text, width, colors): the browser with that page, and its address."""
+
+    def show(text, width=1200, colors="light"):
+        file = tmp_path / "index.html"
+        file.write_text(text, encoding="utf-8")
+        for kind in "browser", "performance":
+            browser.get_log(kind)  # what came before
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        features = [{"name": "prefers-color-scheme", "value": colors}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        browser.get(file.as_uri())
+        return file.as_uri()
+
+    return show
+
+
+def cells(browser, number):
+    """The text of the body of a table: rows of cells."""
+    script = "return [...document.querySelectorAll('table')[arguments[0]].tBodies[0].rows].map(r => "
+    return browser.execute_script(script + "[...r.cells].map(c => c.innerText))", number)
+
+
+def words(text):
+    """What a reader sees, as one line."""
+    text = re.sub(r"<style>.*?</style>", "", text, flags=re.S)
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", text)).split())
+
+
+def test_the_console_is_silent_and_nothing_is_requested_but_the_file_itself(browser, show, everything):
+    address = show(everything)
+    assert browser.get_log("browser") == []
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert asked == [address]
+    assert browser.find_elements("tag name", "script") == []
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+def test_the_page_does_not_scroll_sideways(browser, show, everything, width):
+    show(everything, width)
+    inner, scrolled = browser.execute_script(
+        "const e = document.documentElement; return [e.clientWidth, e.scrollWidth]"
+    )
+    assert width - 20 < inner <= width
+    assert scrolled == inner
+    # What is too wide for it scrolls within its own box; nothing is cut off.
+    cut = "const w = document.documentElement.clientWidth; return [...document.querySelectorAll('main *')].filter(e => "
+    cut += "!e.closest('.scroll') && e.getBoundingClientRect().right > w + 1).map(e => e.outerHTML.slice(0, 80))"
+    assert browser.execute_script(cut) == []
+
+
+@pytest.mark.parametrize("colors", ["light", "dark"])
+def test_text_can_be_read_on_its_ground(browser, show, everything, colors):
+    show(everything, colors=colors)
+    ground, worst = browser.execute_script("""
+        const rgb = text => text.match(/[\\d.]+/g).map(Number);
+        const light = c => c.slice(0, 3).map(x => x / 255).map(x => x > .04 ? ((x + .055) / 1.055) ** 2.4 : x / 12.92)
+            .reduce((sum, x, i) => sum + x * [.2126, .7152, .0722][i], 0);
+        function behind(e) {
+            const c = rgb(getComputedStyle(e).backgroundColor);
+            return c.length == 4 && c[3] == 0 ? behind(e.parentElement) : c;
+        }
+        const found = [...document.querySelectorAll('main *:not(svg *)')].filter(e => e.offsetParent &&
+            [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim())).map(e => {
+                const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))];
+                return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.innerText];
+            });
+        return [light(behind(document.body)), found.sort((a, b) => a[0] - b[0])[0]];
+    """)
+    assert ground > 0.9 if colors == "light" else ground < 0.02
+    assert worst[0] > 4.5, worst  # WCAG 2.2, level AA
+
+
+def bars(browser):
+    """Name -> (widths and titles of a bar's segments, place of the limit) in bars; whether it is said to be over."""
+    rows = browser.execute_script("""
+        return [...document.querySelectorAll('.row')].filter(r => r.querySelector('.bar')).map(r => {
+            const box = r.querySelector('.bar').getBoundingClientRect(), share = x => x / box.width;
+            return [r.firstChild.firstChild.data, [...r.querySelectorAll('.bar > i[title]')].map(
+                i => [share(i.getBoundingClientRect().width), i.title]),
+                share(r.querySelector('.limit').getBoundingClientRect().left - box.left),
+                r.classList.contains('over'), r.innerText];
+        });
+    """)
+    return {name: rest for name, *rest in rows}
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+def test_segments_are_as_wide_as_their_bytes_say(browser, show, plan, everything, width):
+    show(everything, width)
+    whole, compiled = hardware.find(plan.gpu).memory_bytes, compiled_like(plan)
+    state = compiled["argument_bytes"]
+    expected = plan.moments | {"compiled": {"arguments": state, "the rest": compiled["peak_bytes"] - state}}
+    found = bars(browser)
+    assert list(found) == list(expected)
+    for name, parts in expected.items():
+        segments, limit, over, text = found[name]
+        parts = {part: size for part, size in parts.items() if size}
+        assert [title.rsplit(" ", 2)[0] for _, title in segments] == list(parts)
+        assert [share for share, _ in segments] == pytest.approx([size / whole for size in parts.values()], abs=2e-4)
+        for (_, title), size in zip(segments, parts.values(), strict=True):
+            assert float(title.split()[-2].replace(",", "")) == pytest.approx(size / 1e9, rel=5e-3)
+        assert limit == pytest.approx(plan.limit_bytes / whole, abs=2e-4)
+        assert not over
+        assert ("peak" in text) == (name == plan.peak)
+    assert "ratio 1.030" in found["compiled"][-1]
+
+
+def test_a_bar_over_the_limit_is_marked_as_such(browser, show):
+    plan = planned()
+    sums = {name: sum(parts.values()) for name, parts in plan.moments.items()}
+    plan = plan._replace(limit_bytes=(min(sums.values()) + max(sums.values())) / 2)
+    show(page.html(plan, []))
+    assert "does not fit" in browser.find_element("css selector", ".verdict").text
+    for name, (_, _, over, text) in bars(browser).items():
+        assert over == (sums[name] > plan.limit_bytes)
+        assert ("GB over" in text) == over
+    script = (
+        "return [...document.querySelectorAll('.over .bar')].map(b => ['.excess', '.limit', 'i:nth-last-of-type(3)']"
+    )
+    script += ".map(s => b.querySelector(s).getBoundingClientRect()))"
+    for excess, limit, last in browser.execute_script(script):  # from the limit to the end of the bar
+        assert (excess["left"], excess["right"]) == pytest.approx((limit["left"], last["right"]), abs=0.1)
+
+
+def test_every_transfer_has_its_row_and_is_beside_what_was_compiled(browser, show, plan, everything):
+    show(everything)
+    rows, seen = cells(browser, 2), cells(browser, 3)
+    assert len(rows) == len(plan.transfers)
+    for row, t in zip(rows, plan.transfers, strict=True):
+        assert [row[0], row[1], row[6], row[8]] == [t.axis.replace(",", " x "), t.op.replace("_", "-"), t.link, t.why]
+        assert float(row[2].replace(",", "")) == pytest.approx(t.bytes / 1e9, rel=5e-3)
+    assert [tuple(row[:2]) for row in seen] == list(dict.fromkeys(tuple(row[:2]) for row in rows))
+    assert {tuple(row[4:]) for row in seen} == {("2.000", "7", "25.0%")}
+
+
+def test_what_only_the_theory_or_only_the_compiler_has_is_shown_too(browser, show, plan):
+    moved = [{"axis": "replica", "op": "all_to_all", "bytes_per_device": 1e9, "count": 1, "exposed_bytes": 0.0}]
+    show(page.html(plan, [], None, compiled_like(plan) | {"collectives": moved}))
+    *theory, last = cells(browser, 3)
+    assert {(row[2], row[4]) for row in theory} == {("0", "0.000")}
+    assert last == ["replica", "all-to-all", "1", "0", "-", "1", "0.0%"]
+
+
+def test_every_candidate_and_every_reason_has_its_row(browser, show, plan, found, everything):
+    show(everything)
+    rows, reasons = cells(browser, 4), cells(browser, 5)
+    best = found.best[:10]
+    assert len(rows) == len(best) > 3
+    for row, e in zip(rows, best, strict=True):
+        p = e.config.parallel
+        assert row[1] == " x ".join(f"{axis} {size}" for axis, size in p.axes.items() if size > 1)
+        assert [row[2], row[4], row[5]] == [str(p.zero), str(p.chunks), str(p.microbatches)]
+        assert row[6] == e.config.memory.remat
+        assert float(row[7]) == pytest.approx(e.peak_bytes / 1e9, rel=5e-3)
+        assert row[10:] == [f"{100 * e.mfu:.1f}", f"{100 * e.bubble_fraction:.1f}"]
+    assert sum(int(row[0].replace(",", "")) for row in reasons) == found.rejected.total()
+    assert [row[2] for row in reasons[:10]] == [reason for reason, _ in found.rejected.most_common(10)]
+    assert browser.find_elements("css selector", "td:nth-child(12)")
+    widths = "return [...document.querySelectorAll('table')[4].querySelectorAll('.mini > i')].map(i => i.offsetWidth)"
+    slowest = max(e.step_seconds for e in best)
+    assert browser.execute_script(widths) == pytest.approx([90 * e.step_seconds / slowest for e in best], abs=1)
+    marked = "return [...document.querySelectorAll('table')[4].rows].map(r => r.className)"
+    assert "marked" not in browser.execute_script(marked)
+    show(page.html(best[1], [], found))
+    rows = browser.execute_script(marked.replace("[4]", "[3]"))
+    assert rows.index("marked") == 2
+    assert rows.count("marked") == 1
+
+
+def test_where_nothing_fits_the_smallest_layout_is_named(found, plan):
+    text = words(page.html(plan, [], found._replace(best=[])))
+    assert "None fits. The smallest, " in text
+    assert f"of {found.smallest.limit_bytes / 1e9:.1f} GB" in text
+
+
+def test_a_schedule_is_drawn_where_there_are_stages_and_none_without(browser, show, plan, everything):
+    show(everything)
+    (drawing,) = browser.find_elements("css selector", "svg")
+    assert drawing.rect["width"] > 700
+    assert drawing.rect["height"] > 150
+    texts = browser.execute_script("return [...document.querySelectorAll('svg text')].map(t => t.textContent.trim())")
+    assert [t for t in texts if t.startswith("stage")] == [f"stage {s}" for s in range(4)]
+    assert "Drawn are 4 of 8 chunks, 8 of 32 microbatches" in words(everything)
+    assert f"it is {plan.bubble_fraction:.1%}" in words(everything)
+    show(page.html(planned(data=4), []))
+    assert browser.find_elements("css selector", "svg") == []
+    assert "there are no stages" in browser.find_element("tag name", "header").text
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_of_a_large_schedule_a_legal_part_is_drawn(name):
+    chunks = 8 if name == "interleaved" else 1
+    text = page.html(planned(layers=256, pipe=32, microbatches=96, schedule=name, chunks=chunks), [])
+    assert len(set(re.findall(r">stage \d+<", text))) == (4 if chunks > 1 else 8)
+    drawn = "4 of 32 stages, 4 of 8 chunks, 8 of 96" if chunks > 1 else "8 of 32 stages, 16 of 96"
+    assert f"Drawn are {drawn} microbatches" in words(text)
+
+
+def test_the_headline_has_the_numbers_and_every_time_is_called_modelled(plan, everything):
+    text = words(everything)
+    for shown in (
+        "llama 6.74B parameters",
+        "16 x NVIDIA H100 80GB HBM3",
+        "pipe 4 x data 2 x tensor 2",
+        "stage 1",
+        "interleaved, 8 chunks",
+        "32 of 1 x 4,096 tokens",
+        f"tokens/s, modelled {plan.tokens_per_second:,.0f}",
+        f"MFU, modelled {100 * plan.mfu:.1f} %",
+        f"bubble, modelled {100 * plan.bubble_fraction:.1f} %",
+    ):
+        assert shown in text
+    spare = plan.limit_bytes - 1.03 * plan.peak_bytes
+    for pattern, value in {
+        r"peak memory per GPU ([\d.,]+) GB of": plan.peak_bytes / 1e9,
+        r"of ([\d.,]+) GB that JAX takes": plan.limit_bytes / 1e9,
+        r"fits ([\d.,]+) GB to spare, compiled": spare / 1e9,
+        r"step, modelled ([\d.,]+) s for 64 x 4,096 tokens": plan.step_seconds,
+    }.items():
+        assert float(re.search(pattern, text)[1].replace(",", "")) == pytest.approx(value, rel=5e-3)
+    assert text.count("time, modelled") == 2
+    assert text.count("step, modelled") == 2
+    assert "not measured" in text
+
+
+def test_every_formula_is_beside_its_numbers(everything):
+    text = words(everything)
+    for section in EXPLAINED:
+        for line in section.lines:
+            value = "33 parameters" if line.unit == "parameters" else "2.125 GB"
+            assert f"{line.what} = {line.formula} = {line.numbers} {value}" in text
+        assert f"{section.title} {section.source}" in text
+    assert "Formulas" not in words(page.html(planned(), []))
+
+
+def test_hostile_text_is_shown_and_does_not_run(browser, show, plan, found):
+    explained = [Section(HOSTILE, HOSTILE, [Line(HOSTILE, HOSTILE, HOSTILE, 1.0, HOSTILE)])]
+    moved = [{"axis": HOSTILE, "op": HOSTILE, "bytes_per_device": 1.0, "count": 1, "exposed_bytes": 0.0}]
+    hostile = plan._replace(
+        config=plan.config.replace("memory", remat=HOSTILE).replace("parallel", schedule="1f1b", chunks=1),
+        transfers=[t._replace(axis=HOSTILE, op=HOSTILE, why=HOSTILE, link=HOSTILE) for t in plan.transfers],
+        seconds=plan.seconds | {HOSTILE: 1.0},
+    )
+    bad = found._replace(best=[hostile], rejected=found.rejected + Counter({HOSTILE: 10**6}))
+    text = page.html(hostile, explained, bad, compiled_like(plan) | {"collectives": moved})
+    policy = re.search(r"<meta http-equiv=.*?>\n", text)[0]
+    show(text.replace(policy, ""))  # what is escaped needs no policy
+    title = browser.title
+    assert title == "llama on 16 x h100"
+    assert browser.find_elements("css selector", "script, img") == []
+    shown = browser.find_element("tag name", "main").get_attribute("textContent")
+    assert shown.count(HOSTILE) >= 6 + 3 * len(plan.transfers)
+    show(text.replace("<main>", f"<main>{HOSTILE}"))  # and the policy holds where nothing is escaped
+    assert browser.title == title
+    show(text.replace("<main>", f"<main>{HOSTILE}").replace(policy, ""))  # which would have run
+    assert browser.title == "ran"
+
+
+def test_the_same_plan_gives_the_same_page(plan, found, everything):
+    assert page.html(plan, EXPLAINED, found, compiled_like(plan)) == everything
