@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ FLOORS = [
     {"model", "parallel.pipeline", "parallel.gantt", "audit.cost"},
     {"step", "audit.memory"},
     {"planner.estimate"},
-    {"planner.search", "planner.compiled", "planner.explain"},
+    {"planner.search", "planner.compiled", "planner.explain", "planner.markup"},
     {"planner.page", "planner.tables"},
     {"plan", "train", "launch"},
 ]  # fmt: skip
@@ -144,6 +145,11 @@ def test_the_tour_in_the_readme_runs_and_shows_one_all_reduce():
     done = subprocess.run([sys.executable, "-c", tour], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[3].startswith("1 ")
+
+
+def test_every_package_is_installed():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(listed) == {".".join(p.parent.relative_to(ROOT).parts) for p in PACKAGE.rglob("__init__.py")}
 
 
 def test_the_readme_names_every_file():

@@ -161,7 +161,7 @@ def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
         speed = gpu.nvlink if near == group else min(gpu.nvlink, near * gpu.network)
         name = "NVLink" if near == group else "network" if near == 1 else f"network x {near}"
         seconds, hidden, when = size / (speed * LINK), 0.0, "step"
-        if axis == "tensor" and why != "gradients":
+        if axis == "tensor" and not why.startswith("gradients"):
             hidden, when = HIDDEN_TENSOR, "microbatch"
         elif op == "permute":
             hidden, when = HIDDEN_PIPE, "microbatch"

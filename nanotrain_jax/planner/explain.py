@@ -185,7 +185,7 @@ def activations(e: Estimate) -> Section:
         if p.idle == "skip":
             lines.append(Line("all that a stage keeps", formula, numbers, kept, "elements per token"))
     size = e.moments["loss"]["activations"]
-    lines.append(Line("of a microbatch", "bytes tokens elements", f"{b} x {n(tokens)} x {kept!r}", size, "bytes"))
+    lines.append(Line("of a microbatch", "bytes tokens elements", f"{b} x {n(tokens)} x {n(kept)}", size, "bytes"))
     return Section("Activations", "Korthikanti et al. 2022 (arXiv 2205.05198, section 4), without dropout", lines)
 
 
@@ -210,7 +210,7 @@ def moves(e: Estimate) -> Section:
         factor = 2 if t.op == "all_reduce" else 1
         size = t.bytes / factor * group / (group - 1)
         formula = f"{'2 ' * (factor == 2)}(n - 1) / n S, S = {WHOLE[t.why]}"
-        numbers = f"{factor} x ({group} - 1) / {group} x {size!r}"
+        numbers = f"{factor} x ({group} - 1) / {group} x {number(size)}"
         lines.append(Line(f"{t.axis} {t.op}", formula, numbers, t.bytes, f"bytes: {t.why}"))
     return Section("What moves, per GPU and step", "rings; volumes: audit/cost.py, `communication`", lines)
 

@@ -8,7 +8,7 @@ bytes. Bytes are closed forms (audit/) and every time is modelled (planner/estim
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from math import floor, log10
 from typing import Any
@@ -17,7 +17,7 @@ import matplotlib
 
 from nanotrain_jax.audit import cost, hardware
 from nanotrain_jax.parallel import chart, gantt, schedule
-from nanotrain_jax.planner import explain
+from nanotrain_jax.planner import explain, markup
 from nanotrain_jax.planner.compiled import moved
 from nanotrain_jax.planner.estimate import Estimate, layers_time
 from nanotrain_jax.planner.search import Found
@@ -69,7 +69,7 @@ def html(
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{escape(m.family)} on {plan.gpus} x {escape(plan.gpu)}</title><style>{CSS}</style></head><body><main>
+<title>{escape(m.family)} on {plan.gpus} x {escape(plan.gpu)}</title><style>{markup.CSS}</style></head><body><main>
 {"".join(body)}
 <footer>GB are 1e9 bytes. Memory, bytes and FLOPs are closed forms; times are modelled, not measured.
 Made by nanotrain_jax.plan.</footer></main></body></html>
@@ -125,7 +125,7 @@ def _memory(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
             mark += f'<i class="excess" style="left:{limit / scale:.4%};width:{(total - limit) / scale:.4%}"></i>'
         peak = "<small>peak</small>" if name == plan.peak else ""
         figure = f"<span><b>{_gb(total)}</b><small>{more}</small></span>"
-        return f'<div class="row{over}"><span>{name}{peak}</span>{_bar(parts, scale, _gb, mark)}{figure}</div>'
+        return f'<div class="row{over}"><span>{name}{peak}</span>{markup.bar(parts, scale, _gb, mark)}{figure}</div>'
 
     flag = f"left:{limit / scale:.4%}" if limit < scale / 2 else f"right:{1 - limit / scale:.4%}"
     flag = f'<div class="flag"><span style="{flag}">limit {_gb(limit)}</span></div>'
@@ -141,13 +141,13 @@ def _memory(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
         rows.append(row("compiled", parts, f"ratio {peak / plan.peak_bytes:.3f}"))
         lead += " Compiled: the peak of the real step; its arguments are params, optimizer and a batch."
     table = [
-        [_key(style, part), *(_number(parts[part] / GB) for parts in moments.values()), what]
+        [markup.key(style, part), *(_number(parts[part] / GB) for parts in moments.values()), what]
         for part, (style, what) in PARTS.items()
     ]
     table.append(["together", *(_number(size / GB) for size in sums.values()), ""])
     head = ["part", *(f">{moment}, GB" for moment in moments), "what it is"]
     bars = f'<div class="rows">{"".join(rows)}</div>'
-    return _section("Memory per GPU", lead, bars + _table(head, table, {len(table) - 1}))
+    return markup.section("Memory per GPU", lead, bars + markup.table(head, table, {len(table) - 1}))
 
 
 def _time(plan: Estimate) -> str:
@@ -155,12 +155,14 @@ def _time(plan: Estimate) -> str:
     for what, s in plan.seconds.items():
         style, meaning = TIMES.get(what, (SLATE, MOVES))
         bar.append((_axes(what), s, style))
-        rows.append([_key(style, _axes(what)), _seconds(s), f"{s / plan.step_seconds:.2%}", meaning])
+        rows.append([markup.key(style, _axes(what)), _seconds(s), f"{s / plan.step_seconds:.2%}", meaning])
     rows.append(["the step", _seconds(plan.step_seconds), "100%", ""])
-    table = _table(["part", ">time, modelled", ">of the step", "what it is"], rows, {len(rows) - 1})
+    table = markup.table(["part", ">time, modelled", ">of the step", "what it is"], rows, {len(rows) - 1})
     lead = "Modelled: work takes as long as the slowest of the matrix units, the memory and the link that it needs."
-    return _section(
-        "Where the step's time goes", lead, f'<div class="rows">{_bar(bar, plan.step_seconds, _seconds)}</div>{table}'
+    return markup.section(
+        "Where the step's time goes",
+        lead,
+        f'<div class="rows">{markup.bar(bar, plan.step_seconds, _seconds)}</div>{table}',
     )
 
 
@@ -190,19 +192,21 @@ def _schedule(plan: Estimate) -> str:
     lead = f"""Work is as wide as its modelled time. {f"Drawn are {less}" if less else "Drawn whole"}:
     {chart.stats(table, *costs).bubble_fraction:.1%} of the picture is bubble. Of the plan's own schedule, with both
     ends of the model and what moves, it is {plan.bubble_fraction:.1%}."""
-    return _section(f"Schedule {_schedule_name(plan)}", lead, f'<div class="scroll gantt" tabindex="0">{svg}</div>')
+    return markup.section(
+        f"Schedule {_schedule_name(plan)}", lead, f'<div class="scroll gantt" tabindex="0">{svg}</div>'
+    )
 
 
 def _communication(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
     longest = max((t.seconds for t in plan.transfers), default=0.0)
     rows = []
     for t in plan.transfers:
-        bar = _mini((t.exposed / longest, YELLOW), ((t.seconds - t.exposed) / longest, WAITS))
+        bar = markup.mini((t.exposed / longest, YELLOW), ((t.seconds - t.exposed) / longest, WAITS))
         when = "per microbatch" if t.when == "microbatch" else "per step"
         times = bar, _seconds(t.seconds), _seconds(t.exposed)
         rows.append([_axes(t.axis), t.op.replace("_", "-"), _number(t.bytes / GB), *times, t.link, when, t.why])
     head = ["axis", "operation", ">GB per GPU", "", ">time, modelled", ">exposed", "link", "when", "what"]
-    body = _table(head, rows) if rows else "<p>Nothing moves between GPUs.</p>"
+    body = markup.table(head, rows) if rows else "<p>Nothing moves between GPUs.</p>"
     if compiled:
         rows, theory, found = [], moved(plan), {(row["axis"], row["op"]): row for row in compiled["collectives"]}
         for axis, op in {**theory, **found}:
@@ -212,9 +216,9 @@ def _communication(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
             alone = f"{row['exposed_bytes'] / size:.1%}" if size else "-"
             rows.append([_axes(axis), op.replace("_", "-"), *sizes, _number(row.get("count", 0)), alone])
         head = ["axis", "operation", ">compiled, GB", ">theory, GB", ">ratio", ">times", ">with nothing beside it"]
-        body += "<h3>In the compiled step</h3>" + _table(head, rows)
+        body += "<h3>In the compiled step</h3>" + markup.table(head, rows)
     lead = "Bytes that a GPU sends in a step, and how long it takes. Exposed, in colour: while nothing is computed."
-    return _section("What moves, by mesh axis", lead, body)
+    return markup.section("What moves, by mesh axis", lead, body)
 
 
 def _candidates(plan: Estimate, found: Found | None) -> str:
@@ -222,25 +226,25 @@ def _candidates(plan: Estimate, found: Found | None) -> str:
         return ""
     best, rows, body = found.best[:SHOWN], [], ""
     for rank, e in enumerate(best, 1):
-        p, bar = e.config.parallel, _mini((e.step_seconds / max(e.step_seconds for e in best), BLUE))
+        p, bar = e.config.parallel, markup.mini((e.step_seconds / max(e.step_seconds for e in best), BLUE))
         layout = _mesh(e), p.zero, _schedule_name(e), p.chunks, f"{p.microbatches:,}", e.config.memory.remat
         numbers = f"{100 * e.mfu:.1f}", f"{100 * e.bubble_fraction:.1f}"
         rows.append([rank, *layout, _number(e.peak_bytes / GB), bar, _seconds(e.step_seconds), *numbers])
     head = ["", "mesh", ">ZeRO", "schedule", ">chunks", ">microbatches", "remat", ">peak GB", "", ">step, modelled"]
     this = {i for i, e in enumerate(best) if e.config == plan.config}
     if best:
-        body = _table([*head, ">MFU %", ">bubble %"], rows, this)
+        body = markup.table([*head, ">MFU %", ">bubble %"], rows, this)
     elif e := found.smallest:
         body = f"<p>None fits. The smallest, {_mesh(e)}, needs {_gb(e.peak_bytes)} of {_gb(e.limit_bytes)}.</p>"
     reasons = found.rejected.most_common(SHOWN)
     if reasons:
         most, rest = reasons[0][1], found.rejected.total() - sum(n for _, n in reasons)
-        rows = [[f"{n:,}", _mini((n / most, GREY)), reason] for reason, n in reasons]
+        rows = [[f"{n:,}", markup.mini((n / most, GREY)), reason] for reason, n in reasons]
         rows += [[f"{rest:,}", "", f"{len(found.rejected) - SHOWN:,} other reasons"]] * (rest > 0)
-        body += "<h3>Rejected, and why</h3>" + _table([">layouts", "", "reason"], rows)
+        body += "<h3>Rejected, and why</h3>" + markup.table([">layouts", "", "reason"], rows)
     lead = f"{found.tried:,} layouts were estimated. Here are the best of each mesh and schedule, fastest first"
     lead += "; this plan is marked." if this else "."
-    return _section("Candidates", lead, body)
+    return markup.section("Candidates", lead, body)
 
 
 def _formulas(explained: Sequence[explain.Section]) -> str:
@@ -251,48 +255,11 @@ def _formulas(explained: Sequence[explain.Section]) -> str:
             sums = f"<code>= {escape(line.formula)}</code><code>= {escape(line.numbers)}</code>"
             value = f"<p><b>{explain.number(line.value)}</b> {escape(line.unit)}</p>"
             body += f'<div class="formula"><span>{escape(line.what)}</span><div>{sums}</div>{value}</div>'
-    return _section("Formulas", "Each with this plan's numbers put in, and where it comes from.", body) if body else ""
-
-
-class _Html(str):
-    """A cell that is HTML already; `_table` escapes all others."""
-
-
-def _section(title: str, lead: str, body: str) -> str:
-    return f'<section><h2>{escape(title)}</h2><p class="lead">{lead}</p>{body}</section>\n'
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], marked: Collection[int] = ()) -> str:
-    """head: ">" begins the name of a column of numbers."""
-
-    def line(tag: str, cells: Sequence[Any], kind: str = "") -> str:
-        texts = (cell if isinstance(cell, _Html) else escape(str(cell)) for cell in cells)
-        kinds = (' class="number"' if name.startswith(">") else "" for name in head)
-        return f"<tr{kind}>{''.join(f'<{tag}{k}>{t}</{tag}>' for k, t in zip(kinds, texts, strict=True))}</tr>"
-
-    body = "".join(line("td", row, ' class="marked"' if i in marked else "") for i, row in enumerate(rows))
-    names = line("th", [name.removeprefix(">") for name in head])
-    return f'<div class="scroll" tabindex="0"><table><thead>{names}</thead><tbody>{body}</tbody></table></div>'
-
-
-def _bar(parts: Iterable[tuple[str, float, str]], scale: float, words: Callable[[float], str], marks: str = "") -> str:
-    """parts: name, size and style, one after the other, on a scale as wide as the bar; marks go on top."""
-    parts = [(f"{escape(name)} {words(size)}", escape(name), size, style) for name, size, style in parts if size > 0]
-    pieces = (
-        f'<i style="width:{size / scale:.4%};{style}" title="{said}"><span>{name}</span></i>'
-        for said, name, size, style in parts
+    return (
+        markup.section("Formulas", "Each with this plan's numbers put in, and where it comes from.", body)
+        if body
+        else ""
     )
-    said = ", ".join(said for said, *_ in parts)
-    return f'<div class="bar" role="img" aria-label="{said}">{"".join(pieces)}{marks}</div>'
-
-
-def _mini(*parts: tuple[float, str]) -> _Html:
-    pieces = "".join(f'<i style="width:{share:.2%};{style}"></i>' for share, style in parts)
-    return _Html(f'<div class="mini">{pieces}</div>')
-
-
-def _key(style: str, name: str) -> _Html:
-    return _Html(f'<i class="key" style="{style}"></i>{escape(name)}')
 
 
 def _axes(text: str) -> str:
@@ -326,58 +293,3 @@ def _seconds(s: float) -> str:
 def _short(count: int) -> str:
     unit, size = next((u for u in (("T", 1e12), ("B", 1e9), ("M", 1e6)) if count >= u[1]), ("K", 1e3))
     return f"{_number(count / size)}{unit}"
-
-
-CSS = """
-:root{color-scheme:light dark;--page:#fff;--ink:#191c20;--mute:#5f6670;--line:#e4e5e7;--waits:#e7e9ec;--mark:#eef3f9;
---good:#1b7a48;--bad:#c0281f;--font:-apple-system,"Segoe UI",Roboto,"Helvetica Neue","Liberation Sans",Arial,sans-serif}
-@media screen and (prefers-color-scheme:dark){:root{--page:#14161a;--ink:#e7e9ec;--mute:#9aa2ad;--line:#2b2f36;
---waits:#343a43;--mark:#1f2732;--good:#63cf97;--bad:#ff8075}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 var(--font);font-variant-numeric:tabular-nums;
--webkit-print-color-adjust:exact;print-color-adjust:exact}
-main{max-width:1120px;margin:0 auto;padding:48px 24px 56px}
-h1,h2,h3,p,dl,dd{margin:0}
-h1{font-size:36px;line-height:1.15;letter-spacing:-.015em}h1 span{font-weight:400;color:var(--mute)}
-h2{font-size:22px;line-height:1.3;letter-spacing:-.005em}h3{font-size:14px;margin:28px 0 4px}
-small{font-size:12px;font-weight:400;color:var(--mute)}
-section{margin-top:60px}.lead{max-width:82ch;margin:4px 0 20px;color:var(--mute)}
-.verdict{margin-top:8px;font-size:18px}.good b{color:var(--good)}.bad b,.over b,.over b+small{color:var(--bad)}
-.facts{display:flex;flex-wrap:wrap;gap:12px 36px;margin:24px 0 32px}dt{font-size:12px;color:var(--mute)}
-.tiles{display:grid;grid-template-columns:repeat(5,1fr);gap:0 28px}
-.tiles div{border-top:2px solid var(--ink);padding:10px 0 20px}.tiles p{font-size:13px;color:var(--mute)}
-.tiles h3{margin:0;font-size:13px;font-weight:400;color:var(--mute)}.tiles h3+p small{font-size:17px;margin-left:4px}
-.tiles h3+p{font-size:38px;line-height:1.2;font-weight:700;letter-spacing:-.015em;color:var(--ink)}
-.rows{display:grid;gap:12px;margin-bottom:20px}
-.row{display:grid;grid-template-columns:84px 1fr 96px;gap:14px;align-items:center;line-height:1.2}
-.row small{display:block}.row>:last-child{text-align:right}
-.flag{position:relative;height:14px;font-size:12px;color:var(--mute)}.flag span{position:absolute;white-space:nowrap}
-.bar{position:relative;display:flex;height:34px;background:var(--waits)}
-.bar>i{container-type:inline-size;box-shadow:inset -1px 0 var(--page);overflow:hidden;text-align:center;
-white-space:nowrap}
-.bar span{display:none;font:600 12.5px/34px var(--font)}@container (min-width:80px){.bar span{display:inline}}
-.bar>.limit{position:absolute;top:-8px;bottom:-8px;width:2px;background:var(--ink);
-box-shadow:1px 0 var(--page),-1px 0 var(--page)}
-.bar>.excess{position:absolute;height:4px;bottom:-6px;box-shadow:none;background:var(--bad)}
-.scroll{overflow-x:auto}
-table{border-collapse:collapse;font-size:14px;min-width:min(100%,680px)}
-td,th{padding:6px 16px 6px 0;text-align:left;border-bottom:1px solid var(--line);white-space:nowrap}
-th{font-weight:400;font-size:12px;color:var(--mute)}td:first-child,th:first-child{padding-left:6px}
-.number{text-align:right}.marked td{font-weight:700;background:var(--mark)}
-.key{display:inline-block;width:11px;height:11px;margin-right:9px}.mini{display:flex;width:90px;height:9px}
-.gantt svg{display:block;max-width:100%;min-width:720px;height:auto}.gantt text{font-family:var(--font)!important}
-.gantt text:not([style*=fill]){fill:currentColor}
-.formula{display:grid;grid-template-columns:15em 1fr fit-content(17em);gap:2px 24px;padding:8px 6px;font-size:14px;
-border-bottom:1px solid var(--line)}
-code{display:block;font:12.5px/1.6 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;
-overflow-wrap:anywhere}code+code{color:var(--mute)}.formula p{text-align:right}
-footer{margin-top:60px;padding-top:16px;border-top:1px solid var(--line);font-size:12px;color:var(--mute)}
-@media (max-width:700px){main{padding:28px 16px 40px}h1{font-size:28px}section{margin-top:44px}.facts{gap:10px 24px}
-.tiles{grid-template-columns:1fr 1fr;gap:0 16px}.tiles div:first-child{grid-column:1/-1}.tiles h3+p{font-size:28px}
-.row{grid-template-columns:62px 1fr 78px;gap:8px;font-size:13px}
-.formula{grid-template-columns:1fr fit-content(14em)}.formula div{grid-row:2;grid-column:1/-1}}
-@media print{main{max-width:none;padding:0}.rows,.row,.formula,tr,.gantt,header{break-inside:avoid}
-h2,h3,.lead{break-after:avoid}section{margin-top:28px}.scroll{overflow:visible}.gantt svg{min-width:0}
-table{font-size:10.5px}th{font-size:9px}td,th{padding-right:8px}td:last-child{white-space:normal}.mini{width:40px}
-.tiles{gap:0 16px}.tiles h3+p{font-size:26px}}
-"""
