@@ -51,7 +51,7 @@ class Transfer(NamedTuple):
     op: str
     why: str
     bytes: float  # on the wire
-    link: str  # NVLink, network, or NVLink and network
+    link: str  # NVLink, network, or network x k: with k adapters at a time
     seconds: float
     exposed: float  # seconds in which nothing is computed
     when: str  # microbatch (in the loops) or step (once, after the backward)
@@ -159,7 +159,8 @@ def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
         axis, op, why, size = row["axis"], row["op"], row["why"], row["bytes_per_device"]
         group, near = link(tuple(axis.split(",")), tuple(p.axes.values()), gpu.joined)
         speed = gpu.nvlink if near == group else min(gpu.nvlink, near * gpu.network)
-        name = "NVLink" if near == group else "network" if near == 1 else f"network x {near}"
+        inside = "memory" if gpu.kind == "cpu" else "NVLink"
+        name = inside if near == group else "network" if near == 1 else f"network x {near}"
         seconds, hidden, when = size / (speed * LINK), 0.0, "step"
         if axis == "tensor" and not why.startswith("gradients"):
             hidden, when = HIDDEN_TENSOR, "microbatch"

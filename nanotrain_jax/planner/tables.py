@@ -9,33 +9,36 @@ from rich.console import Console
 from rich.table import Table
 
 from nanotrain_jax.audit import cost, hardware
-from nanotrain_jax.planner.compiled import moved, ratios
+from nanotrain_jax.planner.compiled import estimated as theory
+from nanotrain_jax.planner.compiled import moved
 from nanotrain_jax.planner.estimate import Estimate
 from nanotrain_jax.planner.explain import Section, number
 from nanotrain_jax.planner.search import Found, words
 
-GB = 1e9
+
+def _unit(e: Estimate) -> tuple[float, str]:
+    return (1e9, "GB") if e.peak_bytes >= 1e9 else (1e6, "MB")
 
 
 def estimated(console: Console, e: Estimate) -> None:
     """The estimate in three tables: memory, what moves, time."""
-    c, m = e.config, e.config.model
+    c, m, (unit, name) = e.config, e.config.model, _unit(e)
     console.print(f"{m.family} of {cost.parameters(m):,} parameters on {e.gpus} x {e.gpu}: {words(c)}")
     console.print(f"{c.data.batch_size} sequences of {c.data.seq_len} tokens in a step")
-    table = Table(title="memory per GPU, GB", title_justify="left")
-    for name in ("", *e.moments):
-        table.add_column(name, justify="right" if name else "left", style="bold" if name == e.peak else None)
+    table = Table(title=f"memory per GPU, {name}", title_justify="left")
+    for moment in ("", *e.moments):
+        table.add_column(moment, justify="right" if moment else "left", style="bold" if moment == e.peak else None)
     for part in next(iter(e.moments.values())):
-        table.add_row(part, *(f"{parts[part] / GB:,.2f}" for parts in e.moments.values()))
+        table.add_row(part, *(f"{parts[part] / unit:,.2f}" for parts in e.moments.values()))
     table.add_section()
-    table.add_row("together", *(f"{sum(parts.values()) / GB:,.2f}" for parts in e.moments.values()))
+    table.add_row("together", *(f"{sum(parts.values()) / unit:,.2f}" for parts in e.moments.values()))
     console.print(table)
     if e.transfers:
         table = Table(title="what moves per GPU and step", title_justify="left")
-        for name in ("axis", "operation", "GB", "link", "ms, modelled", "not hidden", "why"):
-            table.add_column(name, justify="right" if name in ("GB", "ms, modelled", "not hidden") else "left")
+        for column in ("axis", "operation", name, "link", "ms, modelled", "not hidden", "why"):
+            table.add_column(column, justify="right" if column in (name, "ms, modelled", "not hidden") else "left")
         for t in e.transfers:
-            numbers = f"{t.bytes / GB:,.3f}", t.link, f"{1e3 * t.seconds:,.1f}", f"{1e3 * t.exposed:,.1f}"
+            numbers = f"{t.bytes / unit:,.3f}", t.link, f"{1e3 * t.seconds:,.1f}", f"{1e3 * t.exposed:,.1f}"
             table.add_row(t.axis, t.op, *numbers, t.why)
         console.print(table)
     shares = {what: seconds / e.step_seconds for what, seconds in e.seconds.items()}
@@ -43,20 +46,21 @@ def estimated(console: Console, e: Estimate) -> None:
     waits = f"; stages wait {e.bubble_fraction:.1%} of the schedule" if c.parallel.pipe > 1 else ""
     speed = f"{e.tokens_per_second:,.0f} tokens/s, MFU {e.mfu:.1%} (attention in full){waits}"
     console.print(f"a step of {e.step_seconds:,.3f} s, modelled ({parts}); {speed}")
-    console.print(f"while a checkpoint is written a host holds {e.host_bytes / GB:,.1f} GB of state")
+    console.print(f"while a checkpoint is written a host holds {e.host_bytes / unit:,.1f} {name} of state")
 
 
 def candidates(console: Console, found: Found) -> None:
     """The ten best layouts, and why the others are not among them."""
     table = Table(title="the best of each mesh and schedule, by modelled time", title_justify="left")
-    numbers = "", "ZeRO", "microbatches", "GB", "step s", "MFU"
-    for name in ("", "mesh", "ZeRO", "schedule", "microbatches", "remat", "GB", "step s", "MFU", "besides computing"):
+    unit, size = _unit(found.best[0])
+    numbers = "", "ZeRO", "microbatches", size, "step s", "MFU"
+    for name in ("", "mesh", "ZeRO", "schedule", "microbatches", "remat", size, "step s", "MFU", "besides computing"):
         table.add_column(name, justify="right" if name in numbers else "left", no_wrap=name != "mesh")
     for rank, e in enumerate(found.best[:10], 1):
         p, losses = e.config.parallel, sorted(((s, what) for what, s in e.seconds.items() if what != "compute"))[::-1]
         why = ", ".join(f"{what} {s / e.step_seconds:.1%}" for s, what in losses[:2] if s > 5e-4 * e.step_seconds)
         schedule = p.schedule + (f":{p.chunks}" if p.chunks > 1 else "") if p.pipe > 1 else ""
-        row = f"{e.peak_bytes / GB:.1f}", f"{e.step_seconds:,.3f}", f"{e.mfu:.1%}", why
+        row = f"{e.peak_bytes / unit:.1f}", f"{e.step_seconds:,.3f}", f"{e.mfu:.1%}", why
         mesh, *_ = words(e.config).split(",")
         table.add_row(str(rank), mesh, str(p.zero), schedule, str(p.microbatches), e.config.memory.remat, *row)
     console.print(table)
@@ -77,37 +81,33 @@ def formulas(console: Console, explained: Sequence[Section]) -> None:
 
 def compiled(console: Console, e: Estimate, found: dict[str, Any]) -> None:
     """The compiled step beside the estimate."""
-    table = Table(
-        title=f"compiled in {found['compile_seconds']:.0f} s with jax {found['jax']}, beside the estimate",
-        title_justify="left",
-    )
-    for name in ("per GPU and step", "compiled", "estimated", "ratio"):
-        table.add_column(name, justify="right" if name != "per GPU and step" else "left")
-    over = ratios(e, found)
-    wire = sum(row["bytes_per_device"] for row in found["collectives"])
-    for name, unit, value in (
-        ("peak_bytes", GB, found["peak_bytes"]),
-        ("argument_bytes", GB, found["argument_bytes"]),
-        ("flops", 1e12, found["flops"]),
-        ("wire_bytes", GB, wire),
-    ):
-        what = name.replace("_bytes", ", GB").replace("flops", "TFLOP")
-        estimated = value / over[name] / unit if over[name] else 0.0
-        table.add_row(what, f"{value / unit:,.3f}", f"{estimated:,.3f}", f"{over[name]:.3f}")
-    theory = moved(e)
-    for row in found["collectives"]:
-        said, got = theory.get((row["axis"], row["op"]), 0.0), row["bytes_per_device"]
-        shown = f"{row['axis']} {row['op']}, GB ({row['exposed_bytes'] / got:.0%} with nothing beside it)"
-        table.add_row(shown, f"{got / GB:,.3f}", f"{said / GB:,.3f}", f"{got / said:.3f}" if said else "-")
+    title = f"compiled in {found['compile_seconds']:.0f} s with jax {found['jax']}, beside the estimate"
+    table, (unit, name) = Table(title=title, title_justify="left"), _unit(e)
+    for column in ("per GPU and step", "compiled", "estimated", "ratio"):
+        table.add_column(column, justify="left" if column == "per GPU and step" else "right")
+
+    def row(what: str, got: float, said: float) -> None:
+        table.add_row(what, f"{got:,.3f}", f"{said:,.3f}", f"{got / said:.3f}" if said else "-")
+
+    said, wire = theory(e), sum(c["bytes_per_device"] for c in found["collectives"])
+    row(f"peak, {name}", found["peak_bytes"] / unit, said["peak_bytes"] / unit)
+    row(f"arguments, {name}", found["argument_bytes"] / unit, said["argument_bytes"] / unit)
+    row("TFLOP", found["flops"] / 1e12, said["flops"] / 1e12)
+    row(f"on the wire, {name}", wire / unit, said["wire_bytes"] / unit)
+    on_axes = moved(e)
+    for c in found["collectives"]:
+        got, alone = c["bytes_per_device"], c["exposed_bytes"] / c["bytes_per_device"]
+        what = f"{c['axis']} {c['op']}, {name} ({alone:.0%} with nothing beside it)"
+        row(what, got / unit, on_axes[c["axis"], c["op"]] / unit)
     console.print(table)
 
 
-def verdict(console: Console, e: Estimate, compiled: dict[str, Any] | None, fits: bool) -> None:
+def verdict(console: Console, e: Estimate, found: dict[str, Any] | None, fits: bool) -> None:
     """Whether it fits, and by how much."""
-    peak, limit = compiled["peak_bytes"] if compiled else e.peak_bytes, e.limit_bytes
-    share, how = limit / hardware.find(e.gpu).memory_bytes, "compiled" if compiled else "estimated"
-    rest = f"{(limit - peak) / GB:,.1f} GB to spare" if fits else f"{(peak - limit) / GB:,.1f} GB too much"
+    (unit, name), limit = _unit(e), e.limit_bytes
+    peak, how = (found["peak_bytes"], "compiled") if found else (e.peak_bytes, "estimated")
     console.print(
-        f"[bold]{'fits' if fits else 'does not fit'}[/bold]: {peak / GB:,.1f} GB ({how}) of the {limit / GB:,.1f} GB "
-        f"that JAX takes of each {e.gpu} ({share:.0%}): {rest}"
+        f"[bold]{'fits' if fits else 'does not fit'}[/bold]: {peak / unit:,.1f} {name} ({how}) of the "
+        f"{limit / unit:,.1f} {name} that JAX takes of each {e.gpu} ({limit / hardware.find(e.gpu).memory_bytes:.0%}): "
+        f"{abs(limit - peak) / unit:,.1f} {name} {'to spare' if fits else 'too much'}"
     )
