@@ -83,6 +83,7 @@ MORE = [  # in `pytest -m 'cuda_compiler and long'`
     (GPT3, 3072, [*TRILLION, "memory.remat=full"]),
 ]  # fmt: skip
 WORST = "llama3_8b 8 batch_size=8 remat=full", "0.10"  # of all estimated peaks
+BLACKWELL = (GPT2, 16, ["parallel.data=16", "parallel.zero=1", "parallel.microbatches=1", "data.batch_size=512"])
 TOO_LARGE = (LLAMA, 8, ["parallel.zero=0"])  # 112 GB of state: compiled for a GPU that has them
 
 
@@ -101,7 +102,7 @@ def load(case):
 
 
 def gpu_of(case):
-    return "b200" if case == TOO_LARGE else "h100"
+    return "b200" if case in (TOO_LARGE, BLACKWELL) else "h100"
 
 
 def compile_case(case):
@@ -123,7 +124,7 @@ def peak_is_not_estimated(case, version):
 
 
 @needs_cuda_compiler
-@pytest.mark.parametrize("case", cover([*CASES, TOO_LARGE], MORE, name))
+@pytest.mark.parametrize("case", cover([*CASES, TOO_LARGE], [*MORE, BLACKWELL], name))
 def test_the_compiled_step_is_what_was_estimated(case):
     audit, golden = compile_case(case), golden_rows()[name(case)]
     moves_what_was_estimated_on_each_axis(audit)
@@ -270,13 +271,13 @@ def test_golden_wire_bytes_of_stages_0_and_1_do_not_depend_on_microbatches():
 def test_golden_peaks_are_those_that_were_estimated():
     """On 30 configurations and more: within 10%, with both compilers."""
     golden, worst = golden_rows(), {}
-    for case in [*CASES, TOO_LARGE, *MORE]:
+    for case in [*CASES, TOO_LARGE, *MORE, BLACKWELL]:
         for version, size in golden[name(case)]["peak_bytes"].items():
             if not peak_is_not_estimated(case, version):
                 ratio = size / estimated(case).peak_bytes
                 assert 0.9 <= ratio <= 1.1, (name(case), version)
                 worst[abs(ratio - 1)] = name(case), version
-    assert len(golden) == len([*CASES, TOO_LARGE, *MORE]) >= 30
+    assert len(golden) == len([*CASES, TOO_LARGE, *MORE, BLACKWELL]) >= 30
     assert worst[max(worst)] == WORST
 
 
@@ -310,7 +311,7 @@ def line_of_readme(case):
     )
 
 
-@pytest.mark.parametrize("case", [*CASES, TOO_LARGE, *MORE], ids=name)
+@pytest.mark.parametrize("case", [*CASES, TOO_LARGE, *MORE, BLACKWELL], ids=name)
 def test_the_readme_shows_the_golden_numbers(case):
     line = line_of_readme(case)
     assert line in (ROOT / "README.md").read_text(), line
@@ -340,9 +341,9 @@ def test_wrong_requests_are_told_in_one_line(capsys):
 
 if __name__ == "__main__":
     rows = golden_rows()
-    for case in [*CASES, TOO_LARGE, *MORE]:
+    for case in [*CASES, TOO_LARGE, *MORE, BLACKWELL]:
         if any(word in name(case) for word in sys.argv[1:]) or not sys.argv[1:]:
             found, before = row(compile_case(case)), rows.get(name(case), {}).get("peak_bytes", {})
             rows[name(case)] = found | {"peak_bytes": before | {JAX: found["peak_bytes"]}}
-    rows = {name(case): rows[name(case)] for case in [*CASES, TOO_LARGE, *MORE] if name(case) in rows}
+    rows = {name(case): rows[name(case)] for case in [*CASES, TOO_LARGE, *MORE, BLACKWELL] if name(case) in rows}
     GOLDEN.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")

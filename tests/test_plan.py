@@ -118,7 +118,7 @@ BATCH = {"22B": 4, "175B": 64, "530B": 280, "1T": 512}
 @pytest.mark.parametrize("model", MEASURED)
 @pytest.mark.parametrize("remat", ["selective", "full"])
 def test_modelled_times_are_within_a_quarter_of_what_megatron_took(model, remat):
-    """Not the same program: theirs has dropout and no flash attention. Without tuning for these rows."""
+    """Not the same program: theirs has dropout and no flash attention."""
     L, h, a, t, P, b = MODELS[model]
     chunks = 3 if model in ("175B", "530B") else 1
     name = "interleaved" if chunks > 1 else "1f1b"

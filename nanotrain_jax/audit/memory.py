@@ -28,8 +28,8 @@ def state(config: Config) -> Parts:
     return {"params": b * (shard if zero == 3 else psi), "optimizer": (8 if b == 4 else 12) * (shard if zero else psi)}
 
 
-def moments(config: Config) -> dict[str, Parts]:
-    """Moment -> part -> bytes.
+def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
+    """Moment -> part -> bytes. capability: major CUDA compute capability of the GPU.
 
     params, optimizer   see `state`
     gradients   float32 sums over microbatches, 4 Psi (from stage 2 over N), if there are several or stages; without
@@ -37,8 +37,9 @@ def moments(config: Config) -> dict[str, Parts]:
                 of the head 2, or 4 where the loss makes it (chunks, tensor)
     activations of one microbatch, see `layer_activations`; with stages, of a chunk's layers in each slot, and what
                 waits between stages (parallel/schedule.py, `buffers`)
-    loss        float32 logits and their 16-bit gradient, of all tokens or of model.loss_chunk, over t; without chunks
-                and tensor the gradient stays, because XLA makes that of the head last
+    loss        float32 logits and their 16-bit gradient (from capability 10 on XLA keeps their float32 exponentials
+                instead), of all tokens or of model.loss_chunk, over t; without chunks and tensor the gradient stays,
+                because XLA makes that of the head last
     layer       what one layer makes on its way back: what `none` would keep of it, and four float32 copies of x (norms
                 and the residual stream); block:n, of n layers
     buffers     what was gathered and what is on its way: weights of the head or of a layer at stage 3, float32
@@ -62,7 +63,7 @@ def moments(config: Config) -> dict[str, Parts]:
         one += (block - 1) * b * tokens * layer_activations(config, "none")
     early = bool(m.loss_chunk) or p.tensor > 1  # the loss makes the head's gradient, in float32
     head = (4 if early else b) * V * D
-    logits = (4 + b) * (m.loss_chunk or tokens) * V
+    logits = (4 + (4 if capability >= 10 else b)) * (m.loss_chunk or tokens) * V
     late = 0.0 if early else b * tokens * V
 
     several, apart = p.microbatches > 1 or p.pipe > 1, p.zero == 3 and p.data > 1
@@ -88,9 +89,9 @@ def moments(config: Config) -> dict[str, Parts]:
     return {moment: always | parts for moment, parts in found.items()}
 
 
-def peak(config: Config) -> tuple[str, Parts]:
+def peak(config: Config, capability: int = 9) -> tuple[str, Parts]:
     """The moment in which most is held, and its parts."""
-    return max(moments(config).items(), key=lambda item: sum(item[1].values()))
+    return max(moments(config, capability).items(), key=lambda item: sum(item[1].values()))
 
 
 def held(config: Config) -> tuple[dict[str, float], dict[str, float]]:

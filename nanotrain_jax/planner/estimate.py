@@ -85,7 +85,7 @@ class Estimate(NamedTuple):
 def estimate(config: Config, gpu: str, taken: float = TAKEN) -> Estimate:
     """The estimate of a resolved config. Raises ValueError for an unknown GPU."""
     found = hardware.find(gpu)
-    moments = memory.moments(config)
+    moments = memory.moments(config, found.capability)
     sums = {moment: sum(parts.values()) for moment, parts in moments.items()}
     peak = max(sums, key=sums.__getitem__)
     gpus = cost.devices(config)

@@ -10,6 +10,8 @@ What is tried, within what model, batch and hosts allow (and the user has not fi
                   one thing in a tick. gpipe takes as long as 1f1b and stores more
     remat         none, selective, full: the first that fits, since the others only compute more
 
+Context parallelism and offload are not among it, since the trainer has neither yet.
+
 Layouts whose modelled times are within 1% count as equal: then the one with fewer axes, and fewer bytes, comes first.
 """
 
@@ -47,7 +49,7 @@ def search(config: Config, gpu: str, gpus: int, taken: float = TAKEN, fixed: Map
     """
     hardware.check_count(gpu, gpus)
     fixed = {} if fixed is None else dict(fixed)
-    limit = taken * hardware.find(gpu).memory_bytes
+    limit, capability = taken * hardware.find(gpu).memory_bytes, hardware.find(gpu).capability
     rejected: Counter[str] = Counter()
     fitting: list[Estimate] = []
     smallest: tuple[float, Config] | None = None
@@ -58,7 +60,7 @@ def search(config: Config, gpu: str, gpus: int, taken: float = TAKEN, fixed: Map
         nonlocal smallest, tried
         for candidate in candidates:
             tried += 1
-            size = sum(memory.peak(candidate)[1].values())
+            size = sum(memory.peak(candidate, capability)[1].values())
             if smallest is None or size < smallest[0]:
                 smallest = size, candidate
             if size <= limit:
