@@ -32,6 +32,7 @@ def compare(tmp_path, capsys):
     return run
 
 
+@pytest.mark.long
 def test_the_script_prints_a_table_and_one_json_line(compare):
     code, (*table, line), _ = compare("--schedules", "gpipe,1f1b", "--idle", "skip,mask")
     assert code == 0
