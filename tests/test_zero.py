@@ -129,10 +129,9 @@ def exact():
 
 
 @jax.numpy_dtype_promotion("standard")
-@pytest.mark.parametrize(
-    ("zero", "reduce"), cover([(0, "bfloat16"), (3, "float32")], [(1, "float32"), (2, "bfloat16")])
-)
-def test_bfloat16_runs_of_all_stages_stay_near_float32(zero, reduce, exact):
+@pytest.mark.parametrize("case", cover([(0, "bfloat16"), (3, "float32")], [(1, "float32"), (2, "bfloat16")]))
+def test_bfloat16_runs_of_all_stages_stay_near_float32(case, exact):
+    zero, reduce = case
     precision = {"precision": {"compute": "bfloat16", "grad_reduce": reduce}}
     state, log = run(sharded(zero=zero, data=4, microbatches=2, more=precision))
     np.testing.assert_allclose([m["loss"] for m in log], exact, rtol=2**-8)  # one unit in the last place
