@@ -145,10 +145,13 @@ def written(tree: dict[str, Any], e: Estimate, origin: str) -> str:
     p = c.parallel
     plain = {"pipe": 1, "replica": 1, "tensor": 1, "zero": 0, "chunks": 1, "schedule": "1f1b", "microbatches": 1}
     layout = {key.split(".")[1]: getattr(p, key.split(".")[1]) for key in search.SEARCHED if key.startswith("parallel")}
-    kept = {k: v for k, v in tree.get("parallel", {}).items() if f"parallel.{k}" not in search.SEARCHED}
+    others = {k: getattr(p, k) for k in tree.get("parallel", {}) if f"parallel.{k}" not in search.SEARCHED}
     layout.pop("context")
-    tree["parallel"] = {k: v for k, v in layout.items() if plain.get(k) != v} | kept
+    tree["parallel"] = {k: v for k, v in layout.items() if plain.get(k) != v} | others
     tree["memory"] = tree.get("memory", {}) | {"remat": c.memory.remat}
+    tree["data"] = tree.get("data", {}) | {"batch_size": c.data.batch_size}
+    if c.runtime.simulate:
+        tree["runtime"] |= {"simulate": e.gpus if e.gpu == hardware.SIMULATED else 0}
     head = f"# {origin} on {e.gpus} x {e.gpu}, laid out by nanotrain_jax.plan: {e.peak_bytes / 1e9:.1f} GB, modelled "
     return head + f"{e.step_seconds:.3f} s per step\n" + yaml.safe_dump(tree, sort_keys=False)
 

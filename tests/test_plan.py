@@ -386,3 +386,18 @@ def test_compiling_what_does_not_fit_ends_with_1(capsys):
     )
     assert done.returncode == 1
     assert "does not fit" in done.stdout and "(compiled)" in done.stdout
+
+
+def test_what_is_held_makes_no_other_sense_of_it(tmp_path, capsys):
+    """Chunks mean stages; what cannot go with the layout that was found is not written."""
+    config, won = ROOT / "configs/llama3_8b.yaml", tmp_path / "won.yaml"
+    held = search.search(small(), "h100", 8, fixed={"parallel.chunks": 2}).best
+    assert {(e.config.parallel.schedule, e.config.parallel.chunks) for e in held} == {("interleaved", 2)}
+    assert run("--config", config, "--gpus", 8, "--choose", "parallel.prefetch=true", "--write", won) == 0
+    assert run("--config", won) == 0
+    assert not request.load(won).parallel.prefetch
+    assert (
+        run("--config", ROOT / "configs/quickstart.yaml", "--gpu", "h100", "--gpus", 8, "--choose", "--write", won) == 0
+    )
+    assert run("--config", won) == 0
+    assert request.load(won).runtime.simulate == 0

@@ -70,6 +70,9 @@ def search(config: Config, gpu: str, gpus: int, taken: float = TAKEN, fixed: Map
         return False
 
     for mesh in meshes(config, gpu, gpus, fixed, rejected):
+        if mesh.parallel.pipe == 1 and fixed.get("parallel.chunks", 1) > 1:
+            rejected["chunks, without stages"] += 1
+            continue
         for zero, schedule, chunks in ways(mesh, fixed):
             base = mesh.replace("parallel", zero=zero, schedule=schedule, chunks=chunks)
             share = config.data.batch_size // (mesh.parallel.replica * mesh.parallel.data)
@@ -176,8 +179,8 @@ def why_nothing_fits(found: Found, gpu: str, gpus: int, taken: float, fixed: Map
     """By how much it does not fit, and which of a few changes would help."""
     e = found.smallest
     if e is None:
-        reason = found.rejected.most_common(1)[0][0] if found.rejected else "no mesh is left"
-        return f"no mesh of {gpus} GPUs suits the model and batch: {reason}; use another number of GPUs or batch size"
+        reasons = " | ".join(reason for reason, _ in found.rejected.most_common(3)) or "no mesh is left"
+        return f"no mesh of {gpus} GPUs suits the model and batch: {reasons}; use another number of GPUs or batch size"
     parts = sorted(e.moments[e.peak].items(), key=lambda item: -item[1])[:2]
     most = " and ".join(f"{what} {size / 1e9:,.1f}" for what, size in parts)
     text = (
