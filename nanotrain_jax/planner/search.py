@@ -88,7 +88,7 @@ def search(config: Config, gpu: str, gpus: int, taken: float = TAKEN, fixed: Map
                 policies = _options(fixed, "memory.remat", POLICIES)
                 if not consider([whole.replace("memory", remat=remat) for remat in policies]):
                     break  # fewer microbatches are larger ones
-    if "parallel.schedule" not in fixed:
+    if not {"parallel.schedule", "parallel.chunks"} & fixed.keys():
         for found in ranked(fitting)[:5]:
             for schedule in ONE_AT_A_TIME if found.config.parallel.pipe > 1 else ():
                 try:
