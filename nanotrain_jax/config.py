@@ -114,6 +114,9 @@ class Parallel(_Section):
                 f"parallel.prefetch=true with parallel.zero={self.zero} and parallel.microbatches={self.microbatches}: "
                 "it is for zero=3 with microbatches=1 (XLA would prefetch across microbatches too, at twice the memory)"
             )
+        for axis, size in self.axes.items():
+            if size < 1 and size != -1:
+                raise ValueError(f"parallel.{axis}={size}: an axis has 1 or more devices, or -1 for the rest")
         if self.context != 1:
             raise ValueError(
                 f"parallel.context={self.context} is not implemented yet; use 1 and spread over parallel.data"

@@ -21,7 +21,7 @@ import yaml
 from rich.console import Console
 
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax.audit import cost, hardware
+from nanotrain_jax.audit import cost, hardware, topology
 from nanotrain_jax.config import Config
 from nanotrain_jax.planner import compiled as compiler
 from nanotrain_jax.planner import explain, page, search, tables
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", help=f"{', '.join(hardware.GPUS)} (default: h100; cpu with runtime.simulate)")
     parser.add_argument("--gpus", type=int, help="number of GPUs (default: those of the config's mesh)")
     parser.add_argument("--choose", action="store_true", help="search for the best layout, whatever the config has")
-    parser.add_argument("--write", metavar="FILE", help="write the config with the layout that was chosen")
+    parser.add_argument("--write", metavar="FILE", help="write the config with the layout that was planned")
     parser.add_argument("--compile", action="store_true", help="compile the real step and set it beside the estimate")
     parser.add_argument("--explain", action="store_true", help="the formulas with this model's numbers put in")
     parser.add_argument("--report", metavar="DIR", help="write DIR/index.html")
@@ -69,14 +69,23 @@ def plan(asked: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--memory-fraction {asked.memory_fraction} is no share; give a number above 0, at most 1")
     tree = request.read(asked.config, asked.overrides)
     config = request.load(asked.config, asked.overrides)
-    gpu = asked.gpu or (hardware.SIMULATED if config.runtime.simulate else "h100")
-    gpus, vocab = asked.gpus or config.runtime.simulate, vocabulary(config)
+    gpu = asked.gpu if asked.gpu is not None else hardware.SIMULATED if config.runtime.simulate else "h100"
+    gpus, vocab = asked.gpus if asked.gpus is not None else config.runtime.simulate, vocabulary(config)
+    if asked.gpus is not None:
+        hardware.check_count(gpu, asked.gpus)
     mesh_given = any(key in search.MESH for key in keys(tree))
     found, compiled = None, None
     if asked.choose or not mesh_given:
-        if not gpus:
+        if not gpus and (not mesh_given or -1 in config.parallel.axes.values()):
             raise ValueError("--gpus is missing; say how many there are to choose a layout for")
+        gpus = gpus or cost.devices(config)
         held = keys(request.nested(asked.overrides) if asked.choose else tree)
+        if config.parallel.prefetch or config.parallel.grad_reduce == "per_layer":
+            given = request.nested(asked.overrides).get("parallel", {}) if asked.choose else tree.get("parallel", {})
+            for key in {"prefetch", "grad_reduce"} & given.keys():
+                raise ValueError(
+                    f"parallel.{key} is not searched; leave it out, and try it with the layout that is found"
+                )
         found = search.search(neutral(config, vocab), gpu, gpus, asked.memory_fraction, held)
         if not found.best:
             raise ValueError(search.why_nothing_fits(found, gpu, gpus, asked.memory_fraction, held))
@@ -98,8 +107,11 @@ def plan(asked: argparse.Namespace, console: Console) -> int:
         try:
             compiled = compiler.compile_step(e.config, gpu)
             tables.compiled(console, e, compiled)
-        except RuntimeError as error:
+        except topology.NoCompiler as error:
             print(f"not compiled: {error}; all that stands here is the estimate", file=sys.stderr)
+        except RuntimeError as error:  # of the compiler
+            print("error: cannot be compiled: " + " ".join(str(error).split())[:400], file=sys.stderr)
+            return 1
     fits = (compiled["peak_bytes"] if compiled else e.peak_bytes) <= e.limit_bytes
     tables.verdict(console, e, compiled, fits)
     if asked.write:
@@ -124,7 +136,7 @@ def keys(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def vocabulary(config: Config) -> int | None:
     """How many ids the tokenizer has, where that can be known without reading the data. Raises ValueError, OSError."""
-    if config.model.vocab_size or not config.data.source.startswith(("stdlib", "text:")):
+    if not config.data.source.startswith(("stdlib", "text:")):
         return None
     path = config.data.tokenizer
     if path in (None, "bytes"):
@@ -152,7 +164,7 @@ def written(tree: dict[str, Any], e: Estimate, origin: str) -> str:
     tree["data"] = tree.get("data", {}) | {"batch_size": c.data.batch_size}
     if c.runtime.simulate:
         tree["runtime"] |= {"simulate": e.gpus if e.gpu == hardware.SIMULATED else 0}
-    head = f"# {origin} on {e.gpus} x {e.gpu}, laid out by nanotrain_jax.plan: {e.peak_bytes / 1e9:.1f} GB, modelled "
+    head = f"# {origin} on {e.gpus} x {e.gpu}, planned by nanotrain_jax.plan: {e.peak_bytes / 1e9:.3g} GB, modelled "
     return head + f"{e.step_seconds:.3f} s per step\n" + yaml.safe_dump(tree, sort_keys=False)
 
 

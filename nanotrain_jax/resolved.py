@@ -38,6 +38,8 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
         tie_embeddings=m.family == "gpt2" if m.tie_embeddings is None else m.tie_embeddings,
     )
     config = config.replace("parallel", **axes)
+    if config.memory.remat == "block:1":  # a block of one layer
+        config = config.replace("memory", remat="full")
     check_tensor(config)
     check_pipe(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)

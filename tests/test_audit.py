@@ -78,6 +78,8 @@ MORE = [  # in `pytest -m 'cuda_compiler and long'`
         )
     ),
     (LLAMA70, 64, ["parallel.tensor=1", "parallel.data=64", "parallel.zero=3", "parallel.microbatches=1"]),
+    (GPT2, 8, ["model.attention=xla", "data.batch_size=64"]),
+    (LLAMA, 8, ["precision.compute=float32", "data.seq_len=2048", "data.batch_size=8", "memory.remat=selective"]),
     *((GPT3, 1024, [f"memory.remat={remat}"]) for remat in ("selective", "full")),
     (GPT3, 1024, ["parallel.pipe=1", "parallel.data=128", *ZERO3]),
     (GPT3, 3072, [*TRILLION, "memory.remat=full"]),
@@ -292,7 +294,7 @@ def test_golden_memory_falls_from_stage_to_stage_and_with_remat():
 
 
 MODELS = {GPT2: "GPT-2 124M", LLAMA: "Llama-3-8B", LLAMA70: "Llama-3-70B", GPT3: "GPT-3 175B"}
-SAID = "loss_chunk", "grad_reduce", "sequence_parallel"  # besides what `search.words` tells
+SAID = "loss_chunk", "grad_reduce", "sequence_parallel", "attention", "compute"  # besides what `search.words` tells
 
 
 def line_of_readme(case):

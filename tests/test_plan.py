@@ -204,6 +204,14 @@ def test_a_search_finds_what_trying_everything_finds(taken):
     assert all(e.fits and e.gpus == 8 for e in found.best)
 
 
+def test_one_microbatch_is_tried_where_two_do_not_fit():
+    """Several need float32 sums of the gradients, which few tokens do not make up for."""
+    config = request.load(ROOT / "configs/llama3_8b.yaml", ["data.seq_len=512"])
+    fixed = {"parallel.zero": 1, "parallel.data": 8}
+    best = search.search(plan.neutral(config, None), "h100", 8, fixed=fixed).best[0]
+    assert (best.config.parallel.microbatches, best.fits) == (1, True)
+
+
 def test_what_the_user_gave_is_held():
     fixed = {"parallel.tensor": 2, "parallel.zero": 2, "memory.remat": "full", "parallel.microbatches": 4}
     found = search.search(small(), "h100", 8, fixed=fixed)
@@ -284,6 +292,7 @@ def test_overrides_hold_while_choosing_and_keys_of_the_file_do_where_it_has_no_m
     found = json.loads(out.read_text())
     assert (found["zero"], found["remat"]) == (3, "full")  # full stands in the file
     assert found["candidates"]
+    assert run("--config", meshless) == 2  # on how many GPUs?
 
 
 def test_a_layout_that_does_not_fit_ends_with_1_and_says_by_how_much(capsys):
@@ -299,7 +308,12 @@ def test_a_layout_that_does_not_fit_ends_with_1_and_says_by_how_much(capsys):
         (["--gpu", "h1000"], "gpu='h1000' is unknown; use a100-40, a100-80, h100, h200, b200, gb200, cpu"),
         (["--gpus", 12], "gpus=12: 1 to 8, or whole hosts of 8; use 16"),
         (["--gpus", 64, "parallel.tensor=3"], "parallel.tensor=3 does not divide 64 GPUs"),
-        (["--choose"], "--gpus is missing"),
+        (["--choose", "parallel.prefetch=true"], "parallel.prefetch is not searched"),
+        (["--choose", "parallel.tensor=0"], "parallel.tensor=0: an axis has 1 or more devices"),
+        (["--gpus", 0], "gpus=0: 1 to 8, or whole hosts of 8; use 1"),
+        (["--gpus", 10**9, "--choose"], "gpus=1000000000: there are not so many"),
+        (["--gpu", ""], "gpu='' is unknown"),
+        (["parallel.data=-1"], "parallel.data=-1 takes whatever devices remain"),
         (["--memory-fraction", 1.5], "--memory-fraction 1.5 is no share"),
         (["model.d_model=100"], "model.num_heads=32 does not divide model.d_model=100"),
         (
@@ -330,7 +344,7 @@ def test_what_fits_nowhere_is_told_by_how_much_and_what_would_help():
 
 def test_without_the_cuda_compiler_the_estimate_stands_alone(monkeypatch, capsys):
     def missing(*_):
-        raise RuntimeError("cannot compile for h100: the CUDA compiler is not installed; pip install x")
+        raise topology.NoCompiler("cannot compile for h100: the CUDA compiler is not installed; pip install x")
 
     monkeypatch.setattr(topology, "compile_only", missing)
     monkeypatch.setattr(plan.meshes, "configure", lambda **_: None)
@@ -338,6 +352,16 @@ def test_without_the_cuda_compiler_the_estimate_stands_alone(monkeypatch, capsys
     out, err = capsys.readouterr()
     assert "not compiled: cannot compile for h100: the CUDA compiler is not installed" in err
     assert "(estimated)" in out
+
+
+def test_a_compiler_that_fails_is_told_in_one_line_and_ends_with_1(monkeypatch, capsys):
+    def fails(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED:\n  out of memory")
+
+    monkeypatch.setattr(plan.compiler, "compile_step", fails)
+    monkeypatch.setattr(plan.meshes, "configure", lambda **_: None)
+    assert run("--config", ROOT / "configs/gpt2_124m.yaml", "--compile") == 1
+    assert capsys.readouterr().err == "error: cannot be compiled: RESOURCE_EXHAUSTED: out of memory\n"
 
 
 def cluster(name):
@@ -393,9 +417,17 @@ def test_what_is_held_makes_no_other_sense_of_it(tmp_path, capsys):
     config, won = ROOT / "configs/llama3_8b.yaml", tmp_path / "won.yaml"
     held = search.search(small(), "h100", 8, fixed={"parallel.chunks": 2}).best
     assert {(e.config.parallel.schedule, e.config.parallel.chunks) for e in held} == {("interleaved", 2)}
-    assert run("--config", config, "--gpus", 8, "--choose", "parallel.prefetch=true", "--write", won) == 0
+    tree = yaml.safe_load(config.read_text())
+    tree["parallel"] |= {"prefetch": True, "microbatches": 1}
+    ahead = tmp_path / "ahead.yaml"
+    ahead.write_text(yaml.safe_dump(tree))
+    assert run("--config", ahead, "--gpus", 8, "--choose", "--write", won) == 0
     assert run("--config", won) == 0
     assert not request.load(won).parallel.prefetch
+    assert (
+        run("--config", config, "--gpus", 8, "--choose", "memory.remat=block:4", "parallel.pipe=2", "--write", won) == 0
+    )
+    assert run("--config", won) == 0
     assert (
         run("--config", ROOT / "configs/quickstart.yaml", "--gpu", "h100", "--gpus", 8, "--choose", "--write", won) == 0
     )

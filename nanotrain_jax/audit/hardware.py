@@ -79,8 +79,11 @@ def find(name: str) -> Gpu:
 def check_count(name: str, count: int) -> None:
     """Raise ValueError unless so many GPUs are within one host or fill their hosts."""
     host = find(name).host
+    if count > 100_000:
+        raise ValueError(f"gpus={count}: there are not so many; use at most 100000")
     if count < 1 or (count > host and count % host):
-        raise ValueError(f"gpus={count}: 1 to {host}, or whole hosts of {host}; use {-(-count // host) * host or 1}")
+        near = max(-(-count // host) * host, 1) if count else 1
+        raise ValueError(f"gpus={count}: 1 to {host}, or whole hosts of {host}; use {near}")
 
 
 def peak_flops(device_kind: str) -> float | None:

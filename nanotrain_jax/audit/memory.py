@@ -57,8 +57,8 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     kept, block = b * tokens * activations(config), 1
     if remat.startswith("block:"):
         block = int(remat.removeprefix("block:"))
-    one = b * tokens * (layer_activations(config.replace("parallel", zero=0), "none") + 8 * D / split_x)
-    one += _scores(config) * tokens
+    whole, inside = layer_parts(config.replace("parallel", zero=0), "none", scores=False)
+    one = b * tokens * ((whole + 8 * D) / split_x + inside / p.tensor) + tokens * _scores_on_the_way(config)
     if block > 1:
         one += (block - 1) * b * tokens * layer_activations(config, "none")
     early = bool(m.loss_chunk) or p.tensor > 1  # the loss makes the head's gradient, in float32
@@ -118,12 +118,13 @@ def activations(config: Config) -> float:
     return m.num_layers / (p.pipe * p.chunks) * one + waiting
 
 
-def _scores(config: Config) -> float:
-    """Bytes per token of the scores that attention makes on its way, where it is not flash attention."""
+def _scores_on_the_way(config: Config) -> float:
+    """Bytes per token of the scores that the backward of a layer makes, where it is not flash attention."""
     m = config.model
     if fits_flash(m, config.precision.compute):
         return 0.0
-    return 6 * config.data.seq_len * m.num_heads / config.parallel.tensor
+    made = 4 if config.memory.remat == "none" else 10  # the others make again what `none` keeps
+    return made * config.data.seq_len * m.num_heads / config.parallel.tensor
 
 
 def layer_activations(config: Config, remat: str) -> float:
@@ -138,8 +139,10 @@ def layer_activations(config: Config, remat: str) -> float:
     full          d               d              the layer's input (block:n: of each block's first)
 
     over t tensor-parallel devices; with sequence parallelism all of it over t (table 2 of the paper). `none` also keeps
-    a float32 statistic per head of the softmax, or without flash attention the scores: in bytes 6 T + 8 per head, 4 T
-    at ZeRO-3. At 2 bytes and t = 1 the first is 32 d: the paper's 34 d without its two dropout masks.
+    a float32 statistic per head of the softmax, or without flash attention the scores: in bytes (4 + b) T + 8 per head,
+    4 T at ZeRO-3, (9 + b) T where a pipeline keeps them (b bytes of the compute dtype). Where heads share keys, XLA
+    keeps about 4 T (8 T) more than the program asks for. At 2 bytes and t = 1 the first row is 32 d: the paper's 34 d
+    without its two dropout masks.
     """
     whole, inside = layer_parts(config, remat)
     return (
@@ -147,13 +150,17 @@ def layer_activations(config: Config, remat: str) -> float:
     )
 
 
-def layer_parts(config: Config, remat: str) -> tuple[float, float]:
-    """Of `layer_activations`, as without tensor: what is as wide as x, and what tensor splits."""
+def layer_parts(config: Config, remat: str, scores: bool = True) -> tuple[float, float]:
+    """Of `layer_activations`, before tensor: what is as wide as x, and what tensor splits; with or without scores."""
     m, p, b, t = config.model, config.parallel, BYTES[config.precision.compute], config.parallel.tensor
     gates = 2 if m.family == "llama" else 1
     matmuls = m.d_model + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + gates * m.d_ff  # a head of keys at least
-    flash, T = fits_flash(m, config.precision.compute), config.data.seq_len
-    attention = m.d_model + m.num_heads / b * (4 if flash else 4 * T if p.zero == 3 else 6 * T + 8)
+    T, per_head = config.data.seq_len, 4
+    if scores and not fits_flash(m, config.precision.compute):
+        per_head = 4 * T if p.zero == 3 else (9 + b) * T if p.pipe > 1 else (4 + b) * T + 8
+        if m.num_kv_heads < m.num_heads:
+            per_head += (8 if p.pipe > 1 else 4) * T
+    attention = m.d_model + m.num_heads / b * per_head
     if remat == "full" or remat.startswith("block:"):
         whole, inside = 1 / int(remat.partition(":")[2] or 1), 0
     elif remat == "selective":

@@ -30,10 +30,14 @@ device_description_str: "{gpu.kind}"
 """
 
 
+class NoCompiler(RuntimeError):
+    """The CUDA compiler is not installed."""
+
+
 def compile_only(gpu: str, count: int) -> list[jax.Device]:
     """`count` devices of a kind (a name in hardware.GPUS) to compile for, host by host.
 
-    Raises ValueError for a kind or count that is not known, RuntimeError where the CUDA compiler is not installed.
+    Raises ValueError for a kind or count that is not known, NoCompiler where the CUDA compiler is not installed.
     """
     found = hardware.find(gpu)
     hardware.check_count(gpu, count)
@@ -43,7 +47,7 @@ def compile_only(gpu: str, count: int) -> list[jax.Device]:
     try:
         topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x{hosts}x{each}")
     except NotImplementedError:
-        raise RuntimeError(
+        raise NoCompiler(
             f"cannot compile for {gpu}: the CUDA compiler is not installed; pip install 'nanotrain_jax[cuda12]'"
         ) from None
     return topology.devices

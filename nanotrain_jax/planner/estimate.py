@@ -67,7 +67,7 @@ class Estimate(NamedTuple):
     peak: str  # the moment in which most is held
     peak_bytes: float
     limit_bytes: float  # what JAX takes of the GPU's memory
-    host_bytes: float  # of a host's memory, while a checkpoint is written: the state of its GPUs
+    host_bytes: float  # of a host's memory, while a checkpoint is written: its share of the state
     transfers: list[Transfer]
     flops: float
     seconds: dict[str, float]  # compute, bubble, update, and by axes what moves and is not hidden: together the step
@@ -77,6 +77,11 @@ class Estimate(NamedTuple):
     mfu: float  # 6 N + 12 L d T per token, attention in full
 
     @property
+    def rough(self) -> bool:
+        """Whether scores of attention are stored, of which XLA keeps more or less than the program asks for."""
+        return not fits_flash(self.config.model, self.config.precision.compute)
+
+    @property
     def fits(self) -> bool:
         """Whether JAX's share of the GPU's memory holds the peak."""
         return self.peak_bytes <= self.limit_bytes
@@ -84,7 +89,7 @@ class Estimate(NamedTuple):
 
 def estimate(config: Config, gpu: str, taken: float = TAKEN) -> Estimate:
     """The estimate of a resolved config. Raises ValueError for an unknown GPU."""
-    found = hardware.find(gpu)
+    found, config = hardware.find(gpu), on_hardware(config, gpu)
     moments = memory.moments(config, found.capability)
     sums = {moment: sum(parts.values()) for moment, parts in moments.items()}
     peak = max(sums, key=sums.__getitem__)
@@ -101,7 +106,7 @@ def estimate(config: Config, gpu: str, taken: float = TAKEN) -> Estimate:
         peak=peak,
         peak_bytes=sums[peak],
         limit_bytes=taken * found.memory_bytes,
-        host_bytes=sum(memory.state(config).values()) * min(gpus, found.host),
+        host_bytes=saved(config) * min(gpus, found.host),
         transfers=moved,
         flops=cost.step_flops(config),
         seconds=seconds,
@@ -112,20 +117,37 @@ def estimate(config: Config, gpu: str, taken: float = TAKEN) -> Estimate:
     )
 
 
+def on_hardware(config: Config, gpu: str) -> Config:
+    """The config with the attention that `auto` stands for there: no flash attention on simulated devices."""
+    simulated = gpu == hardware.SIMULATED and config.model.attention == "auto"
+    return config.replace("model", attention="xla") if simulated else config
+
+
+def saved(config: Config) -> float:
+    """Bytes of a checkpoint that one device writes: of what several hold each writes a share."""
+    p, state = config.parallel, memory.state(config)
+    weights = p.replica * (1 if p.zero == 3 else p.data)
+    return state["params"] / weights + state["optimizer"] / (p.replica * (1 if p.zero else p.data))
+
+
 def on_gpus(config: Config, gpus: int, gpu: str, vocab: int | None = None) -> Config:
     """The config's own layout on so many GPUs (0: as many as its mesh has), resolved.
 
-    parallel.data becomes what they allow; where it was given, a device's share of the batch does not change. vocab: ids
-    of the tokenizer, if it has a say. Raises ValueError.
+    The axis that is -1, or else data, becomes what they allow; where data was given, a device's share of the batch does
+    not change. vocab: ids of the tokenizer, if it has a say. Raises ValueError.
     """
     p, axes = config.parallel, config.parallel.axes
-    if not gpus and -1 in axes.values():
-        raise ValueError("parallel.data=-1 takes whatever devices remain; say how many there are with --gpus")
+    free = [axis for axis, size in axes.items() if size == -1]
+    if len(free) > 1:
+        raise ValueError(f"parallel.{free[0]}=-1 and parallel.{free[1]}=-1: only one axis takes what devices remain")
+    if free and not gpus:
+        raise ValueError(f"parallel.{free[0]}=-1 takes whatever devices remain; say how many there are with --gpus")
     gpus = gpus or cost.devices(config)
     hardware.check_count(gpu, gpus)
-    axes["data"] = max(gpus // prod(size for axis, size in axes.items() if axis != "data"), 1)
+    changes = (free or ["data"])[0]
+    axes[changes] = max(gpus // prod(size for axis, size in axes.items() if axis != changes), 1)
     if prod(axes.values()) != gpus:
-        asked = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items() if size > 1 and axis != "data")
+        asked = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items() if size > 1 and axis != changes)
         raise ValueError(f"{asked} does not divide {gpus} GPUs; use a number of them that it does, or another mesh")
     if p.data != -1:
         config = config.replace("data", batch_size=config.data.batch_size * axes["data"] // p.data)
@@ -190,6 +212,8 @@ def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Trans
         costs = F + ends[0] + forward, B + ends[1] + sum(waits.values()) - forward, W
         table = cost.outline(config)
         total = table.time(*(seconds / C for seconds in costs)) + table.ticks * TICK
+        if p.idle == "mask":  # every stage computes in every tick
+            total = table.ticks * ((costs[0] + costs[1] + max(table.weights, 1) * W) / C + TICK)
     by_axis: dict[str, float] = {}
     for t in moved:
         by_axis[t.axis] = by_axis.get(t.axis, 0.0) + t.exposed
@@ -208,7 +232,8 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     last = matmul(m.d_ff / t, D)
     flash = fits_flash(m, config.precision.compute)
     scores = 4.0 * n * D / t * T
-    attention = scores / 2 / (gpu.matmul * gpu.peak_flops) if flash else scores / (gpu.matmul * gpu.peak_flops)
+    rate = gpu.matmul * gpu.peak_flops * (1.0 if b == 2 else 0.5)
+    attention = scores / 2 / rate if flash else scores / rate
     if not flash:  # scores and probabilities, written and read
         attention += 20.0 * n * T * m.num_heads / t / (STREAM * gpu.memory_bandwidth)
     split_x = t if p.sequence_parallel else 1
@@ -234,7 +259,7 @@ def ends_time(config: Config, gpu: Gpu) -> tuple[float, float]:
 def update_time(config: Config, gpu: Gpu) -> float:
     """Reading and writing the state that is here, the gradients, and the gradients again for their norm."""
     state = memory.state(config)
-    gradients = 8 * state["optimizer"] / 12
+    gradients = 8 * state["optimizer"] / (12 if cost.BYTES[config.precision.compute] == 2 else 8)
     return (2 * state["optimizer"] + state["params"] + gradients) / (STREAM * gpu.memory_bandwidth)
 
 

@@ -240,7 +240,7 @@ def speed(e: Estimate) -> Section:
     c, n, gpu = e.config, number, hardware.find(e.gpu)
     tokens = c.data.batch_size * c.data.seq_len
     full = cost.flops_per_token(c.model, c.data.seq_len)["full"]
-    shown = " + ".join(f"{s:.6f}" for s in e.seconds.values())
+    shown = " + ".join(f"{s:.6g}" for s in e.seconds.values())
     lines = [
         Line("step (modelled)", " + ".join(e.seconds), shown, e.step_seconds, "s"),
         Line(

@@ -134,6 +134,8 @@ def _memory(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
     lead = f"""What a GPU holds in the three moments of a step in which it may hold most. Of its {_gb(whole)} JAX
     takes the {limit / whole:.0%} up to the line. While a checkpoint is written, a host holds
     {_gb(plan.host_bytes)} of state."""
+    if plan.rough:
+        lead += " Attention is not flash attention here, but stores its scores: the estimate is less exact."
     if compiled:
         peak = compiled["peak_bytes"]
         state = min(compiled["argument_bytes"], peak)
@@ -175,7 +177,7 @@ def _schedule(plan: Estimate) -> str:
     M = min(p.microbatches, DRAWN["microbatches"], max(DRAWN["units"] // C, P))
     M -= M % P if p.schedule == "interleaved" else 0
     F, B, W = layers_time(plan.config, hardware.find(plan.gpu))
-    costs = 1.0, round(B / F, 2), round(W / F, 2)
+    costs = 1.0, max(round(B / F, 2), 0.01), max(round(W / F, 2), 0.01)
     table = schedule.make(p.schedule, P, M, C)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "page"}):  # text stays text; same page again
         file, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))

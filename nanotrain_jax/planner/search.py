@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from nanotrain_jax.audit import hardware, memory
 from nanotrain_jax.config import Config
-from nanotrain_jax.planner.estimate import TAKEN, Estimate, estimate
+from nanotrain_jax.planner.estimate import TAKEN, Estimate, estimate, on_hardware
 from nanotrain_jax.resolved import resolve
 
 POLICIES = ("none", "selective", "full")
@@ -48,6 +48,7 @@ def search(config: Config, gpu: str, gpus: int, taken: float = TAKEN, fixed: Map
     does not fill hosts.
     """
     hardware.check_count(gpu, gpus)
+    config = on_hardware(config, gpu)
     fixed = {} if fixed is None else dict(fixed)
     limit, capability = taken * hardware.find(gpu).memory_bytes, hardware.find(gpu).capability
     rejected: Counter[str] = Counter()
@@ -76,18 +77,21 @@ def search(config: Config, gpu: str, gpus: int, taken: float = TAKEN, fixed: Map
         for zero, schedule, chunks in ways(mesh, fixed):
             base = mesh.replace("parallel", zero=zero, schedule=schedule, chunks=chunks)
             share = config.data.batch_size // (mesh.parallel.replica * mesh.parallel.data)
+            too_large = False
             for pieces in sorted(_options(fixed, "parallel.microbatches", _divisors(share)), reverse=True):
+                # Fewer microbatches are larger ones; but a single one needs no sums of gradients.
+                if too_large and (pieces > 1 or mesh.parallel.pipe > 1):
+                    continue
                 if schedule == "interleaved" and pieces % mesh.parallel.pipe:
                     rejected["interleaved, with microbatches that are no multiple of the stages"] += 1
                     continue
-                try:
-                    whole = resolve(base.replace("parallel", microbatches=pieces), base.parallel.axes)
-                except ValueError as error:
-                    rejected[_reason(error)] += 1
-                    continue
-                policies = _options(fixed, "memory.remat", POLICIES)
-                if not consider([whole.replace("memory", remat=remat) for remat in policies]):
-                    break  # fewer microbatches are larger ones
+                whole, candidates = base.replace("parallel", microbatches=pieces), []
+                for remat in _options(fixed, "memory.remat", POLICIES):
+                    try:
+                        candidates.append(resolve(whole.replace("memory", remat=remat), base.parallel.axes))
+                    except ValueError as error:
+                        rejected[_reason(error)] += 1
+                too_large = bool(candidates) and not consider(candidates)
     if not {"parallel.schedule", "parallel.chunks"} & fixed.keys():
         for found in ranked(fitting)[:5]:
             for schedule in ONE_AT_A_TIME if found.config.parallel.pipe > 1 else ():
@@ -148,7 +152,7 @@ def ways(config: Config, fixed: Mapping[str, Any]) -> Iterator[tuple[int, str, i
 
 
 def ranked(found: list[Estimate]) -> list[Estimate]:
-    """Fastest first, one for each mesh and schedule."""
+    """Fastest first, one for each mesh and schedule; what is within 1% in the order of simplicity and bytes."""
 
     def simplicity(e: Estimate) -> tuple:
         p = e.config.parallel
@@ -180,7 +184,7 @@ def why_nothing_fits(found: Found, gpu: str, gpus: int, taken: float, fixed: Map
     e = found.smallest
     if e is None:
         reasons = " | ".join(reason for reason, _ in found.rejected.most_common(3)) or "no mesh is left"
-        return f"no mesh of {gpus} GPUs suits the model and batch: {reasons}; use another number of GPUs or batch size"
+        return f"no mesh of {gpus} GPUs suits the model and batch: {reasons}; change what stands there, or the GPUs"
     parts = sorted(e.moments[e.peak].items(), key=lambda item: -item[1])[:2]
     most = " and ".join(f"{what} {size / 1e9:,.1f}" for what, size in parts)
     text = (
@@ -191,19 +195,20 @@ def why_nothing_fits(found: Found, gpu: str, gpus: int, taken: float, fixed: Map
     neutral = config.replace("parallel", **dict.fromkeys(config.parallel.axes, 1))
     more = config.data.batch_size // max(gpus, 1)
     helps = []
-    for what, changed, kind, number in (
-        ("model.loss_chunk=1024", neutral.replace("model", loss_chunk=1024), gpu, gpus),
-        *((f"{kind}", neutral, kind, gpus) for kind in ("a100-80", "h100", "h200", "b200") if kind != gpu),
-        *((f"{gpus * n} GPUs", neutral, gpu, gpus * n) for n in (2, 4, 8, 16) if more >= n or gpus * n <= 8),
-    ):
-        try:
-            other = search(changed, kind, number, taken, fixed)
-        except ValueError:
-            continue
-        if other.best:
-            helps.append(f"{what} ({other.best[0].peak_bytes / 1e9:,.1f} GB)")
-        if len(helps) == 3:
-            break
+    changes = (
+        [("model.loss_chunk=1024", neutral.replace("model", loss_chunk=1024), gpu, gpus)],
+        [(kind, neutral, kind, gpus) for kind in ("h100", "h200", "b200") if kind != gpu],
+        [(f"{gpus * n} GPUs", neutral, gpu, gpus * n) for n in (2, 4, 8, 16, 32) if more >= n or gpus * n <= 8],
+    )
+    for group in changes:
+        for what, changed, kind, number in group:
+            try:
+                other = search(changed, kind, number, taken, fixed)
+            except ValueError:
+                continue
+            if other.best:
+                helps.append(f"{what} ({other.best[0].peak_bytes / 1e9:,.1f} GB)")
+                break  # the least of its kind
     return text + ("; what would do: " + ", or ".join(helps) if helps else "; use a smaller model, or many more GPUs")
 
 

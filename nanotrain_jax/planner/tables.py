@@ -46,12 +46,16 @@ def estimated(console: Console, e: Estimate) -> None:
     waits = f"; stages wait {e.bubble_fraction:.1%} of the schedule" if c.parallel.pipe > 1 else ""
     speed = f"{e.tokens_per_second:,.0f} tokens/s, MFU {e.mfu:.1%} (attention in full){waits}"
     console.print(f"a step of {e.step_seconds:,.3f} s, modelled ({parts}); {speed}")
+    if e.rough:
+        console.print("attention is not flash attention here, but stores its scores: the estimate is less exact")
     console.print(f"while a checkpoint is written a host holds {e.host_bytes / unit:,.1f} {name} of state")
 
 
 def candidates(console: Console, found: Found) -> None:
     """The ten best layouts, and why the others are not among them."""
-    table = Table(title="the best of each mesh and schedule, by modelled time", title_justify="left")
+    table = Table(
+        title="the best of each mesh and schedule, by modelled time (within 1% counts as equal)", title_justify="left"
+    )
     unit, size = _unit(found.best[0])
     numbers = "", "ZeRO", "microbatches", size, "step s", "MFU"
     for name in ("", "mesh", "ZeRO", "schedule", "microbatches", "remat", size, "step s", "MFU", "besides computing"):
