@@ -84,7 +84,6 @@ MORE = [  # in `pytest -m 'cuda_compiler and long'`
     (GPT3, 1024, ["parallel.pipe=1", "parallel.data=128", *ZERO3]),
     (GPT3, 3072, [*TRILLION, "memory.remat=full"]),
 ]  # fmt: skip
-WORST = "llama3_8b 8 batch_size=8 remat=full", "0.10"  # of all estimated peaks
 BLACKWELL = (GPT2, 16, ["parallel.data=16", "parallel.zero=1", "parallel.microbatches=1", "data.batch_size=512"])
 TOO_LARGE = (LLAMA, 8, ["parallel.zero=0"])  # 112 GB of state: compiled for a GPU that has them
 
@@ -280,7 +279,7 @@ def test_golden_peaks_are_those_that_were_estimated():
                 assert 0.9 <= ratio <= 1.1, (name(case), version)
                 worst[abs(ratio - 1)] = name(case), version
     assert len(golden) == len([*CASES, TOO_LARGE, *MORE, BLACKWELL]) >= 30
-    assert worst[max(worst)] == WORST
+    assert worst[max(worst)][0].startswith("gpt3_175b 3072 num_layers=128")  # as the README says
 
 
 def test_golden_memory_falls_from_stage_to_stage_and_with_remat():

@@ -264,12 +264,6 @@ def test_every_candidate_and_every_reason_has_its_row(browser, show, plan, found
     assert rows.count("marked") == 1
 
 
-def test_where_nothing_fits_the_smallest_layout_is_named(found, plan):
-    text = words(page.html(plan, [], found._replace(best=[])))
-    assert "None fits. The smallest, " in text
-    assert f"of {found.smallest.limit_bytes / 1e9:.1f} GB" in text
-
-
 def test_a_schedule_is_drawn_where_there_are_stages_and_none_without(browser, show, plan, everything):
     show(everything)
     (drawing,) = browser.find_elements("css selector", "svg")

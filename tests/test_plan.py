@@ -141,7 +141,9 @@ def test_links_are_those_that_a_group_of_devices_has():
     assert link(("tensor",), (1, 1, 8, 1, 3), 8) == (3, 1)  # some groups of three lie on two hosts
 
 
-PAPER = {  # arXiv 2104.04473: section 5.1.1's GPT-3 on 1,024 A100s, and table 1's last row
+# arXiv 2104.04473: GPT-3 on 1,024 A100s, tensor 8 within hosts (the paper's 12 stages do not divide them; 16 do), and
+# the last row of table 1.
+PAPER = {
     "175B": (gpt(96, 12288, 96, 1536), 1024, {"pipe": 16, "data": 8, "tensor": 8}),
     "1T": (gpt(128, 25600, 160, 3072), 3072, {"pipe": 64, "data": 6, "tensor": 8}),
 }
@@ -221,6 +223,15 @@ def test_what_the_user_gave_is_held():
         assert (p.tensor, p.zero, p.microbatches, e.config.memory.remat) == (2, 2, 4, "full")
 
 
+def test_the_readme_shows_what_is_chosen_for_llama_on_one_host():
+    found = search.search(plan.neutral(request.load(ROOT / "configs/llama3_8b.yaml"), None), "h100", 8)
+    readme = (ROOT / "README.md").read_text()
+    assert f"{found.tried} layouts estimated" in readme
+    for e in found.best[:3]:
+        assert f"{e.peak_bytes / 1e9:.1f}   {e.step_seconds:.3f}  {e.mfu:.1%}" in readme
+    assert f"{found.rejected['needs more memory than there is']}  needs more memory" in readme
+
+
 def test_rejected_layouts_have_reasons():
     config = small(batch=24)
     found = search.search(config, "h100", 16, 0.003)
@@ -236,9 +247,17 @@ def values_of(numbers):
     return eval(numbers.replace(",", "").replace(" x ", " * ").replace("^", "**"))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_explained_number_is_what_its_arithmetic_gives(name):
-    config = request.load(ROOT / "configs" / f"{name}.yaml")
+EXPLAINED = [(name, []) for name in CONFIGS] + [
+    ("llama3_70b", ["parallel.zero=3", "parallel.sequence_parallel=false"]),
+    ("llama3_70b", ["parallel.zero=3", "memory.remat=block:4"]),
+    ("gpt3_175b", ["parallel.zero=3", "parallel.schedule=zero_bubble"]),
+    ("gpt2_124m", ["parallel.replica=2", "parallel.data=4", "parallel.zero=2"]),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides"), EXPLAINED)
+def test_every_explained_number_is_what_its_arithmetic_gives(name, overrides):
+    config = request.load(ROOT / "configs" / f"{name}.yaml", overrides)
     gpu = "cpu" if config.runtime.simulate else "h100"
     sections = explain.explain(estimate(on_gpus(config, 0, gpu, plan.vocabulary(config)), gpu))
     assert {"Parameters", "FLOPs", "State", "Activations", "Peak"} <= {section.title for section in sections}

@@ -199,14 +199,12 @@ def communication(config: Config) -> list[dict[str, Any]]:
             add(("data",), "all_gather", w * psi, "updated weights")
 
     tensor, tokens = ("tensor",), tokens_per_device(config)
-    activations = w * tokens * m.d_model
-    again = {"none": 0, "selective": 0, "full": 1}.get(remat, 2)
+    activations, (there, back) = w * tokens * m.d_model, tensor_passes(config)
     if p.sequence_parallel:
-        gathers = 4 + (2 if again < 2 else 4)
-        add(tensor, "all_gather", (gathers * L + 2) * activations, "activations, and again in the backward")
-        add(tensor, "reduce_scatter", ((4 + again) * L + 2) * activations, "activations")
+        add(tensor, "all_gather", (there * L + 2) * activations, "activations, and again in the backward")
+        add(tensor, "reduce_scatter", (back * L + 2) * activations, "activations")
     else:
-        add(tensor, "all_reduce", ((4 + again) * L + 2) * activations, "activations")
+        add(tensor, "all_reduce", (there * L + 2) * activations, "activations")
     add(tensor, "all_reduce", 3 * 4 * tokens, "loss")
     if p.pipe > 1:
         ticks = outline(config).ticks
@@ -229,6 +227,17 @@ def turns(config: Config) -> dict[str, Fraction]:
     often = Fraction(units, found.ticks)
     per_slot = often / max(1, found.weights)
     return {"forward": often, "backward": often, "weight": per_slot, "first": ends, "last": ends}
+
+
+def tensor_passes(config: Config) -> tuple[int, int]:
+    """How often a layer gathers, and how often it scatters; without sequence parallelism: all-reduces, and 0.
+
+    See `communication`: 4 each, what is computed again, and 2 gathers of what its matmuls took (`full` just made it).
+    """
+    again = {"none": 0, "selective": 0, "full": 1}.get(config.memory.remat, 2)
+    if not config.parallel.sequence_parallel:
+        return 4 + again, 0
+    return 4 + (2 if again < 2 else 4), 4 + again
 
 
 def outline(config: Config) -> chart.Outline:

@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from nanotrain_jax.audit import cost, hardware, memory
-from nanotrain_jax.planner.estimate import Estimate
+from nanotrain_jax.planner.estimate import Estimate, Transfer
 
 
 class Line(NamedTuple):
@@ -20,19 +20,6 @@ class Line(NamedTuple):
     numbers: str  # the formula with numbers put in: digits with commas, + - x / ^ ( )
     value: float
     unit: str
-
-
-# The whole buffers, by what they are for: g and w bytes per gradient and weight, b of x, L layers here, M microbatches.
-WHOLE = {
-    "gradients": "g Psi (ZeRO 2 and 3: M g Psi)",
-    "gradients between groups": "g Psi / N",
-    "updated weights": "w Psi",
-    "weights, forward and backward": "M w (2 Psi_layers + Psi_ends)",
-    "activations, and again in the backward": "b B T D (6 L + 2), of all microbatches",
-    "activations": "b B T D (4 L + 2), of all microbatches",
-    "loss": "3 x 4 B T",
-    "activations and their gradients": "2 b B T D per tick",
-}
 
 
 class Section(NamedTuple):
@@ -203,16 +190,46 @@ def moves(e: Estimate) -> Section:
     """Every row of what moves: the ring's factor and the whole buffers."""
     lines = []
     for t in e.transfers:
-        group = prod(getattr(e.config.parallel, axis) for axis in t.axis.split(","))
-        if t.op == "permute":
-            lines.append(Line(f"{t.axis} {t.op}", f"S = {WHOLE[t.why]}", number(t.bytes), t.bytes, f"bytes: {t.why}"))
-            continue
-        factor = 2 if t.op == "all_reduce" else 1
-        size = t.bytes / factor * group / (group - 1)
-        formula = f"{'2 ' * (factor == 2)}(n - 1) / n S, S = {WHOLE[t.why]}"
-        numbers = f"{factor} x ({group} - 1) / {group} x {number(size)}"
+        group, (formula, numbers) = prod(getattr(e.config.parallel, axis) for axis in t.axis.split(",")), buffers(e, t)
+        if t.op != "permute":
+            factor = 2 if t.op == "all_reduce" else 1
+            formula, numbers = f"(n - 1) / n {formula}", f"({group} - 1) / {group} x {numbers}"
+            formula, numbers = ("2 " + formula, f"{factor} x {numbers}") if factor == 2 else (formula, numbers)
         lines.append(Line(f"{t.axis} {t.op}", formula, numbers, t.bytes, f"bytes: {t.why}"))
-    return Section("What moves, per GPU and step", "rings; volumes: audit/cost.py, `communication`", lines)
+    source = "rings; volumes: ZeRO (1910.02054, section 7), Megatron-LM (1909.08053, 2205.05198, 2104.04473)"
+    return Section("What moves, per GPU and step", source, lines)
+
+
+def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
+    """The whole buffers of a row, as a formula and in numbers: bytes b of x, w of weights, g of gradients."""
+    c, m, p, n = e.config, e.config.model, e.config.parallel, number
+    b, g = cost.BYTES[c.precision.compute], cost.BYTES[c.precision.grad_reduce]
+    L, M, tokens = m.num_layers // p.pipe, p.microbatches, cost.tokens_per_device(c)
+    if t.why.startswith("activations"):
+        if t.op == "permute":
+            split, ticks = p.tensor if p.sequence_parallel else 1, cost.outline(c).ticks
+            shown = f"2 x {ticks} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
+            return "2 ticks b B T D / M" + " / t" * (split > 1), shown
+        there, back = cost.tensor_passes(c)
+        passes = back if t.op == "reduce_scatter" else there
+        return f"b B T D ({passes} L + 2)", f"{b} x {n(tokens)} x {n(m.d_model)} x ({passes} x {L} + 2)"
+    if t.why == "loss":
+        return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
+    split = [a for a in cost.arrays(m, p.tensor) if cost.sharded(a, c)]
+    twice = m.tie_embeddings and p.pipe > 1  # used, and so gathered and scattered, at both ends
+    uses = lambda a: 2 if twice and a.matmul and p.zero > 1 else 1
+    layers = sum(cost.local(a, c) for a in split if a.where == "layers")
+    ends = sum(uses(a) * cost.local(a, c) for a in split if a.where == "ends")
+    many, times = ("M ", f"{M} x ") if p.zero > 1 else ("", "")
+    if t.op == "reduce_scatter":
+        return f"{many}g Psi, of what data splits", f"{times}{g} x ({n(layers)} + {n(ends)})"
+    if t.why == "updated weights":
+        return "w Psi, of what data splits", f"{b} x ({n(layers)} + {n(ends)})"
+    if t.op == "all_gather":
+        passes = 3 if c.memory.remat.startswith("block:") else 2
+        return f"M w ({passes} Psi_layers + Psi_ends)", f"{M} x {b} x ({passes} x {n(layers)} + {n(ends)})"
+    group = prod(getattr(p, axis) for axis in t.axis.split(","))
+    return "g Psi, of what is whole along these axes", n(t.bytes * group / (group - 1) / 2)
 
 
 def schedule(e: Estimate) -> Section:

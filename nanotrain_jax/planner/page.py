@@ -236,8 +236,6 @@ def _candidates(plan: Estimate, found: Found | None) -> str:
     this = {i for i, e in enumerate(best) if e.config == plan.config}
     if best:
         body = markup.table([*head, ">MFU %", ">bubble %"], rows, this)
-    elif e := found.smallest:
-        body = f"<p>None fits. The smallest, {_mesh(e)}, needs {_gb(e.peak_bytes)} of {_gb(e.limit_bytes)}.</p>"
     reasons = found.rejected.most_common(SHOWN)
     if reasons:
         most, rest = reasons[0][1], found.rejected.total() - sum(n for _, n in reasons)
