@@ -150,6 +150,15 @@ class Memory(_Section):
     remat: str = _key(
         "none", "what layers keep for their backward: none (all) | selective (matmul outputs) | full (inputs) | block:N"
     )
+    offload_optimizer: Literal["none", "host"] = _key(
+        "none", "where master weights and moments rest: on the device, or in host memory; from zero 2 on gradients too"
+    )
+    offload_params: Literal["none", "host"] = _key(
+        "none", "zero 3: where the weights rest; host: each layer comes while the one before it computes"
+    )
+    offload_activations: Literal["none", "host"] = _key(
+        "none", "where what remat=selective, full or block:N keeps waits for the backward"
+    )
 
     @model_validator(mode="after")
     def _policy(self) -> Memory:

@@ -42,6 +42,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
         config = config.replace("memory", remat="full")
     check_tensor(config)
     check_pipe(config)
+    check_offload(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
 
     size = int(config.memory.remat.removeprefix("block:")) if config.memory.remat.startswith("block:") else 1
@@ -120,3 +121,29 @@ def check_pipe(config: Config) -> None:
         schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks)
     except ValueError as error:
         raise ValueError(f"parallel.schedule={error} (parallel.microbatches, parallel.pipe, parallel.chunks)") from None
+
+
+def check_offload(config: Config) -> None:
+    """Raise ValueError unless what is to rest on the host makes sense together."""
+    p, m = config.parallel, config.memory
+    if m.offload_params == "host":
+        if p.zero != 3:
+            raise ValueError(
+                f"memory.offload_params=host with parallel.zero={p.zero}: below stage 3 a step holds all weights at a "
+                "time; use parallel.zero=3 (also on one device)"
+            )
+        if m.offload_optimizer == "none":
+            raise ValueError(
+                "memory.offload_params=host with memory.offload_optimizer=none: the optimizer state is several times "
+                "larger and would stay on the device; use memory.offload_optimizer=host as well"
+            )
+        if p.prefetch:
+            raise ValueError(
+                "parallel.prefetch=true with memory.offload_params=host: weights come from the host one layer ahead "
+                "anyway; leave parallel.prefetch out"
+            )
+    if m.offload_activations == "host" and m.remat == "none":
+        raise ValueError(
+            "memory.offload_activations=host with memory.remat=none does not say which activations; use "
+            "memory.remat=selective, full or block:N, whose saved ones go to the host"
+        )

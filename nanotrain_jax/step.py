@@ -16,15 +16,16 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax import model
 from nanotrain_jax.config import Config
 from nanotrain_jax.mesh import BATCH_AXES
-from nanotrain_jax.parallel import pipeline, remat
+from nanotrain_jax.parallel import offload, pipeline, remat, streamed
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import all_reduce, as_varying, gpu_options, varying_axes
-from nanotrain_jax.parallel.zero import PER_LAYER, WHOLE, ZERO, Opt, Wire, Zero, shard_dims
+from nanotrain_jax.parallel.update import Opt
+from nanotrain_jax.parallel.zero import PER_LAYER, WHOLE, ZERO, Wire, Zero, settled, shard_dims
 from nanotrain_jax.runtime import optim
 from nanotrain_jax.sharding import layout, specs
 
@@ -81,7 +82,7 @@ class Stages(NamedTuple):
 def accumulate(
     objective: Callable[[Tree, Tree], jax.Array], inputs: Tree, microbatches: Tree
 ) -> tuple[jax.Array, Tree]:
-    """-> (loss, gradients in float32), summed over microbatches[M ...], which are run one after the other.
+    """-> (loss, gradients), summed in float32 over microbatches[M ...], which are run one after the other.
 
     objective(inputs, microbatch) is this device's contribution to the loss. Moves nothing that its backward does not:
     gradients with respect to what is varying over the batch axes stay local. Only one microbatch's activations are
@@ -92,6 +93,8 @@ def accumulate(
         loss, grads = jax.value_and_grad(objective)(inputs, microbatch)
         return jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, (loss, grads)), None
 
+    if len(jax.tree.leaves(microbatches)[0]) == 1:
+        return jax.value_and_grad(objective)(inputs, jax.tree.map(lambda x: x[0], microbatches))
     zero = as_varying(jnp.zeros(()), BATCH_AXES)
     zeros = zero, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), inputs)
     return lax.scan(one, zeros, microbatches)[0]
@@ -136,6 +139,17 @@ def build(config: Config, mesh: Mesh) -> Step:
     dims = shard_dims(shapes, devices, config.parallel.persist_below, specs=weight_specs)
     layer_dims = jax.tree.map(lambda d: d if d == WHOLE else d - 1, dims["layers"])  # without the leading L
 
+    # What rests on the host: of parameters and optimizer the arrays that are not small.
+    memory = config.memory
+    sizes = {part: jax.tree.map(lambda x: x.size // (len(x) if part == "layers" else 1), shapes[part]) for part in dims}
+    large = jax.tree.map(lambda size: size >= config.parallel.persist_below, sizes)
+    small = jax.tree.map(lambda _: False, large)
+    far_params, far_opt = (
+        large if mode == "host" else small for mode in (memory.offload_params, memory.offload_optimizer)
+    )
+    host_activations = memory.offload_activations == "host"
+    is_streamed = pipe == 1 and config.parallel.zero >= 2 and memory.offload_optimizer == "host"
+
     def init() -> State:
         master = model.init(model_config, config.train.seed, tensor_split, order if C > 1 else None)
         params = jax.tree.map(lambda p: p.astype(dtype), master)
@@ -162,9 +176,10 @@ def build(config: Config, mesh: Mesh) -> Step:
             partial(layer, zero, len(batch["inputs"])),
             x_BTD,
             layers,
-            config.memory.remat,
+            memory.remat,
             config.parallel.zero == 3,
             config.parallel.prefetch,
+            host_activations,
         )
         return ends.loss(x_BTD, batch["targets"])
 
@@ -172,9 +187,11 @@ def build(config: Config, mesh: Mesh) -> Step:
         return nnx.merge(graphs.layer, zero.gather(*layer, layer_dims, wire))(x_BTD, sequences)
 
     def staged(params: Tree, microbatches: Tree) -> Stages:
-        """The decoder, cut for the pipeline. Each end takes its own share of the parameters of both."""
-        params, sequences = as_varying(params, (*BATCH_AXES, "pipe")), microbatches["inputs"].shape[1]
-        run, size = remat.unit(partial(layer, zero, sequences), config.memory.remat, config.parallel.zero == 3)
+        """The decoder, cut for loops by hand. Each end takes its own share of the parameters of both."""
+        params, sequences = as_varying(params, ("pipe", *BATCH_AXES)[pipe == 1 :]), microbatches["inputs"].shape[1]
+        run, size = remat.unit(
+            partial(layer, zero, sequences), memory.remat, config.parallel.zero == 3, offload=host_activations
+        )
 
         def ends(inputs: Tree, used: Callable[[Tree], Tree]) -> nnx.Module:
             stored, inputs, ends_dims = map(used, (params["ends"], inputs, dims["ends"]))
@@ -189,14 +206,20 @@ def build(config: Config, mesh: Mesh) -> Step:
             inputs=lambda weights: zero.inputs(weights, dims["layers"] if size else layer_dims),
         )
 
-    def run_stages(params: Tree, microbatches: Tree, factor: jax.Array) -> tuple[jax.Array, Tree]:
-        """-> (loss, gradients in float32) of all microbatches, times factor: what `accumulate` gives, by a schedule."""
-        s, table = staged(params, microbatches), schedules.make(config.parallel.schedule, pipe, pieces, C)
+    def run_by_hand(stored: Tree, microbatches: Tree, factor: jax.Array) -> tuple[jax.Array, Tree]:
+        """-> (loss, gradients in float32) of all microbatches, times factor: what `accumulate` gives, by a loop that is
+        written out: a schedule's, or that of layers whose weights or gradients rest on the host."""
+        s = staged(local(stored), microbatches)
         scaled = lambda inputs, x_BTD, batch: s.last(inputs, x_BTD, batch)[0] * factor
-        mean_loss, (of_ends, of_layers) = pipeline.run_schedule(
-            table, s.first, s.layer, scaled, s.ends, s.layers, microbatches, s.inputs, idle=config.parallel.idle
-        )
-        like = zero.inputs(params["layers"], dims["layers"])
+        parts = s.first, s.layer, scaled, s.ends, s.layers, microbatches, s.inputs
+        if pipe > 1:
+            table = schedules.make(config.parallel.schedule, pipe, pieces, C)
+            mean_loss, (of_ends, of_layers) = pipeline.run_schedule(table, *parts, idle=config.parallel.idle)
+        else:
+            settle = lambda part, dims: lambda grads: settled(grads, stored[part], dims, large[part])
+            rest = settle("ends", dims["ends"]), settle("layers", layer_dims)
+            mean_loss, (of_ends, of_layers) = streamed.run_layers(*parts, rest)
+        like = zero.inputs(stored["layers"], dims["layers"])
         of_layers = jax.tree.map(lambda g, w: g.reshape(w.shape), of_layers, like)  # blocks of layers become layers
         return mean_loss, {"ends": of_ends, "layers": of_layers}
 
@@ -210,8 +233,8 @@ def build(config: Config, mesh: Mesh) -> Step:
             return accumulate(objective, zero.inputs(params, dims), microbatches)
 
         microbatches = split(batch, pieces)
-        if pipe > 1:
-            mean_loss, grads = run_stages(params, microbatches, factor / (B * T))
+        if pipe > 1 or is_streamed:
+            mean_loss, grads = run_by_hand(state.params, microbatches, factor / (B * T))
             grads = zero.reduce(grads, state.params, dims, wire)
         elif last is None:
             mean_loss, grads = run(zero, params, microbatches)
@@ -225,9 +248,9 @@ def build(config: Config, mesh: Mesh) -> Step:
             mean_loss, grads = mean_loss + final_loss, last.reduce(grads, state.params, dims, wire)
         mean_loss = all_reduce(mean_loss, loss_axes)
         if state.scale:
-            mean_loss, grads = jax.tree.map(lambda x: x / factor, (mean_loss, grads))
+            mean_loss /= factor
         params, opt, norm, finite = zero.update(
-            optimizer, state.params, grads, state.opt, dims, wire, config.optimizer.grad_clip
+            optimizer, state.params, grads, state.opt, dims, wire, config.optimizer.grad_clip, factor, far_opt
         )
         skipped = state.skipped + jnp.where(finite, 0, 1)
         metrics = {
@@ -276,26 +299,31 @@ def build(config: Config, mesh: Mesh) -> Step:
 
     state = jax.eval_shape(init)
     params_specs, shard_specs = zero.storage(weight_specs, dims)
-    moments_specs = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, spec: spec, state.opt.moments, shard_specs, transform_non_params=lambda _: REPLICATED
-    )
-    opt_specs = Opt(None if state.opt.master is None else shard_specs, moments_specs)
-    scale_specs = jax.tree.map(lambda _: REPLICATED, state.scale)
-    state_specs = State(REPLICATED, REPLICATED, params_specs, opt_specs, scale_specs)
+
+    def of_state(params: Tree, opt: Tree, other: Any) -> State:
+        """A tree like State, with these for parameters, for master weights and moments, and for each scalar."""
+        scalars = lambda _: other
+        moments = optax.tree_utils.tree_map_params(
+            optimizer, lambda _, x: x, state.opt.moments, opt, transform_non_params=scalars
+        )
+        opt = Opt(None if state.opt.master is None else opt, moments)
+        return State(other, other, params, opt, jax.tree.map(scalars, state.scale))
+
+    state_specs = of_state(params_specs, shard_specs, REPLICATED)
     prefetch, on_gpu = config.parallel.prefetch, mesh.devices.flat[0].platform == "gpu"
-    options = gpu_options(config.parallel.bucket_mb, prefetch, pipe > 1) if on_gpu else None
+    is_offloaded = "host" in (memory.offload_optimizer, memory.offload_activations)
+    options = gpu_options(config.parallel.bucket_mb, prefetch, pipe > 1, is_offloaded) if on_gpu else None
     batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in ("inputs", "targets")}
     batch_specs = {name: BATCH for name in batch}
 
     def on_mesh(function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
         return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
-    def placed(shapes: Tree, specs: Tree) -> Tree:
-        return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), shapes, specs
-        )
+    def placed(x: jax.ShapeDtypeStruct, spec: PartitionSpec, far: bool = False) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=offload.placed(mesh, spec, far))
 
-    state, batch = placed(state, state_specs), placed(batch, batch_specs)
+    state = jax.tree.map(placed, state, state_specs, of_state(far_params, far_opt, False))
+    batch = jax.tree.map(placed, batch, batch_specs)
     return Step(
         init=jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, state)),
         train=jax.jit(

@@ -15,14 +15,14 @@ PACKAGE = ROOT / "nanotrain_jax"
 FLOORS = [
     {
         "config", "mesh", "ops", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat",
-        "parallel.pullback", "audit.hlo", "audit.hardware", "runtime.corpus",
+        "parallel.pullback", "parallel.offload", "audit.hlo", "audit.hardware", "runtime.corpus",
     },
     {
-        "parallel.tensor", "parallel.context", "parallel.zero", "parallel.compress", "runtime.optim", "runtime.data",
+        "parallel.tensor", "parallel.context", "parallel.update", "parallel.compress", "runtime.optim", "runtime.data",
         "runtime.checkpoint", "runtime.metrics", "runtime.request", "resolved", "parallel.chart",
         "parallel.loops", "audit.topology",
     },
-    {"model", "parallel.pipeline", "parallel.gantt", "audit.cost"},
+    {"model", "parallel.zero", "parallel.pipeline", "parallel.streamed", "parallel.gantt", "audit.cost"},
     {"step", "audit.memory"},
     {"planner.estimate"},
     {"planner.search", "planner.compiled", "planner.explain", "planner.markup"},

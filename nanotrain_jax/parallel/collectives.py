@@ -120,16 +120,21 @@ def own_shard(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
 
 
-def gpu_options(bucket_mb: float, prefetch: bool, pipeline: bool = False) -> dict[str, int | bool | str]:
-    """Options for XLA:GPU (`jax.jit(compiler_options=...)`) about when collectives run; what they move stays the same.
+def gpu_options(
+    bucket_mb: float, prefetch: bool, pipeline: bool = False, offload: bool = False
+) -> dict[str, int | bool | str]:
+    """Options for XLA:GPU (`jax.jit(compiler_options=...)`) about when things are moved; what is moved stays the same.
 
     bucket_mb: collectives that are ready at the same time become one, up to so many MiB. prefetch: an all-gather in a
     loop starts one turn ahead. pipeline: what goes from stage to stage travels while a stage has its own collectives.
+    offload: as many arrays as there are may be on their way from the host and to it; else two.
     """
     kinds = "all_reduce", "all_gather", "reduce_scatter"
     options = {f"xla_gpu_{kind}_combine_threshold_bytes": int(bucket_mb * 2**20) for kind in kinds}
     if pipeline:  # what goes to the next stage, while that has gathers, scatters and sums over data and tensor
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 8
+    if offload:
+        options["xla_gpu_experimental_parallel_async_compute_limit"] = 64
     if prefetch and jax.__version_info__ >= (0, 12):
         options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_ON"
     elif prefetch:

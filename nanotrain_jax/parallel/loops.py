@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.offload import on_host, to_host
 
 Tree = Any  # a pytree of arrays
 
@@ -53,6 +54,10 @@ def as_stored(x: jax.Array) -> jax.Array:
 
 
 def zeros(like: Any, axis: str, count: int | None = None, dtype: Any = None) -> jax.Array:
-    """Zeros of a type, count of them (None: one, without a dim for it), varying over axis as well."""
-    shape = like.shape if count is None else (count, *like.shape)
-    return as_varying(jnp.zeros(shape, dtype or like.dtype), sorted(varying_axes(like) | {axis}))
+    """Zeros of a type, count of them (None: one, without a dim for it), varying over axis as well.
+
+    Of a type that rests on the host: there, one after the other, so that they are never whole on the device.
+    """
+    shape = like.shape if count is None or on_host(like) else (count, *like.shape)
+    x = as_varying(jnp.zeros(shape, dtype or like.dtype), sorted(varying_axes(like) | {axis}))
+    return lax.scan(lambda _, i: (_, to_host(x)), None, length=count)[1] if on_host(like) else x

@@ -19,7 +19,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 Tree = Any  # a pytree of arrays
-Shapes = list[jax.ShapeDtypeStruct]
+Types = list[Any]  # of arrays, as `jax.typeof` says: shape, dtype, the axes it varies over, the memory it rests in
 
 INLINED = ("checkpoint", "remat2", "pjit", "jit", "closed_call")  # the cut goes through them
 MATMULS = ("dot_general", "conv_general_dilated")
@@ -34,8 +34,8 @@ class Pullback(NamedTuple):
     late(kept, weights, inputs, handed)      -> gradients of inputs
     """
 
-    kept: Shapes
-    handed: Shapes
+    kept: Types
+    handed: Types
     early_keeps: list[int]  # which of kept early uses
     late_keeps: list[int]
     forward: Callable[..., tuple[jax.Array, list]]
@@ -58,7 +58,7 @@ def pullback(
         known = jax.tree.leaves((weights, inputs))
         return y, leaves, tree, [next((i for i, w in enumerate(known) if w is leaf), None) for leaf in leaves]
 
-    place, tree, graph = [], None, None  # place: of each leaf which of the weights and inputs it is, if it is one
+    place, tree, graph, types = [], None, None, []  # place: of each leaf which of weights and inputs it is, if one
 
     def put_back(kept: Sequence, weights: Tree, inputs: Tree) -> Callable:
         known, kept = jax.tree.leaves((weights, inputs)), iter(kept)
@@ -67,19 +67,19 @@ def pullback(
     def whole(kept: Sequence, weights: Tree, inputs: Tree, g: jax.Array) -> tuple[Tree, jax.Array]:
         return put_back(kept, weights, inputs)(g)
 
-    def look(weights: Tree, inputs: Tree, x: jax.Array) -> list:
+    def look(weights: Tree, inputs: Tree, x: jax.Array) -> None:
         nonlocal tree, graph
         y, leaves, tree, place[:] = run(weights, inputs, x)
         kept = [leaf for leaf, i in zip(leaves, place, strict=True) if i is None]
+        types[:] = map(jax.typeof, kept)
         graph = jax.make_jaxpr(whole)(kept, weights, inputs, y)
         flat = lambda *arrays: _evaluate(graph.jaxpr, graph.consts, arrays)
         graph = jax.make_jaxpr(flat)(*jax.tree.leaves((kept, weights, inputs, y)))
-        return kept
 
-    kept = jax.eval_shape(look, weights, inputs, x)
+    jax.eval_shape(look, weights, inputs, x)
     cut = _cut(graph.jaxpr, len(jax.tree.leaves(inputs)))
     structure = jax.tree.structure(inputs)
-    first, own = graph.jaxpr.invars[: len(kept)], graph.jaxpr.invars[len(kept) : -1]
+    first, own = graph.jaxpr.invars[: len(types)], graph.jaxpr.invars[len(types) : -1]
 
     def forward(weights: Tree, inputs: Tree, x: jax.Array) -> tuple[jax.Array, list]:
         y, leaves, *_ = run(weights, inputs, x)
@@ -103,7 +103,7 @@ def pullback(
     where = lambda used: [i for i, v in enumerate(first) if v in used]
     outputs = {v for v in graph.jaxpr.outvars[:-1] if isinstance(v, Var)}
     return Pullback(
-        kept=kept,
+        kept=types,
         handed=[v.aval for v in cut.handed],
         early_keeps=where(reads(cut.early)),
         late_keeps=where(reads(cut.late) | outputs),

@@ -8,18 +8,21 @@
     block:N    nothing but the input of every N-th layer: the square-root trick (same paper)
 
 Gathered weights are kept by no policy: ZeRO-3 gathers them again in the backward.
+
+offload: what selective, full and block:N keep waits in host memory (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2):
+each copy leaves in the forward of its layer and comes back in its backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+INPUT = "input"  # of a layer, or of a block of them
 SAVED = ("q", "k", "v", "attention_out", "gate", "up")  # matmul outputs of a layer that its backward needs
 
 # Sums over devices are among it, or partial sums would be kept in their place, whole, and summed again.
@@ -39,20 +42,32 @@ def _expensive(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def unit(
-    body: Callable[[Tree, Tree], Tree], policy: str, regather: bool, prefetch: bool = False
+    body: Callable[[Tree, Tree], Tree], policy: str, regather: bool, prefetch: bool = False, offload: bool = False
 ) -> tuple[Callable[[Tree, Tree], Tree], int | None]:
     """-> (body(x, layer) -> x, such that its backward keeps what policy says; how many layers, stacked, it takes).
 
     None: one layer, not stacked. regather: the body gathers its weights, which are not to be kept. prefetch: leave the
     compiler free to gather a layer's weights before the layer's turn in the backward.
     """
-    checkpoint = partial(jax.checkpoint, prevent_cse=not prefetch)
+
+    def checkpoint(body: Callable, saved: Sequence[str] = ()) -> Callable:
+        keep = jax.checkpoint_policies.save_only_these_names(*saved)
+        if offload:
+            keep = jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=[*saved, INPUT],
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        run = (lambda x, layer: body(name(x, INPUT), layer)) if offload else body
+        return jax.checkpoint(run, policy=keep, prevent_cse=not prefetch)
+
     if policy == "full":
-        return checkpoint(body, policy=jax.checkpoint_policies.nothing_saveable), None
+        return checkpoint(body), None
     if policy == "selective":
-        return checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*SAVED)), None
+        return checkpoint(body, SAVED), None
     if regather:
-        body = checkpoint(body, policy=_expensive)
+        body = jax.checkpoint(body, policy=_expensive, prevent_cse=not prefetch)
     if not policy.startswith("block:"):
         return body, None
     block = checkpoint(lambda x, layers: lax.scan(lambda x, layer: (body(x, layer), None), x, layers)[0])
@@ -71,11 +86,17 @@ def stacked(layers: Tree, size: int | None) -> Tree:
 
 
 def scan(
-    body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree, policy: str, regather: bool, prefetch: bool = False
+    body: Callable[[Tree, Tree], Tree],
+    x: Tree,
+    layers: Tree,
+    policy: str,
+    regather: bool,
+    prefetch: bool = False,
+    offload: bool = False,
 ) -> Tree:
     """x after body(x, layer) for each layer in turn, keeping what policy says (see `unit`). Moves nothing by itself.
 
     layers: arrays stacked along a leading dim. Raises ValueError if block:N does not divide their number.
     """
-    run, size = unit(body, policy, regather, prefetch)
+    run, size = unit(body, policy, regather, prefetch, offload)
     return lax.scan(lambda x, layer: (run(x, layer), None), x, stacked(layers, size))[0]

@@ -32,7 +32,6 @@ as long as that layer's backward, and sums are kept in float32 whatever the comp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,6 +42,8 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax.mesh import AXES, BATCH_AXES
+from nanotrain_jax.parallel.offload import on_host, to_device, to_host
+from nanotrain_jax.parallel.update import Opt, global_norm, update
 from nanotrain_jax.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -72,13 +73,6 @@ class Wire(NamedTuple):
 
     dtype: jnp.dtype
     bucket: float
-
-
-class Opt(NamedTuple):
-    """Optimizer state: float32 master weights (None where the stored parameters are float32), and optax state."""
-
-    master: Tree
-    moments: Tree
 
 
 def shard_dims(
@@ -159,14 +153,15 @@ def _in_buckets(
 ) -> Tree:
     """The tree of move(dims, weights, *more), called with the leaves of one bucket at a time.
 
-    In a bucket either all are WHOLE or none is, and all are varying over the same axes. shards: those that are not
-    WHOLE are given as shards.
+    In a bucket either all are WHOLE or none is, all are varying over the same axes and rest in the same memory. shards:
+    those that are not WHOLE are given as shards.
     """
     leaves, tree = jax.tree.flatten(weights)
     rows = list(zip(tree.flatten_up_to(dims), leaves, *map(tree.flatten_up_to, more), strict=True))
     kinds, results = {}, {}
     for i, (d, *arrays) in enumerate(rows):
-        kinds.setdefault((d == WHOLE, *(x is not None and varying_axes(x) for x in arrays)), []).append(i)
+        kind = (x is not None and (varying_axes(x), on_host(x)) for x in arrays)
+        kinds.setdefault((d == WHOLE, *kind), []).append(i)
     for (whole, *_), alike in kinds.items():
         pieces = jax.lax.axis_size("data") if shards and not whole else 1
         for bucket in buckets([leaves[i].nbytes * pieces for i in alike], wire.bucket):
@@ -189,6 +184,8 @@ def _tapped(
     backward             g[... D/data] = reduce_scatter(g[... D] + sums[... D])          (N-1)/N
     backward, stage 0    g[... D] = all_reduce(g[... D] + sums[... D])                   2 (N-1)/N
 
+    Weights that rest on the host come to the device first, in the forward and again in the backward.
+
     sums: local gradients of earlier microbatches, if any, which leave together with this one's.
     """
 
@@ -196,7 +193,8 @@ def _tapped(
         sharded = dims[0] != WHOLE
 
         def forward(weights: tuple) -> list:
-            return all_gather(weights, "data", dims) if stored_sharded and sharded else list(weights)
+            weights = to_device(list(weights))
+            return all_gather(weights, "data", dims) if stored_sharded and sharded else weights
 
         def backward(sums: tuple, grads: list) -> tuple:
             if sums[0] is not None:
@@ -217,7 +215,7 @@ def _tapped(
 
 
 def _reduce(grads: Tree, stored: Tree, dims: Tree, wire: Wire, scatter: bool) -> Tree:
-    """Sums over all devices that hold a part of a gradient, in the wire's dtype, returned in float32.
+    """Sums over all devices that hold a part of a gradient: in the wire's dtype, where anything moves.
 
     stage 0          g[... D] {local} -> all_reduce over replica, data, context          2 (N-1)/N
     stage 1          g[... D] {local} -> reduce_scatter over data -> g[... D/data]       (N-1)/N   (scatter)
@@ -226,33 +224,40 @@ def _reduce(grads: Tree, stored: Tree, dims: Tree, wire: Wire, scatter: bool) ->
     PER_LAYER[0]     all-reduced in the backward                                         nothing
 
     Their types tell: the all-reduce is over all axes that a gradient varies over and its parameter (or shard) does not,
-    so at every stage also over another axis (tensor), if parameters that are the same there have local gradients.
+    so at every stage also over another axis (tensor), if parameters that are the same there have local gradients. What
+    rests on the host has nothing to be summed any more (`settled`).
     """
 
     def together(dims: tuple, grads: tuple, stored: tuple) -> list:
+        if on_host(grads[0]):
+            return list(grads)
         own = varying_axes(stored[0]).union(() if dims[0] == WHOLE else ("data",))
-        if scatter and dims[0] != WHOLE:
+        scatters = scatter and dims[0] != WHOLE
+        over = [axis for axis in AXES if axis in varying_axes(grads[0]) - own]
+        if scatters or any(jax.lax.axis_size(axis) > 1 for axis in over):
+            grads = [g.astype(wire.dtype) for g in grads]
+        if scatters:
             grads = reduce_scatter(grads, "data", dims)
-        return all_reduce(grads, [axis for axis in AXES if axis in varying_axes(grads[0]) - own])
+            over = [axis for axis in over if axis in varying_axes(grads[0])]
+        return all_reduce(list(grads), over)
 
-    grads = jax.tree.map(lambda g: g.astype(wire.dtype), grads)
-    grads = _in_buckets(together, wire, dims, grads, stored, shards=not scatter)
-    return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    return _in_buckets(together, wire, dims, grads, stored, shards=not scatter)
 
 
-def global_norm(grads: Tree) -> jax.Array:
-    """Root of the sum of squares of all elements, each counted once, whatever axes they are split over.
+def settled(grads: Tree, stored: Tree, dims: Tree, far: Tree) -> Tree:
+    """Gradients as a backward of stages 2 and 3 leaves them; those that are far, and complete, to the host.
 
-    One scalar moves, if any are.
+    Complete: no other device adds to them in `reduce`.
     """
-    squares: dict[frozenset, list] = {}
-    for g in jax.tree.leaves(grads):
-        squares.setdefault(varying_axes(g), []).append(jnp.sum(jnp.square(g)))
-    everywhere = sum(squares.pop(frozenset(), []), jnp.zeros(()))
-    over = frozenset().union(*squares)
-    copies = {axes: math.prod(jax.lax.axis_size(axis) for axis in over - axes) for axes in squares}
-    split = sum((sum(some, jnp.zeros(())) / copies[axes] for axes, some in squares.items()), jnp.zeros(()))
-    return jnp.sqrt(everywhere + all_reduce(split, [axis for axis in AXES if axis in over]))
+
+    def one(g: jax.Array, w: jax.Array, d: int, far: bool) -> jax.Array:
+        own = varying_axes(w).union(() if d == WHOLE else ("data",))
+        left = [axis for axis in AXES if axis in varying_axes(g) - own]
+        if not far or any(jax.lax.axis_size(axis) > 1 for axis in left):
+            return g
+        return to_host(all_reduce(g, left))  # over one device each: nothing moves between devices
+
+    return jax.tree.map(one, grads, stored, dims, far)
 
 
 def _update(
@@ -263,18 +268,19 @@ def _update(
     dims: Tree,
     wire: Wire,
     clip: float,
+    scale: jax.Array | float,
+    far: Tree,
     stored_sharded: bool,
 ) -> tuple[Tree, Opt, jax.Array, jax.Array]:
     """-> stored parameters, optimizer state, global norm before clipping (float32), whether it is finite.
 
-    Gradients are scaled to a global norm of at most clip (0: never; arXiv 1211.5063). Where the norm is not finite,
-    parameters and state come back untouched. Each device updates what it has the gradients of; where parameters are
+    Gradients are those of the loss times scale; they are brought to a global norm of at most clip (0: never; arXiv
+    1211.5063). Where the norm is not finite, parameters and state come back untouched. Each device updates what it has the gradients of; where parameters are
     stored whole but updated in shards (stages 1 and 2), the new weights are all-gathered in the dtype they rest in.
     """
-    norm = global_norm(grads)
+    norm = global_norm(grads) / scale
     finite = jnp.isfinite(norm)
-    if clip:
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
+    factor = (jnp.minimum(1.0, clip / (norm + 1e-6)) if clip else 1.0) / scale
 
     def own(w: jax.Array, d: int) -> jax.Array:
         return w if d == WHOLE or stored_sharded else own_shard(w, "data", d)
@@ -282,15 +288,8 @@ def _update(
     def share(dims: tuple, weights: tuple) -> list:
         return weights if dims[0] == WHOLE or stored_sharded else all_gather(weights, "data", dims, invarying=True)
 
-    master = jax.tree.map(own, stored, dims) if opt.master is None else opt.master
-    updates, moments = optimizer.update(grads, opt.moments, master)
-    updated = optax.apply_updates(master, updates)
-    updated, moments = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), (updated, moments), (master, opt.moments)
-    )
-    stored = jax.tree.map(lambda new, old: new.astype(old.dtype), updated, stored)
-    stored = _in_buckets(share, wire, dims, stored, shards=True)
-    return stored, Opt(None if opt.master is None else updated, moments), norm, finite
+    mine, opt = update(optimizer, jax.tree.map(own, stored, dims), grads, opt, factor, finite, far)
+    return _in_buckets(share, wire, dims, mine, shards=True), opt, norm, finite
 
 
 def _stage(params_sharded: bool, state_sharded: bool, in_backward: bool) -> Zero:
