@@ -20,7 +20,7 @@ Initialisation (GPT-2 and its successors): normal, std 0.02; the two projections
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -239,9 +239,31 @@ class Graphs(NamedTuple):
     layer: nnx.GraphDef
 
 
-def init(config: Model, seed: int, split: Split = ONE_DEVICE, order: Sequence[int] | None = None) -> dict:
-    """Parameters as a nested dict of float32 arrays. The same seed gives the same values on every mesh and layout."""
-    return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(params=seed), split, order), nnx.Param))
+def init(
+    config: Model,
+    seed: int,
+    split: Split = ONE_DEVICE,
+    order: Sequence[int] | None = None,
+    put: Callable[[dict], dict] | None = None,
+) -> dict:
+    """Parameters as a nested dict of float32 arrays. The same seed gives the same values on every mesh and layout.
+
+    put: makes layers one at a time and sends each where it is to rest; else they are made together.
+    """
+    rngs = nnx.Rngs(params=seed)
+    if put is None:
+        return nnx.to_pure_dict(nnx.state(Decoder(config, rngs, split, order), nnx.Param))
+    ends = nnx.to_pure_dict(nnx.state(Ends(config, rngs, split), nnx.Param))
+
+    @nnx.split_rngs(splits=config.num_layers)
+    def stack(rngs: nnx.Rngs) -> dict:
+        graph, keys = nnx.split(rngs)
+        if order is not None:
+            keys = jax.tree.map(lambda keys: keys[np.asarray(order)], keys)
+        one = lambda keys: put(nnx.to_pure_dict(nnx.state(Layer(config, nnx.merge(graph, keys), split), nnx.Param)))
+        return jax.lax.map(one, keys)
+
+    return {"ends": ends, "layers": stack(rngs)}
 
 
 def abstract(config: Model, split: Split = ONE_DEVICE) -> tuple[Graphs, dict]:

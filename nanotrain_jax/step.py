@@ -12,36 +12,24 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax import model
+from nanotrain_jax import state as states
 from nanotrain_jax.config import Config
 from nanotrain_jax.mesh import BATCH_AXES
-from nanotrain_jax.parallel import offload, pipeline, remat, streamed
+from nanotrain_jax.parallel import pipeline, remat, streamed
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import all_reduce, as_varying, gpu_options, varying_axes
-from nanotrain_jax.parallel.update import Opt
-from nanotrain_jax.parallel.zero import PER_LAYER, WHOLE, ZERO, Wire, Zero, settled, shard_dims
+from nanotrain_jax.parallel.zero import PER_LAYER, ZERO, Wire, Zero, settled
 from nanotrain_jax.runtime import optim
-from nanotrain_jax.sharding import layout, specs
+from nanotrain_jax.sharding import layout
+from nanotrain_jax.state import REPLICATED, State
 
 Tree = Any  # a pytree of arrays
-REPLICATED = PartitionSpec()
 BATCH = layout("B/replica,data T/context")
-
-
-class State(NamedTuple):
-    """All that changes from step to step."""
-
-    step: jax.Array  # int32, batches consumed
-    skipped: jax.Array  # int32, how many of them had gradients that were not finite
-    params: Tree  # in the compute dtype: {"ends": ..., "layers": stacked}
-    opt: Opt  # float32 master weights and moments
-    scale: optim.LossScale | None  # None without loss scaling
 
 
 class Step(NamedTuple):
@@ -115,56 +103,26 @@ def build(config: Config, mesh: Mesh) -> Step:
     """The step of a resolved config on a mesh. Nothing is computed or allocated before its functions are called."""
     zero = ZERO[config.parallel.zero]
     last = PER_LAYER.get(config.parallel.zero) if config.parallel.grad_reduce == "per_layer" else None
-    dtype = jnp.dtype(config.precision.compute)
     wire = Wire(jnp.dtype(config.precision.grad_reduce), config.parallel.bucket_mb * 2**20)
     pieces = config.parallel.microbatches
     B, T = config.data.batch_size, config.data.seq_len
     pipe, C = mesh.shape["pipe"], config.parallel.chunks
     loss_axes = ("pipe", *BATCH_AXES) if pipe > 1 else BATCH_AXES
-
-    attention = model.attention_kernel(config.model, dtype, mesh.devices.flat[0])
-    model_config = config.model.model_copy(update={"attention": attention})
-    tensor = mesh.shape["tensor"]
-    # Where a whole layer is computed again, it has just gathered what its backward needs.
-    regather = config.memory.remat != "full"
-    tensor_split = model.Split("tensor", tensor, config.parallel.sequence_parallel, regather)
-    tensor_split = tensor_split if tensor > 1 else model.ONE_DEVICE
-    graphs, shapes = model.abstract(model_config, tensor_split)
+    memory, rest = config.memory, states.lay_out(config, mesh)
+    graphs, dims, layer_dims = rest.graphs, rest.dims, rest.layer_dims
     schedule = optim.schedule(config.optimizer)
     optimizer = optim.build(config.optimizer, model.is_decayed)
-
-    devices = mesh.shape["data"] if config.parallel.zero else 1
-    order = np.arange(config.model.num_layers).reshape(C, pipe, -1).swapaxes(0, 1).ravel()  # a stage's side by side
-    weight_specs = specs(model.rules(model_config, tensor_split, "pipe" if pipe > 1 else None), shapes, mesh)
-    dims = shard_dims(shapes, devices, config.parallel.persist_below, specs=weight_specs)
-    layer_dims = jax.tree.map(lambda d: d if d == WHOLE else d - 1, dims["layers"])  # without the leading L
-
-    # What rests on the host: of parameters and optimizer the arrays that are not small.
-    memory = config.memory
-    sizes = {part: jax.tree.map(lambda x: x.size // (len(x) if part == "layers" else 1), shapes[part]) for part in dims}
-    large = jax.tree.map(lambda size: size >= config.parallel.persist_below, sizes)
-    small = jax.tree.map(lambda _: False, large)
-    far_params, far_opt = (
-        large if mode == "host" else small for mode in (memory.offload_params, memory.offload_optimizer)
-    )
     host_activations = memory.offload_activations == "host"
     is_streamed = pipe == 1 and config.parallel.zero >= 2 and memory.offload_optimizer == "host"
-
-    def init() -> State:
-        master = model.init(model_config, config.train.seed, tensor_split, order if C > 1 else None)
-        params = jax.tree.map(lambda p: p.astype(dtype), master)
-        opt = Opt(None if dtype == jnp.float32 else master, optimizer.init(master))
-        scale = optim.loss_scale(config.precision)
-        return State(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), params, opt, scale)
 
     def local(params: Tree) -> Tree:
         """params, such that gradients which are partial sums over tensor stay local: `zero.reduce` sums them once."""
 
         def cast(path: tuple, w: jax.Array, spec: PartitionSpec) -> jax.Array:
-            is_local = "tensor" not in spec and model.has_partial_gradient(path, tensor_split)
+            is_local = "tensor" not in spec and model.has_partial_gradient(path, rest.split)
             return as_varying(w, ("tensor",)) if is_local else w
 
-        return jax.tree_util.tree_map_with_path(cast, params, weight_specs)
+        return jax.tree_util.tree_map_with_path(cast, params, rest.specs)
 
     def loss(zero: Zero, params: Tree, inputs: Tree, batch: Tree, sums: Tree = None) -> tuple[jax.Array, jax.Array]:
         params, sums = as_varying(params, BATCH_AXES), sums or {"ends": None, "layers": None}
@@ -216,9 +174,9 @@ def build(config: Config, mesh: Mesh) -> Step:
             table = schedules.make(config.parallel.schedule, pipe, pieces, C)
             mean_loss, (of_ends, of_layers) = pipeline.run_schedule(table, *parts, idle=config.parallel.idle)
         else:
-            settle = lambda part, dims: lambda grads: settled(grads, stored[part], dims, large[part])
-            rest = settle("ends", dims["ends"]), settle("layers", layer_dims)
-            mean_loss, (of_ends, of_layers) = streamed.run_layers(*parts, rest)
+            settle = lambda part, dims: lambda grads: settled(grads, stored[part], dims, rest.large[part])
+            settles = settle("ends", dims["ends"]), settle("layers", layer_dims)
+            mean_loss, (of_ends, of_layers) = streamed.run_layers(*parts, settles)
         like = zero.inputs(stored["layers"], dims["layers"])
         of_layers = jax.tree.map(lambda g, w: g.reshape(w.shape), of_layers, like)  # blocks of layers become layers
         return mean_loss, {"ends": of_ends, "layers": of_layers}
@@ -250,7 +208,7 @@ def build(config: Config, mesh: Mesh) -> Step:
         if state.scale:
             mean_loss /= factor
         params, opt, norm, finite = zero.update(
-            optimizer, state.params, grads, state.opt, dims, wire, config.optimizer.grad_clip, factor, far_opt
+            optimizer, state.params, grads, state.opt, dims, wire, config.optimizer.grad_clip, factor, rest.far_opt
         )
         skipped = state.skipped + jnp.where(finite, 0, 1)
         metrics = {
@@ -284,32 +242,7 @@ def build(config: Config, mesh: Mesh) -> Step:
             sums = jax.tree.map(lambda x: x.sum(0), sums)
         return all_reduce(sums, loss_axes)
 
-    def in_order(outer: int, inner: int, donate: tuple[int, ...] = ()) -> Callable[[State], State]:
-        """State with its stacked layers [outer inner ...] as [inner outer ...], if they lie in another order at all."""
-
-        def move(path: tuple, x: jax.Array) -> jax.Array:
-            if jax.tree_util.DictKey("layers") not in path:
-                return x
-            return x.reshape(outer, inner, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
-
-        shardings = jax.tree.map(lambda x: x.sharding, state)
-        moved = partial(jax.tree_util.tree_map_with_path, move)
-        moved = jax.jit(moved, out_shardings=shardings, donate_argnums=donate)
-        return moved if C > 1 else lambda state: state
-
-    state = jax.eval_shape(init)
-    params_specs, shard_specs = zero.storage(weight_specs, dims)
-
-    def of_state(params: Tree, opt: Tree, other: Any) -> State:
-        """A tree like State, with these for parameters, for master weights and moments, and for each scalar."""
-        scalars = lambda _: other
-        moments = optax.tree_utils.tree_map_params(
-            optimizer, lambda _, x: x, state.opt.moments, opt, transform_non_params=scalars
-        )
-        opt = Opt(None if state.opt.master is None else opt, moments)
-        return State(other, other, params, opt, jax.tree.map(scalars, state.scale))
-
-    state_specs = of_state(params_specs, shard_specs, REPLICATED)
+    state_specs, state = states.abstract(config, mesh, rest, optimizer)
     prefetch, on_gpu = config.parallel.prefetch, mesh.devices.flat[0].platform == "gpu"
     is_offloaded = "host" in (memory.offload_optimizer, memory.offload_activations)
     options = gpu_options(config.parallel.bucket_mb, prefetch, pipe > 1, is_offloaded) if on_gpu else None
@@ -319,11 +252,9 @@ def build(config: Config, mesh: Mesh) -> Step:
     def on_mesh(function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
         return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
-    def placed(x: jax.ShapeDtypeStruct, spec: PartitionSpec, far: bool = False) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=offload.placed(mesh, spec, far))
-
-    state = jax.tree.map(placed, state, state_specs, of_state(far_params, far_opt, False))
-    batch = jax.tree.map(placed, batch, batch_specs)
+    batch = jax.tree.map(partial(states.placed, mesh), batch, batch_specs)
+    init = partial(states.init, config, rest, optimizer)
+    in_order = partial(states.in_order, state) if C > 1 else lambda *_, **__: lambda state: state
     return Step(
         init=jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, state)),
         train=jax.jit(
@@ -331,7 +262,7 @@ def build(config: Config, mesh: Mesh) -> Step:
             donate_argnums=0,
             compiler_options=options,
         ),
-        evaluate=jax.jit(on_mesh(evaluate, (params_specs, batch_specs), REPLICATED)),
+        evaluate=jax.jit(on_mesh(evaluate, (state_specs.params, batch_specs), REPLICATED)),
         state=state,
         batch=batch,
         in_layer_order=in_order(pipe, C),

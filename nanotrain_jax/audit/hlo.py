@@ -180,22 +180,22 @@ def collectives(text: str, axes: Mapping[str, int], turns: Turns = NO_TURNS) -> 
             "permute": 1,
         }[operation]
         source = (re.search(r'op_name="([^"]*)"', i.attributes) or ["", ""])[1]
-        meanwhile = _meanwhile(program, name, index)
-        exposed = not any(program.computations[c][k].opcode in COMPUTES for c, k in meanwhile)
-        flops = sum(_flops_inside(program, c, k) for c, k in meanwhile)
+        others = meanwhile(program, name, index)
+        exposed = not any(program.computations[c][k].opcode in COMPUTES for c, k in others)
+        flops = sum(flops_inside(program, c, k) for c, k in others)
         found.append(Collective(operation, over, sent * factor, times, exposed, flops, source))
     return found
 
 
-def _meanwhile(program: Program, name: str, index: int) -> list[tuple[str, int]]:
-    """(computation, index) of what is scheduled between the start of a collective and its done."""
+def meanwhile(program: Program, name: str, index: int) -> list[tuple[str, int]]:
+    """(computation, index) of what is scheduled between the start of a collective, or of a copy, and its done."""
     block = program.computations[name]
     starter = block[index]
     if not starter.opcode.endswith("-start"):  # wrapped in an async-start, or not asynchronous at all
         for outer, block in program.computations.items():
             for k, i in enumerate(block):
                 if i.opcode == "async-start" and name in CALLED.findall(i.attributes):
-                    return _meanwhile(program, outer, k)
+                    return meanwhile(program, outer, k)
         return []
     if '"is_sync":true' in starter.attributes:
         return []
@@ -258,7 +258,7 @@ def _flops(program: Program, name: str, index: int) -> float:
     return 2.0 * math.prod(_shapes(i.type)[0]) * math.prod(shape[int(d)] for d in re.findall(r"\d+", contracted))
 
 
-def _flops_inside(program: Program, name: str, index: int) -> float:
+def flops_inside(program: Program, name: str, index: int) -> float:
     """FLOPs of one instruction and of what it calls."""
     called = CALLED.findall(program.computations[name][index].attributes)
     inner = (times * _flops(program, *place) for c in called for *place, times in _walk(program, c, 1))

@@ -24,6 +24,7 @@ Tree = Any  # a pytree of arrays
 
 PARTS = 4  # into which a layer is cut, where its arrays can be
 
+
 class Opt(NamedTuple):
     """Optimizer state: float32 master weights (None where the stored parameters are float32), and optax state."""
 
@@ -34,12 +35,14 @@ class Opt(NamedTuple):
 def global_norm(grads: Tree) -> jax.Array:
     """Root of the sum of squares of all elements, each counted once, whatever axes they are split over.
 
-    One scalar moves between devices, if any are. What rests on the host comes once, row by row.
+    One scalar moves between devices, if any are. What rests on the host comes once, in pieces as large as a layer's
+    largest array.
     """
     squares: dict[frozenset, list] = {}
+    limit = max(g.size // len(g) for g in jax.tree.leaves(grads["layers"]))
     for g in jax.tree.leaves(grads):
-        rows = offload.pieces(g.size, len(g), g.size // len(g)) if offload.on_host(g) else 1
-        square = offload.total(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), g, rows)
+        count = offload.pieces(g.size, len(g), limit) if offload.on_host(g) else 1
+        square = offload.total(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), g, count)
         squares.setdefault(varying_axes(g), []).append(square)
     everywhere = sum(squares.pop(frozenset(), []), jnp.zeros(()))
     over = frozenset().union(*squares)
@@ -85,7 +88,9 @@ def update(
         weights, master, moments = step(*values[:2], _merged(values[2], scalars), grads)
         return weights, master, moments_of(same, dropped, moments)
 
-    streamed = [x for x, is_far in zip(*map(jax.tree.leaves, (weights["layers"], far["layers"])), strict=True) if is_far]
+    streamed = [
+        x for x, is_far in zip(*map(jax.tree.leaves, (weights["layers"], far["layers"])), strict=True) if is_far
+    ]
     parts = next(n for n in (PARTS, 2, 1) if n == 1 or all(x.shape[1] % n == 0 for x in streamed))
     limit = max(sum(x.size // len(x) for x in streamed) // parts, 1)
     found = nothing, opt.master and nothing, step(nothing, None, scalars, nothing)[2]

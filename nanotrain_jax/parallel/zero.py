@@ -42,8 +42,6 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax.mesh import AXES, BATCH_AXES
-from nanotrain_jax.parallel.offload import on_host, to_device, to_host
-from nanotrain_jax.parallel.update import Opt, global_norm, update
 from nanotrain_jax.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -53,6 +51,8 @@ from nanotrain_jax.parallel.collectives import (
     reduce_scatter,
     varying_axes,
 )
+from nanotrain_jax.parallel.offload import on_host, to_device, to_host
+from nanotrain_jax.parallel.update import Opt, global_norm, update
 
 Tree = Any  # a pytree of arrays
 WHOLE = -1  # in a tree of dims: the leaf is not sharded
