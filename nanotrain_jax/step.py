@@ -20,7 +20,7 @@ from nanotrain_jax import model
 from nanotrain_jax import state as states
 from nanotrain_jax.config import Config
 from nanotrain_jax.mesh import BATCH_AXES
-from nanotrain_jax.parallel import pipeline, remat, streamed
+from nanotrain_jax.parallel import offload, pipeline, remat, streamed
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import all_reduce, as_varying, gpu_options, varying_axes
 from nanotrain_jax.parallel.zero import PER_LAYER, ZERO, Wire, Zero, settled
@@ -92,6 +92,13 @@ def after(first: Tree, second: Tree) -> Tree:
     """second, of which no leaf can be used before the same leaf of first is there."""
     wait = lambda x, y: lax.optimization_barrier((x, as_varying(y, sorted(varying_axes(x)))))[1]
     return jax.tree.map(wait, first, second)
+
+
+def merged(first: dict, second: dict) -> dict:
+    """The trees of both, added where both have one (tied embeddings)."""
+    return first | {
+        name: jax.tree.map(offload.add, first[name], y) if name in first else y for name, y in second.items()
+    }
 
 
 def split(batch: Tree, pieces: int) -> Tree:
@@ -169,14 +176,26 @@ def build(config: Config, mesh: Mesh) -> Step:
         written out: a schedule's, or that of layers whose weights or gradients rest on the host."""
         s = staged(local(stored), microbatches)
         scaled = lambda inputs, x_BTD, batch: s.last(inputs, x_BTD, batch)[0] * factor
-        parts = s.first, s.layer, scaled, s.ends, s.layers, microbatches, s.inputs
         if pipe > 1:
             table = schedules.make(config.parallel.schedule, pipe, pieces, C)
-            mean_loss, (of_ends, of_layers) = pipeline.run_schedule(table, *parts, idle=config.parallel.idle)
+            mean_loss, (of_ends, of_layers) = pipeline.run_schedule(
+                table, s.first, s.layer, scaled, s.ends, s.layers, microbatches, s.inputs, idle=config.parallel.idle
+            )
         else:
-            settle = lambda part, dims: lambda grads: settled(grads, stored[part], dims, rest.large[part])
-            settles = settle("ends", dims["ends"]), settle("layers", layer_dims)
-            mean_loss, (of_ends, of_layers) = streamed.run_layers(*parts, settles)
+            uses = model.used_by_embed, model.used_by_loss
+            ends = [[use(tree["ends"]) for use in uses] for tree in (stored, dims, rest.large)]
+            mean_loss, both, of_layers = streamed.run_layers(
+                s.first,
+                s.layer,
+                scaled,
+                tuple(use(s.ends) for use in uses),
+                s.layers,
+                microbatches,
+                s.inputs,
+                lambda grads, earlier=(None, None): tuple(map(settled, grads, *ends, earlier)),
+                lambda grads: settled(grads, stored["layers"], layer_dims, rest.large["layers"]),
+            )
+            of_ends = merged(*both)
         like = zero.inputs(stored["layers"], dims["layers"])
         of_layers = jax.tree.map(lambda g, w: g.reshape(w.shape), of_layers, like)  # blocks of layers become layers
         return mean_loss, {"ends": of_ends, "layers": of_layers}

@@ -28,6 +28,7 @@ class Array(NamedTuple):
     tensor: str = "whole"  # over that axis: split, whole, or heads: whole, but each device uses one head of it
     matmul: bool = False  # multiplies every token
     free: tuple[int, ...] = ()  # sizes of the dims that data may split
+    dims: tuple[int, ...] = ()  # sizes of all, in one layer
 
 
 @lru_cache
@@ -48,11 +49,11 @@ def arrays(model: Model, tensor: int = 1) -> tuple[Array, ...]:
         free = list(dims)
         if layout == "split":
             free.remove(over)
-        return Array(where, prod(dims), layout, matmul, tuple(free))
+        return Array(where, prod(dims), layout, matmul, tuple(free), dims)
 
     layer = [array("layers", D, N, H, over=N, matmul=True), array("layers", N, H, D, over=N, matmul=True)]
-    layer += [array("layers", D, K, H, over=K, matmul=True)] * 2 + [array("layers", D, F, over=F, matmul=True)] * 2
-    layer += [array("layers", D, F, over=F, matmul=True)] * llama
+    layer += [array("layers", D, K, H, over=K, matmul=True)] * 2 + [array("layers", F, D, over=F, matmul=True)]
+    layer += [array("layers", D, F, over=F, matmul=True)] * (2 if llama else 1)
     norm = [D] if llama else [D, D]
     layer += [array("layers", size) for size in norm * 2]
     if not llama:
@@ -87,6 +88,22 @@ def sharded(array: Array, config: Config) -> bool:
     """Whether ZeRO, from stage 1, splits it over data: along a dim that data divides and tensor has not taken."""
     data = config.parallel.data
     return data > 1 and array.size >= config.parallel.persist_below and any(dim % data == 0 for dim in array.free)
+
+
+def rows(array: Array, config: Config) -> int:
+    """Size on a device of the first dim (of a layer's: the second) of an array of this kind, where ZeRO shards it."""
+    p, first = config.parallel, array.dims[0]
+    split = {dim for dim in array.dims if array.dims.count(dim) > array.free.count(dim)}
+    if first in split:
+        return first // p.tensor
+    can = [dim for dim in array.free if dim % p.data == 0]
+    return first // p.data if p.zero and sharded(array, config) and max(can) == first else first
+
+
+def by_hand(config: Config) -> bool:
+    """Whether the layers run in a loop that is written out, which looks at each end by itself."""
+    p = config.parallel
+    return p.pipe > 1 or (p.zero >= 2 and config.memory.offload_optimizer == "host")
 
 
 def kv_width(model: Model) -> int:
@@ -163,7 +180,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
 
     Pipeline (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence parallelism), where
     a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too. Tied embeddings are
-    gathered, and their gradients scattered, at both ends (ZeRO 2 and 3).
+    gathered, and their gradients scattered, at both ends (ZeRO 2 and 3); so they are where layers stream (`by_hand`).
     """
     p, m, remat = config.parallel, config.model, config.memory.remat
     g, w, L = BYTES[config.precision.grad_reduce], BYTES[config.precision.compute], m.num_layers // p.pipe
@@ -189,7 +206,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
         if p.zero == 0 or not sharded(a, config):
             add((*stages, "replica", "data", *over), "all_reduce", g * psi, "gradients")
             continue
-        uses = 2 if a.where == "ends" and a.matmul and m.tie_embeddings and p.pipe > 1 else 1  # one at each end
+        uses = 2 if a.where == "ends" and a.matmul and m.tie_embeddings and by_hand(config) else 1  # one at each end
         add(("data",), "reduce_scatter", (uses * p.microbatches if p.zero > 1 else 1) * g * psi, "gradients")
         add((*stages, "replica", *over), "all_reduce", g * psi / p.data, "gradients between groups")
         if p.zero == 3:

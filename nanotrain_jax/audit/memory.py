@@ -11,6 +11,7 @@ Bytes per device. Psi, N, t, P and M as in audit/cost.py.
 
 from __future__ import annotations
 
+from nanotrain_jax.audit import offloaded
 from nanotrain_jax.audit.cost import BYTES, arrays, kv_width, local, outline, sharded, tokens_per_device
 from nanotrain_jax.config import Config, fits_flash, padded_vocab
 
@@ -18,14 +19,33 @@ Parts = dict[str, float]
 
 
 def state(config: Config) -> Parts:
-    """Bytes that rest between steps.
+    """Bytes that rest between steps, on the device or on its host.
 
     params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32, over N where the stage shards them
                         (ZeRO, arXiv 1910.02054, section 3.1)
     """
     b, zero = BYTES[config.precision.compute], config.parallel.zero
     psi, shard = (sum(sizes.values()) for sizes in held(config))
-    return {"params": b * (shard if zero == 3 else psi), "optimizer": (8 if b == 4 else 12) * (shard if zero else psi)}
+    optimizer = offloaded.optimizer_bytes(config)
+    return {"params": b * (shard if zero == 3 else psi), "optimizer": optimizer * (shard if zero else psi)}
+
+
+def on_host(config: Config) -> Parts:
+    """Bytes of host memory that a step needs for this device (audit/offloaded.py)."""
+    return offloaded.rests(config, kept(config))
+
+
+def copied(config: Config) -> list[dict]:
+    """What moves between host and device in a step (audit/offloaded.py)."""
+    p, b = config.parallel, BYTES[config.precision.compute]
+    passed = config.model.num_layers / p.pipe * layer_activations(config, config.memory.remat)
+    return offloaded.copied(config, kept(config), b * tokens_per_device(config) / p.microbatches * passed)
+
+
+def kept(config: Config) -> float:
+    """Bytes that layers keep for their backward, at most at a time; without what waits between stages."""
+    tokens = tokens_per_device(config) / config.parallel.microbatches
+    return BYTES[config.precision.compute] * tokens * (activations(config) - waiting(config))
 
 
 def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
@@ -54,7 +74,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     V = padded_vocab(m.vocab_size, p.tensor) / p.tensor
     split_x = p.tensor if p.sequence_parallel else 1
 
-    kept, block = b * tokens * activations(config), 1
+    stay, block = b * tokens * activations(config), 1
     if remat.startswith("block:"):
         block = int(remat.removeprefix("block:"))
     whole, inside = layer_parts(config.replace("parallel", zero=0), "none", scores=False)
@@ -76,17 +96,51 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     once = p.zero < 2 and p.data * p.replica > 1
     largest = max(local(a, config) for a in arrays(m, p.tensor) if a.where == "layers")
     ends = b * psi["ends"] if p.zero < 2 else 4 * shard["ends"]
+    sent = g * sum(psi.values()) if once and p.zero == 0 and not several else 0.0  # all of them, in the wire's dtype
 
     always = state(config)
     found: dict[str, Parts] = {
-        "loss": {"gradients": sums + (head if p.pipe == 1 else 0.0), "activations": kept, "loss": logits}
+        "loss": {"gradients": sums + (head if p.pipe == 1 else 0.0), "activations": stay, "loss": logits}
         | {"layer": 2 * b * tokens * D, "buffers": b * V * D if apart else 0.0},
-        "backward": {"gradients": sums + made + (head if early and p.pipe == 1 else 0.0), "activations": kept}
+        "backward": {"gradients": sums + made + (head if early and p.pipe == 1 else 0.0), "activations": stay}
         | {"loss": 0.0 if p.pipe > 1 else late, "layer": one, "buffers": gathered},
-        "update": {"gradients": sums or made + ends, "activations": 0.0, "loss": 0.0 if several else late}
-        | {"layer": 0.0, "buffers": (4 if several else g) * largest if once else 0.0},
+        "update": {"gradients": sums or (sent if sent else made + ends), "activations": 0.0}
+        | {"loss": 0.0 if several else late, "layer": 0.0}
+        | {"buffers": (4 if several else g) * largest if once and not sent else 0.0},
     }
-    return {moment: always | parts for moment, parts in found.items()}
+    found = {moment: always | parts for moment, parts in found.items()}
+    return _offloaded(config, found) if "host" in offloaded.modes(config) else found
+
+
+def _offloaded(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
+    """The same without what rests on the host, and with what is on its way:
+
+    update      of the state four quarters of a layer: one to compute with, its results, the next, and a copy of that
+                (XLA's); or, if it is more, gradients of embedding and head, and both, before they are with the host
+    params      two layers (blocks), and in the backward the gradients of one, float32
+    activations of four layers, in the backward
+    """
+    m, p, memory = config.model, config.parallel, config.memory
+    b, L = BYTES[config.precision.compute], m.num_layers / p.pipe
+    far = offloaded.large(config)
+    layer = sum(x.size for x in far if x.array.where == "layers") / L
+    rests, streamed = on_host(config), any(x.far_gradient for x in far)
+    block = int(memory.remat.partition(":")[2] or 1)
+    passed = b * tokens_per_device(config) / p.microbatches * layer_activations(config, memory.remat)
+    table = m.d_model * padded_vocab(m.vocab_size, p.tensor) / p.tensor  # embedding or head
+    for moment, parts in found.items():
+        for what in ("params", "optimizer"):
+            parts[what] -= rests.get(what, 0.0)
+        if streamed:
+            parts["gradients"] = min(parts["gradients"], 4 * table) if moment == "loss" else 0.0
+        if memory.offload_activations == "host" and moment != "update":
+            parts["activations"] -= rests["activations"] - (4 if moment == "backward" else 0) * passed
+        if far and moment == "update":
+            of_state = offloaded.optimizer_bytes(config) * layer
+            parts["buffers"] += max(of_state + 2 * layer, (8 + 2 * b) * table) if streamed else of_state
+        elif memory.offload_params == "host":
+            parts["buffers"] += 2 * b * block * layer + (4 * block * layer if moment == "backward" else 0)
+    return found
 
 
 def peak(config: Config, capability: int = 9) -> tuple[str, Parts]:
@@ -112,10 +166,22 @@ def activations(config: Config) -> float:
         return m.num_layers * kept
     spare = p.idle == "mask"
     slots, (late, handed) = outline(config).slots, layer_split(config, remat)
-    waiting = (slots["inputs"] + slots["gradients"] + 2 * spare) * m.d_model / (p.tensor if p.sequence_parallel else 1)
     one = (slots["backward"] + spare) * (kept - late)
     one += (slots["late"] + spare) * late + (slots["handed"] + spare) * handed
-    return m.num_layers / (p.pipe * p.chunks) * one + waiting
+    return m.num_layers / (p.pipe * p.chunks) * one + waiting(config)
+
+
+def waiting(config: Config) -> float:
+    """Elements per token that wait between pipeline stages."""
+    m, p = config.model, config.parallel
+    if p.pipe == 1:
+        return 0.0
+    slots = outline(config).slots
+    return (
+        (slots["inputs"] + slots["gradients"] + 2 * (p.idle == "mask"))
+        * m.d_model
+        / (p.tensor if p.sequence_parallel else 1)
+    )
 
 
 def _scores_on_the_way(config: Config) -> float:

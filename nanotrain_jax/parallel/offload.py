@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 Tree = Any  # a pytree of arrays
 
 HOST = "pinned_host"  # the memory kind (of a `jax.sharding.NamedSharding`) that a GPU reads and writes by itself
+PIECE = 2**26  # elements
 TOO_MANY = 16  # times more pieces than it takes
 
 
@@ -107,6 +108,13 @@ def stream(work: Callable[[Tree, Tree], Tree], values: Tree, given: Tree, count:
         return jax.tree.map(lambda y, x: to_host(y) if on_host(x) else y, new, values)
     changed, _ = lax.scan(turn, (leaves[:last], fetch(leaves, jnp.zeros((), jnp.int32))), jnp.arange(count))[0]
     return jax.tree.unflatten(jax.tree.structure(values), changed)
+
+
+def add(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x + y, where x rests: in place, if x is donated; in pieces, if that is the host."""
+    if not on_host(x):
+        return x + y
+    return stream(lambda x, y: x + y, x, y, pieces(x.size, len(x), PIECE))
 
 
 def total(part: Callable[[jax.Array], jax.Array], x: jax.Array, count: int) -> jax.Array:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel.loops import get, put
-from nanotrain_jax.parallel.offload import on_host, to_device, to_host
+from nanotrain_jax.parallel.offload import to_device
 from nanotrain_jax.parallel.pullback import pullback
 
 Tree = Any  # a pytree of arrays
@@ -32,27 +32,29 @@ def run_layers(
     first: Callable[[Tree, Tree], jax.Array],
     layer: Callable[[Tree, Tree, jax.Array], jax.Array],
     last: Callable[[Tree, jax.Array, Tree], jax.Array],
-    ends: Tree,
+    ends: tuple[Tree, Tree],
     layers: Tree,
     microbatches: Tree,
     inputs: Callable[[Tree], Tree],
-    settle: tuple[Callable[[Tree], Tree], Callable[[Tree], Tree]],
-) -> tuple[jax.Array, tuple[Tree, Tree]]:
-    """-> loss, (gradients of ends, of layers) in float32, summed over microbatches[M ...]; local to a device.
+    settle: Callable[..., tuple[Tree, Tree]],
+    settle_layer: Callable[[Tree], Tree],
+) -> tuple[jax.Array, tuple[Tree, Tree], Tree]:
+    """-> loss, gradients (of what first takes, of what last takes), of layers: in float32, summed over
+    microbatches[M ...]; local to a device.
 
-    first, layer, last, ends, layers, inputs: as `pipeline.run_schedule` takes them, for one stage. settle: functions
-    of the gradients of ends, and of one of layers, that send to the host what is to rest there.
+    first, layer, last, layers, inputs: as `pipeline.run_schedule` takes them, for one stage. ends: what first and what
+    last take. settle, settle_layer: functions of the gradients of ends (and what there is of them already), of a layer,
+    that send to the host what is to rest there.
     """
     count, M = len(jax.tree.leaves(layers)[0]), len(jax.tree.leaves(microbatches)[0])
-    of_ends, of_layers = settle
 
     def weights_of(i: jax.Array) -> Tree:
         return to_device(jax.tree.map(lambda w: get(w, i), layers))
 
-    def microbatch(sums: Tree, batch: Tree) -> Tree:
-        """sums plus what this microbatch adds; sums None: what it makes."""
-        x = first(ends, batch)
-        weights = weights_of(jnp.zeros((), jnp.int32))
+    def microbatch(sums: Tree, batch: Tree) -> tuple:
+        """sums, with what this microbatch adds; None: what it makes."""
+        earlier_loss, earlier_ends, earlier_layers = sums or (None, None, None)
+        x, weights = first(ends[0], batch), weights_of(jnp.zeros((), jnp.int32))
         back = pullback(layer, weights, inputs(weights), x)
 
         def forward(carry: tuple, i: jax.Array) -> tuple[tuple, list]:
@@ -62,31 +64,29 @@ def run_layers(
             return (x, coming), kept
 
         (x, weights), kept = lax.scan(forward, (x, weights), jnp.arange(count))
-        loss, pull = jax.vjp(lambda ends, x: last(ends, x, batch), ends, x)
-        at_end, g = pull(jnp.ones_like(loss))
-        at_end = of_ends(at_end)
+        loss, pull = jax.vjp(lambda end, x: last(end, x, batch), ends[1], x)
+        of_end, g = pull(jnp.ones_like(loss))
 
         def backward(carry: tuple, now: tuple) -> tuple[tuple, Tree]:
             (g, weights, sums), (i, kept) = carry, now
             coming = weights_of(jnp.maximum(i - 1, 0))
             grads, g = back.whole(kept, weights, inputs(weights), g)
             if sums is None:
-                return (g, coming, None), of_layers(grads)
+                return (g, coming, None), settle_layer(grads)
             earlier = to_device(jax.tree.map(lambda s: get(s, i), sums))
-            grads = of_layers(jax.tree.map(jnp.add, earlier, grads))
+            grads = settle_layer(jax.tree.map(jnp.add, earlier, grads))
             return (g, coming, jax.tree.map(lambda s, grad: put(s, i, grad), sums, grads)), None
 
-        begin = g, weights, sums and sums[2]
-        (g, _, added), made = lax.scan(backward, begin, (jnp.arange(count), kept), reverse=True)
-        _, pull = jax.vjp(lambda ends: first(ends, batch), ends)
-        at_begin = of_ends(pull(g)[0])
-        together = lambda *grads: to_host(sum(map(to_device, grads))) if on_host(grads[0]) else sum(grads)
+        begin = g, weights, earlier_layers
+        (g, _, of_layers), made = lax.scan(backward, begin, (jnp.arange(count), kept), reverse=True)
+        _, pull = jax.vjp(lambda begin: first(begin, batch), ends[0])
+        of_ends = pull(g)[0], of_end
         if sums is None:
-            return loss, jax.tree.map(together, at_end, at_begin), made
-        return sums[0] + loss, jax.tree.map(together, sums[1], at_end, at_begin), added
+            return loss, settle(of_ends), made
+        return earlier_loss + loss, settle(of_ends, earlier_ends), of_layers
 
     sums = microbatch(None, jax.tree.map(lambda x: x[0], microbatches))
     if M > 1:
         others = jax.tree.map(lambda x: x[1:], microbatches)
         sums, _ = lax.scan(lambda sums, batch: (microbatch(sums, batch), None), sums, others)
-    return sums[0], sums[1:]
+    return sums

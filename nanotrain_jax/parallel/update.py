@@ -111,7 +111,7 @@ def update(
 
 
 def _groups(far: Tree) -> dict[str, Tree]:
-    """What is updated together, as trees of booleans: what is near; far layers; each of the other arrays that are far."""
+    """What is updated together, as trees of booleans: what is near; far layers; each of the others that are far."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(far)
     names = [
         "near" if not is_far else "layers" if path[0].key == "layers" else jax.tree_util.keystr(path)

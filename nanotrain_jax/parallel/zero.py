@@ -42,6 +42,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax.mesh import AXES, BATCH_AXES
+from nanotrain_jax.parallel import offload
 from nanotrain_jax.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -51,7 +52,6 @@ from nanotrain_jax.parallel.collectives import (
     reduce_scatter,
     varying_axes,
 )
-from nanotrain_jax.parallel.offload import on_host, to_device, to_host
 from nanotrain_jax.parallel.update import Opt, global_norm, update
 
 Tree = Any  # a pytree of arrays
@@ -160,7 +160,7 @@ def _in_buckets(
     rows = list(zip(tree.flatten_up_to(dims), leaves, *map(tree.flatten_up_to, more), strict=True))
     kinds, results = {}, {}
     for i, (d, *arrays) in enumerate(rows):
-        kind = (x is not None and (varying_axes(x), on_host(x)) for x in arrays)
+        kind = (x is not None and (varying_axes(x), offload.on_host(x)) for x in arrays)
         kinds.setdefault((d == WHOLE, *kind), []).append(i)
     for (whole, *_), alike in kinds.items():
         pieces = jax.lax.axis_size("data") if shards and not whole else 1
@@ -193,7 +193,7 @@ def _tapped(
         sharded = dims[0] != WHOLE
 
         def forward(weights: tuple) -> list:
-            weights = to_device(list(weights))
+            weights = offload.to_device(list(weights))
             return all_gather(weights, "data", dims) if stored_sharded and sharded else weights
 
         def backward(sums: tuple, grads: list) -> tuple:
@@ -229,7 +229,7 @@ def _reduce(grads: Tree, stored: Tree, dims: Tree, wire: Wire, scatter: bool) ->
     """
 
     def together(dims: tuple, grads: tuple, stored: tuple) -> list:
-        if on_host(grads[0]):
+        if offload.on_host(grads[0]):
             return list(grads)
         own = varying_axes(stored[0]).union(() if dims[0] == WHOLE else ("data",))
         scatters = scatter and dims[0] != WHOLE
@@ -244,20 +244,20 @@ def _reduce(grads: Tree, stored: Tree, dims: Tree, wire: Wire, scatter: bool) ->
     return _in_buckets(together, wire, dims, grads, stored, shards=not scatter)
 
 
-def settled(grads: Tree, stored: Tree, dims: Tree, far: Tree) -> Tree:
-    """Gradients as a backward of stages 2 and 3 leaves them; those that are far, and complete, to the host.
-
-    Complete: no other device adds to them in `reduce`.
+def settled(grads: Tree, stored: Tree, dims: Tree, far: Tree, earlier: Tree | None = None) -> Tree:
+    """Gradients as a backward of stages 2 and 3 leaves them, added to earlier ones; those that are far, and complete,
+    to the host. Complete: no other device adds to them in `reduce`.
     """
 
-    def one(g: jax.Array, w: jax.Array, d: int, far: bool) -> jax.Array:
+    def one(g: jax.Array, w: jax.Array, d: int, far: bool, earlier: jax.Array | None) -> jax.Array:
         own = varying_axes(w).union(() if d == WHOLE else ("data",))
         left = [axis for axis in AXES if axis in varying_axes(g) - own]
         if not far or any(jax.lax.axis_size(axis) > 1 for axis in left):
-            return g
-        return to_host(all_reduce(g, left))  # over one device each: nothing moves between devices
+            return g if earlier is None else earlier + g
+        g = all_reduce(g, left)  # over one device each: nothing moves between devices
+        return offload.to_host(g) if earlier is None else offload.add(earlier, g)
 
-    return jax.tree.map(one, grads, stored, dims, far)
+    return jax.tree.map(one, grads, stored, dims, far, earlier or jax.tree.map(lambda _: None, grads))
 
 
 def _update(
@@ -275,8 +275,9 @@ def _update(
     """-> stored parameters, optimizer state, global norm before clipping (float32), whether it is finite.
 
     Gradients are those of the loss times scale; they are brought to a global norm of at most clip (0: never; arXiv
-    1211.5063). Where the norm is not finite, parameters and state come back untouched. Each device updates what it has the gradients of; where parameters are
-    stored whole but updated in shards (stages 1 and 2), the new weights are all-gathered in the dtype they rest in.
+    1211.5063). Where the norm is not finite, parameters and state come back untouched. Each device updates what it has
+    the gradients of; where parameters are stored whole but updated in shards (stages 1 and 2), the new weights are
+    all-gathered in the dtype they rest in. far: see `update.update`.
     """
     norm = global_norm(grads) / scale
     finite = jnp.isfinite(norm)
