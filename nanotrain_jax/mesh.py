@@ -22,7 +22,8 @@ def configure(simulate: int = 0, deterministic: bool = False, compile_cache: str
     """Set up JAX; to be called before the first use of a device.
 
     simulate: number of CPU devices to pretend to have (0: the machine's own devices).
-    deterministic: deterministic GPU kernels. compile_cache: folder for compiled programs.
+    deterministic: deterministic GPU kernels. compile_cache: folder for compiled programs. Arrays that rest on the host
+    may take all of its memory (XLA's own limit is 64 GB), unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise.
     Raises ValueError if JAX has already started with another number of devices.
     """
     if simulate:
@@ -35,6 +36,8 @@ def configure(simulate: int = 0, deterministic: bool = False, compile_cache: str
                     f"runtime.simulate={simulate} came too late: JAX already runs with {len(jax.devices())} devices; "
                     "configure the mesh before anything else uses JAX"
                 ) from None
+    host_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_gb))
     if deterministic:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     if compile_cache:

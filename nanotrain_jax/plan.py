@@ -189,12 +189,18 @@ def as_json(e: Estimate, found: search.Found | None, compiled: dict[str, Any] | 
             "seconds": e.seconds,
             "flops": e.flops,
             "host_bytes": e.host_bytes,
+            "on_host": e.on_host,
             "limit_bytes": e.limit_bytes,
         },
         "collectives": [
             {"axis": t.axis, "op": t.op, "bytes_per_device": t.bytes, "why": t.why, "link": t.link}
             | {"seconds": t.seconds, "exposed_seconds": t.exposed}
             for t in e.transfers
+        ],
+        "host_copies": [
+            {"to": t.op.removeprefix("to "), "bytes_per_device": t.bytes, "why": t.why, "link": t.link}
+            | {"seconds": t.seconds, "exposed_seconds": t.exposed}
+            for t in e.copies
         ],
         "fits": fits,
     }

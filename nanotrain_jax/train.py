@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import model
 from nanotrain_jax import step as steps
-from nanotrain_jax.audit import cost, hardware
+from nanotrain_jax.audit import cost, hardware, hlo, memory
 from nanotrain_jax.config import Config, padded_vocab
 from nanotrain_jax.parallel import chart, schedule
 from nanotrain_jax.resolved import resolve
@@ -169,6 +169,7 @@ def train(run: Run, folder: Path, stopped: Callable[[], bool]) -> None:
         started = time.perf_counter()
         train_step = step.train.lower(step.state, step.batch).compile()
         writer.say(f"compiled in {time.perf_counter() - started:.1f} s")
+        check_offload(run, hlo.memory(train_step)["host_bytes"])
         batches = data.batches(run.dataset.train, step.batch, config.data.seed, run.position)
         with checkpoint.writing(config.checkpoint) if every else nullcontext() as save:
             writer.start_clock()
@@ -198,6 +199,15 @@ def train(run: Run, folder: Path, stopped: Callable[[], bool]) -> None:
         writer.say(summary(run, writer, number))
 
 
+def check_offload(run: Run, host_bytes: int) -> None:
+    """Raise RuntimeError if the compiled step keeps nothing on the host, though it was asked to and could."""
+    if memory.on_host(run.config) and not host_bytes and run.mesh.devices.flat[0].platform != "cpu":
+        raise RuntimeError(
+            "memory.offload_*=host, but the compiled step needs no host memory: XLA left everything on the device; "
+            f"please report it, with jax {jax.__version__} and the config"
+        )
+
+
 def introduction(run: Run) -> str:
     """What is about to run, in a few lines."""
     config = run.config
@@ -220,6 +230,11 @@ def introduction(run: Run) -> str:
         )
     if config.parallel.zero and run.mesh.shape["data"] == 1:
         lines.append(f"parallel.zero={config.parallel.zero} has nothing to shard over: parallel.data is 1")
+    parts = [f"{what} {size / 1e9:.3g} GB" for what, size in memory.on_host(config).items()]
+    if parts:
+        lines.append("in host memory, for each device: " + ", ".join(parts))
+        if run.mesh.devices.flat[0].platform == "cpu":
+            lines.append("CPU devices have no other memory: offloading runs the same program here and saves nothing")
     if config.precision.compute == "float16" and config.precision.loss_scale == "none":
         lines.append(
             "warning: float16 without a loss scale: gradients below 6e-8 become zero and the model learns badly or not "

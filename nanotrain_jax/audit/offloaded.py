@@ -14,6 +14,9 @@ from nanotrain_jax.config import Config
 from nanotrain_jax.parallel.offload import pieces
 from nanotrain_jax.parallel.update import PARTS
 
+# What every microbatch copies, while it computes; the rest is copied once, in the update.
+IN_BACKWARD = ("gradients", "gradients, to be added to", "weights", "activations")
+
 
 class Large(NamedTuple):
     """The arrays of one kind that may rest on the host, on a device."""

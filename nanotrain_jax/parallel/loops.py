@@ -60,4 +60,6 @@ def zeros(like: Any, axis: str, count: int | None = None, dtype: Any = None) -> 
     """
     shape = like.shape if count is None or on_host(like) else (count, *like.shape)
     x = as_varying(jnp.zeros(shape, dtype or like.dtype), sorted(varying_axes(like) | {axis}))
-    return lax.scan(lambda _, i: (_, to_host(x)), None, length=count)[1] if on_host(like) else x
+    if not on_host(like):
+        return x
+    return lax.scan(lambda x, _: (x, to_host(x)), x, length=count)[1]

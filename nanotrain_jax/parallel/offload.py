@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 Tree = Any  # a pytree of arrays
 
 HOST = "pinned_host"  # the memory kind (of a `jax.sharding.NamedSharding`) that a GPU reads and writes by itself
-PIECE = 2**26  # elements
+PIECE = 2**24  # elements
 TOO_MANY = 16  # times more pieces than it takes
 
 

@@ -10,9 +10,11 @@ import jax
 
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
-from nanotrain_jax.audit import cost, hardware, hlo, topology
+from nanotrain_jax.audit import copies, cost, hardware, hlo, topology
 from nanotrain_jax.config import Config
 from nanotrain_jax.planner.estimate import Estimate
+
+COPIES = {"to_device_bytes": "to device", "to_host_bytes": "to host"}
 
 
 def compile_step(config: Config, gpu: str) -> dict[str, Any]:
@@ -36,24 +38,33 @@ def compile_step(config: Config, gpu: str) -> dict[str, Any]:
         "flops": hlo.matmul_flops(text, turns),
         "compile_seconds": seconds,
         "collectives": hlo.summary(hlo.collectives(text, mesh.shape, turns)),
+        "host_copies": copies.summary(copies.copies(text, turns)),
         "jax": jax.__version__,
     }
 
 
 def estimated(e: Estimate) -> dict[str, float]:
-    """What an estimate says of peak_bytes, argument_bytes, flops and wire_bytes."""
+    """What an estimate says of peak_bytes, argument_bytes, flops and wire_bytes; of host_bytes, and of what is copied
+    to and from the host, if anything rests there."""
     parts = e.moments[e.peak]
-    return {
+    found = {
         "peak_bytes": e.peak_bytes,
         "argument_bytes": parts["params"] + parts["optimizer"],
         "flops": e.flops,
         "wire_bytes": sum(t.bytes for t in e.transfers),
     }
+    if e.on_host:
+        found["host_bytes"] = sum(e.on_host.values())
+        found |= {name: sum(t.bytes for t in e.copies if t.op == op) for name, op in COPIES.items()}
+    return found
 
 
 def ratios(e: Estimate, compiled: dict[str, Any]) -> dict[str, float]:
     """Compiled over estimated, of the same."""
     found = compiled | {"wire_bytes": sum(row["bytes_per_device"] for row in compiled["collectives"])}
+    found |= dict.fromkeys(COPIES, 0.0) | {
+        f"to_{row['to']}_bytes": row["bytes_per_device"] for row in compiled["host_copies"]
+    }
     return {name: found[name] / value if value else 1.0 for name, value in estimated(e).items()}
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanotrain_jax.audit import cost, hardware, memory
+from nanotrain_jax.audit import cost, hardware, memory, offloaded
 from nanotrain_jax.audit.hardware import Gpu
 from nanotrain_jax.config import Config, fits_flash, padded_vocab
 from nanotrain_jax.mesh import AXES
@@ -68,9 +68,11 @@ class Estimate(NamedTuple):
     peak_bytes: float
     limit_bytes: float  # what JAX takes of the GPU's memory
     host_bytes: float  # of a host's memory, while a checkpoint is written: its share of the state
+    on_host: memory.Parts  # bytes of host memory that a device needs between steps and in them (memory.offload_*)
     transfers: list[Transfer]
+    copies: list[Transfer]  # between a device and its host; axis is "host"
     flops: float
-    seconds: dict[str, float]  # compute, bubble, update, and by axes what moves and is not hidden: together the step
+    seconds: dict[str, float]  # compute, bubble, update, host, and by axes what moves and is not hidden: the step
     bubble_fraction: float  # of the time of the schedule
     step_seconds: float
     tokens_per_second: float
@@ -94,7 +96,7 @@ def estimate(config: Config, gpu: str, taken: float = TAKEN) -> Estimate:
     sums = {moment: sum(parts.values()) for moment, parts in moments.items()}
     peak = max(sums, key=sums.__getitem__)
     gpus = cost.devices(config)
-    seconds, bubble, moved = times(config, found)
+    seconds, bubble, moved, copied = times(config, found)
     step = sum(seconds.values())
     m, tokens = config.model, config.data.batch_size * config.data.seq_len
     useful = cost.flops_per_token(m, config.data.seq_len)["full"] * tokens
@@ -107,7 +109,9 @@ def estimate(config: Config, gpu: str, taken: float = TAKEN) -> Estimate:
         peak_bytes=sums[peak],
         limit_bytes=taken * found.memory_bytes,
         host_bytes=saved(config) * min(gpus, found.host),
+        on_host=memory.on_host(config),
         transfers=moved,
+        copies=copied,
         flops=cost.step_flops(config),
         seconds=seconds,
         bubble_fraction=bubble,
@@ -195,8 +199,29 @@ def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
     return found
 
 
-def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Transfer]]:
-    """-> seconds of a step by what they go into, the share of the schedule's time that stages wait, and what moves."""
+def copies(config: Config, gpu: Gpu, compute: float) -> tuple[list[Transfer], float]:
+    """What is copied between a device and its host, and the seconds of it that nothing hides.
+
+    Both directions at a time. What each microbatch copies hides behind its computing; the update's copies, and that of
+    gradients for their norm, behind nothing.
+    """
+    link = "NVLink-C2C" if gpu.to_host > 100e9 else "memory" if gpu.kind == "cpu" else "PCIe"
+    waits, found = {}, []
+    for row in memory.copied(config):
+        to, why, size = row["to"], row["why"], row["bytes_per_device"]
+        seconds = size / (gpu.to_host * LINK)
+        when = "microbatch" if why in offloaded.IN_BACKWARD else "step"
+        waits[when, to] = waits.get((when, to), 0.0) + seconds
+        found.append(Transfer("host", f"to {to}", why, size, link, seconds, 0.0, when))
+    longest = {when: max(waits.get((when, to), 0.0) for to in ("device", "host")) for when in ("microbatch", "step")}
+    share = {"microbatch": 1 - min(1.0, compute / (longest["microbatch"] or 1.0)), "step": 1.0}
+    exposed = sum(longest[when] * share[when] for when in longest)
+    return [t._replace(exposed=t.seconds * share[t.when]) for t in found], exposed
+
+
+def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Transfer], list[Transfer]]:
+    """-> seconds of a step by what they go into, the share of the schedule's time that stages wait, what moves between
+    devices, and what is copied between them and their hosts."""
     p = config.parallel
     M, C = p.microbatches, p.chunks
     (F, B, W), ends = layers_time(config, gpu), ends_time(config, gpu)
@@ -217,8 +242,10 @@ def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Trans
     by_axis: dict[str, float] = {}
     for t in moved:
         by_axis[t.axis] = by_axis.get(t.axis, 0.0) + t.exposed
+    copied, exposed = copies(config, gpu, compute)
     seconds = {"compute": compute, **by_axis, "bubble": total - busy, "update": update_time(config, gpu)}
-    return {what: s for what, s in seconds.items() if s > 0}, 1 - busy / total, moved
+    seconds["host"] = exposed
+    return {what: s for what, s in seconds.items() if s > 0}, 1 - busy / total, moved, copied
 
 
 def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:

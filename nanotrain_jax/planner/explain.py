@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from nanotrain_jax.audit import cost, hardware, memory
+from nanotrain_jax.audit import cost, hardware, memory, offloaded
 from nanotrain_jax.planner.estimate import Estimate, Transfer
 
 
@@ -32,7 +32,7 @@ class Section(NamedTuple):
 
 def explain(e: Estimate) -> list[Section]:
     """The sections of an estimate, each building on those before it."""
-    found = [parameters(e), flops(e), state(e), activations(e), peak(e), moves(e), schedule(e), speed(e)]
+    found = [parameters(e), flops(e), state(e), activations(e), peak(e), host(e), moves(e), schedule(e), speed(e)]
     return [section for section in found if section.lines]
 
 
@@ -184,6 +184,32 @@ def peak(e: Estimate) -> Section:
         shown = " + ".join(f"{size / 1e9:.5g}" for size in kept.values())
         lines.append(Line(moment, " + ".join(kept), shown, sum(parts.values()) / 1e9, "GB"))
     return Section("Peak", "the largest of three moments; audit/memory.py says what each part is", lines)
+
+
+def host(e: Estimate) -> Section:
+    """What rests in host memory, and what is copied."""
+    found, b = offloaded.large(e.config), cost.BYTES[e.config.precision.compute]
+    every, gradients = sum(x.size for x in found), sum(x.size for x in found if x.far_gradient)
+    factors = {
+        "optimizer": (offloaded.optimizer_bytes(e.config), every),
+        "params": (b, every),
+        "gradients": (4, gradients),
+    }
+    lines = []
+    for what, size in e.on_host.items():
+        factor, elements = factors.get(what, (1, size))
+        shown = (
+            ("what layers keep", number(size))
+            if what == "activations"
+            else (f"{factor} S", f"{factor} x {number(elements)}")
+        )
+        lines.append(Line(what, *shown, size, "bytes"))
+    for to in ("device", "host"):
+        rows = [t for t in e.copies if t.op == f"to {to}"]
+        formula, shown = " + ".join(t.why for t in rows), " + ".join(f"{t.bytes / 1e9:.5g}" for t in rows)
+        lines += [Line(f"copied to the {to}", formula, shown, sum(t.bytes for t in rows) / 1e9, "GB")] if rows else []
+    source = "ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.07857); S: elements that rest there. audit/offloaded.py"
+    return Section("Host memory, per GPU and step", source, lines)
 
 
 def moves(e: Estimate) -> Section:

@@ -45,6 +45,7 @@ TIMES = {  # what a step's time goes into; others: several mesh axes together
     "data": (GREEN, MOVES),
     "replica": (CYAN, MOVES),
     "pipe": (RED, MOVES),
+    "host": (GREY, "what is copied from and to host memory and is not hidden"),
 }
 DRAWN = {"stages": 8, "chunks": 4, "microbatches": 16, "units": 32}  # at most; with chunks half the stages
 GB = 1e9
@@ -134,6 +135,9 @@ def _memory(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
     lead = f"""What a GPU holds in the three moments of a step in which it may hold most. Of its {_gb(whole)} JAX
     takes the {limit / whole:.0%} up to the line. While a checkpoint is written, a host holds
     {_gb(plan.host_bytes)} of state."""
+    if plan.on_host:
+        parts = ", ".join(f"{what} {_gb(size)}" for what, size in plan.on_host.items())
+        lead += f" For each GPU its host's memory holds {_gb(sum(plan.on_host.values()))} ({parts})."
     if plan.rough:
         lead += " Attention is not flash attention here, but stores its scores: the estimate is less exact."
     if compiled:

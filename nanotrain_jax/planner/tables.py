@@ -33,11 +33,15 @@ def estimated(console: Console, e: Estimate) -> None:
     table.add_section()
     table.add_row("together", *(f"{sum(parts.values()) / unit:,.2f}" for parts in e.moments.values()))
     console.print(table)
-    if e.transfers:
+    if e.on_host:
+        parts = ", ".join(f"{what} {size / unit:,.2f}" for what, size in e.on_host.items())
+        whole = sum(e.on_host.values()) / unit
+        console.print(f"in host memory, {name} for each GPU: {parts}; together {whole:,.2f}")
+    if e.transfers or e.copies:
         table = Table(title="what moves per GPU and step", title_justify="left")
         for column in ("axis", "operation", name, "link", "ms, modelled", "not hidden", "why"):
             table.add_column(column, justify="right" if column in (name, "ms, modelled", "not hidden") else "left")
-        for t in e.transfers:
+        for t in e.transfers + e.copies:
             numbers = f"{t.bytes / unit:,.3f}", t.link, f"{1e3 * t.seconds:,.1f}", f"{1e3 * t.exposed:,.1f}"
             table.add_row(t.axis, t.op, *numbers, t.why)
         console.print(table)
