@@ -48,9 +48,9 @@ class Layout(NamedTuple):
     specs: Tree  # over pipe and tensor
     dims: Tree  # which dim ZeRO shards over data, or WHOLE
     layer_dims: Tree  # the same of one layer, without the leading L
-    large: Tree  # whether an array is one of those that may rest on the host
-    far_params: Tree  # whether it does
+    far_params: Tree  # whether an array rests on the host
     far_opt: Tree  # whether its master weights and moments do
+    far_gradients: Tree  # whether its gradient does, where the layers' loop is written out
 
 
 def lay_out(config: Config, mesh: Mesh) -> Layout:
@@ -80,9 +80,9 @@ def lay_out(config: Config, mesh: Mesh) -> Layout:
         specs=laid,
         dims=dims,
         layer_dims=jax.tree.map(lambda d: d if d == WHOLE else d - 1, dims["layers"]),
-        large=large,
         far_params=large if m.offload_params == "host" else near,
         far_opt=large if m.offload_optimizer == "host" else near,
+        far_gradients=large if m.offload_optimizer == "host" and p.zero >= 2 else near,
     )
 
 

@@ -120,7 +120,8 @@ def build(config: Config, mesh: Mesh) -> Step:
     schedule = optim.schedule(config.optimizer)
     optimizer = optim.build(config.optimizer, model.is_decayed)
     host_activations = memory.offload_activations == "host"
-    is_streamed = pipe == 1 and config.parallel.zero >= 2 and memory.offload_optimizer == "host"
+    far_gradients = config.parallel.zero >= 2 and memory.offload_optimizer == "host"
+    is_streamed = pipe == 1 and last is None and (far_gradients or host_activations)
 
     def local(params: Tree) -> Tree:
         """params, such that gradients which are partial sums over tensor stay local: `zero.reduce` sums them once."""
@@ -183,7 +184,8 @@ def build(config: Config, mesh: Mesh) -> Step:
             )
         else:
             uses = model.used_by_embed, model.used_by_loss
-            ends = [[use(tree["ends"]) for use in uses] for tree in (stored, dims, rest.large)]
+            far = rest.far_gradients
+            ends = [[use(tree["ends"]) for use in uses] for tree in (stored, dims, far)]
             mean_loss, both, of_layers = streamed.run_layers(
                 s.first,
                 s.layer,
@@ -193,7 +195,7 @@ def build(config: Config, mesh: Mesh) -> Step:
                 microbatches,
                 s.inputs,
                 lambda grads, earlier=(None, None): tuple(map(settled, grads, *ends, earlier)),
-                lambda grads: settled(grads, stored["layers"], layer_dims, rest.large["layers"]),
+                lambda grads: settled(grads, stored["layers"], layer_dims, far["layers"]),
             )
             of_ends = merged(*both)
         like = zero.inputs(stored["layers"], dims["layers"])

@@ -43,7 +43,7 @@ def large(config: Config) -> list[Large]:
             split = sharded(a, config) and p.zero > 0
             size = local(a, config) / (p.data if split else 1)
             alone = p.replica == 1 and (a.tensor == "split" or p.tensor == 1) and (split or p.data == 1)
-            found.append(Large(a, size, alone and is_streamed(config)))
+            found.append(Large(a, size, alone and p.zero >= 2 and is_streamed(config)))
     return found
 
 
@@ -119,7 +119,8 @@ def copied(config: Config, kept: float, passed: float) -> list[dict[str, Any]]:
         add("device", "weights", w * M * (passes * of_layers + every - of_layers))
     if m.offload_activations == "host":
         add("host", "activations", passed * M + (kept if p.pipe > 1 else 0))
-        add("device", "activations", passed * M)
+        size = int(m.remat.partition(":")[2] or 1)
+        add("device", "activations", passed * M * (1 + size / L if is_streamed(config) else 1))
     return moved
 
 

@@ -1,15 +1,17 @@
 """Forward and backward through layers that rest in host memory, with the next layer on its way while one computes.
 
-Autodiff would fetch a layer's weights where they are used, and keep its gradients on the device. Here each layer is run
-by its pullback (`pullback.py`), as in the pipeline, so the loop can be written out (ZeRO-Infinity, arXiv 2104.07857,
+Autodiff would fetch what a layer needs where it is used, and keep gradients on the device. Here each layer is run by
+its pullback (`pullback.py`), as in the pipeline, so the loop can be written out (ZeRO-Infinity, arXiv 2104.07857,
 section 6.2):
 
-    forward     for i in 0 .. n-1:   next = to_device(weights[i + 1])   while x, kept[i] = layer(weights[i], x)
-    backward    for i in n-1 .. 0:   next = to_device(weights[i - 1])   while grads, g = pull(kept[i], weights[i], g)
-                                     grads[i] goes where gradients rest, while the layer before computes
+    forward     for i in 0 .. n-1:   next = to_device(weights[i + 1])
+                                     x, kept[i] = layer(weights[i], x); kept[i] leaves while the next layer computes
+    backward    for i in n-1 .. 0:   next = to_device(weights[i - 1], kept[i - 1])
+                                     grads[i], g = pull(kept[i], weights[i], g); grads[i] leaves while the next computes
 
-Moved, where they rest on the host: the weights of each layer to the device twice per microbatch (and two layers once
-more than is used), its gradients to the host once per microbatch and, from the second on, to the device before.
+Moved, where they rest on the host: weights of each layer to the device twice per microbatch, what it kept there and
+back, its gradients to the host and, from the second microbatch on, to the device before. Each loop fetches one layer
+more than it uses.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel.loops import get, put
-from nanotrain_jax.parallel.offload import to_device
+from nanotrain_jax.parallel.offload import on_host, to_device
 from nanotrain_jax.parallel.pullback import pullback
 
 Tree = Any  # a pytree of arrays
@@ -67,18 +69,22 @@ def run_layers(
         loss, pull = jax.vjp(lambda end, x: last(end, x, batch), ends[1], x)
         of_end, g = pull(jnp.ones_like(loss))
 
-        def backward(carry: tuple, now: tuple) -> tuple[tuple, Tree]:
-            (g, weights, sums), (i, kept) = carry, now
-            coming = weights_of(jnp.maximum(i - 1, 0))
-            grads, g = back.whole(kept, weights, inputs(weights), g)
+        def kept_by(i: jax.Array) -> list:
+            return [to_device(get(x, i)) if on_host(x) else None for x in kept]
+
+        def backward(carry: tuple, i: jax.Array) -> tuple[tuple, Tree]:
+            g, weights, near, sums = carry
+            coming = weights_of(jnp.maximum(i - 1, 0)), kept_by(jnp.maximum(i - 1, 0))
+            near = [get(x, i) if y is None else y for x, y in zip(kept, near, strict=True)]
+            grads, g = back.whole(near, weights, inputs(weights), g)
             if sums is None:
-                return (g, coming, None), settle_layer(grads)
+                return (g, *coming, None), settle_layer(grads)
             earlier = to_device(jax.tree.map(lambda s: get(s, i), sums))
             grads = settle_layer(jax.tree.map(jnp.add, earlier, grads))
-            return (g, coming, jax.tree.map(lambda s, grad: put(s, i, grad), sums, grads)), None
+            return (g, *coming, jax.tree.map(lambda s, grad: put(s, i, grad), sums, grads)), None
 
-        begin = g, weights, earlier_layers
-        (g, _, of_layers), made = lax.scan(backward, begin, (jnp.arange(count), kept), reverse=True)
+        begin = g, weights, kept_by(jnp.full((), count - 1, jnp.int32)), earlier_layers
+        (g, *_, of_layers), made = lax.scan(backward, begin, jnp.arange(count), reverse=True)
         _, pull = jax.vjp(lambda begin: first(begin, batch), ends[0])
         of_ends = pull(g)[0], of_end
         if sums is None:
