@@ -252,6 +252,7 @@ EXPLAINED = [(name, []) for name in CONFIGS] + [
     ("llama3_70b", ["parallel.zero=3", "memory.remat=block:4"]),
     ("gpt3_175b", ["parallel.zero=3", "parallel.schedule=zero_bubble"]),
     ("gpt2_124m", ["parallel.replica=2", "parallel.data=4", "parallel.zero=2"]),
+    ("llama3_8b", ["memory.offload_optimizer=host", "memory.offload_params=host", "memory.offload_activations=host"]),
 ]
 
 
@@ -265,6 +266,25 @@ def test_every_explained_number_is_what_its_arithmetic_gives(name, overrides):
         assert section.source
         for line in section.lines:
             assert values_of(line.numbers) == pytest.approx(line.value, rel=2e-3), line
+
+
+def test_what_rests_on_the_host_is_planned_and_told(tmp_path, capsys):
+    """Llama-3-8B on one GPU: 18 bytes per parameter on its host, there and back over PCIe."""
+    file, folder = tmp_path / "plan.json", tmp_path / "report"
+    modes = ["memory.offload_optimizer=host", "memory.offload_params=host", "data.batch_size=1"]
+    common = "--config", ROOT / "configs/llama3_8b.yaml", "--gpu", "h100", "--gpus", 1
+    assert run(*common, "--json", file, "--report", folder, *modes) == 0
+    out, found = capsys.readouterr().out, json.loads(file.read_text())
+    assert "in host memory, GB for each GPU: optimizer 96.36, params 16.06, gradients 32.12; together 144.54" in out
+    assert sum(found["estimate"]["on_host"].values()) == pytest.approx(18 * 8.03e9, rel=1e-3)
+    to_host = sum(row["bytes_per_device"] for row in found["host_copies"] if row["to"] == "host")
+    assert to_host == pytest.approx((12 + 2 + 4) * 8.03e9, rel=1e-3)
+    assert {row["link"] for row in found["host_copies"]} == {"PCIe"}
+    # Both ways at a time, and what every microbatch copies behind its computing.
+    alone = [sum(r["exposed_seconds"] for r in found["host_copies"] if r["to"] == to) for to in ("device", "host")]
+    assert max(alone) <= found["estimate"]["seconds"]["host"] < sum(alone)
+    assert "its host's memory holds" in next(folder.glob("*.html")).read_text()
+    assert run(*common, "data.batch_size=1") == 1  # 132 GB without
 
 
 def run(*arguments):

@@ -116,9 +116,10 @@ def _offloaded(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
     """The same without what rests on the host, and with what is on its way:
 
     update      of the state four quarters of a layer: one to compute with, its results, the next, and a copy of that
-                (XLA's); or, if it is more, gradients of embedding and head, and both, before they are with the host
+                (XLA's); or, if it is more, embedding, head and the gradients of one of them before they are with the
+                host (of both, where there were earlier ones)
     params      two layers (blocks), and in the backward the gradients of one, float32
-    activations of four layers, in the backward
+    activations of two layers, in the backward
     """
     m, p, memory = config.model, config.parallel, config.memory
     b, L = BYTES[config.precision.compute], m.num_layers / p.pipe
@@ -128,16 +129,19 @@ def _offloaded(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
     block = int(memory.remat.partition(":")[2] or 1)
     passed = b * tokens_per_device(config) / p.microbatches * layer_activations(config, memory.remat)
     table = m.d_model * padded_vocab(m.vocab_size, p.tensor) / p.tensor  # embedding or head
+    early = bool(m.loss_chunk) or p.tensor > 1
     for moment, parts in found.items():
         for what in ("params", "optimizer"):
             parts[what] -= rests.get(what, 0.0)
         if streamed:
-            parts["gradients"] = min(parts["gradients"], 4 * table) if moment == "loss" else 0.0
+            parts["gradients"] = 4 * table if moment == "loss" and early else 0.0
+            parts["loss"] = parts["loss"] if moment == "loss" else 0.0  # the head's gradient is made at once
         if memory.offload_activations == "host" and moment != "update":
-            parts["activations"] -= rests["activations"] - (4 if moment == "backward" else 0) * passed
+            parts["activations"] -= rests["activations"] - (2 if moment == "backward" else 0) * passed
         if far and moment == "update":
             of_state = offloaded.optimizer_bytes(config) * layer
-            parts["buffers"] += max(of_state + 2 * layer, (8 + 2 * b) * table) if streamed else of_state
+            of_ends = (2 * b + (8 if p.microbatches > 1 else 4)) * table
+            parts["buffers"] += max(of_state + 2 * layer, of_ends) if streamed else of_state
         elif memory.offload_params == "host":
             parts["buffers"] += 2 * b * block * layer + (4 * block * layer if moment == "backward" else 0)
     return found

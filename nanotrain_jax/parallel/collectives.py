@@ -127,7 +127,8 @@ def gpu_options(
 
     bucket_mb: collectives that are ready at the same time become one, up to so many MiB. prefetch: an all-gather in a
     loop starts one turn ahead. pipeline: what goes from stage to stage travels while a stage has its own collectives.
-    offload: as many arrays as there are may be on their way from the host and to it; else two.
+    offload: as many arrays as there are may be on their way from the host and to it, else two; and what rests there
+    does not count as the device's, or XLA would compute things again to make room for it.
     """
     kinds = "all_reduce", "all_gather", "reduce_scatter"
     options = {f"xla_gpu_{kind}_combine_threshold_bytes": int(bucket_mb * 2**20) for kind in kinds}
@@ -135,6 +136,7 @@ def gpu_options(
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 8
     if offload:
         options["xla_gpu_experimental_parallel_async_compute_limit"] = 64
+        options["xla_gpu_memory_limit_slop_factor"] = 10_000  # % of the device's memory
     if prefetch and jax.__version_info__ >= (0, 12):
         options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_ON"
     elif prefetch:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nanotrain_jax.parallel.loops import get, put
+from nanotrain_jax.parallel.loops import as_stored, get, put
 from nanotrain_jax.parallel.offload import on_host, to_device
 from nanotrain_jax.parallel.pullback import pullback
 
@@ -50,41 +50,36 @@ def run_layers(
     """
     count, M = len(jax.tree.leaves(layers)[0]), len(jax.tree.leaves(microbatches)[0])
 
-    def weights_of(i: jax.Array) -> Tree:
-        return to_device(jax.tree.map(lambda w: get(w, i), layers))
-
     def microbatch(sums: Tree, batch: Tree) -> tuple:
         """sums, with what this microbatch adds; None: what it makes."""
         earlier_loss, earlier_ends, earlier_layers = sums or (None, None, None)
-        x, weights = first(ends[0], batch), weights_of(jnp.zeros((), jnp.int32))
+        x, coming = first(ends[0], batch), _fetched(layers, jnp.zeros((), jnp.int32))
+        weights = _row(layers, coming, jnp.zeros((), jnp.int32))
         back = pullback(layer, weights, inputs(weights), x)
 
         def forward(carry: tuple, i: jax.Array) -> tuple[tuple, list]:
-            x, weights = carry
-            coming = weights_of(jnp.minimum(i + 1, count - 1))
+            x, here = carry
+            coming, weights = _fetched(layers, jnp.minimum(i + 1, count - 1)), _row(layers, here, i)
             x, kept = back.forward(weights, inputs(weights), x)
             return (x, coming), kept
 
-        (x, weights), kept = lax.scan(forward, (x, weights), jnp.arange(count))
+        (x, coming), kept = lax.scan(forward, (x, coming), jnp.arange(count))
         loss, pull = jax.vjp(lambda end, x: last(end, x, batch), ends[1], x)
         of_end, g = pull(jnp.ones_like(loss))
 
-        def kept_by(i: jax.Array) -> list:
-            return [to_device(get(x, i)) if on_host(x) else None for x in kept]
-
         def backward(carry: tuple, i: jax.Array) -> tuple[tuple, Tree]:
-            g, weights, near, sums = carry
-            coming = weights_of(jnp.maximum(i - 1, 0)), kept_by(jnp.maximum(i - 1, 0))
-            near = [get(x, i) if y is None else y for x, y in zip(kept, near, strict=True)]
-            grads, g = back.whole(near, weights, inputs(weights), g)
+            g, here, sums = carry
+            coming = _fetched((layers, kept), jnp.maximum(i - 1, 0))
+            weights, kept_here = _row((layers, kept), here, i)
+            grads, g = back.whole(kept_here, weights, inputs(weights), g)
             if sums is None:
-                return (g, *coming, None), settle_layer(grads)
+                return (g, coming, None), settle_layer(grads)
             earlier = to_device(jax.tree.map(lambda s: get(s, i), sums))
             grads = settle_layer(jax.tree.map(jnp.add, earlier, grads))
-            return (g, *coming, jax.tree.map(lambda s, grad: put(s, i, grad), sums, grads)), None
+            return (g, coming, jax.tree.map(lambda s, grad: put(s, i, grad), sums, grads)), None
 
-        begin = g, weights, kept_by(jnp.full((), count - 1, jnp.int32)), earlier_layers
-        (g, *_, of_layers), made = lax.scan(backward, begin, jnp.arange(count), reverse=True)
+        begin = g, coming + _fetched(kept, jnp.full((), count - 1, jnp.int32)), earlier_layers
+        (g, _, of_layers), made = lax.scan(backward, begin, jnp.arange(count), reverse=True)
         _, pull = jax.vjp(lambda begin: first(begin, batch), ends[0])
         of_ends = pull(g)[0], of_end
         if sums is None:
@@ -96,3 +91,14 @@ def run_layers(
         others = jax.tree.map(lambda x: x[1:], microbatches)
         sums, _ = lax.scan(lambda sums, batch: (microbatch(sums, batch), None), sums, others)
     return sums
+
+
+def _fetched(stacks: Tree, i: jax.Array) -> list:
+    """The i-th row of each stack that rests on the host, on the device; None for the others."""
+    return [to_device(get(x, i)) if on_host(x) else None for x in jax.tree.leaves(stacks)]
+
+
+def _row(stacks: Tree, fetched: list, i: jax.Array) -> Tree:
+    """The i-th row of each stack: what was fetched, or else from where it is."""
+    leaves, tree = jax.tree.flatten(stacks)
+    return tree.unflatten([as_stored(get(x, i)) if y is None else y for x, y in zip(leaves, fetched, strict=True)])

@@ -171,7 +171,7 @@ def activations(e: Estimate) -> Section:
         )
         if p.idle == "skip":
             lines.append(Line("all that a stage keeps", formula, numbers, kept, "elements per token"))
-    size = e.moments["loss"]["activations"]
+    size = e.moments["loss"]["activations"] + e.on_host.get("activations", 0.0)
     lines.append(Line("of a microbatch", "bytes tokens elements", f"{b} x {n(tokens)} x {n(kept)}", size, "bytes"))
     return Section("Activations", "Korthikanti et al. 2022 (arXiv 2205.05198, section 4), without dropout", lines)
 

@@ -204,9 +204,9 @@ def _schedule(plan: Estimate) -> str:
 
 
 def _communication(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
-    longest = max((t.seconds for t in plan.transfers), default=0.0)
-    rows = []
-    for t in plan.transfers:
+    every = plan.transfers + plan.copies
+    longest, rows = max((t.seconds for t in every), default=0.0), []
+    for t in every:
         bar = markup.mini((t.exposed / longest, YELLOW), ((t.seconds - t.exposed) / longest, WAITS))
         when = "per microbatch" if t.when == "microbatch" else "per step"
         times = bar, _seconds(t.seconds), _seconds(t.exposed)
@@ -224,6 +224,8 @@ def _communication(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
         head = ["axis", "operation", ">compiled, GB", ">theory, GB", ">ratio", ">times", ">with nothing beside it"]
         body += "<h3>In the compiled step</h3>" + markup.table(head, rows)
     lead = "Bytes that a GPU sends in a step, and how long it takes. Exposed, in colour: while nothing is computed."
+    if plan.copies:
+        lead += " With its host it exchanges them, both ways at a time."
     return markup.section("What moves, by mesh axis", lead, body)
 
 
