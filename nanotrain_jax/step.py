@@ -283,7 +283,10 @@ def build(config: Config, mesh: Mesh) -> Step:
             donate_argnums=0,
             compiler_options=options,
         ),
-        evaluate=jax.jit(on_mesh(evaluate, (state_specs.params, batch_specs), REPLICATED)),
+        evaluate=jax.jit(
+            on_mesh(evaluate, (state_specs.params, batch_specs), REPLICATED),
+            compiler_options=options if is_offloaded else None,
+        ),
         state=state,
         batch=batch,
         in_layer_order=in_order(pipe, C),

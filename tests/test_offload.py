@@ -101,11 +101,22 @@ def test_on_one_device_the_last_bit_may_differ(zero):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-7), *jax.device_get((state, plain)))
 
 
-def test_in_16_bit_weights_and_their_master_copies_are_those_of_the_plain_run():
-    others = "full", {"data": 4, "zero": 3, "microbatches": 2}, "llama"
+IN_16_BIT = [
+    ("all", "full", {"data": 4, "zero": 3, "microbatches": 2}, {"compute": "bfloat16", "grad_reduce": "bfloat16"}),
+    ("activations", "full", {"data": 2, "zero": 1, "microbatches": 8}, {"compute": "bfloat16"}),
+]
+SCALED = ("params", "none", {"data": 4, "zero": 3}, {"compute": "float16", "loss_scale": "dynamic"})
+
+
+@pytest.mark.parametrize("case", cover(IN_16_BIT, [SCALED], lambda case: case[0]))
+def test_in_16_bit_weights_and_their_master_copies_are_those_of_the_plain_run(case):
+    mode, remat, parallel, precision = case
     with jax.numpy_dtype_promotion("standard"):
-        changes = {"precision": {"compute": "bfloat16", "grad_reduce": "bfloat16"}}
-        equal(run(tree("all", *others, **changes), 3)[0], run(tree(None, *others, **changes), 3)[0])
+        (state, log), (plain, plain_log) = (
+            run(tree(m, remat, parallel, "llama", precision=precision), 3) for m in (mode, None)
+        )
+    equal(state, plain)
+    assert [m["loss"] for m in log] == [m["loss"] for m in plain_log]
 
 
 def test_a_run_begins_with_the_same_weights_and_small_arrays_stay_on_the_device():
@@ -152,15 +163,16 @@ def test_layers_of_several_chunks_are_put_in_order_and_back_where_they_rest():
     equal(step.in_stage_order(ordered), state)
 
 
-@pytest.mark.parametrize(("first", "second"), cover([("all", "")], [("", "all")], lambda modes: "-".join(modes) + "-"))
-def test_a_checkpoint_of_one_mode_goes_on_in_another(first, second, text_files, tmp_path):
-    options = {"": [], "all": [f"memory.{key}={value}" for key, value in (ALL | {"remat": "full"}).items()]}
+@pytest.mark.parametrize("modes", cover([("all", "none")], [("none", "all")]))
+def test_a_checkpoint_of_one_mode_goes_on_in_another(modes, text_files, tmp_path):
+    first, second = modes
+    options = {"none": [], "all": [f"memory.{key}={value}" for key, value in (ALL | {"remat": "full"}).items()]}
     base = [
         "--config", str(ROOT / "configs" / "quickstart.yaml"), f"data.source=text:{text_files}", "train.eval_every=0",
         "model.num_layers=2", "model.d_model=32", "model.num_heads=2", "data.seq_len=32", "data.batch_size=8",
         "precision.compute=float32", "runtime.simulate=8", "parallel.data=4", "parallel.zero=3",
         "logging.progress=none", "parallel.persist_below=0", "logging.tensorboard=false", "checkpoint.every=3",
-        "optimizer.decay_steps=6",
+        "optimizer.decay_steps=6", "train.log_every=1",
     ]  # fmt: skip
     for folder, steps_and_modes in (("two", [(3, first), (6, second)]), ("one", [(6, second)])):
         for number, mode in steps_and_modes:

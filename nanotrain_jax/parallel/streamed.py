@@ -41,14 +41,16 @@ def run_layers(
     settle: Callable[..., tuple[Tree, Tree]],
     settle_layer: Callable[[Tree], Tree],
 ) -> tuple[jax.Array, tuple[Tree, Tree], Tree]:
-    """-> loss, gradients (of what first takes, of what last takes), of layers: in float32, summed over
-    microbatches[M ...]; local to a device.
+    """-> loss, gradients (of what first takes, of what last takes), of layers: over microbatches[M ...], summed in
+    float32; local to a device.
 
     first, layer, last, layers, inputs: as `pipeline.run_schedule` takes them, for one stage. ends: what first and what
     last take. settle, settle_layer: functions of the gradients of ends (and what there is of them already), of a layer,
     that send to the host what is to rest there.
     """
     count, M = len(jax.tree.leaves(layers)[0]), len(jax.tree.leaves(microbatches)[0])
+
+    exact = (lambda grads: jax.tree.map(lambda g: g.astype(jnp.float32), grads)) if M > 1 else lambda grads: grads
 
     def microbatch(sums: Tree, batch: Tree) -> tuple:
         """sums, with what this microbatch adds; None: what it makes."""
@@ -73,15 +75,15 @@ def run_layers(
             weights, kept_here = _row((layers, kept), here, i)
             grads, g = back.whole(kept_here, weights, inputs(weights), g)
             if sums is None:
-                return (g, coming, None), settle_layer(grads)
+                return (g, coming, None), settle_layer(exact(grads))
             earlier = to_device(jax.tree.map(lambda s: get(s, i), sums))
-            grads = settle_layer(jax.tree.map(jnp.add, earlier, grads))
+            grads = settle_layer(jax.tree.map(jnp.add, earlier, exact(grads)))
             return (g, coming, jax.tree.map(lambda s, grad: put(s, i, grad), sums, grads)), None
 
         begin = g, coming + _fetched(kept, jnp.full((), count - 1, jnp.int32)), earlier_layers
         (g, _, of_layers), made = lax.scan(backward, begin, jnp.arange(count), reverse=True)
         _, pull = jax.vjp(lambda begin: first(begin, batch), ends[0])
-        of_ends = pull(g)[0], of_end
+        of_ends = exact((pull(g)[0], of_end))
         if sums is None:
             return loss, settle(of_ends), made
         return earlier_loss + loss, settle(of_ends, earlier_ends), of_layers
