@@ -148,7 +148,9 @@ def neutral(config: Config, vocab: int | None) -> Config:
     """The config on one device with the plainest layout: what a search begins with."""
     plain = {"microbatches": 1, "chunks": 1, "schedule": "1f1b", "prefetch": False, "grad_reduce": "after_backward"}
     one = dict.fromkeys(config.parallel.axes, 1)
-    return resolve(config.replace("parallel", **plain).replace("memory", remat="none"), one, vocab)
+    here = {"offload_params": "none", "offload_activations": "none"}  # which want a ZeRO stage and a policy
+    found = resolve(config.replace("parallel", **plain).replace("memory", remat="none", **here), one, vocab)
+    return found.replace("memory", **{key: getattr(config.memory, key) for key in here})
 
 
 def written(tree: dict[str, Any], e: Estimate, origin: str) -> str:

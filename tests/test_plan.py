@@ -287,6 +287,15 @@ def test_what_rests_on_the_host_is_planned_and_told(tmp_path, capsys):
     assert run(*common, "data.batch_size=1") == 1  # 132 GB without
 
 
+def test_a_search_says_when_host_memory_would_do_and_finds_layouts_with_it(capsys):
+    common = "--config", ROOT / "configs/llama3_70b.yaml", "--gpu", "h100", "--gpus", 8, "--choose"
+    assert run(*common) == 2
+    assert "what would do: memory.offload_optimizer=host (" in capsys.readouterr().err
+    modes = "memory.offload_optimizer=host", "memory.offload_params=host", "memory.offload_activations=host"
+    assert run(*common, *modes) == 0
+    assert "ZeRO 3" in capsys.readouterr().out
+
+
 def run(*arguments):
     return plan.main([str(a) for a in arguments])
 

@@ -50,6 +50,10 @@ def search(config: Config, gpu: str, gpus: int, taken: float = TAKEN, fixed: Map
     hardware.check_count(gpu, gpus)
     config = on_hardware(config, gpu)
     fixed = {} if fixed is None else dict(fixed)
+    if config.memory.offload_params == "host":  # at stage 3 alone
+        config, fixed = config.replace("parallel", zero=3), {"parallel.zero": 3} | fixed
+    if config.memory.offload_activations == "host":  # by policy: any but none
+        config = config.replace("memory", remat="full")
     limit, capability = taken * hardware.find(gpu).memory_bytes, hardware.find(gpu).capability
     rejected: Counter[str] = Counter()
     fitting: list[Estimate] = []
@@ -195,7 +199,11 @@ def why_nothing_fits(found: Found, gpu: str, gpus: int, taken: float, fixed: Map
     neutral = config.replace("parallel", **dict.fromkeys(config.parallel.axes, 1))
     more = config.data.batch_size // max(gpus, 1)
     helps = []
+    optimizer = {"offload_optimizer": "host"}
+    host = [optimizer, optimizer | {"offload_params": "host"}] if config.memory.offload_optimizer == "none" else []
+    said = lambda keys: " ".join(f"memory.{key}={value}" for key, value in keys.items())
     changes = (
+        [(said(keys), neutral.replace("memory", **keys), gpu, gpus) for keys in host if gpu != hardware.SIMULATED],
         [("model.loss_chunk=1024", neutral.replace("model", loss_chunk=1024), gpu, gpus)],
         [(kind, neutral, kind, gpus) for kind in ("h100", "h200", "b200") if kind != gpu],
         [(f"{gpus * n} GPUs", neutral, gpu, gpus * n) for n in (2, 4, 8, 16, 32) if more >= n or gpus * n <= 8],
