@@ -20,7 +20,7 @@ from rich.table import Table
 from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
-from nanotrain_jax.audit import cost, hardware
+from nanotrain_jax.audit import cost, hardware, hlo
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import data, request
 
@@ -58,7 +58,7 @@ def measure(config: configs.Config, count: int, warmup: int) -> dict:
     rate = tokens[:, 1:].size / seconds
     peak = hardware.peak_flops(device.device_kind)
     flops = cost.flops_per_token(config.model, config.data.seq_len)
-    memory, allocated = train.memory_analysis(), device.memory_stats()
+    memory, allocated = hlo.memory(train), device.memory_stats()
     return {
         "device": device.device_kind,
         "devices": mesh.size,
@@ -75,7 +75,8 @@ def measure(config: configs.Config, count: int, warmup: int) -> dict:
         "tflops_per_device_causal": rate * flops["causal"] / mesh.size / 1e12,
         "mfu_full": rate * flops["full"] / mesh.size / peak if peak else None,
         "mfu_causal": rate * flops["causal"] / mesh.size / peak if peak else None,
-        "peak_bytes_compiled": memory.peak_memory_in_bytes,
+        "peak_bytes_compiled": memory["peak_bytes"],
+        "host_bytes_compiled": memory["host_bytes"],
         "peak_bytes_measured": allocated["peak_bytes_in_use"] if allocated else None,
         "compile_seconds": compile_seconds,
         "loss": float(pending),
