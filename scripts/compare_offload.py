@@ -5,7 +5,7 @@
 
 One table and one JSON line: seconds of a step (median), over those of the plain run; bytes on the device and on the
 host as compiled, and copied in a step; seconds that these copies take alone, at the speed measured here, both ways at a
-time; and which share of them is hidden: 1 - (step - plain step) / copies alone. ZeRO 3 and remat=full unless overridden.
+time; and which share of them is hidden: 1 - (step - plain step) / copies alone. ZeRO 3, full remat unless overridden.
 """
 
 import argparse
