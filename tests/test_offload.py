@@ -131,6 +131,16 @@ def test_a_run_begins_with_the_same_weights_and_small_arrays_stay_on_the_device(
     assert layers["norm_mlp"]["gain_D"].sharding.memory_kind == "device"
 
 
+@pytest.mark.parametrize("parallel", [{"data": 4, "zero": 3}, {"data": 2, "zero": 3, "pipe": 2, "microbatches": 2}])
+def test_evaluation_sees_the_same_weights_wherever_they_rest(parallel):
+    losses = []
+    for mode in "params", None:
+        config, mesh = resolved(tree(mode, "none", parallel, "llama"))
+        step = steps.build(config, mesh)
+        losses.append(step.evaluate(step.init().params, on_devices(random_tokens(config)[0], step)))
+    equal(*losses)
+
+
 def test_a_step_whose_gradients_are_not_finite_changes_nothing_on_the_host():
     config, mesh = resolved(tree("params", "none", {"data": 4, "zero": 3, "microbatches": 2}, "llama"))
     step = steps.build(config, mesh)
