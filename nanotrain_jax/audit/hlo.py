@@ -295,10 +295,12 @@ def memory(compiled: Any) -> dict[str, int]:
     """
     m = compiled.memory_analysis()
     host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes
-    allocated = m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
+    peak = m.peak_memory_in_bytes
+    if host:
+        peak = m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
     return {
         "argument_bytes": m.argument_size_in_bytes,
         "temp_bytes": m.temp_size_in_bytes,
-        "peak_bytes": allocated if host else m.peak_memory_in_bytes,
+        "peak_bytes": peak,
         "host_bytes": host,
     }
