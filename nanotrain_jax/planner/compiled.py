@@ -49,7 +49,7 @@ def estimated(e: Estimate) -> dict[str, float]:
     parts = e.moments[e.peak]
     found = {
         "peak_bytes": e.peak_bytes,
-        "argument_bytes": parts["params"] + parts["optimizer"],
+        "argument_bytes": parts["params"] + parts["optimizer"] + 8 * cost.tokens_per_device(e.config),  # and the batch
         "flops": e.flops,
         "wire_bytes": sum(t.bytes for t in e.transfers),
     }
