@@ -4,6 +4,7 @@ closed forms say, on their way while the GPU computes.
 python tests/test_offload.py   compiles the cases and writes golden/offload.json
 """
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -415,6 +416,23 @@ def line_of_readme(row):
 def test_the_readme_shows_what_rests_where(row):
     line = line_of_readme(row)
     assert line in (ROOT / "README.md").read_text(), line
+
+
+@needs_cuda_compiler
+@pytest.mark.long
+def test_more_in_host_memory_means_a_larger_model(capsys):
+    spec = importlib.util.spec_from_file_location("largest_model", ROOT / "scripts" / "largest_model.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have it
+        found = [script.largest(mode, "h100", 5e11, []) for mode in ("nothing", "optimizer", "optimizer, gradients")]
+    layers = [e.config.model.num_layers for e, _ in found]
+    assert layers == sorted(set(layers))
+    for e, compiled in found:
+        assert compiled["peak_bytes"] <= e.limit_bytes
+        assert compiled["host_bytes"] <= 5e11
+    assert script.main(["model.no_such_key=1"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 if __name__ == "__main__":

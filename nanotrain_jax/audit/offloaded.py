@@ -48,7 +48,7 @@ def large(config: Config) -> list[Large]:
 
 
 def is_streamed(config: Config) -> bool:
-    """Whether layers run in a loop of their own (parallel/streamed.py), which sends gradients to the host."""
+    """Whether layers run in a loop of their own (parallel/streamed.py), with what rests on the host one layer ahead."""
     return by_hand(config) and config.parallel.pipe == 1
 
 

@@ -4,8 +4,9 @@ ZeRO-Offload (arXiv 2101.06840) keeps master weights and moments in host memory,
 weights too. JAX's memory spaces do the moving: a type says where an array rests (`float32<host>[8,4]`), and only
 `to_device` and `to_host` go between. These functions ask the type, so that what is on the device already is left there.
 
-A loop is double-buffered (`stream`): while a piece is computed the next one comes and the last one goes, and the device
-holds two pieces at a time. On a CPU both spaces are the same memory, and the same code runs.
+A loop is double-buffered (`stream`): as one piece leaves the next one comes. By the program the device holds two at a
+time; as XLA lays the loop out up to four, so pieces are small. On a CPU both spaces are the same memory, and the same
+code runs.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ def unit(
     """-> (body(x, layer) -> x, such that its backward keeps what policy says; how many layers, stacked, it takes).
 
     None: one layer, not stacked. regather: the body gathers its weights, which are not to be kept. prefetch: leave the
-    compiler free to gather a layer's weights before the layer's turn in the backward.
+    compiler free to gather a layer's weights before the layer's turn in the backward. offload: what is kept waits in
+    host memory: its bytes there in the forward, back in the backward. Not with none.
     """
 
     def checkpoint(body: Callable, saved: Sequence[str] = ()) -> Callable:

@@ -49,11 +49,10 @@ def run_layers(
     that send to the host what is to rest there.
     """
     count, M = len(jax.tree.leaves(layers)[0]), len(jax.tree.leaves(microbatches)[0])
-
     exact = (lambda grads: jax.tree.map(lambda g: g.astype(jnp.float32), grads)) if M > 1 else lambda grads: grads
 
     def microbatch(sums: Tree, batch: Tree) -> tuple:
-        """sums, with what this microbatch adds; None: what it makes."""
+        """sums (loss, gradients of ends, of layers) with what this microbatch adds; None: what it makes."""
         earlier_loss, earlier_ends, earlier_layers = sums or (None, None, None)
         x, coming = first(ends[0], batch), _fetched(layers, jnp.zeros((), jnp.int32))
         weights = _row(layers, coming, jnp.zeros((), jnp.int32))

@@ -245,8 +245,10 @@ def _reduce(grads: Tree, stored: Tree, dims: Tree, wire: Wire, scatter: bool) ->
 
 
 def settled(grads: Tree, stored: Tree, dims: Tree, far: Tree, earlier: Tree | None = None) -> Tree:
-    """Gradients as a backward of stages 2 and 3 leaves them, added to earlier ones; those that are far, and complete,
-    to the host. Complete: no other device adds to them in `reduce`.
+    """Gradients as a backward leaves them, added to earlier ones; those that are far, and complete, to the host.
+
+    far: at stages 2 and 3 alone. Complete: no other device adds to them in `reduce`. What is added to moves there and
+    back, what is not once.
     """
 
     def one(g: jax.Array, w: jax.Array, d: int, far: bool, earlier: jax.Array | None) -> jax.Array:
