@@ -150,8 +150,10 @@ class Memory(_Section):
     remat: str = _key(
         "none", "what layers keep for their backward: none (all) | selective (matmul outputs) | full (inputs) | block:N"
     )
-    offload_optimizer: Literal["none", "host"] = _key(
-        "none", "where master weights and moments rest: on the device, or in host memory; from zero 2 on gradients too"
+    offload_optimizer: Literal["none", "host", "nvme"] = _key(
+        "none",
+        "where master weights and moments rest: on the device, in host memory, in files in nvme_dir; with both of the "
+        "latter, from zero 2 on gradients in host memory",
     )
     offload_params: Literal["none", "host"] = _key(
         "none", "zero 3: where the weights rest; host: each layer comes while the one before it computes"
@@ -159,11 +161,19 @@ class Memory(_Section):
     offload_activations: Literal["none", "host"] = _key(
         "none", "where what remat=selective, full or block:N keeps waits for the backward"
     )
+    nvme_dir: str | None = _key(None, "offload_optimizer=nvme: folder on a fast disk of this machine, of one run alone")
 
     @model_validator(mode="after")
     def _policy(self) -> Memory:
         if not re.fullmatch(r"none|selective|full|block:[1-9]\d*", self.remat):
             raise ValueError(f"memory.remat={self.remat!r} is unknown; use none, selective, full or block:N")
+        if self.offload_optimizer == "nvme" and not self.nvme_dir:
+            raise ValueError("memory.offload_optimizer='nvme' needs a folder for its files; set memory.nvme_dir")
+        if self.nvme_dir and self.offload_optimizer != "nvme":
+            raise ValueError(
+                f"memory.nvme_dir={self.nvme_dir!r} is of no use with memory.offload_optimizer="
+                f"{self.offload_optimizer!r}; leave it out, or use nvme"
+            )
         return self
 
 
@@ -238,7 +248,7 @@ class Runtime(_Section):
     """Devices and compiler."""
 
     simulate: Count = _key(0, "run on this many simulated CPU devices; 0: the machine's own devices", le=4096)
-    compile_cache: bool = _key(True, "keep compiled programs in ~/.cache/nanotrain_jax for the next run")
+    compile_cache: bool = _key(True, "keep compiled programs in ~/.cache/nanotrain_jax for the next run; not with simulate")
     deterministic: bool = _key(False, "ask XLA for deterministic GPU kernels (slower)")
     profile_steps: Annotated[tuple[int, int], Pair] | None = _key(
         None, "[first, last] step written to <logging.dir>/profile for TensorBoard or Perfetto"

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from nanotrain_jax import model
 from nanotrain_jax.config import Config, Model
 from nanotrain_jax.parallel import offload
-from nanotrain_jax.parallel.update import Opt
+from nanotrain_jax.parallel.update import Opt, only
 from nanotrain_jax.parallel.zero import WHOLE, ZERO, shard_dims
 from nanotrain_jax.runtime import optim
 from nanotrain_jax.sharding import specs
@@ -51,6 +51,7 @@ class Layout(NamedTuple):
     far_params: Tree  # whether an array rests on the host
     far_opt: Tree  # whether its master weights and moments do
     far_gradients: Tree  # whether its gradient does, where the layers' loop is written out
+    inside: Tree  # whether the step updates it; else piecewise.py does, with state that rests in files
 
 
 def lay_out(config: Config, mesh: Mesh) -> Layout:
@@ -82,7 +83,8 @@ def lay_out(config: Config, mesh: Mesh) -> Layout:
         layer_dims=jax.tree.map(lambda d: d if d == WHOLE else d - 1, dims["layers"]),
         far_params=large if m.offload_params == "host" else near,
         far_opt=large if m.offload_optimizer == "host" else near,
-        far_gradients=large if m.offload_optimizer == "host" and p.zero >= 2 else near,
+        far_gradients=large if m.offload_optimizer != "none" and p.zero >= 2 else near,
+        inside=jax.tree.map(lambda is_large: not (is_large and m.offload_optimizer == "nvme"), large),
     )
 
 
@@ -95,7 +97,7 @@ def init(config: Config, rest: Layout, optimizer: optax.GradientTransformation) 
     lower = lambda weights: jax.tree.map(lambda w: w.astype(dtype), weights)
     zeros = lambda weights: jax.tree.map(jnp.zeros_like, weights)
     make = partial(model.init, rest.model, config.train.seed, rest.split, rest.order)
-    if not any(jax.tree.leaves(rest.far_opt)):
+    if all(jax.tree.leaves(rest.inside)) and not any(jax.tree.leaves(rest.far_opt)):
         master = make()
         params, moments = lower(master), optimizer.init(master)
     else:
@@ -109,7 +111,7 @@ def init(config: Config, rest: Layout, optimizer: optax.GradientTransformation) 
         made = make(lambda layer: parts(layer, "layers"))
         both = zip(parts(made["ends"], "ends"), made["layers"], strict=True)
         params, master, empty = ({"ends": ends, "layers": layers} for ends, layers in both)
-        moments = _moments(optimizer, rest.shapes, empty, lambda x: jnp.zeros(x.shape, x.dtype))
+        moments = moments_like(optimizer, rest.shapes, empty, lambda x: jnp.zeros(x.shape, x.dtype))
     opt = Opt(None if dtype == jnp.float32 else master, moments)
     return State(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), params, opt, optim.loss_scale(config.precision))
 
@@ -120,7 +122,7 @@ def abstract(config: Config, mesh: Mesh, rest: Layout, optimizer: optax.Gradient
 
     def like(params: Tree, opt: Tree, other: Any) -> State:
         """A tree like State, with these for parameters, for master weights and moments, and for each scalar."""
-        moments = _moments(optimizer, rest.shapes, opt, lambda _: other)
+        moments = moments_like(optimizer, rest.shapes, opt, lambda _: other)
         opt = Opt(None if shapes.opt.master is None else opt, moments)
         return State(other, other, params, opt, jax.tree.map(lambda _: other, shapes.scale))
 
@@ -134,7 +136,16 @@ def placed(mesh: Mesh, x: jax.ShapeDtypeStruct, spec: PartitionSpec, far: bool =
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=offload.placed(mesh, spec, far))
 
 
-def _moments(optimizer: optax.GradientTransformation, shapes: Tree, params: Tree, scalar: Callable) -> Any:
+def part(optimizer: optax.GradientTransformation, opt: Opt, chosen: Tree, counts: bool = True) -> Opt:
+    """What of opt belongs to the chosen parameters, None for the others; with its counts of steps, or without."""
+    keep = (lambda x: x) if counts else lambda _: None
+    moments = optax.tree_utils.tree_map_params(
+        optimizer, lambda x, here: x if here else None, opt.moments, chosen, transform_non_params=keep
+    )
+    return Opt(only(opt.master, chosen), moments)
+
+
+def moments_like(optimizer: optax.GradientTransformation, shapes: Tree, params: Tree, scalar: Callable) -> Any:
     """A tree like optax's state, with params in place of each tree of them, and scalar(x) in place of other leaves."""
     state = jax.eval_shape(optimizer.init, shapes)
     return optax.tree_utils.tree_map_params(optimizer, lambda _, x: x, state, params, transform_non_params=scalar)

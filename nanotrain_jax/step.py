@@ -16,13 +16,14 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from nanotrain_jax import model
+from nanotrain_jax import model, piecewise
 from nanotrain_jax import state as states
 from nanotrain_jax.config import Config
 from nanotrain_jax.mesh import BATCH_AXES
 from nanotrain_jax.parallel import offload, pipeline, remat, streamed
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import all_reduce, as_varying, gpu_options, varying_axes
+from nanotrain_jax.parallel.update import clipped, merged, only
 from nanotrain_jax.parallel.zero import PER_LAYER, ZERO, Wire, Zero, settled
 from nanotrain_jax.runtime import optim
 from nanotrain_jax.sharding import layout
@@ -36,7 +37,8 @@ class Step(NamedTuple):
     """Compiled functions, and the shapes and shardings of their arguments (ShapeDtypeStructs).
 
     init() -> State
-    train(State, batch) -> State, metrics; consumes (donates) its State
+    train(State, batch) -> State, metrics; consumes (donates) its State. With pieces (memory.offload_optimizer=nvme)
+        also Pending: what their `update` is to be called with, before the next step
     evaluate(params, batch) -> sum of losses in nats, number of targets
     in_layer_order(State) -> State, its stacked layers in the order of the model, as checkpoints have them
     in_stage_order(State) -> State, as the others take it; consumes (donates) its State
@@ -48,12 +50,13 @@ class Step(NamedTuple):
     """
 
     init: Callable[[], State]
-    train: Callable[[State, Tree], tuple[State, dict[str, jax.Array]]]
+    train: Callable[[State, Tree], tuple]
     evaluate: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
     state: State
     batch: Tree
     in_layer_order: Callable[[State], State]
     in_stage_order: Callable[[State], State]
+    pieces: dict[str, piecewise.Pieces]
 
 
 class Stages(NamedTuple):
@@ -94,7 +97,7 @@ def after(first: Tree, second: Tree) -> Tree:
     return jax.tree.map(wait, first, second)
 
 
-def merged(first: dict, second: dict) -> dict:
+def summed(first: dict, second: dict) -> dict:
     """The trees of both, added where both have one (tied embeddings)."""
     return first | {
         name: jax.tree.map(offload.add, first[name], y) if name in first else y for name, y in second.items()
@@ -120,7 +123,7 @@ def build(config: Config, mesh: Mesh) -> Step:
     schedule = optim.schedule(config.optimizer)
     optimizer = optim.build(config.optimizer, model.is_decayed)
     host_activations = memory.offload_activations == "host"
-    far_gradients = config.parallel.zero >= 2 and memory.offload_optimizer == "host"
+    far_gradients = config.parallel.zero >= 2 and memory.offload_optimizer != "none"
     is_streamed = pipe == 1 and last is None and (far_gradients or host_activations)
 
     def local(params: Tree) -> Tree:
@@ -197,12 +200,12 @@ def build(config: Config, mesh: Mesh) -> Step:
                 lambda grads, earlier=(None, None): tuple(map(settled, grads, *ends, earlier)),
                 lambda grads: settled(grads, stored["layers"], layer_dims, far["layers"]),
             )
-            of_ends = merged(*both)
+            of_ends = summed(*both)
         like = zero.inputs(stored["layers"], dims["layers"])
         of_layers = jax.tree.map(lambda g, w: g.reshape(w.shape), of_layers, like)  # blocks of layers become layers
         return mean_loss, {"ends": of_ends, "layers": of_layers}
 
-    def train(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+    def train(state: State, batch: Tree) -> tuple:
         factor = state.scale.value if state.scale else 1.0
         params = local(state.params)
 
@@ -228,9 +231,10 @@ def build(config: Config, mesh: Mesh) -> Step:
         mean_loss = all_reduce(mean_loss, loss_axes)
         if state.scale:
             mean_loss /= factor
-        params, opt, norm, finite = zero.update(
-            optimizer, state.params, grads, state.opt, dims, wire, config.optimizer.grad_clip, factor, rest.far_opt
-        )
+        norm, finite, times = clipped(grads, config.optimizer.grad_clip, factor)
+        mine = [only(tree, rest.inside) for tree in (state.params, grads, dims, rest.far_opt)]
+        params, opt = zero.update(optimizer, *mine[:2], state.opt, mine[2], wire, times, finite, mine[3])
+        params = merged(params, state.params)
         skipped = state.skipped + jnp.where(finite, 0, 1)
         metrics = {
             "loss": mean_loss,
@@ -242,7 +246,11 @@ def build(config: Config, mesh: Mesh) -> Step:
         if scale:
             metrics["loss_scale"] = scale.value
             scale = optim.adjust(scale, finite, config.precision)
-        return State(state.step + 1, skipped, params, opt, scale), metrics
+        new = State(state.step + 1, skipped, params, opt, scale)
+        if not cut:
+            return new, metrics
+        pending = only(grads, outside), piecewise.counts(optimizer, state.opt), times, finite
+        return new, metrics, piecewise.Pending(*pending)
 
     def evaluate(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         params, microbatches = local(params), split(batch, pieces)
@@ -264,8 +272,10 @@ def build(config: Config, mesh: Mesh) -> Step:
         return all_reduce(sums, loss_axes)
 
     state_specs, state = states.abstract(config, mesh, rest, optimizer)
+    outside = jax.tree.map(lambda inside: not inside, rest.inside)
+    cut = piecewise.cut(config, rest, optimizer, state)
     prefetch, on_gpu = config.parallel.prefetch, mesh.devices.flat[0].platform == "gpu"
-    is_offloaded = "host" in (memory.offload_optimizer, memory.offload_activations)
+    is_offloaded = memory.offload_optimizer != "none" or memory.offload_activations == "host"
     options = gpu_options(config.parallel.bucket_mb, prefetch, pipe > 1, is_offloaded) if on_gpu else None
     batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32) for name in ("inputs", "targets")}
     batch_specs = {name: BATCH for name in batch}
@@ -274,12 +284,29 @@ def build(config: Config, mesh: Mesh) -> Step:
         return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
     batch = jax.tree.map(partial(states.placed, mesh), batch, batch_specs)
-    init = partial(states.init, config, rest, optimizer)
+    own = lambda state: state._replace(opt=states.part(optimizer, state.opt, rest.inside)) if cut else state
+    state, state_specs = own(state), own(state_specs)
+    # Of what is updated piece by piece: gradients lie as its state does.
+    far_specs = only(zero.storage(rest.specs, dims)[1], outside)
+    pending_specs = piecewise.Pending(far_specs, *[REPLICATED] * 3) if cut else None
+
+    def pieces_of(mine: Tree, stacked: piecewise.Opt, count: int) -> piecewise.Pieces:
+        weights_specs = only(state_specs.params, mine)
+        opt_specs = jax.tree.map(lambda x: x.sharding.spec, stacked)
+        update = on_mesh(
+            piecewise.update(zero, optimizer, wire, dims, mine, count),
+            (weights_specs, pending_specs, opt_specs, REPLICATED),
+            (weights_specs, opt_specs),
+        )
+        begin = piecewise.begin(config, rest, optimizer, mine, stacked, count)
+        return piecewise.Pieces(mine, stacked, count, begin, jax.jit(update, donate_argnums=0))
+
+    init = lambda: own(states.init(config, rest, optimizer))
     in_order = partial(states.in_order, state) if C > 1 else lambda *_, **__: lambda state: state
     return Step(
         init=jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, state)),
         train=jax.jit(
-            on_mesh(train, (state_specs, batch_specs), (state_specs, REPLICATED)),
+            on_mesh(train, (state_specs, batch_specs), (state_specs, REPLICATED, pending_specs)[: 3 if cut else 2]),
             donate_argnums=0,
             compiler_options=options,
         ),
@@ -291,4 +318,5 @@ def build(config: Config, mesh: Mesh) -> Step:
         batch=batch,
         in_layer_order=in_order(pipe, C),
         in_stage_order=in_order(C, pipe, donate=(0,)),
+        pieces={name: pieces_of(*group) for name, group in cut.items()},
     )

@@ -22,13 +22,13 @@ import yaml
 from jax.sharding import Mesh
 
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import model
+from nanotrain_jax import model, stored
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, hardware, hlo, memory
 from nanotrain_jax.config import Config, padded_vocab
 from nanotrain_jax.parallel import chart, schedule
 from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import checkpoint, data, metrics, request
+from nanotrain_jax.runtime import checkpoint, data, metrics, nvme, request
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return refuse(error)
         try:
             folder = new_folder("logging.dir", run.config.logging.dir)
-            with checkpoint.alone(folder):
-                train(run, folder, stopped)
-        except OSError as error:  # a full disk, say; the newest finished checkpoint stays usable
+            with checkpoint.alone("logging.dir", folder), files_of(run) as files:
+                train(run, folder, files, stopped)
+        except (ValueError, OSError) as error:  # a full disk, say; the newest finished checkpoint stays usable
             return refuse(error)
     return 0
 
@@ -90,6 +90,8 @@ class Run(NamedTuple):
     state: steps.State
     position: int
     resumed: str | None
+    start: tuple[Path, int] | None  # folder and step of the checkpoint
+    meta: dict | None  # its own
 
 
 def prepare(config: Config) -> Run:
@@ -98,22 +100,26 @@ def prepare(config: Config) -> Run:
     Raises ValueError or OSError.
     """
     runtime = config.runtime
-    cache = str(Path.home() / ".cache" / "nanotrain_jax") if runtime.compile_cache else None
+    # XLA:CPU, of a program with loops that it read from a cache, runs collectives side by side, and aborts.
+    keeps = runtime.compile_cache and not runtime.simulate
+    cache = str(Path.home() / ".cache" / "nanotrain_jax") if keeps else None
     meshes.configure(runtime.simulate, runtime.deterministic, cache)
     mesh = meshes.make(**config.parallel.axes)
     dataset = data.load(config.data, config.model.vocab_size)
     config = resolve(config, mesh.shape, dataset.vocab_size)
     start = checkpoint.find(config.checkpoint)
     step = steps.build(config, mesh)
+    if step.pieces:
+        stored.store(config, step)  # which says what is wrong with its folder
     if start is None:
-        return Run(config, mesh, dataset, step, step.init(), 0, None)
+        return Run(config, mesh, dataset, step, step.init(), 0, None, None, None)
     folder, number = start
     accept = lambda meta: checkpoint.check(meta, config, dataset.tokenizer)
     state, meta = checkpoint.read(folder, number, step.state, accept, model.is_padded)
     resumed = f"resumed from step {number} in {folder}"
     if meta["data"]["fingerprint"] != dataset.fingerprint:
         resumed += "; the training data are not those of the checkpoint: sequences may repeat"
-    return Run(config, mesh, dataset, step, step.in_stage_order(state), meta["data"]["position"], resumed)
+    return Run(config, mesh, dataset, step, step.in_stage_order(state), meta["data"]["position"], resumed, start, meta)
 
 
 def new_folder(key: str, path: str) -> Path:
@@ -126,10 +132,21 @@ def new_folder(key: str, path: str) -> Path:
         raise OSError(f"{key}={path!r} cannot be written to ({error.strerror}); choose another folder") from None
 
 
-def train(run: Run, folder: Path, stopped: Callable[[], bool]) -> None:
+@contextmanager
+def files_of(run: Run) -> Iterator[nvme.Store | None]:
+    """The files of its optimizer state, of this run alone, where it rests in files. Raises OSError."""
+    if not run.step.pieces:
+        yield None
+        return
+    folder = new_folder("memory.nvme_dir", run.config.memory.nvme_dir)
+    with checkpoint.alone("memory.nvme_dir", folder), nvme.opened(stored.store(run.config, run.step)) as files:
+        yield files
+
+
+def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[], bool]) -> None:
     """Train until the last step or until stopped(); then save, and say what there is in folder (config.logging.dir).
 
-    Raises OSError (a full disk).
+    files: those of memory.nvme_dir, if it is used. Raises OSError (a full disk).
     """
     config, step, state = run.config, run.step, run.state
     first, last, every = int(state.step), config.train.steps, config.checkpoint.every
@@ -146,13 +163,16 @@ def train(run: Run, folder: Path, stopped: Callable[[], bool]) -> None:
         ]
         return sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums)
 
-    def meta(number: int) -> dict:
+    def save(number: int) -> None:
         position = run.position + (number - first) * config.data.batch_size
-        return {
+        meta = {
             "config": config.to_dict(),
             "tokenizer": run.dataset.tokenizer,
             "data": {"position": position, "fingerprint": run.dataset.fingerprint},
+            "nvme": files and files.seal(),
         }
+        apart = (stored.arrays(files, step, config), files.nbytes) if files else ()
+        write(number, step.in_layer_order(state), meta, *apart)
 
     def new_writer() -> metrics.Writer:
         devices = run.mesh.devices
@@ -170,8 +190,12 @@ def train(run: Run, folder: Path, stopped: Callable[[], bool]) -> None:
         train_step = step.train.lower(step.state, step.batch).compile()
         writer.say(f"compiled in {time.perf_counter() - started:.1f} s")
         check_offload(run, hlo.memory(train_step)["host_bytes"])
+        if files:
+            train_step = stored.train(files, step, train_step)
+            how = stored.fill(files, step, config, run.start, run.meta and run.meta.get("nvme"))
+            writer.say(f"master weights and moments: {files.nbytes / 1e9:.3g} GB in {files.folder}, {how}")
         batches = data.batches(run.dataset.train, step.batch, config.data.seed, run.position)
-        with checkpoint.writing(config.checkpoint) if every else nullcontext() as save:
+        with checkpoint.writing(config.checkpoint) if every else nullcontext() as write:
             writer.start_clock()
             while number < last and not stopped():
                 number += 1
@@ -180,6 +204,8 @@ def train(run: Run, folder: Path, stopped: Callable[[], bool]) -> None:
                     profiling = True
                 state, values = train_step(state, next(batches))
                 writer.step(number, values)
+                if files:
+                    writer.settle()  # the updates have waited for the device anyway
                 if profiling and number in (end_profile, last):
                     writer.settle()
                     jax.profiler.stop_trace()
@@ -190,11 +216,11 @@ def train(run: Run, folder: Path, stopped: Callable[[], bool]) -> None:
                     writer.start_clock()
                 if every and number % every == 0:
                     writer.settle()
-                    save(number, step.in_layer_order(state), meta(number))
+                    save(number)
                     saved = number
                     writer.start_clock()
             if every and number > saved:
-                save(number, step.in_layer_order(state), meta(number))
+                save(number)
         writer.finish()
         writer.say(summary(run, writer, number))
 

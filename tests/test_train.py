@@ -48,16 +48,8 @@ def main(config_file, *overrides):
 
 
 def start(config_file, *overrides, **how):
-    """The command as a process of its own; its cache of compiled programs lies beside the config."""
-    command = [
-        sys.executable,
-        "-m",
-        "nanotrain_jax.train",
-        "--config",
-        str(config_file),
-        "runtime.compile_cache=true",
-        *overrides,
-    ]
+    """The command as a process of its own."""
+    command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(config_file), *overrides]
     environment = os.environ | {"HOME": str(config_file.parent), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
 
@@ -283,7 +275,7 @@ def test_a_write_that_fails_half_way_leaves_the_previous_checkpoint_usable(confi
     run = tmp_path / "run"
     first = start(config_file, f"logging.dir={run}", "train.steps=5")
     assert first.wait(120) == 0
-    full = start(config_file, f"logging.dir={run}", "runtime.compile_cache=false")
+    full = start(config_file, f"logging.dir={run}")
     resource.prlimit(full.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))  # what exceeds it fails as on a full disk
     out, err = full.communicate(timeout=120)
     assert full.returncode == 2, err

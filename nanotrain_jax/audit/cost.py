@@ -103,7 +103,7 @@ def rows(array: Array, config: Config) -> int:
 def by_hand(config: Config) -> bool:
     """Whether the layers run in a loop that is written out, which looks at each end by itself."""
     p, m = config.parallel, config.memory
-    streams = m.offload_activations == "host" or (p.zero >= 2 and m.offload_optimizer == "host")
+    streams = m.offload_activations == "host" or (p.zero >= 2 and m.offload_optimizer != "none")
     return p.pipe > 1 or (streams and p.grad_reduce == "after_backward")
 
 

@@ -109,7 +109,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
         | {"buffers": (4 if several else g) * largest if once and not sent else 0.0},
     }
     found = {moment: always | parts for moment, parts in found.items()}
-    return _offloaded(config, found) if "host" in offloaded.modes(config) else found
+    return _offloaded(config, found) if set(offloaded.modes(config)) != {"none"} else found
 
 
 def _offloaded(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
@@ -120,6 +120,8 @@ def _offloaded(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
                 host (of both, where there were earlier ones)
     params      two layers (blocks), and in the backward the gradients of one, float32
     activations of two layers, in the backward
+
+    From files (nvme) five pieces of a layer: what one computes with and makes, the next, and two on their way back.
     """
     m, p, memory = config.model, config.parallel, config.memory
     b, L = BYTES[config.precision.compute], m.num_layers / p.pipe
@@ -132,7 +134,7 @@ def _offloaded(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
     early = bool(m.loss_chunk) or p.tensor > 1
     for moment, parts in found.items():
         for what in ("params", "optimizer"):
-            parts[what] -= rests.get(what, 0.0)
+            parts[what] -= rests.get(what, 0.0) + (offloaded.in_files(config) if what == "optimizer" else 0.0)
         if streamed:
             parts["gradients"] = 4 * table if moment == "loss" and early else 0.0
             parts["loss"] = parts["loss"] if moment == "loss" else 0.0  # the head's gradient is made at once

@@ -33,7 +33,7 @@ def modes(config: Config) -> tuple[str, str, str]:
 
 
 def large(config: Config) -> list[Large]:
-    """What rests on the host where memory.offload_optimizer=host."""
+    """What rests on the host where memory.offload_optimizer=host, in files where it is nvme (gradients on the host)."""
     p = config.parallel
     if config.memory.offload_optimizer == "none":
         return []
@@ -60,18 +60,24 @@ def optimizer_bytes(config: Config) -> int:
 def rests(config: Config, kept: float) -> dict[str, float]:
     """What a step needs of host memory. kept: bytes of all that layers keep for their backward (audit/memory.py).
 
-    optimizer    12 S (8 S in float32)
+    optimizer    12 S (8 S in float32); with memory.offload_optimizer=nvme that is in files (`in_files`)
     params       2 S (4 S)
     gradients    4 S, from ZeRO 2 on and without pipeline stages
     activations  what `remat` keeps
     """
     found, m = large(config), config.memory
     every = sum(x.size for x in found)
-    parts = {"optimizer": optimizer_bytes(config) * every}
+    parts = {"optimizer": optimizer_bytes(config) * every if m.offload_optimizer == "host" else 0.0}
     parts["params"] = BYTES[config.precision.compute] * every if m.offload_params == "host" else 0.0
     parts["gradients"] = 4 * sum(x.size for x in found if x.far_gradient)
     parts["activations"] = kept if m.offload_activations == "host" else 0.0
     return {what: size for what, size in parts.items() if size}
+
+
+def in_files(config: Config) -> float:
+    """Bytes of master weights and moments that rest on NVMe for a device, and that a step reads and writes: 12 S."""
+    is_there = config.memory.offload_optimizer == "nvme"
+    return optimizer_bytes(config) * sum(x.size for x in large(config)) if is_there else 0.0
 
 
 def copied(config: Config, kept: float, passed: float) -> list[dict[str, Any]]:
@@ -85,7 +91,8 @@ def copied(config: Config, kept: float, passed: float) -> list[dict[str, Any]]:
                  once for the update
     activations  what is kept, there and back; with stages their slots are filled with zeros first
 
-    A loop fetches one piece more than it uses: the update's a quarter of a layer, that of weights a layer.
+    A loop fetches one piece more than it uses: the update's a quarter of a layer, that of weights a layer. With
+    memory.offload_optimizer=nvme the update is not part of the step's program (piecewise.py): it is not counted here.
     """
     p, m, found = config.parallel, config.memory, large(config)
     w, M, L = BYTES[config.precision.compute], p.microbatches, config.model.num_layers / p.pipe
@@ -99,10 +106,11 @@ def copied(config: Config, kept: float, passed: float) -> list[dict[str, Any]]:
     in_layers, cuts = [x for x in found if x.array.where == "layers"], turns(config)
     again = lambda x: x.size * (1 + 1 / cuts[x.array] if cuts[x.array] > 1 else 1)
     every, once_more = sum(x.size for x in found), sum(map(again, found))
-    state = optimizer_bytes(config) + (4 if far_params and w == 4 else 0)
-    add("device", "master weights and moments", state * once_more)
-    add("host", "master weights and moments", optimizer_bytes(config) * every)
-    add("host", "updated weights", w * every if far_params else 0.0)
+    if m.offload_optimizer == "host":
+        state = optimizer_bytes(config) + (4 if far_params and w == 4 else 0)
+        add("device", "master weights and moments", state * once_more)
+        add("host", "master weights and moments", optimizer_bytes(config) * every)
+        add("host", "updated weights", w * every if far_params else 0.0)
     far = [x for x in found if x.far_gradient]
     layers, ends = (sum(x.size for x in far if (x in in_layers) is inside) for inside in (True, False))
     add("host", "gradients", 4 * M * (layers + ends))
@@ -111,7 +119,8 @@ def copied(config: Config, kept: float, passed: float) -> list[dict[str, Any]]:
     cut = lambda x: pieces(int(x.size), int(L) if x in in_layers else rows(x.array, config), int(largest))
     normed = sum(x.size * (1 + 1 / cut(x) if cut(x) > 1 else 1) for x in far)
     add("device", "gradients, for their norm", 4 * normed)
-    add("device", "gradients, for the update", 4 * sum(map(again, far)))
+    if m.offload_optimizer == "host":
+        add("device", "gradients, for the update", 4 * sum(map(again, far)))
     if far_params:
         size = int(m.remat.partition(":")[2] or 1)
         passes = 2 + (size / L if p.pipe == 1 else 0)

@@ -51,6 +51,16 @@ def global_norm(grads: Tree) -> jax.Array:
     return jnp.sqrt(everywhere + all_reduce(split, [axis for axis in AXES if axis in over]))
 
 
+def clipped(grads: Tree, clip: float, scale: jax.Array | float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """-> global norm before clipping (float32), whether it is finite, factor, of gradients of the loss times scale.
+
+    Times factor they are those of the loss, with a global norm of at most clip (0: never clipped; arXiv 1211.5063).
+    """
+    norm = global_norm(grads) / scale
+    factor = jnp.minimum(1.0, clip / (norm + 1e-6)) if clip else 1.0
+    return norm, jnp.isfinite(norm), jnp.asarray(factor / scale, jnp.float32)
+
+
 def update(
     optimizer: optax.GradientTransformation,
     weights: Tree,
@@ -85,7 +95,7 @@ def update(
     scalars = moments_of(dropped, same, opt.moments)  # the number of steps: the same for every piece
 
     def piece(values: Tree, grads: Tree) -> Tree:
-        weights, master, moments = step(*values[:2], _merged(values[2], scalars), grads)
+        weights, master, moments = step(*values[:2], merged(values[2], scalars), grads)
         return weights, master, moments_of(same, dropped, moments)
 
     streamed = [
@@ -94,9 +104,9 @@ def update(
     parts = next(n for n in (PARTS, 2, 1) if n == 1 or all(x.shape[1] % n == 0 for x in streamed))
     limit = max(sum(x.size // len(x) for x in streamed) // parts, 1)
     found = nothing, opt.master and nothing, step(nothing, None, scalars, nothing)[2]
-    for kind, mine in _groups(far).items():
-        only = lambda tree, mine=mine: tree and jax.tree.map(_if, tree, mine)
-        values, given = (only(weights), only(opt.master), moments_of(_if, dropped, opt.moments, mine)), only(grads)
+    for kind, mine in groups(far).items():
+        values = only(weights, mine), only(opt.master, mine), moments_of(_if, dropped, opt.moments, mine)
+        given = only(grads, mine)
         first = jax.tree.leaves(values)[0]
         if kind == "near":
             new = piece(values, given)
@@ -106,15 +116,15 @@ def update(
             new = jax.tree.map(whole, new)
         else:
             new = offload.stream(piece, values, given, offload.pieces(first.size, len(first), limit))
-        found = _merged(found, new)
+        found = merged(found, new)
     return found[0], Opt(*found[1:])
 
 
-def _groups(far: Tree) -> dict[str, Tree]:
+def groups(far: Tree) -> dict[str, Tree]:
     """What is updated together, as trees of booleans: what is near; far layers; each of the others that are far."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(far)
     names = [
-        "near" if not is_far else "layers" if path[0].key == "layers" else jax.tree_util.keystr(path)
+        "near" if not is_far else "layers" if path[0].key == "layers" else ".".join(str(key.key) for key in path)
         for path, is_far in leaves
     ]
     return {group: tree.unflatten([name == group for name in names]) for group in dict.fromkeys(names)}
@@ -134,6 +144,11 @@ def _if(x: jax.Array, here: bool) -> jax.Array | None:
     return x if here else None
 
 
-def _merged(first: Tree, second: Tree) -> Tree:
+def only(tree: Tree, chosen: Tree) -> Tree:
+    """The leaves of tree that are chosen, None for the others."""
+    return tree and jax.tree.map(_if, tree, chosen)
+
+
+def merged(first: Tree, second: Tree) -> Tree:
     """What is None in first from second."""
     return jax.tree.map(lambda x, y: y if x is None else x, first, second, is_leaf=lambda x: x is None)

@@ -52,7 +52,7 @@ from nanotrain_jax.parallel.collectives import (
     reduce_scatter,
     varying_axes,
 )
-from nanotrain_jax.parallel.update import Opt, global_norm, update
+from nanotrain_jax.parallel.update import Opt, update
 
 Tree = Any  # a pytree of arrays
 WHOLE = -1  # in a tree of dims: the leaf is not sharded
@@ -269,21 +269,16 @@ def _update(
     opt: Opt,
     dims: Tree,
     wire: Wire,
-    clip: float,
-    scale: jax.Array | float,
+    factor: jax.Array,
+    finite: jax.Array,
     far: Tree,
     stored_sharded: bool,
-) -> tuple[Tree, Opt, jax.Array, jax.Array]:
-    """-> stored parameters, optimizer state, global norm before clipping (float32), whether it is finite.
+) -> tuple[Tree, Opt]:
+    """-> stored parameters, optimizer state, after a step with grads times factor; untouched unless finite.
 
-    Gradients are those of the loss times scale; they are brought to a global norm of at most clip (0: never; arXiv
-    1211.5063). Where the norm is not finite, parameters and state come back untouched. Each device updates what it has
-    the gradients of; where parameters are stored whole but updated in shards (stages 1 and 2), the new weights are
-    all-gathered in the dtype they rest in. far: see `update.update`.
+    Each device updates what it has the gradients of; where parameters are stored whole but updated in shards (stages 1
+    and 2), the new weights are all-gathered in the dtype they rest in. factor, finite, far: see `parallel/update.py`.
     """
-    norm = global_norm(grads) / scale
-    finite = jnp.isfinite(norm)
-    factor = (jnp.minimum(1.0, clip / (norm + 1e-6)) if clip else 1.0) / scale
 
     def own(w: jax.Array, d: int) -> jax.Array:
         return w if d == WHOLE or stored_sharded else own_shard(w, "data", d)
@@ -292,7 +287,7 @@ def _update(
         return weights if dims[0] == WHOLE or stored_sharded else all_gather(weights, "data", dims, invarying=True)
 
     mine, opt = update(optimizer, jax.tree.map(own, stored, dims), grads, opt, factor, finite, far)
-    return _in_buckets(share, wire, dims, mine, shards=True), opt, norm, finite
+    return _in_buckets(share, wire, dims, mine, shards=True), opt
 
 
 def _stage(params_sharded: bool, state_sharded: bool, in_backward: bool) -> Zero:

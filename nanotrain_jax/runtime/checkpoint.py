@@ -1,14 +1,15 @@
 """Checkpoints by orbax: asynchronous, sharded, atomic; the state, the position in the data and the resolved config.
 
 A checkpoint is written under a temporary name and renamed when it is whole, so a run that is killed at any moment
-leaves the previous one usable.
+leaves the previous one usable. State that is too large to be in memory at a time (runtime/nvme.py) is written first, one
+array at a time, to a folder beside it; it counts once the checkpoint does, and goes with it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,25 +19,30 @@ import orbax.checkpoint as ocp
 
 from nanotrain_jax.config import Checkpoint, Config
 
-Save = Callable[[int, Any, dict[str, Any]], None]  # step, state, meta (plain JSON data)
+Save = Callable[..., None]  # see `writing`
+APART = "arrays"  # folder in a folder of checkpoints: <step>/<path of an array>
 
 
 @contextmanager
-def alone(folder: str | Path) -> Iterator[None]:
-    """Within, no other run writes to this folder, which exists. Raises OSError if one does now."""
+def alone(key: str, folder: str | Path) -> Iterator[None]:
+    """Within, no other run writes to this folder, which exists. Raises OSError, naming the key, if one does now."""
     with open(Path(folder) / ".lock", "w") as lock:  # the lock goes with the process, however that ends
         try:
             if jax.process_index() == 0:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OSError(f"{folder} is in use by another run; stop it, or choose another logging.dir") from None
+            raise OSError(f"{folder} is in use by another run; stop it, or choose another {key}") from None
         yield
 
 
 @contextmanager
 def writing(config: Checkpoint) -> Iterator[Save]:
-    """Yields save(step, state, meta). It returns once the state is copied, so that it may be donated, and writes in the
-    background; leaving waits for the last one. Raises OSError, here or at the next save, if one cannot be written."""
+    """Yields save(step, state, meta, apart, apart_bytes); meta: plain JSON data.
+
+    It returns once the state is copied, so that it may be donated, and writes in the background; leaving waits for the
+    last one. apart: trees like state, each of one array and None for the rest, which are made, written and dropped one
+    after the other before it returns. Raises OSError, here or at the next save, if something cannot be written.
+    """
     options = ocp.CheckpointManagerOptions(
         max_to_keep=config.keep, enable_async_checkpointing=config.asynchronous, cleanup_tmp_directories=True
     )
@@ -60,20 +66,32 @@ def writing(config: Checkpoint) -> Iterator[Save]:
                 raise refuse(str(error).rsplit(": ", 1)[-1]) from None
             raise
 
-    def save(step: int, state: Any, meta: dict[str, Any]) -> None:
+    def save(step: int, state: Any, meta: dict[str, Any], apart: Iterable[Any] = (), apart_bytes: int = 0) -> None:
         with disk_errors():
             manager.wait_until_finished()
-        need = sum(x.nbytes for x in jax.tree.leaves(state)) * 11 // 10 + (1 << 20)
+        clean(step)
+        need = (sum(x.nbytes for x in jax.tree.leaves(state)) + apart_bytes) * 11 // 10 + (1 << 20)
         if shutil.disk_usage(config.dir).free < need:
             raise refuse(f"it needs {need:,} bytes and {shutil.disk_usage(config.dir).free:,} are free")
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-        with disk_errors():
+        with disk_errors(), ocp.StandardCheckpointer() as files:
+            for tree in apart:
+                files.save(_apart(config.dir, step) / next(iter(_shapes(tree))).replace("/", "."), tree, force=True)
+                files.wait_until_finished()
             manager.save(step, args=items, force=True)
+
+    def clean(step: int | None = None) -> None:
+        """Remove arrays of checkpoints that are no more, or never came to be."""
+        keep = {str(number) for number in (*manager.all_steps(), step)}
+        for folder in _apart(config.dir).glob("*"):
+            if folder.name not in keep and jax.process_index() == 0:
+                shutil.rmtree(folder, ignore_errors=True)
 
     try:
         yield save
         with disk_errors():
             manager.wait_until_finished()
+        clean()
     finally:
         with suppress(Exception):  # whatever failed was told above
             manager.close()
@@ -117,42 +135,67 @@ def read(
     accept: Callable[[dict[str, Any]], None],
     is_padded: Callable[[str], bool],
 ) -> tuple[Any, dict[str, Any]]:
-    """-> state, meta. The state comes in the shapes, dtypes and shardings of abstract (ShapeDtypeStructs; the mesh may
-    be another than it was saved from), after accept(meta), which may raise, has agreed that it is of this model.
+    """-> state, meta, after accept(meta), which may raise, has agreed that it is of this model. See `read_state`."""
+    options = ocp.CheckpointManagerOptions(create=False, read_only=True)
+    with ocp.CheckpointManager(Path(folder).absolute(), options=options) as manager, _readable(folder, step):
+        meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+    accept(meta)
+    return read_state(folder, step, abstract, is_padded), meta
+
+
+def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable[[str], bool]) -> Any:
+    """-> what abstract asks for: ShapeDtypeStructs with shardings, of a mesh that may be another than it was saved
+    from; None: not now.
 
     Arrays whose path ("params/ends/embedding_VD") is_padded may have been saved with more or fewer rows: they are cut,
     or filled up with zeros. Raises ValueError if the checkpoint cannot be read or has other shapes.
     """
+    wanted = _shapes(abstract)
 
-    def attempt(read: Callable, *arguments: Any, **more: Any) -> Any:
-        try:
-            return read(*arguments, **more)
-        except Exception as error:  # orbax and tensorstore raise many kinds for files that are missing or damaged
-            raise ValueError(
-                f"checkpoint {step} in {folder} cannot be read ({type(error).__name__}: {str(error)[:200]}); "
-                f"remove {Path(folder) / str(step)} to go on from the one before"
-            ) from None
-
-    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(x.shape) for path, x in leaves}
-
-    options = ocp.CheckpointManagerOptions(create=False, read_only=True)
-    with ocp.CheckpointManager(Path(folder).absolute(), options=options) as manager:
-        meta = attempt(manager.restore, step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-        accept(meta)
-        with ocp.StandardCheckpointer() as files:
-            stored = attempt(files.metadata, Path(folder).absolute() / str(step) / "state").item_metadata.tree
-        here = shapes(abstract)
-        for path, shape in shapes(stored).items():
+    def read(where: Path) -> Any:
+        with _readable(folder, step), ocp.StandardCheckpointer() as files:
+            stored = _shapes(files.metadata(where).item_metadata.tree)
+        for path, shape in stored.items():
             first = int(is_padded(path))  # of the dims that must agree
-            if path in here and (len(shape), shape[first:]) != (len(here[path]), here[path][first:]):
+            if path in wanted and (len(shape), shape[first:]) != (len(wanted[path]), wanted[path][first:]):
                 raise ValueError(
-                    f"checkpoint {step} in {folder} has {path} of shape {shape}, this run of {here[path]}; "
+                    f"checkpoint {step} in {folder} has {path} of shape {shape}, this run of {wanted[path]}; "
                     "resume with the same model, or begin anew in another logging.dir"
                 )
-        state = ocp.args.StandardRestore(abstract, strict=False)
-        return attempt(manager.restore, step, args=ocp.args.Composite(state=state)).state, meta
+        asked = jax.tree_util.tree_map_with_path(lambda path, x: x if _name(path) in stored else None, abstract)
+        if not jax.tree.leaves(asked):
+            return asked
+        with _readable(folder, step), ocp.StandardCheckpointer() as files:
+            return files.restore(where, asked, strict=False)
+
+    found = read(Path(folder).absolute() / str(step) / "state")
+    for path in wanted.keys() - _shapes(found).keys():
+        more = read(_apart(folder, step) / path.replace("/", "."))
+        found = jax.tree.map(lambda x, y: y if x is None else x, found, more, is_leaf=lambda x: x is None)
+    return found
+
+
+@contextmanager
+def _readable(folder: str | Path, step: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # orbax and tensorstore raise many kinds for files that are missing or damaged
+        raise ValueError(
+            f"checkpoint {step} in {folder} cannot be read ({type(error).__name__}: {str(error)[:200]}); "
+            f"remove {Path(folder) / str(step)} to go on from the one before"
+        ) from None
+
+
+def _apart(folder: str | Path, step: int | str = "") -> Path:
+    return Path(folder).absolute() / APART / str(step)
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {_name(path): tuple(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def check(meta: dict[str, Any], config: Config, tokenizer: str | None) -> None:

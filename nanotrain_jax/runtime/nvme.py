@@ -1,0 +1,306 @@
+"""Optimizer state on NVMe: memory-mapped files, one per piece and device, streamed through the device in each step.
+
+After ZeRO-Infinity (arXiv 2104.07857, sections 5.2.2 and 6.3). In an update, while the device computes a piece, a thread
+reads the next one and another writes the last one:
+
+    reader    read(piece + 1) -> device
+    device    weights[piece], state[piece] = update(weights[piece], gradients[piece], state[piece])
+    writer    device -> write(piece - 1)
+
+so memory holds a few pieces, whatever the size of the model.
+
+Files hold the state of a step only while they are sealed: a manifest gives their checksums, and their digest is part of
+the checkpoint of that step. It is taken away before the first of them changes. So a run that goes on from a checkpoint
+takes files that are exactly its own, after it has read them once to see that, and else writes them anew from the
+checkpoint: what a killed process left half written is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from nanotrain_jax.parallel.offload import HOST
+
+Tree = Any  # a pytree of arrays
+Update = Callable[[Any, Tree, int], tuple[Any, Tree]]  # (what it changes, state of a piece, its number) -> the same
+
+AT_A_TIME = 2  # pieces that wait to be written
+ALIGN = 4096  # bytes
+
+
+class Stack(NamedTuple):
+    """Arrays that are cut alike. state: ShapeDtypeStructs, stacked; count: equal parts of each device's rows."""
+
+    state: Tree
+    count: int
+
+
+class Block(NamedTuple):
+    """Where a device's part of an array lies in the file of a piece."""
+
+    device: jax.Device  # whose file it is: the first that has it
+    start: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+class Array(NamedTuple):
+    """An array of a piece: what it is, and for each device of this process its block."""
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    blocks: dict[jax.Device, Block]
+
+
+class Store:
+    """The files of this process, and the threads that read and write them; to be used within `opened`."""
+
+    def __init__(self, folder: str | Path, stacks: dict[str, Stack], model: dict[str, Any]):
+        """Nothing is written yet. model: plain data that says of which model the state is.
+
+        Raises OSError or ValueError if the folder cannot be used: see `check`.
+        """
+        self.folder, self.stacks, self.model = Path(folder), stacks, model
+        self.pieces = [(name, i) for name, stack in stacks.items() for i in range(stack.count)]
+        self._arrays = {name: _arrays(stack) for name, stack in stacks.items()}
+        self._manifest = self.folder / f"manifest-{jax.process_index():05d}.json"
+        self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._written: dict[tuple[str, int], Future] = {}
+        self._leaving: deque[Future] = deque()
+        self._sealed = False
+        self.files = {
+            self._path(piece, device): size
+            for piece in self.pieces
+            for device, size in _sizes(self._arrays[piece[0]]).items()
+        }
+        self.nbytes = sum(self.files.values())
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError if the folder has files of another model, OSError if it has no room."""
+        there = self._read_manifest()
+        if there and there["model"] != self.model:
+            keys = sorted(k for k in self.model | there["model"] if self.model.get(k) != there["model"].get(k))
+            raise ValueError(
+                f"memory.nvme_dir={str(self.folder)!r} holds the state of another model (another {', '.join(keys)}); "
+                "choose another folder, or remove it"
+            )
+        ours = {*(path.name for path in self.files), *(there["files"] if there else ())}
+        have = sum((self.folder / name).stat().st_blocks * 512 for name in ours if (self.folder / name).exists())
+        free = shutil.disk_usage(next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())).free
+        if free + have < self.nbytes:
+            raise OSError(
+                f"memory.nvme_dir={str(self.folder)!r} has {free + have:,} bytes free and {self.nbytes:,} are needed; "
+                "make room, or choose another folder"
+            )
+
+    def holds(self, digest: str | None) -> bool:
+        """Whether the files are whole, and those that `seal` gave this digest. Reads all of them."""
+        there = self._read_manifest()
+        if not there or digest is None or there["digest"] != digest or _digest(there["checksums"]) != digest:
+            return False
+        if {path.name for path in self.files} != set(there["checksums"]):
+            return False
+        self._sealed = self._checksums() == there["checksums"]
+        return self._sealed
+
+    def make(self) -> None:
+        """Make the files, of their full size, so that the disk cannot be full later. Raises OSError."""
+        there = self._read_manifest()
+        self._write_manifest(None)
+        for name in set(there["files"] if there else ()) - {path.name for path in self.files}:
+            (self.folder / name).unlink(missing_ok=True)  # of another mesh
+        try:
+            for path, size in self.files.items():
+                with open(path, "ab") as file:
+                    file.truncate(size)
+                    os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise OSError(f"memory.nvme_dir={str(self.folder)!r}: {error.strerror}; make room and start again") from None
+
+    def fill(self, name: str, number: int, x: jax.Array) -> None:
+        """Write a stacked array, the number-th of the leaves of a stack, into all its pieces."""
+        blocks = self._arrays[name][number].blocks
+        for shard in x.addressable_shards:
+            block = blocks[shard.device]
+            if block.device == shard.device:
+                rows = np.asarray(shard.data).reshape(self.stacks[name].count, *block.shape)
+                for i, values in enumerate(rows):
+                    self._view((name, i), block, "r+")[...] = values
+
+    def stacked(self, name: str, number: int) -> jax.Array:
+        """The array that `fill` takes, in host memory."""
+        self.settle()
+        array, count = self._arrays[name][number], self.stacks[name].count
+        whole = jax.tree.leaves(self.stacks[name].state)[number]
+        sharding, read = whole.sharding.with_memory_kind(HOST), {}
+        for block in set(array.blocks.values()):
+            rows = read[block] = np.empty((count, *block.shape), block.dtype)
+            for i in range(count):
+                rows[i] = self._view((name, i), block, "r")
+        shards = [
+            jax.device_put(
+                read[block].reshape(-1, *block.shape[1:]), jax.sharding.SingleDeviceSharding(device, memory_kind=HOST)
+            )
+            for device, block in array.blocks.items()
+        ]
+        return jax.make_array_from_single_device_arrays(whole.shape, sharding, shards)
+
+    def put(self, name: str, i: int, state: Tree) -> None:
+        """Write the state of a piece, in the background, once fewer than AT_A_TIME wait. Raises OSError."""
+        while len(self._leaving) >= AT_A_TIME:
+            self._leaving.popleft().result()
+        self._written[name, i] = self._writer.submit(self._write, (name, i), state)
+        self._leaving.append(self._written[name, i])
+
+    def update(self, update: dict[str, Update], changing: Any) -> Any:
+        """-> what is changing, after update[name](changing, state, i) of every piece, whose new state is written.
+
+        Returns before the last pieces are written; the next read of each waits for that. Raises OSError.
+        """
+        if self._sealed:
+            self._write_manifest(None)
+        coming = self._reader.submit(self._read, self.pieces[0])
+        for (name, i), following in zip(self.pieces, [*self.pieces[1:], None], strict=True):
+            state = coming.result()
+            if following:
+                coming = self._reader.submit(self._read, following)
+            changing, state = update[name](changing, state, i)
+            self.put(name, i, state)
+        return changing
+
+    def settle(self) -> None:
+        """Wait until everything is written. Raises OSError."""
+        for future in self._written.values():
+            future.result()
+
+    def seal(self) -> str:
+        """-> digest of the files as they are now, which `holds` knows again until they change."""
+        self.settle()
+        if not self._sealed:
+            for path in self.files:
+                with open(path, "rb+") as file:
+                    os.fsync(file.fileno())
+            self._write_manifest(self._checksums())
+        return self._read_manifest()["digest"]
+
+    def close(self) -> None:
+        """Wait for the threads."""
+        for pool in self._reader, self._writer:
+            pool.shutdown(cancel_futures=True)
+
+    def _read(self, piece: tuple[str, int]) -> Tree:
+        name, _ = piece
+        if piece in self._written:
+            self._written[piece].result()
+        arrays = []
+        for array in self._arrays[name]:
+            values = {block: np.array(self._view(piece, block, "r")) for block in set(array.blocks.values())}
+            shards = [jax.device_put(values[block], device) for device, block in array.blocks.items()]
+            arrays.append(jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards))
+        return jax.tree.unflatten(jax.tree.structure(self.stacks[name].state), arrays)
+
+    def _write(self, piece: tuple[str, int], state: Tree) -> None:
+        for array, x in zip(self._arrays[piece[0]], jax.tree.leaves(state), strict=True):
+            for shard in x.addressable_shards:
+                block = array.blocks[shard.device]
+                if block.device == shard.device:
+                    self._view(piece, block, "r+")[...] = np.asarray(shard.data)
+
+    def _view(self, piece: tuple[str, int], block: Block, mode: str) -> np.ndarray:
+        """The block in its file, mapped as long as the result lives."""
+        return np.memmap(self._path(piece, block.device), block.dtype, mode, block.start, block.shape)
+
+    def _path(self, piece: tuple[str, int], device: jax.Device) -> Path:
+        return self.folder / f"{piece[0]}-{piece[1]:05d}.{device.id:05d}"
+
+    def _checksums(self) -> dict[str, int]:
+        def one(path: Path) -> int | None:
+            try:
+                if path.stat().st_size != self.files[path]:
+                    return None
+                return zlib.crc32(np.memmap(path, np.uint8, "r"))
+            except OSError:
+                return None
+
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # zlib lets others run meanwhile
+            return dict(zip((path.name for path in self.files), pool.map(one, self.files), strict=True))
+
+    def _read_manifest(self) -> dict[str, Any] | None:
+        try:
+            return json.loads(self._manifest.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+
+    def _write_manifest(self, checksums: dict[str, int] | None) -> None:
+        """Checksums: of the files as they are; None: they are about to change."""
+        self._sealed = checksums is not None
+        digest = _digest(checksums) if checksums is not None else None
+        files = [path.name for path in self.files]
+        content = {"model": self.model, "files": files, "digest": digest, "checksums": checksums}
+        new = self._manifest.with_suffix(".new")
+        with open(new, "w") as file:
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, self._manifest)
+        with suppress(OSError):  # not every file system can
+            folder = os.open(self.folder, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+
+
+@contextmanager
+def opened(store: Store) -> Iterator[Store]:
+    """The same; its threads end with the context. Raises OSError if something could not be written."""
+    try:
+        yield store
+        store.settle()
+    finally:
+        store.close()
+
+
+def _digest(checksums: dict[str, int]) -> str:
+    return hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest()
+
+
+def _arrays(stack: Stack) -> list[Array]:
+    """How the arrays of a piece lie in its files: one after the other, what several devices have in the first's."""
+    ends: dict[jax.Device, int] = {}
+    arrays = []
+    for x in jax.tree.leaves(stack.state):
+        shape = (x.shape[0] // stack.count, *x.shape[1:])
+        found, blocks = {}, {}
+        for device, index in sorted(x.sharding.addressable_devices_indices_map(shape).items(), key=lambda d: d[0].id):
+            key = str(index)
+            if key not in found:
+                block = Block(device, ends.get(device, 0), x.sharding.shard_shape(shape), np.dtype(x.dtype))
+                found[key], ends[device] = block, -(-block.stop // ALIGN) * ALIGN
+            blocks[device] = found[key]
+        arrays.append(Array(shape, x.sharding, blocks))
+    return arrays
+
+
+def _sizes(arrays: Sequence[Array]) -> dict[jax.Device, int]:
+    """The size of each device's file of a piece."""
+    sizes: dict[jax.Device, int] = {}
+    for block in (block for array in arrays for block in array.blocks.values()):
+        sizes[block.device] = max(sizes.get(block.device, 0), -(-block.stop // ALIGN) * ALIGN)
+    return sizes

@@ -1,0 +1,104 @@
+"""A run whose master weights and moments rest in files: what the step, the files and the checkpoints have to do with
+each other.
+
+The step (piecewise.py) says what a piece is and how it is updated, the store (runtime/nvme.py) has them in files, a
+checkpoint has whole arrays, in the order of layers, as those of every other run: each can go on from the other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from nanotrain_jax import model
+from nanotrain_jax import state as states
+from nanotrain_jax.config import Config
+from nanotrain_jax.parallel.offload import HOST
+from nanotrain_jax.parallel.update import merged, only
+from nanotrain_jax.piecewise import Pending, Pieces, of_one
+from nanotrain_jax.runtime import checkpoint, nvme
+from nanotrain_jax.state import State
+from nanotrain_jax.step import Step
+
+Tree = Any  # a pytree of arrays
+
+
+def store(config: Config, step: Step) -> nvme.Store:
+    """The files of a resolved config, not yet made. Raises OSError or ValueError if they cannot be where they should."""
+    stacks = {name: nvme.Stack(p.state, p.count) for name, p in step.pieces.items()}
+    return nvme.Store(config.memory.nvme_dir, stacks, config.to_dict()["model"])
+
+
+def fill(files: nvme.Store, step: Step, config: Config, start: tuple[Path, int] | None, digest: str | None) -> str:
+    """Bring the files to the state of a checkpoint (start: its folder and number; digest: what it knows of files), or
+    to that of a run that begins. -> how that was done, in a few words. Raises OSError or ValueError."""
+    if start and multihost_utils.process_allgather(np.array(files.holds(digest))).all():
+        return "as the checkpoint left it"
+    files.make()
+    for name, p in step.pieces.items():
+        if start is None:
+            for i in range(p.count):
+                files.put(name, i, p.begin(np.int32(i)))
+            continue
+        for number, abstract in enumerate(_one_by_one(step, p)):
+            array = checkpoint.read_state(*start, abstract, model.is_padded)
+            (x,) = jax.tree.leaves(_in_stage_order(config, abstract)(array))
+            files.fill(name, number, x)
+    files.settle()
+    return "written anew from the checkpoint" if start else "new"
+
+
+def train(files: nvme.Store, step: Step, first: jax.stages.Compiled) -> Callable[[State, Tree], tuple[State, dict]]:
+    """-> a function like `Step.train` without pieces: first, which is that with pieces, then the update of each.
+
+    Compiles the updates. It returns before the last pieces are written.
+    """
+    compiled = {}
+    for name, p in step.pieces.items():
+        weights = only(step.state.params, p.mine)
+        piece, i = of_one(p.state, p.count), jax.ShapeDtypeStruct((), np.int32)
+        compiled[name] = p.update.lower(weights, first.out_info[2], piece, i).compile()
+
+    def run(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+        state, metrics, pending = first(state, batch)
+        update = {name: partial(one, name, pending) for name in step.pieces}
+        return state._replace(params=files.update(update, state.params)), metrics
+
+    def one(name: str, pending: Pending, params: Tree, state: Tree, i: int) -> tuple[Tree, Tree]:
+        weights, state = compiled[name](only(params, step.pieces[name].mine), pending, state, np.int32(i))
+        return merged(weights, params), state
+
+    return run
+
+
+def arrays(files: nvme.Store, step: Step, config: Config) -> Iterator[State]:
+    """What the files hold, as `checkpoint.writing` takes it: one stacked array at a time, in the order of layers."""
+    for name, p in step.pieces.items():
+        for number, abstract in enumerate(_one_by_one(step, p)):
+            tree = jax.tree.unflatten(jax.tree.structure(abstract), [files.stacked(name, number)])
+            yield _in_layer_order(config, abstract)(tree)
+
+
+def _one_by_one(step: Step, pieces: Pieces) -> Iterator[State]:
+    """For each stacked array of a stack a tree like State, as checkpoints have it, with None for all others."""
+    empty = jax.tree.map(lambda _: None, step.state)
+    leaves, tree = jax.tree.flatten(empty._replace(opt=pieces.state))
+    for k, x in enumerate(leaves):
+        one = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST))
+        yield tree.unflatten([one if j == k else None for j in range(len(leaves))])
+
+
+def _in_layer_order(config: Config, abstract: State) -> Callable[[State], State]:
+    p = config.parallel
+    return states.in_order(abstract, p.pipe, p.chunks) if p.chunks > 1 else lambda state: state
+
+
+def _in_stage_order(config: Config, abstract: State) -> Callable[[State], State]:
+    p = config.parallel
+    return states.in_order(abstract, p.chunks, p.pipe) if p.chunks > 1 else lambda state: state
