@@ -248,7 +248,9 @@ class Runtime(_Section):
     """Devices and compiler."""
 
     simulate: Count = _key(0, "run on this many simulated CPU devices; 0: the machine's own devices", le=4096)
-    compile_cache: bool = _key(True, "keep compiled programs in ~/.cache/nanotrain_jax for the next run; not with simulate")
+    compile_cache: bool = _key(
+        True, "keep compiled programs in ~/.cache/nanotrain_jax for the next run; not with simulate"
+    )
     deterministic: bool = _key(False, "ask XLA for deterministic GPU kernels (slower)")
     profile_steps: Annotated[tuple[int, int], Pair] | None = _key(
         None, "[first, last] step written to <logging.dir>/profile for TensorBoard or Perfetto"

@@ -192,6 +192,7 @@ def as_json(e: Estimate, found: search.Found | None, compiled: dict[str, Any] | 
             "flops": e.flops,
             "host_bytes": e.host_bytes,
             "on_host": e.on_host,
+            "nvme_bytes": e.nvme_bytes,
             "limit_bytes": e.limit_bytes,
         },
         "collectives": [

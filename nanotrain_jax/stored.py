@@ -30,14 +30,14 @@ Tree = Any  # a pytree of arrays
 
 
 def store(config: Config, step: Step) -> nvme.Store:
-    """The files of a resolved config, not yet made. Raises OSError or ValueError if they cannot be where they should."""
+    """The files of a resolved config, not yet made. Raises OSError or ValueError if they cannot be in their folder."""
     stacks = {name: nvme.Stack(p.state, p.count) for name, p in step.pieces.items()}
     return nvme.Store(config.memory.nvme_dir, stacks, config.to_dict()["model"])
 
 
 def fill(files: nvme.Store, step: Step, config: Config, start: tuple[Path, int] | None, digest: str | None) -> str:
     """Bring the files to the state of a checkpoint (start: its folder and number; digest: what it knows of files), or
-    to that of a run that begins. -> how that was done, in a few words. Raises OSError or ValueError."""
+    to that of a run that begins. -> how that was done, in a few words. Raises OSError."""
     if start and multihost_utils.process_allgather(np.array(files.holds(digest))).all():
         return "as the checkpoint left it"
     files.make()
@@ -47,7 +47,10 @@ def fill(files: nvme.Store, step: Step, config: Config, start: tuple[Path, int] 
                 files.put(name, i, p.begin(np.int32(i)))
             continue
         for number, abstract in enumerate(_one_by_one(step, p)):
-            array = checkpoint.read_state(*start, abstract, model.is_padded)
+            try:
+                array = checkpoint.read_state(*start, abstract, model.is_padded)
+            except ValueError as error:
+                raise OSError(str(error)) from None
             (x,) = jax.tree.leaves(_in_stage_order(config, abstract)(array))
             files.fill(name, number, x)
     files.settle()

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = new_folder("logging.dir", run.config.logging.dir)
             with checkpoint.alone("logging.dir", folder), files_of(run) as files:
                 train(run, folder, files, stopped)
-        except (ValueError, OSError) as error:  # a full disk, say; the newest finished checkpoint stays usable
+        except OSError as error:  # a full disk, say; the newest finished checkpoint stays usable
             return refuse(error)
     return 0
 

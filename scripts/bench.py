@@ -31,6 +31,8 @@ def measure(config: configs.Config, count: int, warmup: int) -> dict:
     mesh = meshes.make(**config.parallel.axes)
     vocab = None if config.model.vocab_size else data.load(config.data).vocab_size
     config = resolve(config, mesh.shape, vocab)
+    if config.memory.offload_optimizer == "nvme":
+        raise ValueError("memory.offload_optimizer=nvme is timed by scripts/compare_offload.py --modes nvme")
     step = steps.build(config, mesh)
     state = step.init()
     tokens = np.random.default_rng(0).integers(

@@ -1,18 +1,21 @@
 """Host memory side by side in one run: what each mode costs in time and saves on the device. For a machine with a GPU.
 
     python scripts/compare_offload.py --config configs/gpt2_124m.yaml [--steps 10] [--modes optimizer,params]
-                                      [section.key=value ...]
+                                      [--nvme-dir FOLDER] [section.key=value ...]
 
 One table and one JSON line: seconds of a step (median), over those of the plain run; bytes on the device and on the
 host as compiled, and copied in a step; seconds that these copies take alone, at the speed measured here, both ways at a
-time; and which share of them is hidden: 1 - (step - plain step) / copies alone. ZeRO 3, full remat unless overridden.
+time; and which share of them is hidden: 1 - (step - plain step) / copies alone (not of nvme, whose files take time as
+well). ZeRO 3, full remat unless overridden.
 """
 
 import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -24,11 +27,12 @@ from rich.table import Table
 
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
+from nanotrain_jax import stored
 from nanotrain_jax.audit import copies, hlo, memory
 from nanotrain_jax.config import Config
 from nanotrain_jax.parallel.offload import HOST
 from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import request
+from nanotrain_jax.runtime import nvme, request
 
 OPTIMIZER = {"offload_optimizer": "host"}
 PARAMS = OPTIMIZER | {"offload_params": "host"}
@@ -38,6 +42,7 @@ MODES = {
     "params": PARAMS,
     "activations": {"offload_activations": "host"},
     "all": PARAMS | {"offload_activations": "host"},
+    "nvme": {"offload_optimizer": "nvme"},
 }
 
 
@@ -62,12 +67,17 @@ def measure(config: Config, mesh: jax.sharding.Mesh, count: int) -> dict[str, fl
     shardings = {name: x.sharding for name, x in step.batch.items()}
     batch = jax.device_put({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, shardings)
     train = step.train.lower(step.state, step.batch).compile()
-    times = []
-    for _ in range(count + 2):
-        started = time.perf_counter()
-        state, metrics = train(state, batch)
-        metrics["loss"].block_until_ready()
-        times.append(time.perf_counter() - started)
+    run, times = train, []
+    with ExitStack() as stack:
+        if step.pieces:
+            files = stack.enter_context(nvme.opened(stored.store(config, step)))
+            stored.fill(files, step, config, None, None)
+            run = stored.train(files, step, train)
+        for _ in range(count + 2):
+            started = time.perf_counter()
+            state, metrics = run(state, batch)
+            metrics["loss"].block_until_ready()
+            times.append(time.perf_counter() - started)
     found = {row["to"]: row["bytes_per_device"] for row in copies.summary(copies.copies(train.as_text()))}
     if mesh.devices.flat[0].platform == "cpu":  # whose programs show no copies
         found = {
@@ -79,16 +89,18 @@ def measure(config: Config, mesh: jax.sharding.Mesh, count: int) -> dict[str, fl
     return {"step_seconds": statistics.median(times[2:])} | kept | moved
 
 
-def compare(config: Config, modes: list[str], count: int) -> list[dict[str, Any]]:
-    """A row for each mode, the plain run first."""
+def compare(config: Config, modes: list[str], count: int, nvme_dir: str) -> list[dict[str, Any]]:
+    """A row for each mode, the plain run first. nvme_dir: where the files of nvme may be, for a while."""
     meshes.configure(config.runtime.simulate)
     mesh = meshes.make(**config.parallel.axes)
     speed, rows = copy_speed(2**28), []
     for mode in ["none", *modes]:
-        found = measure(resolve(config.replace("memory", **MODES[mode]), mesh.shape), mesh, count)
+        with tempfile.TemporaryDirectory(dir=nvme_dir) as folder:
+            memory = MODES[mode] | {"nvme_dir": folder if mode == "nvme" else None}
+            found = measure(resolve(config.replace("memory", **memory), mesh.shape), mesh, count)
         alone = max(found["to_device_bytes"], found["to_host_bytes"]) / speed
         more = found["step_seconds"] - (rows or [found])[0]["step_seconds"]
-        hidden = 1 - more / alone if alone else None
+        hidden = 1 - more / alone if alone and mode != "nvme" else None
         found |= {"over_plain": found["step_seconds"] / (rows or [found])[0]["step_seconds"]}
         rows.append({"mode": mode} | found | {"copies_alone_seconds": alone, "hidden": hidden})
     return rows
@@ -100,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--modes", default=",".join(list(MODES)[1:]))
+    parser.add_argument("--nvme-dir", default=".", help="folder for the files of --modes nvme (default: this one)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     try:
@@ -109,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.steps < 1:
             raise ValueError(f"--steps {arguments.steps}: at least 1")
         overrides = ["parallel.zero=3", "memory.remat=full", *arguments.overrides]
-        rows = compare(request.load(arguments.config, overrides), modes, arguments.steps)
+        rows = compare(request.load(arguments.config, overrides), modes, arguments.steps, arguments.nvme_dir)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

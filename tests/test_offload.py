@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import STATE, cover, needs_cuda_compiler, on_devices, random_tokens, records, resolved, run, small
+from jax.experimental.compilation_cache import compilation_cache
 
 from nanotrain_jax import step as steps
 from nanotrain_jax import train
@@ -32,8 +33,18 @@ ACTIVATIONS = {"offload_activations": "host"}
 ALL = PARAMS | ACTIVATIONS
 WORDS = {"optimizer": OPTIMIZER, "params": PARAMS, "activations": ACTIVATIONS, "all": ALL}
 
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_compiled_here():
+    """XLA:CPU aborts now and then in loops of programs that it has read from a cache (jax 0.10.2, 0.12.0)."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
 COVER = [  # mode, remat, parallel, family
-    ("optimizer", "none", {"data": 4, "zero": 0}, "llama"),
     ("optimizer", "none", {"data": 2, "zero": 1, "pipe": 2, "microbatches": 2}, "llama"),
     ("optimizer", "none", {"data": 2, "zero": 2, "tensor": 2, "microbatches": 2}, "llama"),
     ("params", "none", {"data": 4, "zero": 3, "microbatches": 4}, "gpt2"),
@@ -41,6 +52,7 @@ COVER = [  # mode, remat, parallel, family
     ("all", "block:2", {"data": 4, "zero": 3, "microbatches": 2}, "llama"),
 ]
 MORE = [
+    ("optimizer", "none", {"data": 4, "zero": 0}, "llama"),
     ("activations", "full", {"data": 2, "zero": 1, "pipe": 2, "microbatches": 2}, "llama"),
     *(("optimizer", "full", {"data": 4, "zero": zero, "microbatches": 2}, "gpt2") for zero in range(4)),
     *(("optimizer", "none", {"data": 2, "zero": zero, "pipe": 2, "microbatches": 2}, "gpt2") for zero in (0, 2, 3)),

@@ -131,7 +131,7 @@ def test_the_same_seed_gives_the_same_parameters_on_every_mesh():
 
 
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_bfloat16_gradients_stay_near_float32_also_where_many_terms_are_summed(family):
     losses, grads = [], []
     for compute in ("float32", "bfloat16"):

@@ -71,11 +71,15 @@ def moves_what_the_papers_say(tree):
 @pytest.mark.parametrize(
     ("layout", "parallel", "chunk"),
     [
-        ((2, 4, 1, 0, True, "llama", 2, 2, "none"), {"grad_reduce": "per_layer"}, 0),
-        ((4, 2, 1, 1, False, "gpt2", 2, 1, "full"), {"grad_reduce": "per_layer"}, 0),
+        pytest.param(
+            (2, 4, 1, 0, True, "llama", 2, 2, "none"), {"grad_reduce": "per_layer"}, 0, marks=pytest.mark.long
+        ),
+        pytest.param(
+            (4, 2, 1, 1, False, "gpt2", 2, 1, "full"), {"grad_reduce": "per_layer"}, 0, marks=pytest.mark.long
+        ),
         ((4, 1, 2, 1, True, "gpt2", 1, 2, "none"), {"grad_reduce": "per_layer", "bucket_mb": 0.0}, 16),
         ((2, 4, 1, 3, True, "llama", 1, 1, "none"), {"bucket_mb": 0.0}, 16),
-        ((8, 1, 1, 2, False, "gpt2", 8, 2, "selective"), {}, 32),
+        pytest.param((8, 1, 1, 2, False, "gpt2", 8, 2, "selective"), {}, 32, marks=pytest.mark.long),
     ],
 )
 def test_gradients_that_leave_early_and_chunked_losses_equal_the_oracle(layout, parallel, chunk, expected):
@@ -97,8 +101,8 @@ def exact():
     ("zero", "tensor", "sequence_parallel", "compute", "error"),
     [
         (1, 4, True, "bfloat16", 2**-8),  # one unit in the last place
-        (3, 2, True, "bfloat16", 2**-8),
-        (0, 4, False, "bfloat16", 2**-8),
+        pytest.param(3, 2, True, "bfloat16", 2**-8, marks=pytest.mark.long),
+        pytest.param(0, 4, False, "bfloat16", 2**-8, marks=pytest.mark.long),
         (2, 4, True, "float16", 2**-11),
     ],
 )

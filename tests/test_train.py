@@ -62,8 +62,12 @@ def losses(folder):
 def saved_state(folder):
     """Step and state of the newest checkpoint of a run, as host arrays."""
     with ocp.CheckpointManager(folder / "checkpoints", options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-        state = manager.restore(manager.latest_step(), args=ocp.args.Composite(state=ocp.args.StandardRestore())).state
-        return manager.latest_step(), jax.tree.map(np.asarray, state)
+        number = manager.latest_step()
+        state = manager.restore(number, args=ocp.args.Composite(state=ocp.args.StandardRestore())).state
+    apart = sorted((folder / "checkpoints" / "arrays" / str(number)).glob("*"))  # what was written array by array
+    with ocp.StandardCheckpointer() as files:
+        more = {path.name: files.restore(path) for path in apart}
+    return number, jax.tree.map(np.asarray, (state, more))
 
 
 def same(a, b):
@@ -220,7 +224,7 @@ def wait_for_lines(run, more_than, process, limit=120):
     raise AssertionError("no progress")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_stop_signal_saves_and_exits_with_0(number, config_file, tmp_path):
     long = "train.steps=100000", "train.eval_every=0", "checkpoint.every=100000", f"logging.dir={tmp_path}/run"
     process = start(config_file, *long)
@@ -236,8 +240,12 @@ def test_a_stop_signal_saves_and_exits_with_0(number, config_file, tmp_path):
 
 
 @pytest.mark.long
-def test_ten_kills_at_random_moments_lose_nothing_and_end_in_bitwise_the_same_run(config_file, tmp_path):
-    options = "train.steps=1500", "train.eval_every=500", "checkpoint.every=10", "checkpoint.keep=2"
+@pytest.mark.parametrize("where", ["device", "nvme"])
+def test_ten_kills_at_random_moments_lose_nothing_and_end_in_bitwise_the_same_run(where, config_file, tmp_path):
+    options = ["train.steps=1500", "train.eval_every=500", "checkpoint.every=10", "checkpoint.keep=2"]
+    if where == "nvme":
+        options += ["memory.offload_optimizer=nvme", f"memory.nvme_dir={tmp_path}/disk", "parallel.persist_below=0"]
+        options += ["parallel.zero=3", "train.steps=600"]
     whole = start(config_file, *options, f"logging.dir={tmp_path}/whole")
     out, err = whole.communicate(timeout=300)
     assert whole.returncode == 0, err
@@ -271,6 +279,7 @@ def test_ten_kills_at_random_moments_lose_nothing_and_end_in_bitwise_the_same_ru
     same(saved_state(run), saved_state(tmp_path / "whole"))
 
 
+@pytest.mark.long
 def test_a_write_that_fails_half_way_leaves_the_previous_checkpoint_usable(config_file, tmp_path):
     run = tmp_path / "run"
     first = start(config_file, f"logging.dir={run}", "train.steps=5")

@@ -290,11 +290,12 @@ def summary(found: list[Collective]) -> list[dict[str, Any]]:
 def memory(compiled: Any) -> dict[str, int]:
     """Bytes per device of a compiled program (`.compile()`): argument, temp, peak, and host.
 
-    Arguments that are donated are written in place, so peak counts them once. XLA's own peak counts what rests on the
+    Arguments that are donated are written in place, so they count once. XLA's own peak counts what rests on the
     host as well; where anything does, peak is all that the device allocates.
     """
     m = compiled.memory_analysis()
     host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes
+    host += m.host_output_size_in_bytes - m.host_alias_size_in_bytes  # what is not written in place
     peak = m.peak_memory_in_bytes
     if host:
         peak = m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes

@@ -121,7 +121,8 @@ def _offloaded(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
     params      two layers (blocks), and in the backward the gradients of one, float32
     activations of two layers, in the backward
 
-    From files (nvme) five pieces of a layer: what one computes with and makes, the next, and two on their way back.
+    From files (nvme) the update is a program of its own, after which comes the next step; it takes five pieces of a
+    layer: one to compute with, its results, the next, and two on their way back.
     """
     m, p, memory = config.model, config.parallel, config.memory
     b, L = BYTES[config.precision.compute], m.num_layers / p.pipe
@@ -143,6 +144,7 @@ def _offloaded(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
         if far and moment == "update":
             of_state = offloaded.optimizer_bytes(config) * layer
             of_ends = (2 * b + (8 if p.microbatches > 1 else 4)) * table
+            of_state *= 5 if memory.offload_optimizer == "nvme" else 1
             parts["buffers"] += max(of_state + 2 * layer, of_ends) if streamed else of_state
         elif memory.offload_params == "host":
             parts["buffers"] += 2 * b * block * layer + (4 * block * layer if moment == "backward" else 0)

@@ -146,7 +146,7 @@ def _if(x: jax.Array, here: bool) -> jax.Array | None:
 
 def only(tree: Tree, chosen: Tree) -> Tree:
     """The leaves of tree that are chosen, None for the others."""
-    return tree and jax.tree.map(_if, tree, chosen)
+    return tree and jax.tree.map(_if, tree, chosen, is_leaf=lambda x: x is None)
 
 
 def merged(first: Tree, second: Tree) -> Tree:

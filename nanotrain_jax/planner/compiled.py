@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from typing import Any
 
 import jax
+import numpy as np
 
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import copies, cost, hardware, hlo, topology
 from nanotrain_jax.config import Config
+from nanotrain_jax.parallel.update import only
+from nanotrain_jax.piecewise import of_one
 from nanotrain_jax.planner.estimate import Estimate
+from nanotrain_jax.runtime import nvme
 
 COPIES = {"to_device_bytes": "to device", "to_host_bytes": "to host"}
 
@@ -33,6 +38,8 @@ def compile_step(config: Config, gpu: str) -> dict[str, Any]:
     text, turns, memory = compiled.as_text(), cost.turns(config), hlo.memory(compiled)
     if gpu == hardware.SIMULATED:  # whose compiler tells no peak
         memory["peak_bytes"] = memory["argument_bytes"] + memory["temp_bytes"]
+    if step.pieces:
+        memory["peak_bytes"] = max(memory["peak_bytes"], update_bytes(step, compiled))
     return {
         **memory,
         "flops": hlo.matmul_flops(text, turns),
@@ -41,6 +48,17 @@ def compile_step(config: Config, gpu: str) -> dict[str, Any]:
         "host_copies": copies.summary(copies.copies(text, turns)),
         "jax": jax.__version__,
     }
+
+
+def update_bytes(step: steps.Step, compiled: jax.stages.Compiled) -> int:
+    """Of a device, while a layer of what the step has left is updated: all that the step returned, and pieces: one to
+    compute with, its results, the next one, and those that wait to be written."""
+    largest = step.pieces["layers"]
+    piece = of_one(largest.state, largest.count)
+    weights, i = only(step.state.params, largest.mine), jax.ShapeDtypeStruct((), np.int32)
+    temp = hlo.memory(largest.update.lower(weights, compiled.out_info[2], piece, i).compile())["temp_bytes"]
+    size = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(piece))
+    return compiled.memory_analysis().output_size_in_bytes + temp + (3 + nvme.AT_A_TIME) * size
 
 
 def estimated(e: Estimate) -> dict[str, float]:

@@ -69,6 +69,7 @@ class Estimate(NamedTuple):
     limit_bytes: float  # what JAX takes of the GPU's memory
     host_bytes: float  # of a host's memory, while a checkpoint is written: its share of the state
     on_host: memory.Parts  # bytes of host memory that a device needs between steps and in them (memory.offload_*)
+    nvme_bytes: float  # of a device's files, which a step reads and writes (memory.offload_optimizer=nvme)
     transfers: list[Transfer]
     copies: list[Transfer]  # between a device and its host; axis is "host"
     flops: float
@@ -110,6 +111,7 @@ def estimate(config: Config, gpu: str, taken: float = TAKEN) -> Estimate:
         limit_bytes=taken * found.memory_bytes,
         host_bytes=saved(config) * min(gpus, found.host),
         on_host=memory.on_host(config),
+        nvme_bytes=offloaded.in_files(config),
         transfers=moved,
         copies=copied,
         flops=cost.step_flops(config),
@@ -154,7 +156,7 @@ def on_gpus(config: Config, gpus: int, gpu: str, vocab: int | None = None) -> Co
         asked = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items() if size > 1 and axis != changes)
         raise ValueError(f"{asked} does not divide {gpus} GPUs; use a number of them that it does, or another mesh")
     if p.data != -1:
-        config = config.replace("data", batch_size=config.data.batch_size * axes["data"] // p.data)
+        config = config.replace("data", batch_size=max(config.data.batch_size * axes["data"] // p.data, 1))
     return resolve(config, axes, vocab)
 
 

@@ -37,6 +37,11 @@ def estimated(console: Console, e: Estimate) -> None:
         parts = ", ".join(f"{what} {size / unit:,.2f}" for what, size in e.on_host.items())
         whole = sum(e.on_host.values()) / unit
         console.print(f"in host memory, {name} for each GPU: {parts}; together {whole:,.2f}")
+    if e.nvme_bytes:
+        console.print(
+            f"on NVMe, {name} for each GPU: {e.nvme_bytes / unit:,.2f}, which each step reads and writes; the modelled "
+            "time knows nothing of it"
+        )
     if e.transfers or e.copies:
         table = Table(title="what moves per GPU and step", title_justify="left")
         for column in ("axis", "operation", name, "link", "ms, modelled", "not hidden", "why"):

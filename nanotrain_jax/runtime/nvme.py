@@ -1,7 +1,7 @@
 """Optimizer state on NVMe: memory-mapped files, one per piece and device, streamed through the device in each step.
 
-After ZeRO-Infinity (arXiv 2104.07857, sections 5.2.2 and 6.3). In an update, while the device computes a piece, a thread
-reads the next one and another writes the last one:
+After ZeRO-Infinity (arXiv 2104.07857, sections 5.2.2 and 6.3). In an update, while the device computes a piece, a
+thread reads the next one and another writes the last one:
 
     reader    read(piece + 1) -> device
     device    weights[piece], state[piece] = update(weights[piece], gradients[piece], state[piece])
@@ -133,7 +133,9 @@ class Store:
                     file.truncate(size)
                     os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
-            raise OSError(f"memory.nvme_dir={str(self.folder)!r}: {error.strerror}; make room and start again") from None
+            raise OSError(
+                f"memory.nvme_dir={str(self.folder)!r}: {error.strerror}; make room and start again"
+            ) from None
 
     def fill(self, name: str, number: int, x: jax.Array) -> None:
         """Write a stacked array, the number-th of the leaves of a stack, into all its pieces."""
@@ -246,7 +248,7 @@ class Store:
     def _read_manifest(self) -> dict[str, Any] | None:
         try:
             return json.loads(self._manifest.read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
+        except (OSError, json.JSONDecodeError):  # if the folder is unusable, whoever makes it says so
             return None
 
     def _write_manifest(self, checksums: dict[str, int] | None) -> None:
