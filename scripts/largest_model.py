@@ -21,12 +21,14 @@ from nanotrain_jax.runtime import request
 MODEL = {"family": "llama", "d_model": 8192, "num_heads": 64, "num_kv_heads": 8, "d_ff": 28672, "vocab_size": 128256}
 MODEL |= {"loss_chunk": 2048}
 HOST, FULL = {"offload_optimizer": "host"}, {"remat": "full"}
+NVME = {"offload_optimizer": "nvme", "nvme_dir": "."}
 MODES = {  # what rests in host memory -> ZeRO stage (2 and 3 part with gradients, also of one device), keys of memory
     "nothing": (0, FULL),
     "optimizer": (0, FULL | HOST),
     "optimizer, gradients": (2, FULL | HOST),
     "optimizer, gradients, params": (3, FULL | HOST | {"offload_params": "host"}),
     "all, and activations": (3, FULL | HOST | {"offload_params": "host", "offload_activations": "host"}),
+    "gradients, params; optimizer in files": (3, FULL | NVME | {"offload_params": "host"}),
 }
 
 
@@ -78,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host-gb", type=float, default=2000, help="host memory for this GPU, GB")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args(argv)
-    table = Table("in host memory", "layers", "parameters", "GB on the GPU", "GB on the host")
+    table = Table("in host memory", "layers", "parameters", "GB on the GPU", "GB on the host", "GB on NVMe")
     try:
         for mode in MODES:
             e, found = largest(mode, arguments.gpu, arguments.host_gb * 1e9, arguments.overrides)
@@ -88,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"{cost.parameters(m) / 1e9:.1f}e9",
                 found["peak_bytes"] / 1e9,
                 found["host_bytes"] / 1e9,
+                e.nvme_bytes / 1e9,
             )
             table.add_row(mode, *(f"{x:.1f}" if isinstance(x, float) else str(x) for x in row))
     except (ValueError, topology.NoCompiler) as error:
