@@ -112,7 +112,7 @@ def train(layers: int, d_model: int, count: int, folder: str | None, limit: int 
 def compare(layers: int, d_model: int, count: int) -> list[dict]:
     """The three runs, each in a process of its own."""
 
-    def run(folder: str | None, limit: int | None) -> dict:
+    def run(folder: str | None, limit: int | None, count: int = count) -> dict:
         call = f"beyond_memory.train({layers}, {d_model}, {count}, {folder!r}, {limit!r})"
         code = f"import json, beyond_memory; print(json.dumps({call}))"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parent)}
@@ -127,7 +127,7 @@ def compare(layers: int, d_model: int, count: int) -> list[dict]:
         raise RuntimeError(found.stderr)
 
     with tempfile.TemporaryDirectory(prefix="optimizer_", dir=".") as folder:
-        free = run(folder, None)
+        free = run(folder, None, 1)
         limit = free["on_device"] + free["state"] // 5
         return [run(None, None), run(None, limit), run(folder, limit)]
 
