@@ -32,7 +32,9 @@ Tree = Any  # a pytree of arrays
 def store(config: Config, step: Step) -> nvme.Store:
     """The files of a resolved config, not yet made. Raises OSError or ValueError if they cannot be in their folder."""
     stacks = {name: nvme.Stack(p.state, p.count) for name, p in step.pieces.items()}
-    return nvme.Store(config.memory.nvme_dir, stacks, config.to_dict()["model"])
+    plain = config.to_dict()
+    layout = {key: plain[key] for key in ("parallel", "precision")}
+    return nvme.Store(config.memory.nvme_dir, stacks, plain["model"], layout)
 
 
 def fill(files: nvme.Store, step: Step, config: Config, start: tuple[Path, int] | None, digest: str | None) -> str:

@@ -154,6 +154,19 @@ def test_only_files_that_are_what_was_sealed_are_used_again(damage, tmp_path):
     assert not again.holds(digest)
 
 
+def test_files_of_as_many_pieces_with_other_layers_in_them_are_not_used_again(tmp_path):
+    stages = {"pipe": 2, "microbatches": 2}
+    four = {"num_layers": 4}
+    files, step, config = files_and_step(tree(stages, tmp_path / "disk", model=four))
+    with nvme.opened(files):
+        stored.fill(files, step, config, None, None)
+        digest = files.seal()
+    chunks = stages | {"schedule": "interleaved", "chunks": 2}
+    other, *_ = files_and_step(tree(chunks, tmp_path / "disk", model=four))
+    assert other.files == files.files
+    assert not other.holds(digest)
+
+
 def test_files_are_not_sealed_any_more_once_an_update_begins(tmp_path):
     files, step, config = files_and_step(tree({"data": 2, "zero": 3}, tmp_path / "disk"))
     with nvme.opened(files):
@@ -214,7 +227,8 @@ def test_a_checkpoint_of_one_mode_goes_on_in_another_and_files_are_used_again_wh
     np.testing.assert_allclose(found, plain, rtol=2e-6)
     kept = sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").glob("[0-9]*"))
     apart = sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints" / "arrays").glob("*"))
-    assert apart == [number for number in kept if number == 12]
+    assert apart == [6, 12]  # 9 had no files; that of 3 went with its checkpoint
+    assert kept == [6, 9, 12]
 
 
 def refused(arguments, capsys):

@@ -72,12 +72,13 @@ class Array(NamedTuple):
 class Store:
     """The files of this process, and the threads that read and write them; to be used within `opened`."""
 
-    def __init__(self, folder: str | Path, stacks: dict[str, Stack], model: dict[str, Any]):
-        """Nothing is written yet. model: plain data that says of which model the state is.
+    def __init__(self, folder: str | Path, stacks: dict[str, Stack], model: dict[str, Any], layout: dict[str, Any]):
+        """Nothing is written yet. model, layout: plain data that say of which model the state is, and all that decides
+        what lies in which file.
 
         Raises OSError or ValueError if the folder cannot be used: see `check`.
         """
-        self.folder, self.stacks, self.model = Path(folder), stacks, model
+        self.folder, self.stacks, self.model, self.layout = Path(folder), stacks, model, layout
         self.pieces = [(name, i) for name, stack in stacks.items() for i in range(stack.count)]
         self._arrays = {name: _arrays(stack) for name, stack in stacks.items()}
         self._manifest = self.folder / f"manifest-{jax.process_index():05d}.json"
@@ -112,11 +113,9 @@ class Store:
             )
 
     def holds(self, digest: str | None) -> bool:
-        """Whether the files are whole, and those that `seal` gave this digest. Reads all of them."""
+        """Whether the files are whole, laid out alike, and those that `seal` gave this digest. Reads all of them."""
         there = self._read_manifest()
-        if not there or digest is None or there["digest"] != digest or _digest(there["checksums"]) != digest:
-            return False
-        if {path.name for path in self.files} != set(there["checksums"]):
+        if not there or digest is None or there["digest"] != digest or there["layout"] != self.layout:
             return False
         self._sealed = self._checksums() == there["checksums"]
         return self._sealed
@@ -254,9 +253,13 @@ class Store:
     def _write_manifest(self, checksums: dict[str, int] | None) -> None:
         """Checksums: of the files as they are; None: they are about to change."""
         self._sealed = checksums is not None
-        digest = _digest(checksums) if checksums is not None else None
-        files = [path.name for path in self.files]
-        content = {"model": self.model, "files": files, "digest": digest, "checksums": checksums}
+        content = {
+            "model": self.model,
+            "layout": self.layout,
+            "files": [path.name for path in self.files],
+            "digest": checksums and hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest(),
+            "checksums": checksums,
+        }
         new = self._manifest.with_suffix(".new")
         with open(new, "w") as file:
             json.dump(content, file)
@@ -277,10 +280,6 @@ def opened(store: Store) -> Iterator[Store]:
         store.settle()
     finally:
         store.close()
-
-
-def _digest(checksums: dict[str, int]) -> str:
-    return hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest()
 
 
 def _arrays(stack: Stack) -> list[Array]:
