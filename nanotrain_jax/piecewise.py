@@ -84,10 +84,16 @@ def of_one(stacked: Tree, count: int) -> Tree:
     )
 
 
+def lower(pieces: Pieces, params: Tree, pending: Pending) -> jax.stages.Lowered:
+    """The update, for ShapeDtypeStructs of all parameters and of what a step leaves."""
+    piece, i = of_one(pieces.state, pieces.count), jax.ShapeDtypeStruct((), jnp.int32)
+    return pieces.update.lower(only(params, pieces.mine), pending, piece, i)
+
+
 def begin(
     config: Config, rest: Layout, optimizer: optax.GradientTransformation, mine: Tree, stacked: Opt, count: int
 ) -> Callable[[jax.Array], Opt]:
-    """-> i -> the i-th piece of the state in a run that begins: `state.init`, of which only this is made."""
+    """-> i -> the i-th piece of the state in a run that begins, as `state.init` has it. Only its layers are made."""
     first = jax.tree.leaves(stacked)[0]
     shards = first.shape[0] // first.sharding.shard_shape(first.shape)[0]
 

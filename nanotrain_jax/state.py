@@ -63,7 +63,6 @@ def lay_out(config: Config, mesh: Mesh) -> Layout:
     split = model.Split("tensor", p.tensor, p.sequence_parallel, m.remat != "full")
     split = split if p.tensor > 1 else model.ONE_DEVICE
     graphs, shapes = model.abstract(decoder, split)
-    order = np.arange(decoder.num_layers).reshape(p.chunks, p.pipe, -1).swapaxes(0, 1).ravel()  # a stage's side by side
     laid = specs(model.rules(decoder, split, "pipe" if p.pipe > 1 else None), shapes, mesh)
     dims = shard_dims(shapes, p.data if p.zero else 1, p.persist_below, specs=laid)
 
@@ -77,7 +76,7 @@ def lay_out(config: Config, mesh: Mesh) -> Layout:
         split=split,
         graphs=graphs,
         shapes=shapes,
-        order=order if p.chunks > 1 else None,
+        order=layers_of_rows(config) if p.chunks > 1 else None,
         specs=laid,
         dims=dims,
         layer_dims=jax.tree.map(lambda d: d if d == WHOLE else d - 1, dims["layers"]),
@@ -86,6 +85,12 @@ def lay_out(config: Config, mesh: Mesh) -> Layout:
         far_gradients=large if m.offload_optimizer != "none" and p.zero >= 2 else near,
         inside=jax.tree.map(lambda is_large: not (is_large and m.offload_optimizer == "nvme"), large),
     )
+
+
+def layers_of_rows(config: Config) -> np.ndarray:
+    """Which layer each row of the stacked weights is: the chunks of a stage lie side by side."""
+    p = config.parallel
+    return np.arange(config.model.num_layers).reshape(p.chunks, p.pipe, -1).swapaxes(0, 1).ravel()
 
 
 def init(config: Config, rest: Layout, optimizer: optax.GradientTransformation) -> State:

@@ -14,16 +14,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from nanotrain_jax import model
-from nanotrain_jax import state as states
 from nanotrain_jax.config import Config
 from nanotrain_jax.parallel.offload import HOST
 from nanotrain_jax.parallel.update import merged, only
-from nanotrain_jax.piecewise import Pending, Pieces, of_one
+from nanotrain_jax.piecewise import Pending, Pieces, lower
 from nanotrain_jax.runtime import checkpoint, nvme
-from nanotrain_jax.state import State
+from nanotrain_jax.state import State, layers_of_rows
 from nanotrain_jax.step import Step
 
 Tree = Any  # a pytree of arrays
@@ -33,14 +31,15 @@ def store(config: Config, step: Step) -> nvme.Store:
     """The files of a resolved config, not yet made. Raises OSError or ValueError if they cannot be in their folder."""
     stacks = {name: nvme.Stack(p.state, p.count) for name, p in step.pieces.items()}
     plain = config.to_dict()
+    model = {key: value for key, value in plain["model"].items() if key != "attention"}
     layout = {key: plain[key] for key in ("parallel", "precision")}
-    return nvme.Store(config.memory.nvme_dir, stacks, plain["model"], layout)
+    return nvme.Store(config.memory.nvme_dir, stacks, model, layout)
 
 
 def fill(files: nvme.Store, step: Step, config: Config, start: tuple[Path, int] | None, digest: str | None) -> str:
     """Bring the files to the state of a checkpoint (start: its folder and number; digest: what it knows of files), or
     to that of a run that begins. -> how that was done, in a few words. Raises OSError."""
-    if start and multihost_utils.process_allgather(np.array(files.holds(digest))).all():
+    if start and files.holds(digest):
         return "as the checkpoint left it"
     files.make()
     for name, p in step.pieces.items():
@@ -50,11 +49,11 @@ def fill(files: nvme.Store, step: Step, config: Config, start: tuple[Path, int] 
             continue
         for number, abstract in enumerate(_one_by_one(step, p)):
             try:
-                array = checkpoint.read_state(*start, abstract, model.is_padded)
+                (x,) = jax.tree.leaves(checkpoint.read_state(*start, abstract, model.is_padded))
             except ValueError as error:
                 raise OSError(str(error)) from None
-            (x,) = jax.tree.leaves(_in_stage_order(config, abstract)(array))
-            files.fill(name, number, x)
+            files.fill(name, number, np.asarray(x)[_rows(name, config)])
+            del x  # before the next one is read
     files.settle()
     return "written anew from the checkpoint" if start else "new"
 
@@ -64,11 +63,8 @@ def train(files: nvme.Store, step: Step, first: jax.stages.Compiled) -> Callable
 
     Compiles the updates. It returns before the last pieces are written.
     """
-    compiled = {}
-    for name, p in step.pieces.items():
-        weights = only(step.state.params, p.mine)
-        piece, i = of_one(p.state, p.count), jax.ShapeDtypeStruct((), np.int32)
-        compiled[name] = p.update.lower(weights, first.out_info[2], piece, i).compile()
+    pending = first.out_info[2]
+    compiled = {name: lower(p, step.state.params, pending).compile() for name, p in step.pieces.items()}
 
     def run(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
         state, metrics, pending = first(state, batch)
@@ -84,10 +80,21 @@ def train(files: nvme.Store, step: Step, first: jax.stages.Compiled) -> Callable
 
 def arrays(files: nvme.Store, step: Step, config: Config) -> Iterator[State]:
     """What the files hold, as `checkpoint.writing` takes it: one stacked array at a time, in the order of layers."""
+
+    def one(name: str, number: int, abstract: State) -> State:
+        x = files.stacked(name, number)
+        ordered = np.empty_like(x)
+        ordered[_rows(name, config)] = x
+        return jax.tree.unflatten(jax.tree.structure(abstract), [ordered])
+
     for name, p in step.pieces.items():
         for number, abstract in enumerate(_one_by_one(step, p)):
-            tree = jax.tree.unflatten(jax.tree.structure(abstract), [files.stacked(name, number)])
-            yield _in_layer_order(config, abstract)(tree)
+            yield one(name, number, abstract)
+
+
+def _rows(name: str, config: Config) -> np.ndarray | slice:
+    """Which layer each row of a stacked array is."""
+    return layers_of_rows(config) if name == "layers" else slice(None)
 
 
 def _one_by_one(step: Step, pieces: Pieces) -> Iterator[State]:
@@ -95,15 +102,6 @@ def _one_by_one(step: Step, pieces: Pieces) -> Iterator[State]:
     empty = jax.tree.map(lambda _: None, step.state)
     leaves, tree = jax.tree.flatten(empty._replace(opt=pieces.state))
     for k, x in enumerate(leaves):
-        one = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST))
+        on_host = jax.sharding.SingleDeviceSharding(x.sharding.mesh.devices.flat[0], memory_kind=HOST)
+        one = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host)
         yield tree.unflatten([one if j == k else None for j in range(len(leaves))])
-
-
-def _in_layer_order(config: Config, abstract: State) -> Callable[[State], State]:
-    p = config.parallel
-    return states.in_order(abstract, p.pipe, p.chunks) if p.chunks > 1 else lambda state: state
-
-
-def _in_stage_order(config: Config, abstract: State) -> Callable[[State], State]:
-    p = config.parallel
-    return states.in_order(abstract, p.chunks, p.pipe) if p.chunks > 1 else lambda state: state

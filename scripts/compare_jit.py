@@ -291,6 +291,8 @@ def main(argv: list[str] | None = None) -> int:
     asked = parser.parse_intermixed_args(argv)
     try:
         config, rows, stages = request.load(asked.config, asked.overrides), [], asked.stages.split(",")
+        if config.memory.offload_optimizer == "nvme":
+            raise ValueError("memory.offload_optimizer=nvme is timed by scripts/compare_offload.py --modes nvme")
         if not set(stages) <= set("0123") or asked.steps < 1:
             raise ValueError(f"--stages={asked.stages} --steps={asked.steps}: stages are 0, 1, 2, 3; steps 1 or more")
         meshes.configure(asked.gpus if asked.gpu else config.runtime.simulate, config.runtime.deterministic)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
@@ -205,6 +206,16 @@ def collectives(text):
 def records(folder):
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def no_cache_of_programs():
+    """XLA:CPU aborts now and then in loops of programs that it has read from a cache (jax 0.10.2, 0.12.0)."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

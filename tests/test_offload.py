@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import STATE, cover, needs_cuda_compiler, on_devices, random_tokens, records, resolved, run, small
-from jax.experimental.compilation_cache import compilation_cache
 
 from nanotrain_jax import step as steps
 from nanotrain_jax import train
@@ -34,15 +33,7 @@ ALL = PARAMS | ACTIVATIONS
 WORDS = {"optimizer": OPTIMIZER, "params": PARAMS, "activations": ACTIVATIONS, "all": ALL}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def programs_are_compiled_here():
-    """XLA:CPU aborts now and then in loops of programs that it has read from a cache (jax 0.10.2, 0.12.0)."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
-
+pytestmark = pytest.mark.usefixtures("no_cache_of_programs")
 
 COVER = [  # mode, remat, parallel, family
     ("optimizer", "none", {"data": 2, "zero": 1, "pipe": 2, "microbatches": 2}, "llama"),

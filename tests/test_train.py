@@ -77,7 +77,7 @@ def same(a, b):
 def test_a_run_leaves_what_the_interface_promises(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/run", "logging.tensorboard=true") == 0
     run = tmp_path / "run"
-    assert {p.name for p in run.iterdir()} - {".lock"} == {
+    assert {p.name for p in run.iterdir()} - {".logging.dir.lock"} == {
         "config.yaml",
         "metrics.jsonl",
         "tensorboard",

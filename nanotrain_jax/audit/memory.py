@@ -121,8 +121,9 @@ def _offloaded(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
     params      two layers (blocks), and in the backward the gradients of one, float32
     activations of two layers, in the backward
 
-    From files (nvme) the update is a program of its own, after which comes the next step; it takes five pieces of a
-    layer: one to compute with, its results, the next, and two on their way back.
+    From files (nvme) the update is a program of its own, after which comes the next step; it takes five pieces as large
+    as a layer (at stages 1 and 2 as the embedding): one to compute with, its results, the next, and two on their way
+    back.
     """
     m, p, memory = config.model, config.parallel, config.memory
     b, L = BYTES[config.precision.compute], m.num_layers / p.pipe
@@ -144,7 +145,9 @@ def _offloaded(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
         if far and moment == "update":
             of_state = offloaded.optimizer_bytes(config) * layer
             of_ends = (2 * b + (8 if p.microbatches > 1 else 4)) * table
-            of_state *= 5 if memory.offload_optimizer == "nvme" else 1
+            if memory.offload_optimizer == "nvme":
+                whole = [x.size for x in far if x.array.where == "ends" and p.zero in (1, 2) and p.data > 1]
+                of_state = 5 * offloaded.optimizer_bytes(config) * max(layer, *whole, 0)
             parts["buffers"] += max(of_state + 2 * layer, of_ends) if streamed else of_state
         elif memory.offload_params == "host":
             parts["buffers"] += 2 * b * block * layer + (4 * block * layer if moment == "backward" else 0)

@@ -8,14 +8,12 @@ from collections import Counter
 from typing import Any
 
 import jax
-import numpy as np
 
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import copies, cost, hardware, hlo, topology
 from nanotrain_jax.config import Config
-from nanotrain_jax.parallel.update import only
-from nanotrain_jax.piecewise import of_one
+from nanotrain_jax.piecewise import Pieces, lower, of_one
 from nanotrain_jax.planner.estimate import Estimate
 from nanotrain_jax.runtime import nvme
 
@@ -51,13 +49,16 @@ def compile_step(config: Config, gpu: str) -> dict[str, Any]:
 
 
 def update_bytes(step: steps.Step, compiled: jax.stages.Compiled) -> int:
-    """Of a device, while a layer of what the step has left is updated: all that the step returned, and pieces: one to
-    compute with, its results, the next one, and those that wait to be written."""
-    largest = step.pieces["layers"]
-    piece = of_one(largest.state, largest.count)
-    weights, i = only(step.state.params, largest.mine), jax.ShapeDtypeStruct((), np.int32)
-    temp = hlo.memory(largest.update.lower(weights, compiled.out_info[2], piece, i).compile())["temp_bytes"]
-    size = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(piece))
+    """Of a device, while the largest piece of what the step has left is updated: all that the step returned, and
+    pieces: one to compute with, its results, the next one, and those that wait to be written."""
+
+    def of_piece(pieces: Pieces) -> int:
+        arrays = jax.tree.leaves(of_one(pieces.state, pieces.count))
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
+
+    largest = max(step.pieces.values(), key=of_piece)
+    size = of_piece(largest)
+    temp = hlo.memory(lower(largest, step.state.params, compiled.out_info[2]).compile())["temp_bytes"]
     return compiled.memory_analysis().output_size_in_bytes + temp + (3 + nvme.AT_A_TIME) * size
 
 

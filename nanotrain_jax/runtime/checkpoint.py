@@ -26,7 +26,7 @@ APART = "arrays"  # folder in a folder of checkpoints: <step>/<path of an array>
 @contextmanager
 def alone(key: str, folder: str | Path) -> Iterator[None]:
     """Within, no other run writes to this folder, which exists. Raises OSError, naming the key, if one does now."""
-    with open(Path(folder) / ".lock", "w") as lock:  # the lock goes with the process, however that ends
+    with open(Path(folder) / f".{key}.lock", "w") as lock:  # the lock goes with the process, however that ends
         try:
             if jax.process_index() == 0:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,31 +69,34 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     def save(step: int, state: Any, meta: dict[str, Any], apart: Iterable[Any] = (), apart_bytes: int = 0) -> None:
         with disk_errors():
             manager.wait_until_finished()
-        clean(step)
+        clean()
         need = (sum(x.nbytes for x in jax.tree.leaves(state)) + apart_bytes) * 11 // 10 + (1 << 20)
         if shutil.disk_usage(config.dir).free < need:
             raise refuse(f"it needs {need:,} bytes and {shutil.disk_usage(config.dir).free:,} are free")
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-        with disk_errors(), ocp.StandardCheckpointer() as files:
-            for tree in apart:
-                files.save(_apart(config.dir, step) / next(iter(_shapes(tree))).replace("/", "."), tree, force=True)
-                files.wait_until_finished()
+        for tree in apart:
+            with disk_errors(), ocp.StandardCheckpointer() as files:
+                files.save(_apart(config.dir, step) / next(iter(_shapes(tree))).replace("/", "."), tree)
+            del tree  # before the next one is made
+        with disk_errors():
             manager.save(step, args=items, force=True)
 
-    def clean(step: int | None = None) -> None:
+    def clean() -> None:
         """Remove arrays of checkpoints that are no more, or never came to be."""
-        keep = {str(number) for number in (*manager.all_steps(), step)}
+        keep = {str(number) for number in manager.all_steps()}
         for folder in _apart(config.dir).glob("*"):
-            if folder.name not in keep and jax.process_index() == 0:
+            if folder.name not in keep:
                 shutil.rmtree(folder, ignore_errors=True)
 
     try:
         yield save
         with disk_errors():
             manager.wait_until_finished()
-        clean()
     finally:
         with suppress(Exception):  # whatever failed was told above
+            manager.wait_until_finished()
+        with suppress(Exception):
+            clean()
             manager.close()
 
 

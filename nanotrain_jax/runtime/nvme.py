@@ -32,8 +32,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from nanotrain_jax.parallel.offload import HOST
-
 Tree = Any  # a pytree of arrays
 Update = Callable[[Any, Tree, int], tuple[Any, Tree]]  # (what it changes, state of a piece, its number) -> the same
 
@@ -62,7 +60,7 @@ class Block(NamedTuple):
 
 
 class Array(NamedTuple):
-    """An array of a piece: what it is, and for each device of this process its block."""
+    """An array of a piece: what it is, and for each device its block."""
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding
@@ -70,32 +68,37 @@ class Array(NamedTuple):
 
 
 class Store:
-    """The files of this process, and the threads that read and write them; to be used within `opened`."""
+    """The files, and the threads that read and write them; to be used within `opened`. For runs of one process."""
 
     def __init__(self, folder: str | Path, stacks: dict[str, Stack], model: dict[str, Any], layout: dict[str, Any]):
         """Nothing is written yet. model, layout: plain data that say of which model the state is, and all that decides
         what lies in which file.
 
-        Raises OSError or ValueError if the folder cannot be used: see `check`.
+        Raises ValueError if the folder has files of another model, or this is one of several processes; OSError if
+        there is no room.
         """
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"memory.offload_optimizer=nvme with {jax.process_count()} processes: files are of one process; "
+                "use memory.offload_optimizer=host, or one process for all GPUs of a machine"
+            )
         self.folder, self.stacks, self.model, self.layout = Path(folder), stacks, model, layout
         self.pieces = [(name, i) for name, stack in stacks.items() for i in range(stack.count)]
         self._arrays = {name: _arrays(stack) for name, stack in stacks.items()}
-        self._manifest = self.folder / f"manifest-{jax.process_index():05d}.json"
+        self._manifest = self.folder / "manifest.json"
         self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._written: dict[tuple[str, int], Future] = {}
         self._leaving: deque[Future] = deque()
-        self._sealed = False
+        self._digest: str | None = None
         self.files = {
             self._path(piece, device): size
             for piece in self.pieces
             for device, size in _sizes(self._arrays[piece[0]]).items()
         }
         self.nbytes = sum(self.files.values())
-        self.check()
+        self._check()
 
-    def check(self) -> None:
-        """Raise ValueError if the folder has files of another model, OSError if it has no room."""
+    def _check(self) -> None:
         there = self._read_manifest()
         if there and there["model"] != self.model:
             keys = sorted(k for k in self.model | there["model"] if self.model.get(k) != there["model"].get(k))
@@ -115,54 +118,49 @@ class Store:
     def holds(self, digest: str | None) -> bool:
         """Whether the files are whole, laid out alike, and those that `seal` gave this digest. Reads all of them."""
         there = self._read_manifest()
-        if not there or digest is None or there["digest"] != digest or there["layout"] != self.layout:
+        if not there or digest is None or there["digest"] != digest or there.get("layout") != self.layout:
             return False
-        self._sealed = self._checksums() == there["checksums"]
-        return self._sealed
+        self._digest = digest if self._checksums() == there["checksums"] else None
+        return self._digest is not None
 
     def make(self) -> None:
         """Make the files, of their full size, so that the disk cannot be full later. Raises OSError."""
         there = self._read_manifest()
-        self._write_manifest(None)
         for name in set(there["files"] if there else ()) - {path.name for path in self.files}:
             (self.folder / name).unlink(missing_ok=True)  # of another mesh
+        self._write_manifest(None)
         try:
             for path, size in self.files.items():
                 with open(path, "ab") as file:
                     file.truncate(size)
                     os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
-            raise OSError(
-                f"memory.nvme_dir={str(self.folder)!r}: {error.strerror}; make room and start again"
-            ) from None
+            raise self._refuse(error) from None
 
-    def fill(self, name: str, number: int, x: jax.Array) -> None:
+    def fill(self, name: str, number: int, x: np.ndarray) -> None:
         """Write a stacked array, the number-th of the leaves of a stack, into all its pieces."""
-        blocks = self._arrays[name][number].blocks
-        for shard in x.addressable_shards:
-            block = blocks[shard.device]
-            if block.device == shard.device:
-                rows = np.asarray(shard.data).reshape(self.stacks[name].count, *block.shape)
-                for i, values in enumerate(rows):
-                    self._view((name, i), block, "r+")[...] = values
+        for block, index in self._shards(name, number):
+            for i, values in enumerate(x[index].reshape(-1, *block.shape)):
+                self._view((name, i), block, "r+")[...] = values
 
-    def stacked(self, name: str, number: int) -> jax.Array:
-        """The array that `fill` takes, in host memory."""
+    def stacked(self, name: str, number: int) -> np.ndarray:
+        """The array that `fill` takes."""
         self.settle()
-        array, count = self._arrays[name][number], self.stacks[name].count
-        whole = jax.tree.leaves(self.stacks[name].state)[number]
-        sharding, read = whole.sharding.with_memory_kind(HOST), {}
-        for block in set(array.blocks.values()):
-            rows = read[block] = np.empty((count, *block.shape), block.dtype)
-            for i in range(count):
-                rows[i] = self._view((name, i), block, "r")
-        shards = [
-            jax.device_put(
-                read[block].reshape(-1, *block.shape[1:]), jax.sharding.SingleDeviceSharding(device, memory_kind=HOST)
-            )
-            for device, block in array.blocks.items()
-        ]
-        return jax.make_array_from_single_device_arrays(whole.shape, sharding, shards)
+        like = jax.tree.leaves(self.stacks[name].state)[number]
+        x = np.empty(like.shape, like.dtype)
+        for block, index in self._shards(name, number):
+            rows = x[index]  # a view
+            for i, part in enumerate(np.split(rows, self.stacks[name].count)):
+                part[...] = self._view((name, i), block, "r")
+        return x
+
+    def _shards(self, name: str, number: int) -> Iterator[tuple[Block, tuple]]:
+        """Each block of an array, with what it is of the stacked one: all pieces of a device's rows."""
+        like = jax.tree.leaves(self.stacks[name].state)[number]
+        for device, index in like.sharding.devices_indices_map(like.shape).items():
+            block = self._arrays[name][number].blocks[device]
+            if block.device == device:
+                yield block, index
 
     def put(self, name: str, i: int, state: Tree) -> None:
         """Write the state of a piece, in the background, once fewer than AT_A_TIME wait. Raises OSError."""
@@ -176,7 +174,7 @@ class Store:
 
         Returns before the last pieces are written; the next read of each waits for that. Raises OSError.
         """
-        if self._sealed:
+        if self._digest:
             self._write_manifest(None)
         coming = self._reader.submit(self._read, self.pieces[0])
         for (name, i), following in zip(self.pieces, [*self.pieces[1:], None], strict=True):
@@ -195,12 +193,12 @@ class Store:
     def seal(self) -> str:
         """-> digest of the files as they are now, which `holds` knows again until they change."""
         self.settle()
-        if not self._sealed:
+        if not self._digest:
             for path in self.files:
                 with open(path, "rb+") as file:
                     os.fsync(file.fileno())
             self._write_manifest(self._checksums())
-        return self._read_manifest()["digest"]
+        return self._digest
 
     def close(self) -> None:
         """Wait for the threads."""
@@ -244,6 +242,9 @@ class Store:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # zlib lets others run meanwhile
             return dict(zip((path.name for path in self.files), pool.map(one, self.files), strict=True))
 
+    def _refuse(self, error: OSError) -> OSError:
+        return OSError(f"memory.nvme_dir={str(self.folder)!r}: {error.strerror}; make room and start again")
+
     def _read_manifest(self) -> dict[str, Any] | None:
         try:
             return json.loads(self._manifest.read_text())
@@ -252,20 +253,23 @@ class Store:
 
     def _write_manifest(self, checksums: dict[str, int] | None) -> None:
         """Checksums: of the files as they are; None: they are about to change."""
-        self._sealed = checksums is not None
+        self._digest = checksums and hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest()
         content = {
             "model": self.model,
             "layout": self.layout,
             "files": [path.name for path in self.files],
-            "digest": checksums and hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest(),
+            "digest": self._digest,
             "checksums": checksums,
         }
         new = self._manifest.with_suffix(".new")
-        with open(new, "w") as file:
-            json.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, self._manifest)
+        try:
+            with open(new, "w") as file:
+                json.dump(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, self._manifest)
+        except OSError as error:
+            raise self._refuse(error) from None
         with suppress(OSError):  # not every file system can
             folder = os.open(self.folder, os.O_RDONLY)
             os.fsync(folder)
@@ -289,7 +293,7 @@ def _arrays(stack: Stack) -> list[Array]:
     for x in jax.tree.leaves(stack.state):
         shape = (x.shape[0] // stack.count, *x.shape[1:])
         found, blocks = {}, {}
-        for device, index in sorted(x.sharding.addressable_devices_indices_map(shape).items(), key=lambda d: d[0].id):
+        for device, index in sorted(x.sharding.devices_indices_map(shape).items(), key=lambda d: d[0].id):
             key = str(index)
             if key not in found:
                 block = Block(device, ends.get(device, 0), x.sharding.shard_shape(shape), np.dtype(x.dtype))
