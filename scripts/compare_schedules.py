@@ -130,6 +130,8 @@ def main(argv: list[str] | None = None) -> int:
         if asked.rounds < 1:
             raise ValueError(f"--rounds={asked.rounds}: use 1 or more")
         base = request.load(asked.config, asked.overrides)
+        if base.memory.offload_optimizer == "nvme":
+            raise ValueError("memory.offload_optimizer=nvme is timed by scripts/compare_offload.py --modes nvme")
         meshes.configure(base.runtime.simulate, base.runtime.deterministic)
         mesh = meshes.make(**base.parallel.axes)
         if mesh.shape["pipe"] == 1:
