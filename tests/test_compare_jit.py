@@ -86,6 +86,8 @@ def program(groups):
         peak_memory_in_bytes=3,
         host_argument_size_in_bytes=0,
         host_temp_size_in_bytes=0,
+        host_output_size_in_bytes=0,
+        host_alias_size_in_bytes=0,
     )
     return SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory)
 
