@@ -35,7 +35,7 @@ def the_precision_of_the_check():
         yield
 
 
-@pytest.mark.parametrize("case", cover([(3, "llama", 1), (2, "llama", 4)], [(0, "gpt2", 1)]))
+@pytest.mark.parametrize("case", cover([(3, "llama", 1)], [(2, "llama", 4), (0, "gpt2", 1)]))
 def test_the_programs_under_jit_equal_ours(case):
     zero, family, tensor = case
     config, mesh = resolved(two_microbatches(family, zero, tensor))

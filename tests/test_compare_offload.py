@@ -16,6 +16,7 @@ def run(*arguments):
     return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_every_mode_is_timed_beside_the_plain_run_and_learns_the_same(tmp_path):
     parallel = {"data": 2, "persist_below": 0}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(small(runtime={"simulate": 2}, parallel=parallel)))

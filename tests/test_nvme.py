@@ -246,6 +246,7 @@ def test_what_is_wrong_with_the_folder_is_told_in_one_line(tmp_path, capsys, mon
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.long
 def test_a_disk_that_turns_out_to_be_full_is_told_before_the_first_step(tmp_path):
     command = [sys.executable, "-m", "nanotrain_jax.train", *BASE, f"logging.dir={tmp_path}/run", "checkpoint.every=0"]
     command += ["train.steps=1", "memory.offload_optimizer=nvme", f"memory.nvme_dir={tmp_path}/disk"]

@@ -135,6 +135,7 @@ def test_a_resume_on_another_mesh_and_zero_stage_goes_on_with_the_same_numbers(c
     np.testing.assert_allclose([parts[i][0] for i in range(1, 21)], [whole[i][0] for i in range(1, 21)], **LOSS)
 
 
+@pytest.mark.long
 def test_a_resume_with_other_stages_schedules_and_chunks_goes_on_with_the_same_numbers(config_file, tmp_path, capsys):
     def run(name, steps, *overrides):
         short = "model.num_layers=4", "train.eval_every=0", f"train.steps={steps}", f"logging.dir={tmp_path}/{name}"
