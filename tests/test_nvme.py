@@ -11,11 +11,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import STATE, cover, on_devices, random_tokens, records, resolved, run, small
+from conftest import STATE, cover, needs_cuda_compiler, on_devices, random_tokens, records, resolved, run, small
 
 from nanotrain_jax import step as steps
 from nanotrain_jax import stored, train
-from nanotrain_jax.runtime import nvme
+from nanotrain_jax.planner.compiled import compile_step, ratios
+from nanotrain_jax.planner.estimate import estimate, on_gpus
+from nanotrain_jax.runtime import nvme, request
 from nanotrain_jax.state import State
 
 ROOT = Path(__file__).parents[1]
@@ -220,6 +222,29 @@ def test_a_checkpoint_of_one_mode_goes_on_in_another_and_files_are_used_again_wh
     apart = sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints" / "arrays").glob("*"))
     assert apart == [6, 12]  # 9 had no files; that of 3 went with its checkpoint
     assert kept == [6, 9, 12]
+
+
+ON_GPUS = [  # GPUs, ZeRO stage, where weights rest
+    (1, 3, "host"),
+    (1, 0, "none"),
+    (1, 3, "none"),
+    (8, 2, "none"),
+]
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize("case", cover(ON_GPUS[:1], ON_GPUS[1:]))
+def test_the_programs_for_h100s_take_what_is_estimated(case):
+    gpus, zero, params = case
+    overrides = [f"memory.offload_params={params}", f"parallel.zero={zero}", f"data.batch_size={8 * gpus}"]
+    overrides += ["memory.offload_optimizer=nvme", "memory.nvme_dir=/nvme", "memory.remat=full"]
+    config = request.load(ROOT / "configs" / "llama3_8b_1gpu.yaml", [*overrides, f"parallel.data={gpus}"])
+    e = estimate(on_gpus(config, gpus, "h100"), "h100")
+    found = ratios(e, compile_step(e.config, "h100"))
+    assert e.nvme_bytes == pytest.approx(12 * 8.03e9 / gpus, rel=1e-3)
+    assert found["peak_bytes"] == pytest.approx(1, abs=0.1)
+    assert found.get("host_bytes", 1) == pytest.approx(1, abs=0.03)
+    assert found["flops"] == pytest.approx(1, abs=0.01)
 
 
 def refused(arguments, capsys):

@@ -24,7 +24,8 @@ def compile_step(config: Config, gpu: str) -> dict[str, Any]:
     """Compile the step that training would run -> what it needs per device and step, as `plan --json` has it.
 
     config: resolved. Raises ValueError for GPUs or a number of them that are not known, RuntimeError without the CUDA
-    compiler. gpu="cpu" compiles for this machine's simulated devices.
+    compiler. gpu="cpu" compiles for this machine's simulated devices. Of updates outside the step
+    (memory.offload_optimizer=nvme) it has the memory; not what they gather at ZeRO 1 and 2: the updated weights, once.
     """
     axes = config.parallel.axes
     devices = None if gpu == hardware.SIMULATED else topology.compile_only(gpu, cost.devices(config))
