@@ -36,12 +36,12 @@ WORDS = {"optimizer": OPTIMIZER, "params": PARAMS, "activations": ACTIVATIONS, "
 pytestmark = pytest.mark.usefixtures("no_cache_of_programs")
 
 COVER = [  # mode, remat, parallel, family
-    ("optimizer", "none", {"data": 2, "zero": 2, "tensor": 2, "microbatches": 2}, "llama"),
     ("params", "none", {"data": 4, "zero": 3, "microbatches": 4}, "gpt2"),
     ("activations", "selective", {"data": 4, "zero": 0, "microbatches": 2}, "llama"),
     ("all", "block:2", {"data": 4, "zero": 3, "microbatches": 2}, "llama"),
 ]
 MORE = [
+    ("optimizer", "none", {"data": 2, "zero": 2, "tensor": 2, "microbatches": 2}, "llama"),
     ("optimizer", "none", {"data": 2, "zero": 1, "pipe": 2, "microbatches": 2}, "llama"),
     ("optimizer", "none", {"data": 4, "zero": 0}, "llama"),
     ("activations", "full", {"data": 2, "zero": 1, "pipe": 2, "microbatches": 2}, "llama"),

@@ -11,7 +11,6 @@ from nanotrain_jax import step as steps
 # Every schedule, stage of ZeRO and remat policy, with 2, 4 and 8 stages; in MORE every schedule with every number of
 # stages and every stage of ZeRO that it can have here.
 COVER = [  # pipe, data, tensor, schedule, chunks, microbatches, zero, family, remat, idle
-    (2, 2, 2, "1f1b", 1, 4, 3, "gpt2", "none", "skip"),
     (2, 2, 2, "gpipe", 1, 4, 2, "llama", "selective", "mask"),
     (2, 2, 2, "interleaved", 2, 8, 1, "gpt2", "full", "skip"),
     (4, 2, 1, "zb_h1", 1, 8, 3, "gpt2", "full", "skip"),
@@ -20,6 +19,7 @@ COVER = [  # pipe, data, tensor, schedule, chunks, microbatches, zero, family, r
     (8, 1, 1, "1f1b", 1, 32, 0, "gpt2", "selective", "skip"),
 ]
 MORE = [
+    (2, 2, 2, "1f1b", 1, 4, 3, "gpt2", "none", "skip"),
     (4, 2, 1, "zb_h2", 1, 16, 3, "llama", "none", "skip"),
     (2, 2, 2, "zero_bubble", 1, 4, 3, "llama", "none", "skip"),
     (2, 2, 2, "zb_h1", 1, 2, 1, "llama", "full", "mask"),

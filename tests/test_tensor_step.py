@@ -15,11 +15,11 @@ COVER = [  # tensor, data, replica, zero, sequence_parallel, family, kv heads, m
     (2, 1, 1, 0, True, "llama", 8, 1, "none"),
     (2, 2, 1, 2, True, "gpt2", 2, 1, "selective"),
     (4, 1, 1, 1, True, "gpt2", 8, 1, "block:2"),
-    (4, 2, 1, 3, True, "gpt2", 2, 2, "none"),
     (8, 1, 1, 1, False, "llama", 8, 1, "none"),
     (8, 1, 1, 3, False, "gpt2", 2, 1, "selective"),
 ]
 MORE = [
+    (4, 2, 1, 3, True, "gpt2", 2, 2, "none"),
     (2, 4, 1, 1, False, "gpt2", 1, 2, "none"),
     (4, 2, 1, 2, False, "llama", 1, 1, "block:2"),
     (2, 4, 1, 3, True, "llama", 1, 2, "full"),
