@@ -243,14 +243,12 @@ def init(
     config: Model,
     seed: int,
     split: Split = ONE_DEVICE,
-    order: Sequence[int] | None = None,
+    order: Sequence[int] | jax.Array | None = None,
     put: Callable[[dict], dict] | None = None,
-    rows: jax.Array | None = None,
 ) -> dict:
     """Parameters as a nested dict of float32 arrays. The same seed gives the same values on every mesh and layout.
 
-    put: makes layers one at a time and sends each where it is to rest; else they are made together. rows: with put,
-    which of the stacked layers (int32; None: all).
+    order: which layer each row of the stacked weights is. put: makes one at a time and sends each where it is to rest.
     """
     rngs = nnx.Rngs(params=seed)
     if put is None:
@@ -261,9 +259,7 @@ def init(
     def stack(rngs: nnx.Rngs) -> dict:
         graph, keys = nnx.split(rngs)
         if order is not None:
-            keys = jax.tree.map(lambda keys: keys[np.asarray(order)], keys)
-        if rows is not None:
-            keys = jax.tree.map(lambda keys: keys[rows], keys)
+            keys = jax.tree.map(lambda keys: keys[jnp.asarray(order)], keys)
         one = lambda keys: put(nnx.to_pure_dict(nnx.state(Layer(config, nnx.merge(graph, keys), split), nnx.Param)))
         return jax.lax.map(one, keys)
 

@@ -25,7 +25,7 @@ from nanotrain_jax.config import Config
 from nanotrain_jax.parallel import offload
 from nanotrain_jax.parallel.update import Opt, groups, merged, only
 from nanotrain_jax.parallel.zero import Wire, Zero
-from nanotrain_jax.state import Layout, State, moments_like, part
+from nanotrain_jax.state import Layout, State, layers_of_rows, moments_like, part
 
 Tree = Any  # a pytree of arrays
 
@@ -98,8 +98,8 @@ def begin(
     shards = first.shape[0] // first.sharding.shard_shape(first.shape)[0]
 
     def piece(i: jax.Array) -> Opt:
-        rows = jnp.arange(shards) * count + i
-        made = model.init(rest.model, config.train.seed, rest.split, rest.order, lambda layer: layer, rows)
+        order = jnp.asarray(layers_of_rows(config))[jnp.arange(shards) * count + i]  # of layers; others are made whole
+        made = model.init(rest.model, config.train.seed, rest.split, order, lambda layer: layer)
         take = lambda x: x.reshape(shards, count, -1, *x.shape[1:])[:, i].reshape(-1, *x.shape[1:])
         master = only(made, mine)
         master["ends"] = jax.tree.map(take, master["ends"])

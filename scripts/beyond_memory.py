@@ -150,6 +150,8 @@ def main(argv: list[str] | None = None) -> int:
         seconds = f"{row['step_seconds']:.3f}" if "step_seconds" in row else ""
         table.add_row(what, mega(row, "state"), *sizes, seconds, row["ended"])
     Console().print(table)
+    if rows[2]["ended"] != "done":
+        return 1
     print(f"{rows[0]['step_seconds'] / rows[2]['step_seconds']:.0%} of the speed of all in memory")
     print(json.dumps(rows))
     return 0

@@ -130,10 +130,12 @@ def on_hardware(config: Config, gpu: str) -> Config:
 
 
 def saved(config: Config) -> float:
-    """Bytes of a checkpoint that one device writes: of what several hold each writes a share."""
+    """Bytes of a checkpoint that one device writes at a time: of what several hold each writes a share. What is in
+    files (memory.offload_optimizer=nvme) is written array by array, and not counted."""
     p, state = config.parallel, memory.state(config)
     weights = p.replica * (1 if p.zero == 3 else p.data)
-    return state["params"] / weights + state["optimizer"] / (p.replica * (1 if p.zero else p.data))
+    at_once = state["optimizer"] - offloaded.in_files(config)
+    return state["params"] / weights + at_once / (p.replica * (1 if p.zero else p.data))
 
 
 def on_gpus(config: Config, gpus: int, gpu: str, vocab: int | None = None) -> Config:
