@@ -73,9 +73,12 @@ def pieces(size: int, count: int, limit: int) -> int:
     return enough[0] if enough else max(n for n in divisors if n <= wanted)
 
 
-def stream(work: Callable[[Tree, Tree], Tree], values: Tree, given: Tree, count: int) -> Tree:
+def stream(
+    work: Callable[[Tree, Tree], Tree], values: Tree, given: Tree, count: int, after: jax.Array | float = 0
+) -> Tree:
     """values, of which each piece is work(its values, what is given for it): arrays [n ...], cut into count pieces.
 
+    The first piece comes once after is known: nothing else would keep XLA from fetching it at the program's start.
     In place, if values are donated. What rests on the host moves to the device once, and what of it are values back
     once; one piece more than there are comes to the device, and is not used.
 
@@ -107,7 +110,8 @@ def stream(work: Callable[[Tree, Tree], Tree], values: Tree, given: Tree, count:
     if count == 1:
         new = work(*to_device((values, given)))
         return jax.tree.map(lambda y, x: to_host(y) if on_host(x) else y, new, values)
-    changed, _ = lax.scan(turn, (leaves[:last], fetch(leaves, jnp.zeros((), jnp.int32))), jnp.arange(count))[0]
+    first, _ = lax.optimization_barrier((jnp.zeros((), jnp.int32), after))
+    changed, _ = lax.scan(turn, (leaves[:last], fetch(leaves, first)), jnp.arange(count))[0]
     return jax.tree.unflatten(jax.tree.structure(values), changed)
 
 

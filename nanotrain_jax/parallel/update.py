@@ -112,10 +112,10 @@ def update(
             new = piece(values, given)
         elif kind == "layers":
             cut, whole = partial(_cut, parts=parts), partial(_whole, parts=parts)
-            new = offload.stream(piece, *jax.tree.map(cut, (values, given)), len(first) * parts)
+            new = offload.stream(piece, *jax.tree.map(cut, (values, given)), len(first) * parts, factor)
             new = jax.tree.map(whole, new)
         else:
-            new = offload.stream(piece, values, given, offload.pieces(first.size, len(first), limit))
+            new = offload.stream(piece, values, given, offload.pieces(first.size, len(first), limit), factor)
         found = merged(found, new)
     return found[0], Opt(*found[1:])
 
