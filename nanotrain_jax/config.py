@@ -234,6 +234,7 @@ class Checkpoint(_Section):
     resume: str = _key(
         "auto", "auto: newest checkpoint in dir, if any | never | path of another run's checkpoints to begin from"
     )
+    verify: bool = _key(True, "compare a checkpoint with its checksums before it is used; damaged: the one before it")
 
 
 class Logging(_Section):
@@ -247,7 +248,16 @@ class Logging(_Section):
 class Runtime(_Section):
     """Devices and compiler."""
 
-    simulate: Count = _key(0, "run on this many simulated CPU devices; 0: the machine's own devices", le=4096)
+    simulate: Count = _key(
+        0, "run on this many simulated CPU devices, of all processes; 0: the machine's own devices", le=4096
+    )
+    coordinator: str | None = _key(None, "host:port of process 0; null: as launcher, Slurm, ... say; or one process")
+    processes: Positive | None = _key(None, "number of processes, where coordinator is given")
+    process: Count | None = _key(None, "which of them this is, from 0, where coordinator is given")
+    join_timeout: Positive = _key(300, "seconds to wait for the other processes at the start")
+    hang_timeout: Positive | None = _key(
+        None, "seconds without progress that end the run with a report; null: 20 median steps, at least 600"
+    )
     compile_cache: bool = _key(
         True, "keep compiled programs in ~/.cache/nanotrain_jax for the next run; not with simulate"
     )

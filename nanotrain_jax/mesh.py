@@ -3,6 +3,7 @@
     pipe, replica, data, context, tensor      slowest links first, tensor innermost on the fastest
 
 The batch is split over `replica` and `data` (rows) and `context` (tokens): gradients are summed over those three.
+Devices come in the order of processes, so an inner axis lies within a process, and a host, as far as its size allows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 AXES = ("pipe", "replica", "data", "context", "tensor")
@@ -21,7 +23,7 @@ BATCH_AXES = ("replica", "data", "context")
 def configure(simulate: int = 0, deterministic: bool = False, compile_cache: str | None = None) -> None:
     """Set up JAX; to be called before the first use of a device.
 
-    simulate: number of CPU devices to pretend to have (0: the machine's own devices).
+    simulate: number of CPU devices for this process to pretend to have (0: the machine's own devices).
     deterministic: deterministic GPU kernels. compile_cache: folder for compiled programs. Arrays that rest on the host
     may take all of its memory (XLA's own limit is 64 GB), unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise.
     Raises ValueError if JAX has already started with another number of devices.
@@ -80,4 +82,26 @@ def make(
             f"mesh {named} needs {needed} devices but there are {len(devices)}; use a smaller mesh, "
             f"or runtime.simulate={needed} to try it on this machine's CPU"
         )
+    idle = sorted({d.process_index for d in devices} - {d.process_index for d in devices[:needed]})
+    if idle:
+        raise ValueError(
+            f"mesh {named} takes {needed} of {len(devices)} devices, and leaves none to process {idle[0]}; "
+            "use a larger mesh, or fewer processes"
+        )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:needed])
+
+
+def straddles(mesh: Mesh, hosts: Sequence[str]) -> str:
+    """What is slow about a mesh whose processes run on these hosts, in one line; "" if nothing.
+
+    Tensor parallelism moves activations in every layer: its groups belong where the links are fastest.
+    """
+    host = np.vectorize(lambda device: hosts[device.process_index])(mesh.devices)
+    across = max(len(set(group)) for group in host.reshape(-1, mesh.shape["tensor"]))
+    if across == 1:
+        return ""
+    most = min(np.unique(host, return_counts=True)[1])
+    return (
+        f"parallel.tensor={mesh.shape['tensor']} spans {across} hosts, whose network is far slower than the links "
+        f"within one; use at most {most}, and parallel.pipe or parallel.data across hosts"
+    )

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import yaml
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import model, stored
+from nanotrain_jax import model, processes, stored
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, hardware, hlo, memory
 from nanotrain_jax.config import Config, padded_vocab
 from nanotrain_jax.parallel import chart, schedule
+from nanotrain_jax.processes import together
 from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import checkpoint, data, metrics, nvme, request
+from nanotrain_jax.runtime import checkpoint, data, metrics, nvme, request, watchdog
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             return refuse(error)
         try:
-            folder = new_folder("logging.dir", run.config.logging.dir)
+            folder = together(lambda: new_folder("logging.dir", run.config.logging.dir))
             with checkpoint.alone("logging.dir", folder), files_of(run) as files:
                 train(run, folder, files, stopped)
         except OSError as error:  # a full disk, say; the newest finished checkpoint stays usable
@@ -64,17 +68,27 @@ def refuse(error: Exception) -> int:
 
 
 @contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Within, the first SIGTERM or Ctrl-C only makes the yielded function return True; the second acts as usual."""
+def stop_signals() -> Iterator[Callable[[int], bool]]:
+    """Within, the first SIGTERM or Ctrl-C only makes the yielded function return True; the second acts as usual.
+
+    It is asked before each step, which it is given; where there are several processes it returns True on all of them
+    before the same step, whichever got the signal.
+    """
     received = []
 
     def handle(number, frame):
         received.append(number)
-        signal.signal(number, before[number])
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)  # which JAX tells all processes of; it has taken that signal over
+        else:
+            signal.signal(number, before[number])
+
+    def stopped(step: int) -> bool:
+        return multihost_utils.reached_preemption_sync_point(step) if jax.process_count() > 1 else bool(received)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield lambda: bool(received)
+        yield stopped
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -89,9 +103,10 @@ class Run(NamedTuple):
     step: steps.Step
     state: steps.State
     position: int
-    resumed: str | None
+    notes: list[str]  # of how it begins, for people
     start: tuple[Path, int] | None  # folder and step of the checkpoint
     meta: dict | None  # its own
+    damaged: dict[int, str]  # newer checkpoints that are not used, and why
 
 
 def prepare(config: Config) -> Run:
@@ -100,26 +115,46 @@ def prepare(config: Config) -> Run:
     Raises ValueError or OSError.
     """
     runtime = config.runtime
-    # XLA:CPU, of a program with loops that it read from a cache, runs collectives side by side, and aborts.
-    keeps = runtime.compile_cache and not runtime.simulate
-    cache = str(Path.home() / ".cache" / "nanotrain_jax") if keeps else None
-    meshes.configure(runtime.simulate, runtime.deterministic, cache)
-    mesh = meshes.make(**config.parallel.axes)
-    dataset = data.load(config.data, config.model.vocab_size)
-    config = resolve(config, mesh.shape, dataset.vocab_size)
-    start = checkpoint.find(config.checkpoint)
-    step = steps.build(config, mesh)
-    if step.pieces:
-        stored.store(config, step)  # which says what is wrong with its folder
-    if start is None:
-        return Run(config, mesh, dataset, step, step.init(), 0, None, None, None)
-    folder, number = start
+    here = processes.here(runtime.coordinator, runtime.processes, runtime.process)
+    processes.initialize(here, runtime.join_timeout)
+    config, mesh, dataset, step, folder = together(lambda: build(config, here.count))
+    notes = []
+    if here.count > 1:
+        hosts = processes.everyone(socket.gethostname())
+        notes.append(f"{here.count} processes on {len(set(hosts))} hosts (as {here.source} says)")
+        notes += [f"warning: {text}" for text in [meshes.straddles(mesh, hosts)] if text]
+    if folder is None:
+        return Run(config, mesh, dataset, step, step.init(), 0, notes, None, None, {})
+    number, damaged = checkpoint.choose(folder, config.checkpoint.verify)
+    notes += [f"warning: checkpoint {n} in {folder} is not used: {what}" for n, what in damaged.items()]
     accept = lambda meta: checkpoint.check(meta, config, dataset.tokenizer)
     state, meta = checkpoint.read(folder, number, step.state, accept, model.is_padded)
     resumed = f"resumed from step {number} in {folder}"
     if meta["data"]["fingerprint"] != dataset.fingerprint:
         resumed += "; the training data are not those of the checkpoint: sequences may repeat"
-    return Run(config, mesh, dataset, step, step.in_stage_order(state), meta["data"]["position"], resumed, start, meta)
+    state, position = step.in_stage_order(state), meta["data"]["position"]
+    return Run(config, mesh, dataset, step, state, position, [*notes, resumed], (folder, number), meta, damaged)
+
+
+def build(config: Config, count: int) -> tuple[Config, Mesh, data.Dataset, steps.Step, Path | None]:
+    """-> resolved config, mesh, data, step, folder of the checkpoint to begin from. count: processes."""
+    runtime = config.runtime
+    if runtime.simulate % count:
+        raise ValueError(
+            f"runtime.simulate={runtime.simulate} devices cannot be divided among {count} processes; use a multiple"
+        )
+    # XLA:CPU, of a program with loops that it read from a cache, runs collectives side by side, and aborts.
+    keeps = runtime.compile_cache and not runtime.simulate
+    cache = str(Path.home() / ".cache" / "nanotrain_jax") if keeps else None
+    meshes.configure(runtime.simulate // count, runtime.deterministic, cache)
+    mesh = meshes.make(**config.parallel.axes)
+    dataset = data.load(config.data, config.model.vocab_size)
+    config = resolve(config, mesh.shape, dataset.vocab_size)
+    folder = checkpoint.find(config.checkpoint)
+    step = steps.build(config, mesh)
+    if step.pieces:
+        stored.store(config, step)  # which says what is wrong with its folder
+    return config, mesh, dataset, step, folder
 
 
 def new_folder(key: str, path: str) -> Path:
@@ -143,27 +178,25 @@ def files_of(run: Run) -> Iterator[nvme.Store | None]:
         yield files
 
 
-def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[], bool]) -> None:
-    """Train until the last step or until stopped(); then save, and say what there is in folder (config.logging.dir).
+def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[int], bool]) -> None:
+    """Train until the last step or until stopped(step); then save, and say what there is in config.logging.dir, folder.
 
     files: those of memory.nvme_dir, if it is used. Raises OSError (a full disk).
     """
     config, step, state = run.config, run.step, run.state
     first, last, every = int(state.step), config.train.steps, config.checkpoint.every
-    if every:
-        new_folder("checkpoint.dir", config.checkpoint.dir)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
-
+    together(lambda: make_ready(run, folder))
     evaluating = config.train.eval_every and len(run.dataset.val)
 
     def evaluate() -> float:
-        sums = [
-            step.evaluate(state.params, b)
-            for b in data.evaluation(run.dataset.val, step.batch, config.train.eval_steps)
-        ]
+        sums = []
+        for batch in data.evaluation(run.dataset.val, step.batch, config.train.eval_steps):
+            watch.at("evaluation", number)
+            sums.append(step.evaluate(state.params, batch))
         return sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums)
 
     def save(number: int) -> None:
+        watch.at("checkpoint", number)
         position = run.position + (number - first) * config.data.batch_size
         meta = {
             "config": config.to_dict(),
@@ -184,7 +217,7 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[]
     number = saved = first
     begin_profile, end_profile = config.runtime.profile_steps or (0, -1)
     profiling = False
-    with closing(new_writer()) as writer:
+    with closing(new_writer()) as writer, watching(run, writer) as watch:
         writer.say(introduction(run))
         started = time.perf_counter()
         train_step = step.train.lower(step.state, step.batch).compile()
@@ -197,12 +230,16 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[]
         batches = data.batches(run.dataset.train, step.batch, config.data.seed, run.position)
         with checkpoint.writing(config.checkpoint) if every else nullcontext() as write:
             writer.start_clock()
-            while number < last and not stopped():
+            while number < last and not stopped(number):
                 number += 1
                 if begin_profile <= number <= end_profile and not profiling:
                     jax.profiler.start_trace(folder / "profile")
                     profiling = True
-                state, values = train_step(state, next(batches))
+                watch.at("data", number)
+                batch = next(batches)
+                watch.at("dispatch", number)
+                state, values = train_step(state, batch)
+                watch.at("step", number)
                 writer.step(number, values)
                 if files:
                     writer.settle()  # the updates have waited for the device anyway
@@ -221,8 +258,27 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[]
                     writer.start_clock()
             if every and number > saved:
                 save(number)
+            watch.at("end", number)
         writer.finish()
         writer.say(summary(run, writer, number))
+
+
+def make_ready(run: Run, folder: Path) -> None:
+    """Make the folders of a run, and move what is of no use out of the way. Raises OSError."""
+    keep = run.config.checkpoint
+    if keep.every:
+        new_folder("checkpoint.dir", keep.dir)
+    if jax.process_index() == 0:
+        (folder / "config.yaml").write_text(yaml.safe_dump(run.config.to_dict(), sort_keys=False))
+        if run.start and run.start[0] == Path(keep.dir):
+            checkpoint.set_aside(keep.dir, run.damaged)
+
+
+def watching(run: Run, writer: metrics.Writer) -> AbstractContextManager[watchdog.Watch]:
+    """The watchdog of this process."""
+    folder = Path(run.config.logging.dir) / metrics.PROCESSES
+    place = watchdog.Place(folder, jax.process_index(), jax.process_count(), processes.launcher())
+    return watchdog.watching(place, run.config.runtime.hang_timeout, writer.say, writer.log)
 
 
 def check_offload(run: Run, host_bytes: int) -> None:
@@ -266,7 +322,7 @@ def introduction(run: Run) -> str:
             "warning: float16 without a loss scale: gradients below 6e-8 become zero and the model learns badly or not "
             "at all; use precision.loss_scale=dynamic, or bfloat16"
         )
-    return "\n".join(lines + [run.resumed] * bool(run.resumed))
+    return "\n".join(lines + run.notes)
 
 
 def summary(run: Run, writer: metrics.Writer, number: int) -> str:
@@ -297,4 +353,4 @@ def summary(run: Run, writer: metrics.Writer, number: int) -> str:
 if __name__ == "__main__":
     for library in "absl", "asyncio":  # orbax logs pages of what it raises as well
         logging.getLogger(library).setLevel(logging.CRITICAL)
-    sys.exit(main())
+    processes.leave(main())

@@ -14,8 +14,9 @@ PACKAGE = ROOT / "nanotrain_jax"
 # A file may import from lower floors only; __init__ stands on none.
 FLOORS = [
     {
-        "config", "mesh", "ops", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat",
+        "config", "mesh", "processes", "ops", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat",
         "parallel.pullback", "parallel.offload", "audit.hlo", "audit.hardware", "runtime.corpus",
+        "runtime.checksums", "runtime.watchdog",
     },
     {
         "parallel.tensor", "parallel.context", "parallel.update", "parallel.compress", "runtime.optim", "runtime.data",
@@ -36,7 +37,7 @@ COLLECTIVES = {
     "psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pshuffle", "pcast",
     "axis_index",
 }  # fmt: skip
-MAY_READ_ENVIRONMENT = {"mesh", "launch", "audit.topology"}
+MAY_READ_ENVIRONMENT = {"mesh", "processes", "launch", "audit.topology"}
 
 
 def module_name(path):

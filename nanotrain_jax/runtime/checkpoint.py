@@ -2,14 +2,19 @@
 
 A checkpoint is written under a temporary name and renamed when it is whole, so a run that is killed at any moment
 leaves the previous one usable. State that is too large to be in memory at a time (runtime/nvme.py) is written first,
-one array at a time, to a folder beside it; it counts once the checkpoint does, and goes with it.
+one array at a time, to a folder beside it; it counts once the checkpoint does, and goes with it. Checksums are made of
+its files once it is whole, in the background, and compared before it is used: orbax does not see a flipped bit.
+
+Every process writes and checks its part; folders are of all of them.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,20 +23,31 @@ import jax
 import orbax.checkpoint as ocp
 
 from nanotrain_jax.config import Checkpoint, Config
+from nanotrain_jax.processes import everyone, together
+from nanotrain_jax.runtime import checksums
 
 Save = Callable[..., None]  # see `writing`
-APART = "arrays"  # folder in a folder of checkpoints: <step>/<path of an array>
+# Folders in a folder of checkpoints:
+APART = "arrays"  # <step>/<path of an array>
+SUMS = "checksums"  # <step>/<process>-of-<processes>.json
+DAMAGED = "damaged"  # <step>/<step>, as it was found
+
+MOST = 50  # checkpoints that are looked at
 
 
 @contextmanager
 def alone(key: str, folder: str | Path) -> Iterator[None]:
     """Within, no other run writes to this folder, which exists. Raises OSError, naming the key, if one does now."""
     with open(Path(folder) / f".{key}.lock", "w") as lock:  # the lock goes with the process, however that ends
-        try:
-            if jax.process_index() == 0:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(f"{folder} is in use by another run; stop it, or choose another {key}") from None
+
+        def take() -> None:
+            try:
+                if jax.process_index() == 0:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise OSError(f"{folder} is in use by another run; stop it, or choose another {key}") from None
+
+        together(take)
         yield
 
 
@@ -46,7 +62,10 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     options = ocp.CheckpointManagerOptions(
         max_to_keep=config.keep, enable_async_checkpointing=config.asynchronous, cleanup_tmp_directories=True
     )
-    manager = ocp.CheckpointManager(Path(config.dir).absolute(), options=options)
+    root = Path(config.dir).absolute()
+    manager = ocp.CheckpointManager(root, options=options)
+    background, summed = ThreadPoolExecutor(1), Future()
+    summed.set_result(None)
 
     def refuse(reason: str) -> OSError:
         newest = latest_step(config.dir)
@@ -67,12 +86,11 @@ def writing(config: Checkpoint) -> Iterator[Save]:
             raise
 
     def save(step: int, state: Any, meta: dict[str, Any], apart: Iterable[Any] = (), apart_bytes: int = 0) -> None:
+        nonlocal summed
         with disk_errors():
-            manager.wait_until_finished()
-        clean()
+            summed.result()
         need = (sum(x.nbytes for x in jax.tree.leaves(state)) + apart_bytes) * 11 // 10 + (1 << 20)
-        if shutil.disk_usage(config.dir).free < need:
-            raise refuse(f"it needs {need:,} bytes and {shutil.disk_usage(config.dir).free:,} are free")
+        together(lambda: room(need))
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         for tree in apart:
             with disk_errors(), ocp.StandardCheckpointer() as files:
@@ -80,31 +98,75 @@ def writing(config: Checkpoint) -> Iterator[Save]:
             del tree  # before the next one is made
         with disk_errors():
             manager.save(step, args=items, force=True)
+        summed = background.submit(sum_up, step)
+
+    def sum_up(step: int) -> None:
+        manager.wait_until_finished()
+        checksums.record(root, _parts(step), root / SUMS / str(step), jax.process_index(), jax.process_count())
+
+    def room(need: int) -> None:
+        if jax.process_index() == 0:
+            clean()
+            if shutil.disk_usage(root).free < need:
+                raise refuse(f"it needs {need:,} bytes and {shutil.disk_usage(root).free:,} are free")
 
     def clean() -> None:
-        """Remove arrays of checkpoints that are no more, or never came to be."""
+        """Remove arrays and checksums of checkpoints that are no more, or never came to be."""
         keep = {str(number) for number in manager.all_steps()}
-        for folder in _apart(config.dir).glob("*"):
+        for folder in [*(root / APART).glob("*"), *(root / SUMS).glob("*")]:
             if folder.name not in keep:
                 shutil.rmtree(folder, ignore_errors=True)
 
     try:
         yield save
         with disk_errors():
-            manager.wait_until_finished()
+            summed.result()
     finally:
         with suppress(Exception):  # whatever failed was told above
-            manager.wait_until_finished()
+            summed.result()
+        background.shutdown()
         with suppress(Exception):
-            clean()
+            if jax.process_index() == 0:
+                clean()
             manager.close()
 
 
-def find(config: Checkpoint) -> tuple[Path, int] | None:
-    """The folder and step that `resume` asks for; None: begin anew.
+def choose(folder: str | Path, verify: bool) -> tuple[int, dict[int, str]]:
+    """-> the newest finished checkpoint in a folder that is whole, and what is wrong with newer ones.
 
-    The run's own newest checkpoint comes before another run's, so that a run that began from a path can be restarted
-    by the same command. Raises ValueError if there is nothing at a given path, or if this run would mix with another.
+    All processes come to the same. One that has no checksums (its run ended before they were made) is taken as whole;
+    verify=False takes the newest. Raises ValueError if there is none.
+    """
+    root, damaged = Path(folder).absolute(), {}
+    for step in json.loads(everyone(json.dumps(_finished(folder)[:MOST]))[0]):
+        sums = root / SUMS / str(step)
+        check = lambda i, n, sums=sums, step=step: checksums.damage(root, _parts(step), sums, i, n)
+        found = everyone(check(jax.process_index(), jax.process_count()) if verify and checksums.recorded(sums) else "")
+        if not any(found):
+            return step, damaged
+        damaged[step] = next(filter(None, found))
+    raise ValueError(
+        f"no checkpoint in {folder} is whole: {'; '.join(damaged.values())}; begin anew in another logging.dir, or use "
+        "checkpoint.verify=false to go on from damaged files"
+    )
+
+
+def set_aside(folder: str | Path, steps: Iterable[int]) -> None:
+    """Move damaged checkpoints out of the way, to <folder>/damaged."""
+    root = Path(folder).absolute()
+    for step in map(str, steps):
+        shutil.rmtree(root / DAMAGED / step, ignore_errors=True)
+        for part in (step, f"{APART}/{step}", f"{SUMS}/{step}"):
+            if (root / part).exists():
+                (root / DAMAGED / step / part).parent.mkdir(parents=True, exist_ok=True)
+                (root / part).rename(root / DAMAGED / step / part)
+
+
+def find(config: Checkpoint) -> Path | None:
+    """The folder of the checkpoint that `resume` asks for (see `choose`); None: begin anew.
+
+    The run's own checkpoints come before another run's, so that a run that began from a path can be restarted by the
+    same command. Raises ValueError if there is nothing at a given path, or if this run would mix with another.
     """
     own = latest_step(config.dir)
     if own is not None:
@@ -113,22 +175,31 @@ def find(config: Checkpoint) -> tuple[Path, int] | None:
                 f"checkpoint.dir={config.dir!r} already holds step {own}, which checkpoint.resume=never would mix with "
                 "another run; use checkpoint.resume=auto to go on, or another checkpoint.dir (or logging.dir)"
             )
-        return Path(config.dir), own
+        return Path(config.dir)
     if config.resume in ("auto", "never"):
         return None
-    step = latest_step(config.resume)
-    if step is None:
+    if latest_step(config.resume) is None:
         raise ValueError(
             f"checkpoint.resume={config.resume!r} holds no finished checkpoint; give a folder that does, auto or never"
         )
-    return Path(config.resume), step
+    return Path(config.resume)
 
 
 def latest_step(folder: str | Path) -> int | None:
     """The newest finished checkpoint in a folder, or None."""
+    return next(iter(_finished(folder)), None)
+
+
+def _finished(folder: str | Path) -> list[int]:
+    """The finished checkpoints in a folder, newest first."""
     folder = Path(folder).absolute()
     steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
-    return max((s for s in steps if (folder / str(s) / "_CHECKPOINT_METADATA").exists()), default=None)
+    return sorted((s for s in steps if (folder / str(s) / "_CHECKPOINT_METADATA").exists()), reverse=True)
+
+
+def _parts(step: int) -> tuple[str, str]:
+    """The folders of a checkpoint's files, below that of all checkpoints."""
+    return str(step), f"{APART}/{step}"
 
 
 def read(

@@ -118,21 +118,39 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
 def batches(source: Sequence[np.ndarray], shapes: Any, seed: int, position: int = 0) -> Iterator[dict[str, jax.Array]]:
     """Endless training batches, from the given position (sequences consumed before) on; each epoch in another order.
 
-    shapes: {"inputs", "targets"} as ShapeDtypeStructs with sharding (`Step.batch`). Process p of n reads every n-th
-    sequence; which sequences make up a batch does not depend on n.
+    shapes: {"inputs", "targets"} as ShapeDtypeStructs with sharding (`Step.batch`). A process reads the rows that its
+    own devices take; which sequence is which row does not depend on how many processes there are.
     """
-    size = shapes["inputs"].shape[0]
-    mine = share(source, seed, position, size, jax.process_index(), jax.process_count())
-    for rows in mine.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)):
-        yield _to_devices(rows[:, :-1], rows[:, 1:], shapes)
-
-
-def share(
-    source: Sequence[np.ndarray], seed: int, position: int, size: int, process: int, processes: int
-) -> grain.MapDataset:
-    """The rows that one process reads of each batch of `size` sequences: item i is int32 [size / processes, T + 1]."""
     order = grain.MapDataset.source(source).seed(seed).shuffle().repeat(None)
-    return order[position + process :: processes].batch(size // processes)
+    rows = rows_here(shapes["inputs"])
+    mine = share(order, position, shapes["inputs"].shape[0], rows)
+    for tokens in mine.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)):
+        yield _to_devices(tokens[:, :-1], tokens[:, 1:], rows, shapes)
+
+
+class Rows:
+    """Random access to some rows of each batch of `size` items of `source`, from a position on: batch by batch."""
+
+    def __init__(self, source: Sequence[np.ndarray], position: int, size: int, rows: np.ndarray):
+        self.source, self.position, self.size, self.rows = source, position, size, rows
+
+    def __len__(self) -> int:
+        return (len(self.source) - self.position) // self.size * len(self.rows)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        batch, row = divmod(int(i), len(self.rows))
+        return self.source[self.position + batch * self.size + int(self.rows[row])]
+
+
+def share(source: Sequence[np.ndarray], position: int, size: int, rows: np.ndarray) -> grain.MapDataset:
+    """What one process reads: item i are the given rows of the i-th batch, int32 [len(rows), T + 1]."""
+    return grain.MapDataset.source(Rows(source, position, size, rows)).batch(len(rows))
+
+
+def rows_here(batch: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Which rows of a batch [B T], laid out over all devices, those of this process take; several may take the same."""
+    here = batch.sharding.addressable_devices_indices_map(batch.shape).values()
+    return np.unique(np.concatenate([np.arange(batch.shape[0])[index[0]] for index in here]))
 
 
 def evaluation(source: Sequence[np.ndarray], shapes: Any, most: int) -> Iterator[dict[str, jax.Array]]:
@@ -141,13 +159,13 @@ def evaluation(source: Sequence[np.ndarray], shapes: Any, most: int) -> Iterator
     Where there are fewer than a batch needs, rows are filled with targets of -1.
     """
     size, length = shapes["inputs"].shape
-    picked = held_out(source, most * size)
+    picked, mine = held_out(source, most * size), rows_here(shapes["inputs"])
     for first in range(0, len(picked), size):
-        rows = np.stack([source[i] for i in picked[first : first + size]])
-        inputs, targets = np.zeros((size, length), np.int32), np.full((size, length), -1, np.int32)
-        inputs[: len(rows)], targets[: len(rows)] = rows[:, :-1], rows[:, 1:]
-        mine = slice(jax.process_index(), None, jax.process_count())
-        yield _to_devices(inputs[mine], targets[mine], shapes)
+        inputs, targets = np.zeros((len(mine), length), np.int32), np.full((len(mine), length), -1, np.int32)
+        for i, row in enumerate(mine[first + mine < len(picked)]):
+            sequence = source[picked[first + row]]
+            inputs[i], targets[i] = sequence[:-1], sequence[1:]
+        yield _to_devices(inputs, targets, mine, shapes)
 
 
 def held_out(source: Sequence[np.ndarray], most: int) -> np.ndarray:
@@ -156,12 +174,14 @@ def held_out(source: Sequence[np.ndarray], most: int) -> np.ndarray:
     return np.arange(count) * len(source) // max(count, 1)
 
 
-def _to_devices(inputs: np.ndarray, targets: np.ndarray, shapes: Any) -> dict[str, jax.Array]:
-    place = jax.make_array_from_process_local_data
-    return {
-        "inputs": place(shapes["inputs"].sharding, inputs, shapes["inputs"].shape),
-        "targets": place(shapes["targets"].sharding, targets, shapes["targets"].shape),
-    }
+def _to_devices(inputs: np.ndarray, targets: np.ndarray, rows: np.ndarray, shapes: Any) -> dict[str, jax.Array]:
+    """inputs, targets: those rows of a batch that this process takes."""
+
+    def place(mine: np.ndarray, whole: jax.ShapeDtypeStruct) -> jax.Array:
+        of_device = lambda index: mine[np.searchsorted(rows, np.arange(whole.shape[0])[index[0]]), index[1]]
+        return jax.make_array_from_callback(whole.shape, whole.sharding, of_device)
+
+    return {"inputs": place(inputs, shapes["inputs"]), "targets": place(targets, shapes["targets"])}
 
 
 def bigram_loss(dataset: Dataset, most_sequences: int, alpha: float = 0.1) -> float | None:

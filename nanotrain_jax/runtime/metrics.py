@@ -22,9 +22,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nanotrain_jax.config import Config
 
+PROCESSES = "processes"  # folder in that of the run: <process>.log
+
 
 class Writer:
-    """Writes a run to config.logging.dir and to the terminal (process 0 only).
+    """Writes a run to config.logging.dir and to the terminal (process 0 only), and to a log of each process.
 
     flops_per_step: of the whole batch, peak_flops: of all devices, or None where unknown (then mfu is null).
     Raises OSError if the folder cannot be written.
@@ -41,9 +43,12 @@ class Writer:
         how = config.logging.progress
         self.how = ("bar" if self.console.is_terminal else "lines") if how == "auto" else how
         self.bar = None
+        self.folder = Path(config.logging.dir)
+        (self.folder / PROCESSES).mkdir(exist_ok=True)
+        log = self.folder / PROCESSES / f"{jax.process_index()}.log"
+        self.log = open(log, "a", buffering=1)  # noqa: SIM115 (closed by close)
         if not self.active:
             return
-        self.folder = Path(config.logging.dir)
         trim(self.folder / "metrics.jsonl")
         self.jsonl = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed by close)
         self.board = (
@@ -62,9 +67,14 @@ class Writer:
             self.bar.start()
 
     def say(self, text: str) -> None:
-        """Print lines on the terminal."""
+        """Print lines on the terminal, and in this process's log."""
+        self._note(text)
         if self.active:
             self.console.print(text)
+
+    def _note(self, text: str) -> None:
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.log.write("".join(f"{now} {line}\n" for line in text.splitlines()))
 
     def start_clock(self) -> None:
         """Steps are timed from here on (what went before, an evaluation say, is not theirs)."""
@@ -112,6 +122,7 @@ class Writer:
         if val_loss is not None:
             record["val_loss"] = val_loss
         self.last |= record
+        self._note("  ".join(f"{key} {value}" for key, value in record.items() if value is not None))
         if self.active:
             self._show(record)
 
@@ -148,6 +159,8 @@ class Writer:
 
     def close(self) -> None:
         """Close the files and give the terminal back."""
+        with suppress(OSError):
+            self.log.close()
         if not self.active:
             return
         if self.bar:

@@ -1,0 +1,175 @@
+"""The processes of a run: which one this is, how they meet, and how they agree.
+
+The same command starts one process on a laptop and many on many hosts; the environment, or flags, say which it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from glob import glob
+from typing import NamedTuple, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+PORT = 29500  # where process 0 listens, unless MASTER_PORT says otherwise: PyTorch's
+LAUNCHER = "NANOTRAIN_LAUNCHER"
+
+T = TypeVar("T")
+
+
+class Process(NamedTuple):
+    """This process among those of the run."""
+
+    source: str  # who says so
+    index: int
+    count: int
+    coordinator: str | None  # host:port of process 0; None: JAX finds it, from `source`
+    local_index: int = 0  # among those on its host
+    local_count: int = 1
+
+
+def here(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> Process:
+    """Which process of how many this one is: as given, or else as the environment has it.
+
+    The environment is that of this package's launcher or torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
+    LOCAL_RANK, LOCAL_WORLD_SIZE), of Slurm (a step of srun), of Open MPI, or of an indexed job of Kubernetes
+    (JOB_COMPLETION_INDEX, with WORLD_SIZE and MASTER_ADDR). None of them: one process. Raises ValueError.
+    """
+    given = {"coordinator": coordinator, "processes": processes, "process": process}
+    missing = [f"runtime.{key}" for key, value in given.items() if value is None]
+    if len(missing) < 3:
+        if missing:
+            raise ValueError(f"{' and '.join(missing)} not set, but others of the three are; set all of them, or none")
+        found = Process("runtime.process", process, processes, coordinator)
+    else:
+        found = _of_environment(env)
+    if not 0 <= found.index < found.count:
+        raise ValueError(f"{found.source}: process {found.index} of {found.count}; processes count from 0")
+    if found.coordinator and not re.fullmatch(r".+:\d+", found.coordinator):
+        raise ValueError(f"{found.source}: process 0 at {found.coordinator!r}; it is a host:port, such as node0:{PORT}")
+    return found
+
+
+def _of_environment(env: Mapping[str, str]) -> Process:
+    def number(key: str, default: str | None = None) -> int:
+        value = env.get(key, default)
+        if value is None or not value.isdigit():
+            raise ValueError(f"the environment has {key}={value!r}, which is to be a number; set it, or unset the rest")
+        return int(value)
+
+    if "RANK" in env and "WORLD_SIZE" in env:
+        source, index, here = "RANK", number("RANK"), (number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", "1"))
+    elif {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST"} <= env.keys():
+        here = number("SLURM_LOCALID"), _tasks_here(env)
+        return Process(
+            "slurm", number("SLURM_PROCID"), number("SLURM_NTASKS"), env.get("JAX_COORDINATOR_ADDRESS"), *here
+        )
+    elif "OMPI_COMM_WORLD_RANK" in env:
+        here = number("OMPI_COMM_WORLD_LOCAL_RANK"), number("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+        index, count = number("OMPI_COMM_WORLD_RANK"), number("OMPI_COMM_WORLD_SIZE")
+        return Process("ompi", index, count, env.get("JAX_COORDINATOR_ADDRESS"), *here)
+    elif "JOB_COMPLETION_INDEX" in env:
+        source, index, here = "JOB_COMPLETION_INDEX", number("JOB_COMPLETION_INDEX"), (0, 1)
+    else:
+        return Process("alone", 0, 1, None)
+    count = number("WORLD_SIZE")
+    if count > 1 and "MASTER_ADDR" not in env:
+        raise ValueError(f"the environment has {source} but no MASTER_ADDR, the host of process 0; set it")
+    return Process(source, index, count, f"{env.get('MASTER_ADDR')}:{number('MASTER_PORT', str(PORT))}", *here)
+
+
+def _tasks_here(env: Mapping[str, str]) -> int:
+    """Tasks of a Slurm step on this node, from e.g. SLURM_STEP_TASKS_PER_NODE=8(x3),4."""
+    counts = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(times or 1)
+    node = int(env.get("SLURM_NODEID", 0))
+    return counts[node] if node < len(counts) else 1
+
+
+def gpus_here(env: Mapping[str, str] = os.environ) -> list[str]:
+    """The NVIDIA GPUs that a process started here sees, as CUDA_VISIBLE_DEVICES names them, without starting JAX."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))]
+    return [name for name in visible.split(",") if name.strip()]
+
+
+def launcher(env: Mapping[str, str] = os.environ) -> int | None:
+    """Process id of this package's launcher, if that has started this process."""
+    pid = env.get(LAUNCHER, "")
+    return int(pid) if pid.isdigit() else None
+
+
+def initialize(found: Process, timeout: int = 300) -> None:
+    """Meet the other processes, if there are any; to be called before the first use of a device.
+
+    The GPUs of a host are divided among its processes, unless they are already. Collectives of CPU devices go over
+    gloo. timeout: seconds to wait for the others. Raises ValueError if they do not come.
+    """
+    if found.count == 1:
+        return
+    gpus, share = len(gpus_here()), range(0)
+    if gpus >= found.local_count > 1:
+        each = gpus // found.local_count
+        share = range(found.local_index * each, (found.local_index + 1) * each)
+    try:
+        jax.distributed.initialize(
+            found.coordinator,
+            found.count,
+            found.index,
+            local_device_ids=list(share),
+            cluster_detection_method="deactivate" if found.coordinator else found.source,
+            initialization_timeout=timeout,
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"process {found.index} of {found.count} (as {found.source} says) did not meet the others at "
+            f"{found.coordinator or 'process 0'} within {timeout} s ({str(error).splitlines()[0][:200]}); see whether "
+            "all were started, whether that address can be reached, and whether nothing else listens there"
+        ) from None
+
+
+def everyone(text: str) -> list[str]:
+    """The text of each process, in their order. All processes wait here for each other."""
+    if jax.process_count() == 1:
+        return [text]
+    mine = np.zeros(1024, np.uint8)
+    data = text.encode()[: mine.size]
+    mine[: len(data)] = np.frombuffer(data, np.uint8)
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in multihost_utils.process_allgather(mine)]
+
+
+def together(work: Callable[[], T]) -> T:
+    """-> work(), which every process does. If it raises ValueError or OSError on one, all raise that, and part."""
+    result, error = None, None
+    try:
+        result = work()
+    except (ValueError, OSError) as found:
+        error = found
+    told = [text for text in everyone("" if error is None else str(error)) if text]
+    if told and jax.process_count() > 1:
+        jax.distributed.shutdown()
+        raise OSError(told[0])
+    if error is not None:
+        raise error
+    return result
+
+
+def leave(code: int) -> None:
+    """End this process with an exit code, without waiting for others if something is wrong: they may never come."""
+    for stream in sys.stdout, sys.stderr:
+        stream.flush()
+    if code and jax.process_count() > 1:
+        os._exit(code)
+    sys.exit(code)
