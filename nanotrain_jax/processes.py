@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from glob import glob
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -33,24 +34,20 @@ class Process(NamedTuple):
     local_count: int = 1
 
 
-def here(
-    coordinator: str | None = None,
-    processes: int | None = None,
-    process: int | None = None,
-    env: Mapping[str, str] = os.environ,
-) -> Process:
+def here(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Process:
     """Which process of how many this one is: as given, or else as the environment has it.
 
-    The environment is that of this package's launcher or torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
-    LOCAL_RANK, LOCAL_WORLD_SIZE), of Slurm (a step of srun), of Open MPI, or of an indexed job of Kubernetes
-    (JOB_COMPLETION_INDEX, with WORLD_SIZE and MASTER_ADDR). None of them: one process. Raises ValueError.
+    given: host:port of process 0, number of processes, index of this one, by the names that the user knows them by; all
+    of them, or all None. The environment is that of this package's launcher or torchrun (RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT, LOCAL_RANK, LOCAL_WORLD_SIZE), of Slurm (a step of srun), of Open MPI, or of an indexed job of
+    Kubernetes (JOB_COMPLETION_INDEX, with WORLD_SIZE and MASTER_ADDR). None of them: one process. Raises ValueError.
     """
-    given = {"coordinator": coordinator, "processes": processes, "process": process}
-    missing = [f"runtime.{key}" for key, value in given.items() if value is None]
-    if len(missing) < 3:
+    missing = [key for key, value in given.items() if value is None]
+    if len(missing) < len(given):
         if missing:
-            raise ValueError(f"{' and '.join(missing)} not set, but others of the three are; set all of them, or none")
-        found = Process("runtime.process", process, processes, coordinator)
+            raise ValueError(f"{' and '.join(missing)} not set; set all of {', '.join(given)}, or none")
+        coordinator, count, index = given.values()
+        found = Process(list(given)[-1], index, count, coordinator)
     else:
         found = _of_environment(env)
     if not 0 <= found.index < found.count:
@@ -85,7 +82,8 @@ def _of_environment(env: Mapping[str, str]) -> Process:
     count = number("WORLD_SIZE")
     if count > 1 and "MASTER_ADDR" not in env:
         raise ValueError(f"the environment has {source} but no MASTER_ADDR, the host of process 0; set it")
-    return Process(source, index, count, f"{env.get('MASTER_ADDR')}:{number('MASTER_PORT', str(PORT))}", *here)
+    place = f"{env['MASTER_ADDR']}:{number('MASTER_PORT', str(PORT))}" if "MASTER_ADDR" in env else None
+    return Process(source, index, count, place, *here)
 
 
 def _tasks_here(env: Mapping[str, str]) -> int:
@@ -115,7 +113,7 @@ def initialize(found: Process, timeout: int = 300) -> None:
     """Meet the other processes, if there are any; to be called before the first use of a device.
 
     The GPUs of a host are divided among its processes, unless they are already. Collectives of CPU devices go over
-    gloo. timeout: seconds to wait for the others. Raises ValueError if they do not come.
+    gloo. timeout: seconds to wait for the others; if they do not come this process ends with exit code 2.
     """
     if found.count == 1:
         return
@@ -123,21 +121,29 @@ def initialize(found: Process, timeout: int = 300) -> None:
     if gpus >= found.local_count > 1:
         each = gpus // found.local_count
         share = range(found.local_index * each, (found.local_index + 1) * each)
-    try:
-        jax.distributed.initialize(
-            found.coordinator,
-            found.count,
-            found.index,
-            local_device_ids=list(share),
-            cluster_detection_method="deactivate" if found.coordinator else found.source,
-            initialization_timeout=timeout,
+
+    def give_up() -> None:
+        print(
+            f"error: process {found.index} of {found.count} (as {found.source} says) did not meet the others at "
+            f"{found.coordinator or 'process 0'} within {timeout} s; see whether all were started, whether that "
+            "address can be reached, and whether nothing else listens there",
+            file=sys.stderr,
+            flush=True,
         )
-    except RuntimeError as error:
-        raise ValueError(
-            f"process {found.index} of {found.count} (as {found.source} says) did not meet the others at "
-            f"{found.coordinator or 'process 0'} within {timeout} s ({str(error).splitlines()[0][:200]}); see whether "
-            "all were started, whether that address can be reached, and whether nothing else listens there"
-        ) from None
+        os._exit(2)
+
+    timer = threading.Timer(timeout, give_up)  # JAX itself would abort
+    timer.daemon = True
+    timer.start()
+    jax.distributed.initialize(
+        found.coordinator,
+        found.count,
+        found.index,
+        local_device_ids=list(share),
+        cluster_detection_method="deactivate" if found.coordinator else found.source,
+        initialization_timeout=timeout + 60,
+    )
+    timer.cancel()
 
 
 def everyone(text: str) -> list[str]:

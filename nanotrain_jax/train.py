@@ -115,7 +115,7 @@ def prepare(config: Config) -> Run:
     Raises ValueError or OSError.
     """
     runtime = config.runtime
-    here = processes.here(runtime.coordinator, runtime.processes, runtime.process)
+    here = processes.here({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})
     processes.initialize(here, runtime.join_timeout)
     config, mesh, dataset, step, folder = together(lambda: build(config, here.count))
     notes = []

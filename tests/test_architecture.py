@@ -16,12 +16,12 @@ FLOORS = [
     {
         "config", "mesh", "processes", "ops", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat",
         "parallel.pullback", "parallel.offload", "audit.hlo", "audit.hardware", "runtime.corpus",
-        "runtime.checksums", "runtime.watchdog",
+        "runtime.checksums", "runtime.watchdog", "runtime.link",
     },
     {
         "parallel.tensor", "parallel.context", "parallel.update", "parallel.compress", "runtime.optim", "runtime.data",
-        "runtime.checkpoint", "runtime.metrics", "runtime.request", "runtime.nvme", "resolved", "parallel.chart",
-        "parallel.loops", "audit.topology", "audit.copies",
+        "runtime.checkpoint", "runtime.metrics", "runtime.request", "runtime.nvme", "runtime.leader", "runtime.host",
+        "resolved", "parallel.chart", "parallel.loops", "audit.topology", "audit.copies",
     },
     {"model", "parallel.zero", "parallel.pipeline", "parallel.streamed", "parallel.gantt", "audit.cost"},
     {"state", "audit.offloaded"},

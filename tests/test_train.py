@@ -83,6 +83,7 @@ def test_a_run_leaves_what_the_interface_promises(config_file, tmp_path, capsys)
         "tensorboard",
         "checkpoints",
         "loss.png",
+        "processes",
     }
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert any((run / "tensorboard").iterdir())
@@ -479,17 +480,61 @@ def test_a_profile_survives_a_resume_within_it_and_the_end_of_the_run(config_fil
     assert len(list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))) == 2
 
 
-def test_a_damaged_checkpoint_is_told_in_one_line_with_the_way_out(config_file, tmp_path, capsys):
-    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=10") == 0
-    newest = tmp_path / "run" / "checkpoints" / "10"
-    shutil.rmtree(newest / "meta")
-    assert main(config_file, f"logging.dir={tmp_path}/run") == 2
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_goes_on(config_file, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(config_file, f"logging.dir={tmp_path}/whole") == 0
+    assert main(config_file, f"logging.dir={run}", "train.steps=10") == 0
+    flip(run / "checkpoints" / "10", random.Random(0))
+    assert main(config_file, f"logging.dir={run}") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"warning: checkpoint 10 in \S+ is not used: \S+ is damaged", out)
+    assert "resumed from step 5" in out
+    assert (run / "checkpoints" / "damaged" / "10" / "10").is_dir()
+    same(saved_state(run), saved_state(tmp_path / "whole"))
+    assert [r["step"] for r in records(run)] == [*range(1, 11), *range(6, 21)]
+
+
+def test_where_no_checkpoint_is_whole_one_line_tells_the_ways_out(config_file, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(config_file, f"logging.dir={run}", "train.steps=10") == 0
+    for step in "5", "10":
+        (run / "checkpoints" / step / "state" / "_METADATA").unlink()
+    capsys.readouterr()
+    assert main(config_file, f"logging.dir={run}") == 2
     err = capsys.readouterr().err
-    assert "checkpoint 10 in" in err
+    assert "is whole: 10/state/_METADATA is missing; 5/state/_METADATA is missing; begin anew" in err
     assert err.count("\n") == 1
-    shutil.rmtree(newest)
+    assert main(config_file, f"logging.dir={run}", "checkpoint.verify=false") == 2  # then orbax says it
+    assert "checkpoint 10 in" in capsys.readouterr().err
+
+
+def test_a_checkpoint_whose_run_ended_before_its_checksums_is_used(config_file, tmp_path, capsys):
+    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=10") == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "checksums" / "10")
     assert main(config_file, f"logging.dir={tmp_path}/run") == 0
-    assert "resumed from step 5" in capsys.readouterr().out
+    assert "resumed from step 10" in capsys.readouterr().out
+
+
+def flip(folder, rng, by_size=True):
+    """Flip a bit of a checkpoint or of its checksums: any as likely as any other, or of any file as of any other."""
+    files = [*folder.rglob("*"), *(folder.parent / "checksums" / folder.name).iterdir()]
+    files = [f for f in files if f.is_file() and f.stat().st_size]
+    file = rng.choices(files, [f.stat().st_size if by_size else 1 for f in files])[0]
+    data = bytearray(file.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    file.write_bytes(data)
+
+
+def test_a_hundred_flipped_bits_are_found(config_file, tmp_path):
+    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=10") == 0
+    good, bad, rng = tmp_path / "run" / "checkpoints", tmp_path / "bad", random.Random(1)
+    assert checkpoint.choose(good, verify=True) == (10, {})
+    for trial in range(100):
+        shutil.copytree(good, bad)
+        flip(bad / "10", rng, by_size=trial % 2)
+        number, damaged = checkpoint.choose(bad, verify=True)
+        assert (number, [*damaged]) == (5, [10])
+        shutil.rmtree(bad)
 
 
 def test_a_second_run_in_the_same_folder_is_refused(config_file, tmp_path, capsys):

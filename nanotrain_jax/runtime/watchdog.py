@@ -35,10 +35,10 @@ class Status(NamedTuple):
     host: str
     pid: int
     step: int
-    phase: str  # "start", "data", "dispatch", "step" (waiting for the devices), "evaluation", "checkpoint", "end"
+    phase: str  # "start", "data", "dispatch", "step" (waits for its devices), "evaluation", "checkpoint", "end"
     since: float  # seconds in this phase
     step_seconds: float  # median
-    host_seconds: float  # median, of reading data and dispatching: what a step takes of this process alone
+    data_seconds: float  # median, of waiting for data: what a step takes of this process alone
     silent: float = 0.0  # seconds since it said so
 
 
@@ -59,7 +59,7 @@ class Watch:
         self.here, self.timeout, self.say, self.log = here, timeout, say, log
         self.phase, self.number, self.began, self.started = "start", 0, time.monotonic(), None
         self.steps: deque[float] = deque(maxlen=WINDOW)
-        self.own: deque[float] = deque(maxlen=WINDOW)
+        self.data: deque[float] = deque(maxlen=WINDOW)
         self.told: set[int] = set()
         self.stop = threading.Event()
 
@@ -70,8 +70,8 @@ class Watch:
             if self.started is not None:
                 self.steps.append(now - self.started)
             self.started = now
-        elif phase == "step" and self.started is not None:
-            self.own.append(now - self.started)
+        elif self.phase == "data":
+            self.data.append(now - self.began)
         elif phase in ("evaluation", "checkpoint"):
             self.started = None
         self.phase, self.number, self.began = phase, number, now
@@ -91,7 +91,7 @@ class Watch:
         """How far this process is."""
         since = time.monotonic() - self.began
         me = self.here.process, socket.gethostname(), os.getpid(), self.number, self.phase
-        return Status(*me, since, _median(self.steps), _median(self.own))
+        return Status(*me, since, _median(self.steps), _median(self.data))
 
     def look(self) -> None:
         """Leave word, and see whether all is well; called by the thread."""
@@ -108,17 +108,16 @@ class Watch:
             self.say(text)
 
     def _stragglers(self) -> Iterator[str]:
-        if self.here.process != 0 or len(self.own) < WINDOW:
+        if self.here.process != 0 or len(self.data) < WINDOW:
             return
         found = statuses(self.here)
-        usual = _median([s.host_seconds for s in found])
+        usual = _median([s.data_seconds for s in found])
         for s in found:
-            if s.process not in self.told and s.host_seconds > max(3 * usual, 0.1 * s.step_seconds):
+            if s.process not in self.told and s.data_seconds > max(3 * usual, 0.1 * s.step_seconds):
                 self.told.add(s.process)
                 yield (
-                    f"process {s.process} on {s.host} is slow: reading data and dispatching take it "
-                    f"{s.host_seconds * 1e3:.1f} ms a step, the others {usual * 1e3:.1f} (a step: "
-                    f"{s.step_seconds * 1e3:.1f}); all wait for it"
+                    f"warning: process {s.process} on {s.host} waits {s.data_seconds * 1e3:.1f} ms for data in each "
+                    f"step, of {s.step_seconds * 1e3:.1f} ms, the others {usual * 1e3:.1f}; all wait for it"
                 )
 
     def _end(self, text: str) -> None:
@@ -142,7 +141,8 @@ def report(mine: Status, limit: float, others: list[Status], interval: float) ->
         for s in silent
     ]
     lines += [f"  {who(s)} is behind: at step {s.step}, phase {s.phase}, for {s.since:.0f} s" for s in behind]
-    del lines[LINES + 1 :]
+    if len(lines) > LINES + 1:
+        lines[LINES:] = [f"  and {len(lines) - LINES} more"]
     lines.append(f"  {who(mine)}, which tells this, is at step {mine.step}, phase {mine.phase}, for {mine.since:.0f} s")
     rest = len(others) - len(silent) - len(behind) - 1
     if rest > 0:

@@ -1,0 +1,187 @@
+"""One host's part of a launched run: it starts processes, shows what they print, and says how they end."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import NamedTuple, TextIO
+
+from nanotrain_jax.processes import LAUNCHER
+from nanotrain_jax.runtime.link import GRACE, LOOK, Link, Message, tell
+
+
+class Child(NamedTuple):
+    """A process of the run."""
+
+    rank: int
+    process: subprocess.Popen
+    slot: list[str]
+
+
+class Host:
+    """One host's part: its processes."""
+
+    def __init__(self, index: int, slots: list[list[str]], command: list[str], env: Mapping[str, str], elastic: bool):
+        """slots: GPUs of each process, which runs command in env, and what the leader adds to both."""
+        self.index, self.slots, self.command, self.env, self.elastic = index, slots, command, env, elastic
+        self.inbox: queue.Queue[Message] = queue.Queue()
+        self.children: list[Child] = []
+        self.shown: list[threading.Thread] = []
+        self.round = 0
+        self.signals: list[int] = []
+        self.stopping = False
+
+    def run(self, leader: tuple[str, int], timeout: int) -> int:
+        """Do what the leader says until the end; -> exit code."""
+        for number in signal.SIGTERM, signal.SIGINT:
+            signal.signal(number, lambda number, frame: self.signals.append(number))
+        link = self._join(leader, timeout)
+        if link is None:
+            return 2
+        threading.Thread(target=self._listen, args=[link], daemon=True).start()
+        self._ready(link)
+        try:
+            while True:
+                with suppress(queue.Empty):
+                    message = self.inbox.get(timeout=LOOK)
+                    if message["do"] == "start":
+                        self.round = message["round"]
+                        self._start(message)
+                    else:
+                        self._stop()
+                        if message["do"] == "end":
+                            return message["code"]
+                        self._ready(link)
+                if self.signals:
+                    self.signals.clear()
+                    if self.stopping or not self.children:
+                        return 1
+                    self.stopping = True
+                    for child in self.children:
+                        child.process.send_signal(signal.SIGTERM)
+                self._look(link)
+        finally:
+            self._stop()
+
+    def _join(self, leader: tuple[str, int], timeout: int) -> Link | None:
+        until = time.monotonic() + timeout
+        while not self.signals:
+            try:
+                return Link(socket.create_connection(leader, timeout=5))
+            except OSError as error:
+                if time.monotonic() > until:
+                    tell(f"cannot reach host 0 at {leader[0]}:{leader[1]} ({error}); is its launcher running?")
+                    return None
+                time.sleep(1)
+        return None
+
+    def _listen(self, link: Link) -> None:
+        for message in link.receive():
+            self.inbox.put(message)
+        tell("the launcher of host 0 is gone")
+        self.inbox.put({"do": "end", "code": 1})
+
+    def _ready(self, link: Link) -> None:
+        devices = max(1, min(map(len, self.slots), default=1))
+        link.send(**{"is": "ready", "host": self.index, "processes": len(self.slots), "devices": devices})
+
+    def _start(self, message: Message) -> None:
+        place, port = message["address"]
+        used = self.slots[: message["count"]]
+        gpus = [gpu for slot in used for gpu in slot]
+        shared = {
+            "WORLD_SIZE": message["total"],
+            "LOCAL_WORLD_SIZE": len(used),
+            "MASTER_ADDR": place,
+            "MASTER_PORT": port,
+            LAUNCHER: os.getpid(),
+            "PYTHONUNBUFFERED": 1,
+        } | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+        command = [*self.command, *message["overrides"]]
+        for i, slot in enumerate(used):
+            rank = message["first"] + i
+            mine = {"RANK": rank, "LOCAL_RANK": i}
+            process = subprocess.Popen(
+                command,
+                env={**self.env} | {key: str(value) for key, value in (shared | mine).items()},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # a Ctrl-C is for the launcher
+            )
+            self.children.append(Child(rank, process, slot))
+            for source, to in (process.stdout, sys.stdout), (process.stderr, sys.stderr):
+                self.shown.append(threading.Thread(target=show, args=(source, to, rank), daemon=True))
+                self.shown[-1].start()
+
+    def _look(self, link: Link) -> None:
+        """Tell the leader if all processes are done, or one failed."""
+        if not self.children:
+            return
+        ended = [child for child in self.children if child.process.poll() is not None]
+        bad = [child for child in ended if child.process.returncode]
+        if bad:
+            # A process that JAX aborts has but lost another one.
+            first = [c for c in bad if c.process.returncode != -signal.SIGABRT] or bad
+            halted = [c for c in self.children if c not in ended and is_halted(c.process.pid)]
+            lost = halted or first
+            what = " and ".join(f"process {c.rank} on host {self.index} {how_ended(c)}" for c in lost)
+            code = max(c.process.returncode for c in first)
+            until = time.monotonic() + GRACE
+            while time.monotonic() < until and any(c.process.poll() is None for c in self.children):
+                time.sleep(LOOK)
+            self._stop()
+            if self.elastic:
+                self.slots = [slot for slot in self.slots if all(slot is not c.slot for c in lost)]
+            code = code if code > 0 else 1
+            link.send(**{"is": "failed", "round": self.round, "what": what, "code": code, "stopping": self.stopping})
+        elif len(ended) == len(self.children):
+            self._stop()
+            link.send(**{"is": "done", "round": self.round})
+
+    def _stop(self) -> None:
+        for child in self.children:
+            with suppress(ProcessLookupError):
+                os.killpg(child.process.pid, signal.SIGKILL)
+        for child in self.children:
+            child.process.wait()
+        for thread in self.shown:
+            thread.join(GRACE)  # all of what they have printed
+        self.children.clear()
+        self.shown.clear()
+
+
+def how_ended(child: Child) -> str:
+    """What became of a process, in a few words."""
+    code = child.process.poll()
+    if code is None:
+        return f"(pid {child.process.pid}) is halted (SIGSTOP)"
+    return f"(pid {child.process.pid}) ended " + (
+        f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+    )
+
+
+def is_halted(pid: int) -> bool:
+    """Whether a process was stopped by a signal (on Linux)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def show(source: TextIO, to: TextIO, rank: int) -> None:
+    """Print the lines of a process as they come."""
+    for line in source:
+        to.write(f"[{rank}] {line}")
+        to.flush()

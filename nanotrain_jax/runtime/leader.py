@@ -1,0 +1,137 @@
+"""Host 0's part for the launchers of all hosts: who takes part in which round, and when the run is over.
+
+host i -> leader    ready, after each round again: how many processes it can run, of how many devices
+leader -> all       start: who is which process of how many, and where process 0 listens
+host i -> leader    failed (what), or done
+leader -> all       stop, and so on; or end, with the exit code
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from nanotrain_jax.runtime.link import GRACE, LOOK, Link, Message, tell
+
+LOOPBACK = "127.0.0.1"
+# (processes at first, that are left, devices of each) -> how many to use, overrides of the run; may raise ValueError
+Plan = Callable[[int, int, int], tuple[int, list[str]]]
+
+
+class Over(Exception):
+    """The run is over: exit code, and why."""
+
+
+class Rules(NamedTuple):
+    """When to go on."""
+
+    hosts: int
+    max_restarts: int
+    elastic: bool  # go on without what is lost
+    join_timeout: int  # seconds to wait for hosts
+
+
+class Leader:
+    """To be run in a thread."""
+
+    def __init__(self, listener: socket.socket, place: str, rules: Rules, plan: Plan):
+        """place: name of this host, by which all hosts find it. plan: what to start after something failed."""
+        self.listener, self.place, self.rules, self.plan = listener, place, rules, plan
+        self.events: queue.Queue[tuple[int, Message]] = queue.Queue()
+        self.links: dict[int, Link] = {}  # of hosts that are there
+        self.waiting: dict[int, Message] = {}  # what they said when they were ready; until they start
+        self.restarts = 0
+
+    def run(self) -> None:
+        """Round after round, until the run is over."""
+        threading.Thread(target=self._accept, daemon=True).start()
+        try:
+            ready = self._gather()
+            first = now = sum(message["processes"] for message in ready.values())
+            overrides: list[str] = []
+            while True:
+                failed = self._round(ready, now, overrides)
+                if failed["code"] == 2 or failed["stopping"]:  # wrong, and will be so again; or not wanted any more
+                    raise Over(failed["code"], "")
+                if self.restarts == self.rules.max_restarts:
+                    raise Over(1, f"{failed['what']}; restarted {self.restarts} times, as often as --max-restarts says")
+                self.restarts += 1
+                tell(f"{failed['what']}; restart {self.restarts} of {self.rules.max_restarts}")
+                ready = self._gather()
+                left = sum(message["processes"] for message in ready.values())
+                now, overrides = self.plan(first, left, min(message["devices"] for message in ready.values()))
+                if now != first:
+                    tell(f"{now} processes instead of {first}: {' '.join(overrides)}")
+        except (Over, ValueError) as over:
+            code, why = over.args if isinstance(over, Over) else (1, str(over))
+            if why:
+                tell(why)
+            for link in list(self.links.values()):
+                link.send(do="end", code=code)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                link = Link(self.listener.accept()[0])
+                threading.Thread(target=self._listen, args=[link], daemon=True).start()
+
+    def _listen(self, link: Link) -> None:
+        host = None
+        for message in link.receive():
+            if message["is"] == "ready":
+                host = message["host"]
+                self.links[host], self.waiting[host] = link, message
+            else:
+                self.events.put((host, message))
+        if self.links.get(host) is link:
+            del self.links[host]
+            self.waiting.pop(host, None)
+            self.events.put((host, {"is": "gone"}))
+
+    def _gather(self) -> dict[int, Message]:
+        """Wait until all hosts are ready; an elastic run goes on without those that are gone. -> what they said."""
+        began, timeout = time.monotonic(), self.rules.join_timeout
+        while len(self.waiting) < self.rules.hosts:
+            waited = time.monotonic() - began
+            if self.rules.elastic and self.restarts and self.waiting:
+                if waited > timeout or (waited > GRACE and self.waiting.keys() >= self.links.keys()):
+                    break
+            elif waited > timeout:
+                missing = sorted(set(range(self.rules.hosts)) - self.waiting.keys())
+                raise Over(1, f"hosts {missing} did not join within {timeout} s")
+            time.sleep(LOOK)
+        ready = dict(self.waiting)
+        if not any(message["processes"] for message in ready.values()):
+            raise Over(1, "no process is left")
+        return ready
+
+    def _round(self, ready: dict[int, Message], total: int, overrides: list[str]) -> Message:
+        """Start so many processes; -> what failed first, once all hosts were told to stop. Raises Over if none did."""
+        with socket.create_server(("" if self.rules.hosts > 1 else LOOPBACK, 0)) as free:
+            address = self.place, free.getsockname()[1]
+        first, running = 0, set()
+        for host, message in sorted(ready.items()):
+            self.waiting.pop(host, None)
+            count = min(message["processes"], total - first)
+            numbers = {"round": self.restarts, "first": first, "count": count, "total": total}
+            if count and host in self.links:
+                self.links[host].send(do="start", address=address, overrides=overrides, **numbers)
+            first += count
+            running |= {host} if count else set()
+        while running:
+            host, message = self.events.get()
+            if message["is"] == "gone" and host in running:
+                message = {"is": "failed", "what": f"host {host} is gone", "code": 1, "stopping": False}
+            elif message.get("round") != self.restarts:
+                continue
+            if message["is"] == "failed":
+                for link in list(self.links.values()):
+                    link.send(do="stop")
+                return message
+            running.discard(host)
+        raise Over(0, "")

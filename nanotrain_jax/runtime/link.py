@@ -1,0 +1,39 @@
+"""What launchers say to each other: one line of JSON each, over TCP."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+Message = dict[str, Any]
+LOOK = 0.05  # seconds between two looks at what may have changed
+GRACE = 2  # seconds for what is about to happen by itself
+
+
+class Link:
+    """Messages to and from another launcher."""
+
+    def __init__(self, connection: socket.socket):
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.connection, self.lines = connection, connection.makefile("r")
+
+    def send(self, **message: Any) -> None:
+        """Send, if there is anybody left."""
+        with suppress(OSError):
+            self.connection.sendall((json.dumps(message) + "\n").encode())
+
+    def receive(self) -> Iterator[Message]:
+        """What comes, until the other end is gone."""
+        with suppress(OSError, ValueError):
+            for line in self.lines:
+                yield json.loads(line)
+
+
+def tell(text: str) -> None:
+    """Say something that is not of the run."""
+    print(f"launcher: {text}", file=sys.stderr, flush=True)

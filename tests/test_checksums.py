@@ -1,0 +1,64 @@
+"""Checksums of folders, made and compared by several processes."""
+
+import shutil
+
+import pytest
+
+from nanotrain_jax.runtime import checksums
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, size in {"5/a": 1000, "5/d/b": 700, "5/d/c": 650, "arrays/5/x": 300, "5/empty": 0}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(i * 7 % 251 for i in range(size)))
+    return tmp_path
+
+
+PARTS = ("5", "arrays/5")
+
+
+def record(folder, count):
+    for i in range(count):
+        assert not checksums.recorded(folder / "sums")
+        checksums.record(folder, PARTS, folder / "sums", i, count)
+    assert checksums.recorded(folder / "sums")
+
+
+def damage(folder, count):
+    return [checksums.damage(folder, PARTS, folder / "sums", i, count) for i in range(count)]
+
+
+@pytest.mark.parametrize("made_by", [1, 3, 7])
+@pytest.mark.parametrize("read_by", [1, 2, 7])
+def test_several_processes_share_the_work_and_together_see_every_file(folder, made_by, read_by):
+    record(folder, made_by)
+    assert not any(damage(folder, read_by))
+    for name in "5/a", "5/d/b", "5/d/c", "arrays/5/x":
+        good = (folder / name).read_bytes()
+        (folder / name).write_bytes(bytes([good[0] ^ 64]) + good[1:])
+        assert [text for text in damage(folder, read_by) if text] == [f"{name} is damaged"]
+        (folder / name).write_bytes(good[:-1])
+        assert [text for text in damage(folder, read_by) if text] == [f"{name} is damaged"]
+        (folder / name).write_bytes(good)
+
+
+def test_files_that_are_missing_or_too_many_are_told(folder):
+    record(folder, 2)
+    (folder / "5/d/new").write_text("")
+    assert damage(folder, 1) == ["5/d/new has no checksum"]
+    shutil.rmtree(folder / "arrays")
+    assert damage(folder, 2) == ["5/d/new has no checksum"] * 2
+    (folder / "5/d/new").unlink()
+    assert damage(folder, 2) == ["arrays/5/x is missing"] * 2
+
+
+def test_every_bit_of_the_checksums_themselves_counts(folder):
+    record(folder, 1)
+    file = folder / "sums" / "0-of-1.json"
+    good = file.read_bytes()
+    for bit in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(bad)
+        assert any(damage(folder, 1)), bytes(bad)

@@ -1,0 +1,276 @@
+"""Runs of several real processes on this machine, and how a process finds out which one it is."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import records, small
+
+from nanotrain_jax import mesh as meshes
+from nanotrain_jax import processes
+from nanotrain_jax.processes import Process
+
+ROOT = Path(__file__).parents[1]
+GIVEN = dict.fromkeys(["runtime.coordinator", "runtime.processes", "runtime.process"])
+SLURM = {"SLURM_PROCID": "9", "SLURM_NTASKS": "12", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[1-2]"}
+
+OPEN_MPI = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "3"}
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, ("alone", 0, 1, None, 0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "n0", "MASTER_PORT": "1"}, ("RANK", 3, 8, "n0:1", 0, 1)),
+        (
+            {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "n0", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            ("RANK", 3, 8, "n0:29500", 1, 2),
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ("RANK", 0, 1, None, 0, 1)),
+        (
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),2(x2)", "SLURM_NODEID": "2"},
+            ("slurm", 9, 12, None, 1, 2),
+        ),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "n1:7"}, ("slurm", 9, 12, "n1:7", 1, 1)),
+        (
+            {f"OMPI_COMM_WORLD_{key}": value for key, value in OPEN_MPI.items()},
+            ("ompi", 5, 8, None, 1, 3),
+        ),
+        (
+            {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "run-0-0.run"},
+            ("JOB_COMPLETION_INDEX", 2, 4, "run-0-0.run:29500", 0, 1),
+        ),
+        (SLURM | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}, ("RANK", 1, 2, "n1:29500", 0, 1)),
+    ],
+)
+def test_a_process_finds_out_which_one_it_is(env, expected):
+    assert processes.here(GIVEN, env) == Process(*expected)
+
+
+def test_what_is_given_comes_before_the_environment():
+    given = dict(zip(GIVEN, ("n0:5", 4, 3), strict=True))
+    assert processes.here(given, SLURM) == Process("runtime.process", 3, 4, "n0:5")
+
+
+@pytest.mark.parametrize(
+    ("given", "env", "message"),
+    [
+        (("n0:5", None, 3), {}, "runtime.processes not set; set all of"),
+        (("n0", 4, 3), {}, "process 0 at 'n0'; it is a host:port"),
+        (("n0:5", 4, 4), {}, "process 4 of 4; processes count from 0"),
+        ((None,) * 3, {"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is to be a number"),
+        ((None,) * 3, {"RANK": "0", "WORLD_SIZE": "2"}, "RANK but no MASTER_ADDR"),
+        ((None,) * 3, {"JOB_COMPLETION_INDEX": "0"}, "WORLD_SIZE=None, which is to be a number"),
+    ],
+)
+def test_half_of_the_story_is_refused(given, env, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        processes.here(dict(zip(GIVEN, given, strict=True)), env)
+
+
+def test_the_gpus_of_a_host_are_those_that_are_visible():
+    assert processes.gpus_here({"CUDA_VISIBLE_DEVICES": "2,GPU-5f"}) == ["2", "GPU-5f"]
+    assert processes.gpus_here({"CUDA_VISIBLE_DEVICES": ""}) == []
+
+
+class Device:
+    def __init__(self, process_index):
+        self.process_index = process_index
+
+
+class Mesh:
+    """As `meshes.straddles` sees one: 8 devices of 4 processes."""
+
+    def __init__(self, **shape):
+        self.shape = {axis: shape.get(axis, 1) for axis in meshes.AXES}
+        self.devices = np.array([Device(i // 2) for i in range(8)]).reshape(*self.shape.values())
+
+
+def test_a_tensor_axis_that_spans_hosts_is_warned_of_with_the_remedy():
+    hosts = ["a", "a", "b", "b"]
+    assert not meshes.straddles(Mesh(data=2, tensor=4), hosts)
+    assert not meshes.straddles(Mesh(tensor=8), ["a"] * 4)
+    text = meshes.straddles(Mesh(tensor=8), hosts)
+    assert text.startswith("parallel.tensor=8 spans 2 hosts")
+    assert "use at most 4," in text
+
+
+def test_a_mesh_that_leaves_a_process_without_devices_is_refused():
+    devices = [Device(i // 2) for i in range(8)]
+    with pytest.raises(ValueError, match="takes 4 of 8 devices, and leaves none to process 2"):
+        meshes.make(data=4, devices=devices)
+
+
+# Real processes from here on.
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    tree = small(
+        train={"steps": 5, "eval_every": 5, "eval_steps": 2},
+        model={"num_layers": 4},
+        checkpoint={"every": 5},
+        runtime={"simulate": 8},
+        logging={"tensorboard": False},
+    )
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def launched(count, config_file, *overrides, options=()):
+    """A launcher with so many processes, of `train`."""
+    command = ["-m", "nanotrain_jax.launch", "--processes", str(count), *options, "--", "--config", str(config_file)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *command, *overrides], cwd=ROOT, env=fast(), **pipes)
+
+
+def fast():
+    return os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+def finished(process, code=0):
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == code, out + err
+    return out, err
+
+
+def losses(run):
+    return [(record["loss"], record.get("val_loss")) for record in records(run)]
+
+
+LAYOUTS = {
+    "data": ["parallel.data=8"],
+    "zero3": ["parallel.data=8", "parallel.zero=3", "parallel.persist_below=0"],
+    "tensor": ["parallel.data=1", "parallel.replica=2", "parallel.tensor=4"],
+    "pipe": ["parallel.pipe=4", "parallel.data=2", "parallel.schedule=zero_bubble", "parallel.microbatches=4"],
+}
+CASES = [("zero3", 2), ("pipe", 4)]
+LONG = [case for case in ((name, count) for name in LAYOUTS for count in (2, 4, 8)) if case not in CASES]
+
+
+@pytest.mark.parametrize(("layout", "count"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)])
+def test_several_processes_give_the_losses_of_one(layout, count, config_file, tmp_path):
+    one, many = (launched(n, config_file, *LAYOUTS[layout], f"logging.dir={tmp_path}/{n}") for n in (1, count))
+    finished(one)
+    out, _ = finished(many)
+    assert f"{count} processes on 1 hosts (as RANK says)" in out
+    np.testing.assert_allclose(
+        np.array(losses(tmp_path / str(count)), float), np.array(losses(tmp_path / "1"), float), rtol=1e-6
+    )
+    assert sorted(f.name for f in (tmp_path / str(count) / "processes").iterdir()) == [f"{i}.log" for i in range(count)]
+    for log in (tmp_path / str(count) / "processes").iterdir():
+        assert "step 5  loss" in log.read_text()
+    sums = tmp_path / str(count) / "checkpoints" / "checksums" / "5"
+    assert {f.name for f in sums.iterdir()} == {f"{i}-of-{count}.json" for i in range(count)}
+
+
+def status_of(run, process, launcher, least=1):
+    """What a process says of itself, once it has come so far."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        assert launcher.poll() is None, launcher.communicate()
+        try:
+            status = json.loads((run / "processes" / f"{process}.json").read_text())
+            if status["step"] >= least:
+                return status
+        except (OSError, ValueError):
+            pass
+        time.sleep(0.1)
+    raise AssertionError("no progress")
+
+
+FOREVER = ["train.steps=100000", "train.eval_every=0", "checkpoint.every=100000"]
+
+
+def test_a_signal_to_one_process_saves_on_all(config_file, tmp_path):
+    run = tmp_path / "run"
+    launcher = launched(2, config_file, *FOREVER, f"logging.dir={run}", "runtime.hang_timeout=60")
+    os.kill(status_of(run, 1, launcher)["pid"], signal.SIGTERM)
+    out, _ = finished(launcher)
+    last = records(run)[-1]["step"]
+    assert f"stopped at step {last} of 100000" in out
+    assert (run / "checkpoints" / str(last)).is_dir()
+
+
+@pytest.mark.long
+def test_a_process_that_is_halted_is_named_within_the_timeout(config_file, tmp_path):
+    run = tmp_path / "run"
+    launcher = launched(
+        2, config_file, *FOREVER, f"logging.dir={run}", "runtime.hang_timeout=8", options=["--max-restarts", "0"]
+    )
+    pid = status_of(run, 1, launcher, least=3)["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    _, err = finished(launcher, 1)
+    assert time.monotonic() - began < 8 + 5
+    assert re.search(rf"\[0\]   process 1 on \S+ \(pid {pid}\) is silent for \d+ s .*: at step \d+, phase \w+", err)
+    assert re.search(r"\[0\]   process 0 on \S+ \(pid \d+\), which tells this, is at step \d+, phase \w+", err)
+    assert re.search(r"train\.py\", line \d+ in train", err)
+    assert f"process 1 on host 0 (pid {pid}) is halted (SIGSTOP)" in err
+
+
+@pytest.mark.long
+def test_an_elastic_run_ends_with_the_same_losses_on_fewer_processes(config_file, tmp_path):
+    options = ["train.steps=30", "train.eval_every=0", "checkpoint.every=5", "parallel.zero=3", "optimizer.lr=1e-3"]
+    finished(launched(1, config_file, *options, f"logging.dir={tmp_path}/one"))
+    run = tmp_path / "run"
+    launcher = launched(4, config_file, *options, f"logging.dir={run}", options=["--elastic"])
+    os.kill(status_of(run, 3, launcher, least=8)["pid"], signal.SIGKILL)
+    _, err = finished(launcher)
+    assert "ended by SIGKILL; restart 1 of 3" in err
+    assert "2 processes instead of 4: runtime.simulate=4 parallel.data=4 parallel.microbatches=2" in err
+    found, whole = ({r["step"]: r["loss"] for r in records(folder)} for folder in (run, tmp_path / "one"))
+    assert found.keys() == whole.keys()
+    np.testing.assert_allclose([found[i] for i in whole], list(whole.values()), rtol=1e-6)
+
+
+def one(config_file, env, *overrides):
+    """One process by itself, without a launcher."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "nanotrain_jax.train", "--config", str(config_file), *overrides],
+        cwd=ROOT,
+        env=fast() | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_processes_that_do_not_come_are_told_of_in_one_line(rank, config_file, tmp_path):
+    env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    _, err = finished(one(config_file, env, f"logging.dir={tmp_path}/run", "runtime.join_timeout=3"), 2)
+    told = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(told) == 1, err
+    assert f"process {rank} of 2 (as RANK says) did not meet the others at 127.0.0.1:" in told[0]
+    assert not (tmp_path / "run").exists()
+
+
+def free_port():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.long
+def test_what_is_wrong_for_one_process_ends_all_in_the_same_line(config_file, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "processes").write_text("in the way")
+    _, err = finished(launched(2, config_file, f"logging.dir={tmp_path}/run", "data.source=text:/nowhere"), 2)
+    assert len(re.findall(r"^\[[01]\] error: .*/nowhere", err, re.MULTILINE)) == 2
+    first = launched(2, config_file, *FOREVER, f"logging.dir={tmp_path}/used")
+    status_of(tmp_path / "used", 1, first)
+    _, err = finished(launched(2, config_file, f"logging.dir={tmp_path}/used"), 2)
+    assert len(re.findall(r"^\[[01]\] error: .* is in use by another run", err, re.MULTILINE)) == 2
+    first.send_signal(signal.SIGTERM)
+    finished(first)
