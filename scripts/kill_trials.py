@@ -73,9 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed = 0
         for number in range(options.trials):
             run = Path(folder) / str(number)
-            found = trial(
-                start(config, run, options), run, MOMENTS[number % len(MOMENTS)], options.processes, rng, expected
-            )
+            most = (1 + number % 2) * CONFIG["checkpoint"]["every"]
+            launcher = start(config, run, options, f"checkpoint.async={str(bool(number % 2)).lower()}")
+            found = trial(launcher, run, MOMENTS[number % len(MOMENTS)], rng.randrange(options.processes), rng)
+            found = found._replace(problem=found.problem or problem(found, losses(run), expected, most))
             failed += bool(found.problem)
             lost = "-" if found.resumed is None else str(max(found.step - found.resumed, 0))
             row = (str(number), found.killed, str(found.step), str(found.resumed), lost, found.problem or "same losses")
