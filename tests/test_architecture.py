@@ -27,7 +27,7 @@ FLOORS = [
     {"state", "audit.offloaded"},
     {"piecewise", "audit.memory"},
     {"step"},
-    {"stored", "planner.estimate"},
+    {"stored", "words", "planner.estimate"},
     {"planner.search", "planner.compiled", "planner.explain", "planner.markup"},
     {"planner.page", "planner.tables"},
     {"plan", "train", "launch"},

@@ -1,9 +1,12 @@
 """Runs of several real processes on this machine, and how a process finds out which one it is."""
 
+import importlib.util
 import json
 import os
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from conftest import records, small
+from conftest import cover, records, small
 
+from nanotrain_jax import launch, processes
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import processes
 from nanotrain_jax.processes import Process
+from nanotrain_jax.runtime import checkpoint
 
 ROOT = Path(__file__).parents[1]
 GIVEN = dict.fromkeys(["runtime.coordinator", "runtime.processes", "runtime.process"])
@@ -147,29 +151,43 @@ def losses(run):
     return [(record["loss"], record.get("val_loss")) for record in records(run)]
 
 
-LAYOUTS = {
+LAYOUTS = {  # all cross the boundaries of 2 and of 4 processes
     "data": ["parallel.data=8"],
     "zero3": ["parallel.data=8", "parallel.zero=3", "parallel.persist_below=0"],
-    "tensor": ["parallel.data=1", "parallel.replica=2", "parallel.tensor=4"],
+    "tensor": ["parallel.data=1", "parallel.tensor=8", "model.num_heads=8"],
     "pipe": ["parallel.pipe=4", "parallel.data=2", "parallel.schedule=zero_bubble", "parallel.microbatches=4"],
 }
-CASES = [("zero3", 2), ("pipe", 4)]
-LONG = [case for case in ((name, count) for name in LAYOUTS for count in (2, 4, 8)) if case not in CASES]
 
 
-@pytest.mark.parametrize(("layout", "count"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)])
-def test_several_processes_give_the_losses_of_one(layout, count, config_file, tmp_path):
-    one, many = (launched(n, config_file, *LAYOUTS[layout], f"logging.dir={tmp_path}/{n}") for n in (1, count))
-    finished(one)
-    out, _ = finished(many)
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory):
+    """-> a function: the losses of a layout in one process."""
+    found = {}
+
+    def run(layout, config_file):
+        if layout not in found:
+            folder = tmp_path_factory.mktemp("one")
+            finished(launched(1, config_file, *LAYOUTS[layout], f"logging.dir={folder}"))
+            found[layout] = losses(folder)
+        return found[layout]
+
+    return run
+
+
+LONG = [("data", 2), ("data", 4), ("zero3", 4), ("tensor", 2), ("tensor", 4), ("pipe", 2)]
+
+
+@pytest.mark.parametrize(("layout", "count"), cover([("zero3", 2), ("pipe", 4)], LONG))
+def test_several_processes_give_the_losses_of_one(layout, count, config_file, of_one, tmp_path):
+    expected = of_one(layout, config_file)
+    run = tmp_path / "run"
+    out, _ = finished(launched(count, config_file, *LAYOUTS[layout], f"logging.dir={run}"))
     assert f"{count} processes on 1 hosts (as RANK says)" in out
-    np.testing.assert_allclose(
-        np.array(losses(tmp_path / str(count)), float), np.array(losses(tmp_path / "1"), float), rtol=1e-6
-    )
-    assert sorted(f.name for f in (tmp_path / str(count) / "processes").iterdir()) == [f"{i}.log" for i in range(count)]
-    for log in (tmp_path / str(count) / "processes").iterdir():
+    np.testing.assert_allclose(np.array(losses(run), float), np.array(expected, float), rtol=1e-6)
+    assert sorted(f.name for f in (run / "processes").iterdir()) == [f"{i}.log" for i in range(count)]
+    for log in (run / "processes").iterdir():
         assert "step 5  loss" in log.read_text()
-    sums = tmp_path / str(count) / "checkpoints" / "checksums" / "5"
+    sums = run / "checkpoints" / "checksums" / "5"
     assert {f.name for f in sums.iterdir()} == {f"{i}-of-{count}.json" for i in range(count)}
 
 
@@ -255,11 +273,100 @@ def test_processes_that_do_not_come_are_told_of_in_one_line(rank, config_file, t
     assert not (tmp_path / "run").exists()
 
 
-def free_port():
-    import socket
+@pytest.mark.long
+def test_a_vanished_coordinator_is_named_and_the_checkpoint_goes_on(config_file, tmp_path):
+    run, options = tmp_path / "run", ["--max-restarts", "0"]
+    launcher = launched(2, config_file, *FOREVER, "checkpoint.every=5", f"logging.dir={run}", options=options)
+    os.kill(status_of(run, 0, launcher, least=8)["pid"], signal.SIGKILL)
+    _, err = finished(launcher, 1)
+    assert re.search(r"process 0 on host 0 \(pid \d+\) ended by SIGKILL; restarted 0 times", err)
+    newest = checkpoint.latest_step(run / "checkpoints")
+    out, _ = finished(launched(1, config_file, f"logging.dir={run}", f"train.steps={newest + 1}"))
+    assert f"resumed from step {newest}" in out
 
+
+@pytest.mark.long
+def test_a_disk_without_room_ends_all_processes_in_one_line_each_and_the_newest_checkpoint_stays(config_file, tmp_path):
+    (tmp_path / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(tmp_path / "disk")]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs the rights to")
+    keys = [f"logging.dir={tmp_path}/run", f"checkpoint.dir={tmp_path}/disk/kept", "checkpoint.keep=99"]
+    try:
+        _, err = finished(launched(2, config_file, *keys, "train.steps=100", "checkpoint.every=5"), 2)
+        told = re.findall(
+            r"^\[[01]\] error: no checkpoint .* bytes and .* are free; .* goes on from step (\d+)", err, re.M
+        )
+        assert len(told) == 2, err
+        kept = [int(f.name) for f in (tmp_path / "disk" / "kept").glob("[0-9]*")]
+        assert max(kept) == int(told[0]) == int(told[1])
+        out, _ = finished(launched(1, config_file, *keys, "train.steps=100", "checkpoint.every=0"))
+        assert f"resumed from step {max(kept)}" in out
+    finally:
+        subprocess.run(["umount", str(tmp_path / "disk")], check=True)
+
+
+@pytest.mark.long
+def test_a_write_that_fails_on_one_process_ends_all_and_the_checkpoint_before_goes_on(config_file, tmp_path):
+    run = tmp_path / "run"
+    finished(launched(2, config_file, f"logging.dir={run}"))
+    launcher = launched(2, config_file, f"logging.dir={run}", *FOREVER, "checkpoint.every=5", "runtime.hang_timeout=60")
+    pid = status_of(run, 1, launcher, least=6)["pid"]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (9_000, 9_000))  # what exceeds it fails as on a full disk
+    _, err = finished(launcher, 2)
+    assert re.search(
+        r"^\[1\] error: no checkpoint can be written .*: the run goes on from step \d+", err, re.MULTILINE
+    ), err
+    newest = checkpoint.latest_step(run / "checkpoints")
+    keys = [f"logging.dir={run}", f"train.steps={newest + 1}", "checkpoint.every=0"]
+    out, _ = finished(launched(1, config_file, *keys))
+    assert f"resumed from step {newest}" in out
+
+
+def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+@pytest.mark.long
+def test_the_slurm_script_starts_a_launcher_on_each_node(config_file, tmp_path):
+    """On a Slurm that is two small programs: srun starts what it is given once for each of two nodes."""
+    programs = {
+        "scontrol": 'test "$1 $2 $3" = "show hostnames here[0-1]" && echo 127.0.0.1 && echo other',
+        "srun": 'shift; for i in 0 1; do SLURM_NODEID=$i SLURM_NNODES=2 "$@" & done; wait -n && wait -n',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = fast() | {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    script = (ROOT / "scripts" / "slurm.sbatch").read_text().replace(":29500", f":{free_port()}")
+    (tmp_path / "slurm.sbatch").write_text(script)
+    command = ["bash", str(tmp_path / "slurm.sbatch"), "--config", str(config_file), f"logging.dir={tmp_path}/run"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    env |= {"SLURM_JOB_NODELIST": "here[0-1]"}
+    out, _ = finished(subprocess.Popen(command, cwd=ROOT, env=env, **pipes))
+    assert "[0] 2 processes on 1 hosts (as RANK says)" in out
+    assert "[0] done at step 5 of 5" in out
+
+
+def test_the_jobset_numbers_its_hosts_and_its_command_is_the_launchers():
+    spec = yaml.safe_load((ROOT / "scripts" / "k8s_jobset.yaml").read_text())
+    (workers,) = spec["spec"]["replicatedJobs"]
+    job = workers["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    for pod in range(job["completions"]):
+        found = processes.here(GIVEN, env | {"JOB_COMPLETION_INDEX": str(pod)})
+        # A JobSet gives its pods the names <set>-<job>-<replica>-<pod>, in a domain of its own name.
+        assert found == Process(
+            "JOB_COMPLETION_INDEX", pod, 2, f"{spec['metadata']['name']}-workers-0-0.nanotrain:29500"
+        )
+    assert container["ports"] == [{"containerPort": processes.PORT}]
+    assert job["parallelism"] == job["completions"]
+    assert container["command"][:3] == ["python", "-m", "nanotrain_jax.launch"]
+    options, run = launch.parse(container["command"][3:] + container["args"])
+    assert options.processes == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert (ROOT / run.config).exists()
 
 
 @pytest.mark.long
@@ -274,3 +381,25 @@ def test_what_is_wrong_for_one_process_ends_all_in_the_same_line(config_file, tm
     assert len(re.findall(r"^\[[01]\] error: .* is in use by another run", err, re.MULTILINE)) == 2
     first.send_signal(signal.SIGTERM)
     finished(first)
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_run_goes_on_bitwise_with_any_other_layout_and_number_of_processes(capsys):
+    assert script("compare_restores").main([]) == 0
+    assert capsys.readouterr().out.count("bitwise equal") >= 2 * 20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_runs_end_as_if_nothing_had_happened_whatever_is_killed_and_when(capsys):
+    assert script("kill_trials").main(["--trials", "6"]) == 0
+    assert "6 of 6 runs ended as if nothing had happened" in capsys.readouterr().out

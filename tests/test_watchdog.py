@@ -52,7 +52,7 @@ def clock(monkeypatch):
 
 def test_the_limit_follows_the_median_step_where_none_is_set(tmp_path, clock):
     watch = Watch(Place(tmp_path, 0, 1, None), None, print, sys.stderr)
-    assert watch.limit == watchdog.LEAST * watchdog.START
+    assert watch.limit == watchdog.LEAST * watchdog.AROUND
     for step in range(1, 20):
         watch.at("data", step)
         clock[0] += 1
@@ -61,10 +61,14 @@ def test_the_limit_follows_the_median_step_where_none_is_set(tmp_path, clock):
     assert watch.limit == 2000
     assert watch.status()[3:] == (19, "dispatch", 99.0, 100.0, 1.0, 0.0)
     watch.at("checkpoint", 19)
+    assert watch.limit == 2000 * watchdog.WRITING
     clock[0] += 1e6  # a checkpoint is no step
     watch.at("data", 20)
     assert watch.limit == 2000
-    assert Watch(Place(tmp_path, 0, 1, None), 5, print, sys.stderr).limit == 50
+    watch.timeout = 5
+    assert watch.limit == 5
+    watch.at("checkpoint", 20)
+    assert watch.limit == 5
 
 
 def test_a_process_whose_data_are_slow_is_told_once(tmp_path, clock):

@@ -32,6 +32,7 @@ APART = "arrays"  # <step>/<path of an array>
 SUMS = "checksums"  # <step>/<process>-of-<processes>.json
 DAMAGED = "damaged"  # <step>/<step>, as it was found
 
+FINISHED = "_CHECKPOINT_METADATA"  # a file that is in each checkpoint
 MOST = 50  # checkpoints that are looked at
 
 
@@ -59,13 +60,11 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     last one. apart: trees like state, each of one array and None for the rest, which are made, written and dropped one
     after the other before it returns. Raises OSError, here or at the next save, if something cannot be written.
     """
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=config.keep, enable_async_checkpointing=config.asynchronous, cleanup_tmp_directories=True
-    )
     root = Path(config.dir).absolute()
-    manager = ocp.CheckpointManager(root, options=options)
-    background, summed = ThreadPoolExecutor(1), Future()
-    summed.set_result(None)
+    # (orbax's manager, which keeps the newest by itself, waits for all processes before it tells that one has failed.)
+    files = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+    background, written = ThreadPoolExecutor(1), Future()
+    written.set_result(None)
 
     def refuse(reason: str) -> OSError:
         newest = latest_step(config.dir)
@@ -86,23 +85,28 @@ def writing(config: Checkpoint) -> Iterator[Save]:
             raise
 
     def save(step: int, state: Any, meta: dict[str, Any], apart: Iterable[Any] = (), apart_bytes: int = 0) -> None:
-        nonlocal summed
+        nonlocal written
         with disk_errors():
-            summed.result()
+            written.result()
         need = (sum(x.nbytes for x in jax.tree.leaves(state)) + apart_bytes) * 11 // 10 + (1 << 20)
         together(lambda: room(need))
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         for tree in apart:
-            with disk_errors(), ocp.StandardCheckpointer() as files:
-                files.save(_apart(config.dir, step) / next(iter(_shapes(tree))).replace("/", "."), tree)
+            with disk_errors(), ocp.StandardCheckpointer() as one:
+                one.save(_apart(config.dir, step) / next(iter(_shapes(tree))).replace("/", "."), tree)
             del tree  # before the next one is made
         with disk_errors():
-            manager.save(step, args=items, force=True)
-        summed = background.submit(sum_up, step)
+            files.save(root / str(step), args=items, force=True)
+            if not config.asynchronous:
+                files.wait_until_finished()
+        written = background.submit(finish, step)
 
-    def sum_up(step: int) -> None:
-        manager.wait_until_finished()
+    def finish(step: int) -> None:
+        files.wait_until_finished()
         checksums.record(root, _parts(step), root / SUMS / str(step), jax.process_index(), jax.process_count())
+        for old in _finished(root)[config.keep :] if jax.process_index() == 0 else ():
+            (root / str(old) / FINISHED).unlink()  # what is half removed is no checkpoint
+            shutil.rmtree(root / str(old))
 
     def room(need: int) -> None:
         if jax.process_index() == 0:
@@ -111,24 +115,30 @@ def writing(config: Checkpoint) -> Iterator[Save]:
                 raise refuse(f"it needs {need:,} bytes and {shutil.disk_usage(root).free:,} are free")
 
     def clean() -> None:
-        """Remove arrays and checksums of checkpoints that are no more, or never came to be."""
-        keep = {str(number) for number in manager.all_steps()}
-        for folder in [*(root / APART).glob("*"), *(root / SUMS).glob("*")]:
+        """Remove what is of checkpoints that are no more, or never came to be."""
+        keep = {str(number) for number in _finished(root)}
+        unfinished = (path for path in root.glob("*") if path.name.partition(".")[0].isdigit())
+        for folder in [*unfinished, *(root / APART).glob("*"), *(root / SUMS).glob("*")]:
             if folder.name not in keep:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def close() -> None:
+        background.shutdown()
+        with suppress(Exception):
+            files.close()
+            if jax.process_index() == 0:
+                clean()
 
     try:
         yield save
         with disk_errors():
-            summed.result()
-    finally:
-        with suppress(Exception):  # whatever failed was told above
-            summed.result()
-        background.shutdown()
-        with suppress(Exception):
-            if jax.process_index() == 0:
-                clean()
-            manager.close()
+            written.result()
+    except BaseException:
+        if jax.process_count() > 1:
+            raise  # what follows would wait for processes that may never come
+        close()
+        raise
+    close()
 
 
 def choose(folder: str | Path, verify: bool) -> tuple[int, dict[int, str]]:
@@ -194,7 +204,7 @@ def _finished(folder: str | Path) -> list[int]:
     """The finished checkpoints in a folder, newest first."""
     folder = Path(folder).absolute()
     steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
-    return sorted((s for s in steps if (folder / str(s) / "_CHECKPOINT_METADATA").exists()), reverse=True)
+    return sorted((s for s in steps if (folder / str(s) / FINISHED).exists()), reverse=True)
 
 
 def _parts(step: int) -> tuple[str, str]:

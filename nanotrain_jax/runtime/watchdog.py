@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, TextIO
 
 LEAST = 600  # seconds, of a limit that nobody has set
 MEDIANS = 20  # steps
-START = 10  # limits, for what comes before the first step: restoring, compiling
+WRITING = 6  # such limits, for a checkpoint
+AROUND = 10  # limits, for what comes before the first step (compiling) and after the last (the last checkpoint)
 LINES = 16  # of a report, about other processes
 WINDOW = 50  # steps whose times are looked at
 
@@ -80,7 +81,9 @@ class Watch:
     def limit(self) -> float:
         """Seconds that a phase may take now."""
         limit = self.timeout or max(LEAST, MEDIANS * _median(self.steps))
-        return limit * START if self.phase == "start" else limit
+        if self.phase in ("start", "end"):
+            return limit * AROUND
+        return limit * WRITING if self.phase == "checkpoint" and not self.timeout else limit
 
     @property
     def interval(self) -> float:
