@@ -77,13 +77,15 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
 
     def handle(number, frame):
         received.append(number)
-        if jax.process_count() > 1:
-            os.kill(os.getpid(), signal.SIGTERM)  # which JAX tells all processes of; it has taken that signal over
-        else:
-            signal.signal(number, before[number])
+        signal.signal(number, before[number])
 
     def stopped(step: int) -> bool:
-        return multihost_utils.reached_preemption_sync_point(step) if jax.process_count() > 1 else bool(received)
+        if jax.process_count() == 1:
+            return bool(received)
+        if received:  # JAX, which takes SIGTERM over once processes have met, tells all of them
+            received.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return multihost_utils.reached_preemption_sync_point(step)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -256,6 +258,7 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[i
                     saved = number
                     writer.start_clock()
             if every and number > saved:
+                writer.settle()
                 save(number)
             watch.at("end", number)
         writer.finish()

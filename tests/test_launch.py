@@ -188,6 +188,16 @@ def test_an_elastic_run_goes_on_without_the_host_that_is_gone(tmp_path):
     assert run.log()[1][1]["WORLD_SIZE"] == "2"
 
 
+def test_an_elastic_run_loses_what_failed_first_not_what_that_took_along(tmp_path):
+    plan = {(0, rank): "time.sleep(0.5); os.abort()" for rank in range(4)} | {(0, 2): "os.kill(os.getpid(), 9)"}
+    overrides = ["data.batch_size=24"]
+    run = Started(tmp_path, plan, "--processes", "2", "--elastic", hosts=2, overrides=overrides)
+    codes, _, err = run.ended()
+    assert codes == [0, 0]
+    assert "process 2 on host 1" in err
+    assert "3 processes instead of 4: runtime.simulate=6 parallel.data=6 parallel.microbatches=2" in err
+
+
 def test_without_elastic_a_host_that_does_not_come_back_in_time_ends_the_run(tmp_path):
     run = Started(tmp_path, {(0, i): STUCK for i in range(2)}, "--join-timeout", "3", hosts=2)
     run.wait(2)

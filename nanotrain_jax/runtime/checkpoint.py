@@ -34,6 +34,7 @@ DAMAGED = "damaged"  # <step>/<step>, as it was found
 
 FINISHED = "_CHECKPOINT_METADATA"  # a file that is in each checkpoint
 MOST = 50  # checkpoints that are looked at
+LONGEST = 4 * 3600  # seconds to write one
 
 
 @contextmanager
@@ -62,7 +63,9 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     """
     root = Path(config.dir).absolute()
     # (orbax's manager, which keeps the newest by itself, waits for all processes before it tells that one has failed.)
-    files = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+    files = ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(), async_options=ocp.options.AsyncOptions(timeout_secs=LONGEST)
+    )
     background, written = ThreadPoolExecutor(1), Future()
     written.set_result(None)
 

@@ -35,6 +35,7 @@ class Host:
         self.inbox: queue.Queue[Message] = queue.Queue()
         self.children: list[Child] = []
         self.shown: list[threading.Thread] = []
+        self.lost: list[list[str]] = []  # slots of processes that have failed
         self.round = 0
         self.signals: list[int] = []
         self.stopping = False
@@ -59,6 +60,8 @@ class Host:
                         self._stop()
                         if message["do"] == "end":
                             return message["code"]
+                        if self.elastic and message["host"] == self.index:  # else others have but lost them
+                            self.slots = [slot for slot in self.slots if all(slot is not lost for lost in self.lost)]
                         self._ready(link)
                 if self.signals:
                     self.signals.clear()
@@ -91,7 +94,8 @@ class Host:
 
     def _ready(self, link: Link) -> None:
         devices = max(1, min(map(len, self.slots), default=1))
-        link.send(**{"is": "ready", "host": self.index, "processes": len(self.slots), "devices": devices})
+        ready = {"is": "ready", "host": self.index, "processes": len(self.slots), "devices": devices}
+        link.send(**ready, place=link.connection.getsockname()[0])
 
     def _start(self, message: Message) -> None:
         place, port = message["address"]
@@ -136,15 +140,13 @@ class Host:
             halted = [c for c in self.children if c not in ended and is_halted(c.process.pid)]
             lost = halted or first
             what = " and ".join(f"process {c.rank} on host {self.index} {how_ended(c)}" for c in lost)
-            code = max(c.process.returncode for c in first)
+            code, self.lost = max(c.process.returncode for c in first), [c.slot for c in lost]
+            failed = {"is": "failed", "round": self.round, "code": code if code > 0 else 1}
+            link.send(**failed, what=what, stopping=self.stopping)
             until = time.monotonic() + GRACE
             while time.monotonic() < until and any(c.process.poll() is None for c in self.children):
                 time.sleep(LOOK)
             self._stop()
-            if self.elastic:
-                self.slots = [slot for slot in self.slots if all(slot is not c.slot for c in lost)]
-            code = code if code > 0 else 1
-            link.send(**{"is": "failed", "round": self.round, "what": what, "code": code, "stopping": self.stopping})
         elif len(ended) == len(self.children):
             self._stop()
             link.send(**{"is": "done", "round": self.round})
@@ -183,5 +185,6 @@ def is_halted(pid: int) -> bool:
 def show(source: TextIO, to: TextIO, rank: int) -> None:
     """Print the lines of a process as they come."""
     for line in source:
-        to.write(f"[{rank}] {line}")
-        to.flush()
+        with suppress(OSError, ValueError):  # nobody reads it any more; the process is not to wait for that
+            to.write(f"[{rank}] {line}")
+            to.flush()

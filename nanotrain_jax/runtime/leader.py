@@ -85,6 +85,8 @@ class Leader:
         for message in link.receive():
             if message["is"] == "ready":
                 host = message["host"]
+                if self.links.get(host) not in (None, link):  # it has begun anew, before the end of its old link came
+                    self.events.put((host, {"is": "gone"}))
                 self.links[host], self.waiting[host] = link, message
             else:
                 self.events.put((host, message))
@@ -99,7 +101,7 @@ class Leader:
         while len(self.waiting) < self.rules.hosts:
             waited = time.monotonic() - began
             if self.rules.elastic and self.restarts and self.waiting:
-                if waited > timeout or (waited > GRACE and self.waiting.keys() >= self.links.keys()):
+                if waited > timeout or (waited > GRACE and set(self.waiting) >= set(self.links)):
                     break
             elif waited > timeout:
                 missing = sorted(set(range(self.rules.hosts)) - self.waiting.keys())
@@ -113,7 +115,9 @@ class Leader:
     def _round(self, ready: dict[int, Message], total: int, overrides: list[str]) -> Message:
         """Start so many processes; -> what failed first, once all hosts were told to stop. Raises Over if none did."""
         with socket.create_server(("" if self.rules.hosts > 1 else LOOPBACK, 0)) as free:
-            address = self.place, free.getsockname()[1]
+            port = free.getsockname()[1]
+        of_first = min(host for host, message in ready.items() if message["processes"])
+        address = self.place if of_first == 0 else ready[of_first]["place"], port
         first, running = 0, set()
         for host, message in sorted(ready.items()):
             self.waiting.pop(host, None)
@@ -131,7 +135,7 @@ class Leader:
                 continue
             if message["is"] == "failed":
                 for link in list(self.links.values()):
-                    link.send(do="stop")
+                    link.send(do="stop", host=host)
                 return message
             running.discard(host)
         raise Over(0, "")
