@@ -3,7 +3,8 @@
 Starts the processes of a run on this host, shows what they print, ends all when one fails, and starts all again from
 the newest good checkpoint. On several hosts there is one launcher each, with the same arguments; that of host 0 leads.
 
-Exit codes: that of the run; 1 if it failed more often than --max-restarts; 2 if the request is wrong.
+Exit codes: 0 done; 1 if it failed more often than --max-restarts; 2 if the request is wrong; 75 if a launcher was told
+to stop (SIGTERM, Ctrl-C) and all processes have saved: the same command goes on.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from nanotrain_jax.config import Config
 from nanotrain_jax.runtime import request
 from nanotrain_jax.runtime.host import Host
 from nanotrain_jax.runtime.leader import LOOPBACK, Leader, Rules
+from nanotrain_jax.runtime.link import GRACE
 
 RUN = ("-m", "nanotrain_jax.train")
 
@@ -43,9 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         port = listener.getsockname()[1]
         rules = Rules(here.count, options.max_restarts, options.elastic, options.join_timeout)
         leader = Leader(listener, place, rules, lambda *left: restarted(config, *left))
-        threading.Thread(target=leader.run, daemon=True).start()
+        lead = threading.Thread(target=leader.run, daemon=True)
+        lead.start()
     command = [sys.executable, *RUN, "--config", run.config, *run.overrides]
-    return Host(here.index, slots, command, os.environ, options.elastic).run((place, int(port)), options.join_timeout)
+    host = Host(here.index, slots, command, os.environ, options.elastic)
+    code = host.run((place, int(port)), options.join_timeout)
+    if listener:
+        lead.join(GRACE)  # until all hosts have been told
+    return code
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
@@ -118,9 +125,12 @@ def restarted(config: Config, before: int, left: int, devices: int) -> tuple[int
         if rest or not data or batch % (p.replica * data):
             continue
         least, shares = -(-p.microbatches * (before * devices // others) // data), batch // (p.replica * data)
+        tokens = lambda m, shares=shares: shares // m * config.data.seq_len  # of a device's microbatch
         fit = [m for m in range(least, shares + 1) if shares % m == 0 and m % p.pipe == 0]
+        fit = [m for m in fit if not config.model.loss_chunk or tokens(m) % config.model.loss_chunk == 0]
         if fit:
             on += [f"runtime.simulate={now * devices}"] if config.runtime.simulate else []
+            on += ["parallel.prefetch=false"] if p.prefetch and fit[0] > 1 else []
             return now, [*on, f"parallel.data={data}", f"parallel.microbatches={fit[0]}"]
     raise ValueError(
         f"{left} of {before} processes are left: no data axis over their devices divides data.batch_size={batch} evenly"

@@ -113,7 +113,7 @@ def initialize(found: Process, timeout: int = 300) -> None:
     """Meet the other processes, if there are any; to be called before the first use of a device.
 
     The GPUs of a host are divided among its processes, unless they are already. Collectives of CPU devices go over
-    gloo. timeout: seconds to wait for the others; if they do not come this process ends with exit code 2.
+    gloo. timeout: seconds to wait for the others; if they do not come this process ends with exit code 1.
     """
     if found.count == 1:
         return
@@ -130,7 +130,7 @@ def initialize(found: Process, timeout: int = 300) -> None:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(2)
+        os._exit(1)
 
     timer = threading.Timer(timeout, give_up)  # JAX itself would abort
     timer.daemon = True
@@ -176,6 +176,6 @@ def leave(code: int) -> None:
     """End this process with an exit code, without waiting for others if something is wrong: they may never come."""
     for stream in sys.stdout, sys.stderr:
         stream.flush()
-    if code and jax.process_count() > 1:
+    if code and jax.distributed.is_initialized():
         os._exit(code)
     sys.exit(code)

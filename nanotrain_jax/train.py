@@ -14,6 +14,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
@@ -218,7 +219,8 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[i
     number = saved = first
     begin_profile, end_profile = config.runtime.profile_steps or (0, -1)
     profiling = False
-    with closing(new_writer()) as writer, watching(run, writer) as watch:
+    own = checkpoint.alone("checkpoint.dir", config.checkpoint.dir) if every else nullcontext()
+    with own, closing(new_writer()) as writer, watching(run, writer) as watch:
         writer.say(words.introduction(config, run.mesh, run.dataset, run.notes))
         started = time.perf_counter()
         train_step = step.train.lower(step.state, step.batch).compile()
@@ -295,4 +297,9 @@ def check_offload(run: Run, host_bytes: int) -> None:
 if __name__ == "__main__":
     for library in "absl", "asyncio":  # orbax logs pages of what it raises as well
         logging.getLogger(library).setLevel(logging.CRITICAL)
-    processes.leave(main())
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    processes.leave(code)

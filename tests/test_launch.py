@@ -150,7 +150,7 @@ def test_a_signal_goes_to_all_processes_and_a_second_one_ends_them(number, tmp_p
     run.wait(2)
     time.sleep(0.5)
     run.launchers[0].send_signal(number)
-    assert run.ended()[::2] == ([0], "")
+    assert run.ended()[::2] == ([75], "")
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     (tmp_path / "deaf").mkdir()
     run = Started(tmp_path / "deaf", dict.fromkeys([(0, 0), (0, 1)], deaf), "--processes", "2")
@@ -196,6 +196,26 @@ def test_an_elastic_run_loses_what_failed_first_not_what_that_took_along(tmp_pat
     assert codes == [0, 0]
     assert "process 2 on host 1" in err
     assert "3 processes instead of 4: runtime.simulate=6 parallel.data=6 parallel.microbatches=2" in err
+
+
+def test_an_elastic_run_that_hangs_or_aborts_loses_nobody_who_has_but_waited(tmp_path):
+    plan = {(0, 0): "sys.exit(3)", (0, 1): "sys.exit(3)", (1, 0): "os.abort()", (1, 1): STUCK}
+    codes, _, err = (run := Started(tmp_path, plan, "--processes", "2", "--elastic")).ended()
+    assert codes == [0]
+    assert "restart 2 of 3" in err
+    assert "instead of" not in err
+    assert {len(starts) for starts in run.log().values()} == {3}
+
+
+def test_a_host_that_has_lost_all_its_processes_does_not_count(tmp_path):
+    plan = {(0, 0): "os.kill(os.getpid(), 9)", (0, 1): STUCK}
+    env = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+    overrides = ["runtime.simulate=0", "parallel.prefetch=true", "parallel.zero=3"]
+    run = Started(tmp_path, plan, "--processes", "1", "--elastic", hosts=2, env=env, overrides=overrides)
+    codes, _, err = run.ended()
+    assert codes == [0, 0]
+    assert "1 processes instead of 2: parallel.prefetch=false parallel.data=8 parallel.microbatches=2" in err
+    assert [s["CUDA_VISIBLE_DEVICES"] for s in run.log()[0]] == [env["CUDA_VISIBLE_DEVICES"]] * 2
 
 
 def test_without_elastic_a_host_that_does_not_come_back_in_time_ends_the_run(tmp_path):

@@ -177,8 +177,9 @@ def of_one(tmp_path_factory):
 LONG = [("data", 2), ("data", 4), ("zero3", 4), ("tensor", 2), ("tensor", 4), ("pipe", 2)]
 
 
-@pytest.mark.parametrize(("layout", "count"), cover([("zero3", 2), ("pipe", 4)], LONG))
-def test_several_processes_give_the_losses_of_one(layout, count, config_file, of_one, tmp_path):
+@pytest.mark.parametrize("case", cover([("zero3", 2), ("pipe", 4)], LONG))
+def test_several_processes_give_the_losses_of_one(case, config_file, of_one, tmp_path):
+    layout, count = case
     expected = of_one(layout, config_file)
     run = tmp_path / "run"
     out, _ = finished(launched(count, config_file, *LAYOUTS[layout], f"logging.dir={run}"))
@@ -266,7 +267,7 @@ def one(config_file, env, *overrides):
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_processes_that_do_not_come_are_told_of_in_one_line(rank, config_file, tmp_path):
     env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    _, err = finished(one(config_file, env, f"logging.dir={tmp_path}/run", "runtime.join_timeout=3"), 2)
+    _, err = finished(one(config_file, env, f"logging.dir={tmp_path}/run", "runtime.join_timeout=3"), 1)
     told = [line for line in err.splitlines() if line.startswith("error:")]
     assert len(told) == 1, err
     assert f"process {rank} of 2 (as RANK says) did not meet the others at 127.0.0.1:" in told[0]
@@ -332,8 +333,8 @@ def free_port():
 def test_the_slurm_script_starts_a_launcher_on_each_node(config_file, tmp_path):
     """On a Slurm that is two small programs: srun starts what it is given once for each of two nodes."""
     programs = {
-        "scontrol": 'test "$1 $2 $3" = "show hostnames here[0-1]" && echo 127.0.0.1 && echo other',
-        "srun": 'shift; for i in 0 1; do SLURM_NODEID=$i SLURM_NNODES=2 "$@" & done; wait -n && wait -n',
+        "scontrol": 'case "$*" in "show hostnames here[0-1]") echo 127.0.0.1; echo other;; *) echo "$*" >> queue; esac',
+        "srun": 'shift; for i in 0 1; do SLURM_NODEID=$i "$@" & done; wait -n; code=$?; wait; exit $code',
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -341,12 +342,22 @@ def test_the_slurm_script_starts_a_launcher_on_each_node(config_file, tmp_path):
     env = fast() | {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     script = (ROOT / "scripts" / "slurm.sbatch").read_text().replace(":29500", f":{free_port()}")
     (tmp_path / "slurm.sbatch").write_text(script)
-    command = ["bash", str(tmp_path / "slurm.sbatch"), "--config", str(config_file), f"logging.dir={tmp_path}/run"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    env |= {"SLURM_JOB_NODELIST": "here[0-1]"}
-    out, _ = finished(subprocess.Popen(command, cwd=ROOT, env=env, **pipes))
+    env |= {"SLURM_JOB_NODELIST": "here[0-1]", "SLURM_JOB_ID": "77", "SLURM_NNODES": "2"}
+
+    def batch(*overrides):
+        command = ["bash", str(tmp_path / "slurm.sbatch"), "--config", str(config_file), *overrides]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=tmp_path, env=env | {"PYTHONPATH": str(ROOT)}, **pipes)
+
+    out, _ = finished(batch(f"logging.dir={tmp_path}/run"))
     assert "[0] 2 processes on 1 hosts (as RANK says)" in out
     assert "[0] done at step 5 of 5" in out
+    assert not (tmp_path / "queue").exists()
+    job = batch(f"logging.dir={tmp_path}/long", *FOREVER)
+    pid = status_of(tmp_path / "long", 1, job)["pid"]
+    os.kill(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGTERM)  # its launcher
+    finished(job, 75)
+    assert (tmp_path / "queue").read_text() == "requeue 77\n"
 
 
 def test_the_jobset_numbers_its_hosts_and_its_command_is_the_launchers():
@@ -380,7 +391,7 @@ def test_what_is_wrong_for_one_process_ends_all_in_the_same_line(config_file, tm
     _, err = finished(launched(2, config_file, f"logging.dir={tmp_path}/used"), 2)
     assert len(re.findall(r"^\[[01]\] error: .* is in use by another run", err, re.MULTILINE)) == 2
     first.send_signal(signal.SIGTERM)
-    finished(first)
+    finished(first, 75)
 
 
 def script(name):

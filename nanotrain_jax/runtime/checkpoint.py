@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,8 @@ SUMS = "checksums"  # <step>/<process>-of-<processes>.json
 DAMAGED = "damaged"  # <step>/<step>, as it was found
 
 FINISHED = "_CHECKPOINT_METADATA"  # a file that is in each checkpoint
+REMOVED = ".removed"
+UNFINISHED = r"\d+\.(removed|orbax-checkpoint-tmp.*)"
 MOST = 50  # checkpoints that are looked at
 LONGEST = 4 * 3600  # seconds to write one
 
@@ -83,7 +86,7 @@ def writing(config: Checkpoint) -> Iterator[Save]:
             yield
         except Exception as error:
             # What the disk says reaches us as a ValueError of tensorstore.
-            if isinstance(error, OSError) or "os_error_code" in str(error):
+            if (isinstance(error, OSError) and not isinstance(error, TimeoutError)) or "os_error_code" in str(error):
                 raise refuse(str(error).rsplit(": ", 1)[-1]) from None
             raise
 
@@ -108,8 +111,8 @@ def writing(config: Checkpoint) -> Iterator[Save]:
         files.wait_until_finished()
         checksums.record(root, _parts(step), root / SUMS / str(step), jax.process_index(), jax.process_count())
         for old in _finished(root)[config.keep :] if jax.process_index() == 0 else ():
-            (root / str(old) / FINISHED).unlink()  # what is half removed is no checkpoint
-            shutil.rmtree(root / str(old))
+            (root / str(old)).rename(root / f"{old}{REMOVED}")  # what is half removed is no checkpoint
+            shutil.rmtree(root / f"{old}{REMOVED}", ignore_errors=True)
 
     def room(need: int) -> None:
         if jax.process_index() == 0:
@@ -120,7 +123,7 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     def clean() -> None:
         """Remove what is of checkpoints that are no more, or never came to be."""
         keep = {str(number) for number in _finished(root)}
-        unfinished = (path for path in root.glob("*") if path.name.partition(".")[0].isdigit())
+        unfinished = (path for path in root.glob("*") if re.fullmatch(UNFINISHED, path.name))
         for folder in [*unfinished, *(root / APART).glob("*"), *(root / SUMS).glob("*")]:
             if folder.name not in keep:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -153,8 +156,9 @@ def choose(folder: str | Path, verify: bool) -> tuple[int, dict[int, str]]:
     root, damaged = Path(folder).absolute(), {}
     for step in json.loads(everyone(json.dumps(_finished(folder)[:MOST]))[0]):
         sums = root / SUMS / str(step)
-        check = lambda i, n, sums=sums, step=step: checksums.damage(root, _parts(step), sums, i, n)
-        found = everyone(check(jax.process_index(), jax.process_count()) if verify and checksums.recorded(sums) else "")
+        check = checksums.recorded(sums) and verify
+        mine = jax.process_index(), jax.process_count()
+        found = everyone(checksums.damage(root, _parts(step), sums, *mine) if check else "")
         if not any(found):
             return step, damaged
         damaged[step] = next(filter(None, found))

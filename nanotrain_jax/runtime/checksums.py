@@ -7,6 +7,7 @@ checksums (which then do not agree, or are no JSON), or in a name.
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +26,20 @@ def record(root: Path, parts: Sequence[str], to: Path, index: int = 0, count: in
 
 def recorded(to: Path) -> bool:
     """Whether there are checksums of all processes."""
-    return any(
-        {f.name for f in to.glob(f"*-of-{count}.json")} == {f"{i}-of-{count}.json" for i in range(count)}
-        for count in {int(f.stem.rpartition("-")[2]) for f in to.glob("*-of-*.json")}
-    )
+    names = {file.name for file in to.glob("*.json")}
+    counts = {int(found[1]) for name in names if (found := re.fullmatch(r"\d+-of-(\d+)\.json", name))}
+    return any({f"{i}-of-{count}.json" for i in range(count)} <= names for count in counts)
 
 
 def damage(root: Path, parts: Sequence[str], to: Path, index: int = 0, count: int = 1) -> str:
-    """What is wrong with this process's share of the files, in a few words; "" if nothing. Raises OSError."""
+    """What is wrong with this process's share of the files, in a few words; "" if nothing."""
+    try:
+        return _damage(root, parts, to, index, count)
+    except OSError as error:  # a disk that does not give what is on it
+        return f"{error.filename or root} cannot be read ({error.strerror or error})"
+
+
+def _damage(root: Path, parts: Sequence[str], to: Path, index: int, count: int) -> str:
     expected: dict[str, list[int]] = {}
     for file in sorted(to.glob("*-of-*.json")):
         try:

@@ -16,6 +16,9 @@ from typing import NamedTuple, TextIO
 
 from nanotrain_jax.processes import LAUNCHER
 from nanotrain_jax.runtime.link import GRACE, LOOK, Link, Message, tell
+from nanotrain_jax.runtime.watchdog import HUNG
+
+KILLED = 30  # seconds for a process to end once it is killed
 
 
 class Child(NamedTuple):
@@ -135,13 +138,13 @@ class Host:
         ended = [child for child in self.children if child.process.poll() is not None]
         bad = [child for child in ended if child.process.returncode]
         if bad:
-            # A process that JAX aborts has but lost another one.
-            first = [c for c in bad if c.process.returncode != -signal.SIGABRT] or bad
             halted = [c for c in self.children if c not in ended and is_halted(c.process.pid)]
-            lost = halted or first
-            what = " and ".join(f"process {c.rank} on host {self.index} {how_ended(c)}" for c in lost)
-            code, self.lost = max(c.process.returncode for c in first), [c.slot for c in lost]
-            failed = {"is": "failed", "round": self.round, "code": code if code > 0 else 1}
+            # One that JAX aborts, or that its watchdog ends, has but waited for another one.
+            first = halted or [c for c in bad if c.process.returncode not in (-signal.SIGABRT, HUNG)]
+            what = " and ".join(f"process {c.rank} on host {self.index} {how_ended(c)}" for c in first or bad)
+            self.lost = [c.slot for c in first]
+            wrong = all(c.process.returncode == 2 for c in bad)  # the request
+            failed = {"is": "failed", "round": self.round, "code": 2 if wrong else 1}
             link.send(**failed, what=what, stopping=self.stopping)
             until = time.monotonic() + GRACE
             while time.monotonic() < until and any(c.process.poll() is None for c in self.children):
@@ -149,14 +152,17 @@ class Host:
             self._stop()
         elif len(ended) == len(self.children):
             self._stop()
-            link.send(**{"is": "done", "round": self.round})
+            link.send(**{"is": "done", "round": self.round}, stopping=self.stopping)
 
     def _stop(self) -> None:
         for child in self.children:
             with suppress(ProcessLookupError):
                 os.killpg(child.process.pid, signal.SIGKILL)
         for child in self.children:
-            child.process.wait()
+            try:
+                child.process.wait(KILLED)
+            except subprocess.TimeoutExpired:  # in the kernel: a driver, a file system
+                tell(f"process {child.rank} (pid {child.process.pid}) does not end, though it was killed")
         for thread in self.shown:
             thread.join(GRACE)  # all of what they have printed
         self.children.clear()

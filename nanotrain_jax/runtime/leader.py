@@ -19,6 +19,7 @@ from typing import NamedTuple
 from nanotrain_jax.runtime.link import GRACE, LOOK, Link, Message, tell
 
 LOOPBACK = "127.0.0.1"
+STOPPED = 75  # exit code: not done, but nothing is wrong (EX_TEMPFAIL of sysexits.h)
 # (processes at first, that are left, devices of each) -> how many to use, overrides of the run; may raise ValueError
 Plan = Callable[[int, int, int], tuple[int, list[str]]]
 
@@ -42,7 +43,7 @@ class Leader:
     def __init__(self, listener: socket.socket, place: str, rules: Rules, plan: Plan):
         """place: name of this host, by which all hosts find it. plan: what to start after something failed."""
         self.listener, self.place, self.rules, self.plan = listener, place, rules, plan
-        self.events: queue.Queue[tuple[int, Message]] = queue.Queue()
+        self.events: queue.Queue[tuple[Link | None, int, Message]] = queue.Queue()
         self.links: dict[int, Link] = {}  # of hosts that are there
         self.waiting: dict[int, Message] = {}  # what they said when they were ready; until they start
         self.restarts = 0
@@ -67,16 +68,16 @@ class Leader:
                 now, overrides = self.plan(first, left, min(message["devices"] for message in ready.values()))
                 if now != first:
                     tell(f"{now} processes instead of {first}: {' '.join(overrides)}")
-        except (Over, ValueError) as over:
-            code, why = over.args if isinstance(over, Over) else (1, str(over))
+        except Exception as over:  # also of what is wrong here: nobody is to wait for ever
+            code, why = over.args if isinstance(over, Over) else (1, str(over) or repr(over))
             if why:
                 tell(why)
-            for link in list(self.links.values()):
+            for _, link in sorted(self.links.items(), reverse=True):  # this host, which then ends, last
                 link.send(do="end", code=code)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
+        while True:
+            with suppress(OSError):  # of one that is gone again
                 link = Link(self.listener.accept()[0])
                 threading.Thread(target=self._listen, args=[link], daemon=True).start()
 
@@ -85,15 +86,13 @@ class Leader:
         for message in link.receive():
             if message["is"] == "ready":
                 host = message["host"]
-                if self.links.get(host) not in (None, link):  # it has begun anew, before the end of its old link came
-                    self.events.put((host, {"is": "gone"}))
                 self.links[host], self.waiting[host] = link, message
             else:
-                self.events.put((host, message))
-        if self.links.get(host) is link:
+                self.events.put((link, host, message))
+        if self.links.get(host) is link:  # else it has begun anew
             del self.links[host]
             self.waiting.pop(host, None)
-            self.events.put((host, {"is": "gone"}))
+        self.events.put((link, host, {"is": "gone"}))
 
     def _gather(self) -> dict[int, Message]:
         """Wait until all hosts are ready; an elastic run goes on without those that are gone. -> what they said."""
@@ -107,8 +106,8 @@ class Leader:
                 missing = sorted(set(range(self.rules.hosts)) - self.waiting.keys())
                 raise Over(1, f"hosts {missing} did not join within {timeout} s")
             time.sleep(LOOK)
-        ready = dict(self.waiting)
-        if not any(message["processes"] for message in ready.values()):
+        ready = {host: message for host, message in dict(self.waiting).items() if message["processes"]}
+        if not ready:
             raise Over(1, "no process is left")
         return ready
 
@@ -116,26 +115,32 @@ class Leader:
         """Start so many processes; -> what failed first, once all hosts were told to stop. Raises Over if none did."""
         with socket.create_server(("" if self.rules.hosts > 1 else LOOPBACK, 0)) as free:
             port = free.getsockname()[1]
-        of_first = min(host for host, message in ready.items() if message["processes"])
-        address = self.place if of_first == 0 else ready[of_first]["place"], port
-        first, running = 0, set()
+        address = self.place if min(ready) == 0 else ready[min(ready)]["place"], port
+        first, running, stopping = 0, {}, False
         for host, message in sorted(ready.items()):
-            self.waiting.pop(host, None)
             count = min(message["processes"], total - first)
+            if not count:
+                continue
+            self.waiting.pop(host, None)
             numbers = {"round": self.restarts, "first": first, "count": count, "total": total}
-            if count and host in self.links:
-                self.links[host].send(do="start", address=address, overrides=overrides, **numbers)
             first += count
-            running |= {host} if count else set()
+            running[host] = self.links.get(host)
+            if running[host]:
+                running[host].send(do="start", address=address, overrides=overrides, **numbers)
+            else:
+                self.events.put((None, host, {"is": "gone"}))
         while running:
-            host, message = self.events.get()
-            if message["is"] == "gone" and host in running:
+            link, host, message = self.events.get()
+            if host not in running or running[host] is not link:  # of another round
+                continue
+            if message["is"] == "gone":
                 message = {"is": "failed", "what": f"host {host} is gone", "code": 1, "stopping": False}
-            elif message.get("round") != self.restarts:
+            elif message["round"] != self.restarts:
                 continue
             if message["is"] == "failed":
                 for link in list(self.links.values()):
                     link.send(do="stop", host=host)
                 return message
-            running.discard(host)
-        raise Over(0, "")
+            del running[host]
+            stopping |= message["stopping"]
+        raise Over(STOPPED if stopping else 0, "")

@@ -11,6 +11,7 @@ from typing import Any
 
 Message = dict[str, Any]
 LOOK = 0.05  # seconds between two looks at what may have changed
+SILENCE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, times
 GRACE = 2  # seconds for what is about to happen by itself
 
 
@@ -20,6 +21,9 @@ class Link:
     def __init__(self, connection: socket.socket):
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in SILENCE.items():  # a host without power says nothing
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.connection, self.lines = connection, connection.makefile("r")
 
     def send(self, **message: Any) -> None:

@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+HUNG = 3  # exit code of a process that does not go on
 LEAST = 600  # seconds, of a limit that nobody has set
 MEDIANS = 20  # steps
 WRITING = 6  # such limits, for a checkpoint
@@ -129,7 +130,7 @@ class Watch:
                 stream.write(text + "\n")
                 stream.flush()
                 faulthandler.dump_traceback(file=stream)
-        os._exit(1)
+        os._exit(HUNG)
 
 
 def report(mine: Status, limit: float, others: list[Status], interval: float) -> str:
@@ -171,7 +172,10 @@ def watching(here: Place, timeout: float | None, say: Callable[[str], None], log
 
     def run() -> None:
         while not watch.stop.wait(watch.interval):
-            watch.look()
+            try:
+                watch.look()
+            except Exception as error:  # a full disk, say; the run is not to end for that
+                print(f"warning: the watchdog cannot look: {error!r}", file=sys.stderr)
 
     thread = threading.Thread(target=run, name="watchdog", daemon=True)
     thread.start()
