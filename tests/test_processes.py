@@ -239,7 +239,8 @@ def test_a_process_that_is_halted_is_named_within_the_timeout(config_file, tmp_p
 
 @pytest.mark.long
 def test_an_elastic_run_ends_with_the_same_losses_on_fewer_processes(config_file, tmp_path):
-    options = ["train.steps=30", "train.eval_every=0", "checkpoint.every=5", "parallel.zero=3", "optimizer.lr=1e-3"]
+    options = ["train.steps=80", "train.eval_every=0", "checkpoint.every=5", "parallel.zero=3", "optimizer.lr=1e-4"]
+    options += ["runtime.hang_timeout=20"]  # and a status every second
     finished(launched(1, config_file, *options, f"logging.dir={tmp_path}/one"))
     run = tmp_path / "run"
     launcher = launched(4, config_file, *options, f"logging.dir={run}", options=["--elastic"])
