@@ -253,7 +253,7 @@ class Runtime(_Section):
     )
     coordinator: str | None = _key(None, "host:port of process 0; null: as launcher, Slurm, ... say; or one process")
     processes: Positive | None = _key(None, "number of processes, where coordinator is given")
-    process: Count | None = _key(None, "which of them this is, from 0, where coordinator is given")
+    process: Count | None = _key(None, "which of them this is, from 0; each takes all the GPUs that it sees")
     join_timeout: Positive = _key(300, "seconds to wait for the other processes at the start")
     hang_timeout: Positive | None = _key(
         None, "seconds without progress that end the run with a report; null: 20 median steps, at least 600"

@@ -10,6 +10,7 @@ to stop (SIGTERM, Ctrl-C) and all processes have saved: the same command goes on
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import socket
 import sys
@@ -119,14 +120,17 @@ def restarted(config: Config, before: int, left: int, devices: int) -> tuple[int
         return left, on
     p, batch = config.parallel, config.data.batch_size
     devices = config.runtime.simulate // before or devices
-    others = p.pipe * p.replica * p.context * p.tensor
+    axes = p.axes
+    given = math.prod(size for size in axes.values() if size > 0)
+    axes = {axis: size if size > 0 else before * devices // given for axis, size in axes.items()}  # -1: the rest
+    others = math.prod(axes.values()) // axes["data"]
     for now in range(left, 0, -1):
         data, rest = divmod(now * devices, others)
-        if rest or not data or batch % (p.replica * data):
+        if rest or not data or batch % (axes["replica"] * data):
             continue
-        least, shares = -(-p.microbatches * (before * devices // others) // data), batch // (p.replica * data)
+        least, shares = -(-p.microbatches * (before * devices // others) // data), batch // (axes["replica"] * data)
         tokens = lambda m, shares=shares: shares // m * config.data.seq_len  # of a device's microbatch
-        fit = [m for m in range(least, shares + 1) if shares % m == 0 and m % p.pipe == 0]
+        fit = [m for m in range(least, shares + 1) if shares % m == 0 and m % axes["pipe"] == 0]
         fit = [m for m in fit if not config.model.loss_chunk or tokens(m) % config.model.loss_chunk == 0]
         if fit:
             on += [f"runtime.simulate={now * devices}"] if config.runtime.simulate else []

@@ -100,8 +100,8 @@ def straddles(mesh: Mesh, hosts: Sequence[str]) -> str:
     across = max(len(set(group)) for group in host.reshape(-1, mesh.shape["tensor"]))
     if across == 1:
         return ""
-    most = min(np.unique(host, return_counts=True)[1])
+    fits = math.gcd(*np.unique(host, return_counts=True)[1])
     return (
         f"parallel.tensor={mesh.shape['tensor']} spans {across} hosts, whose network is far slower than the links "
-        f"within one; use at most {most}, and parallel.pipe or parallel.data across hosts"
+        f"within one; use a divisor of {fits}, and parallel.pipe or parallel.data across hosts"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from jax.experimental import multihost_utils
 
 PORT = 29500  # where process 0 listens, unless MASTER_PORT says otherwise: PyTorch's
 LAUNCHER = "NANOTRAIN_LAUNCHER"
+# Words of errors that JAX, gloo, NCCL raise, as one type or another, when another process is gone.
+GONE = ("Gloo", "NCCL", "UNAVAILABLE:", "DEADLINE_EXCEEDED:", "Connection reset", "Connection closed")
 
 T = TypeVar("T")
 
@@ -39,7 +42,7 @@ def here(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Proce
 
     given: host:port of process 0, number of processes, index of this one, by the names that the user knows them by; all
     of them, or all None. The environment is that of this package's launcher or torchrun (RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT, LOCAL_RANK, LOCAL_WORLD_SIZE), of Slurm (a step of srun), of Open MPI, or of an indexed job of
+    MASTER_PORT, LOCAL_RANK, LOCAL_WORLD_SIZE), of Open MPI, of Slurm (a step of srun), or of an indexed job of
     Kubernetes (JOB_COMPLETION_INDEX, with WORLD_SIZE and MASTER_ADDR). None of them: one process. Raises ValueError.
     """
     missing = [key for key, value in given.items() if value is None]
@@ -65,16 +68,18 @@ def _of_environment(env: Mapping[str, str]) -> Process:
         return int(value)
 
     if "RANK" in env and "WORLD_SIZE" in env:
-        source, index, here = "RANK", number("RANK"), (number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", "1"))
+        source = "RANK" if launcher(env) is None else "launcher"
+        index, here = number("RANK"), (number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", "1"))
+    elif "OMPI_COMM_WORLD_RANK" in env:  # before Slurm, whose srun starts what starts them
+        place = env.get("JAX_COORDINATOR_ADDRESS")
+        if place is None and "OMPI_MCA_orte_hnp_uri" not in env:  # from which JAX would take it
+            raise ValueError("Open MPI 5 does not say where process 0 is; set JAX_COORDINATOR_ADDRESS to its host:port")
+        here = number("OMPI_COMM_WORLD_LOCAL_RANK"), number("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+        return Process("ompi", number("OMPI_COMM_WORLD_RANK"), number("OMPI_COMM_WORLD_SIZE"), place, *here)
     elif {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST"} <= env.keys():
         here = number("SLURM_LOCALID"), _tasks_here(env)
-        return Process(
-            "slurm", number("SLURM_PROCID"), number("SLURM_NTASKS"), env.get("JAX_COORDINATOR_ADDRESS"), *here
-        )
-    elif "OMPI_COMM_WORLD_RANK" in env:
-        here = number("OMPI_COMM_WORLD_LOCAL_RANK"), number("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
-        index, count = number("OMPI_COMM_WORLD_RANK"), number("OMPI_COMM_WORLD_SIZE")
-        return Process("ompi", index, count, env.get("JAX_COORDINATOR_ADDRESS"), *here)
+        count = number("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"])  # the other is the allocation's
+        return Process("slurm", number("SLURM_PROCID"), count, env.get("JAX_COORDINATOR_ADDRESS"), *here)
     elif "JOB_COMPLETION_INDEX" in env:
         source, index, here = "JOB_COMPLETION_INDEX", number("JOB_COMPLETION_INDEX"), (0, 1)
     else:
@@ -82,7 +87,8 @@ def _of_environment(env: Mapping[str, str]) -> Process:
     count = number("WORLD_SIZE")
     if count > 1 and "MASTER_ADDR" not in env:
         raise ValueError(f"the environment has {source} but no MASTER_ADDR, the host of process 0; set it")
-    place = f"{env['MASTER_ADDR']}:{number('MASTER_PORT', str(PORT))}" if "MASTER_ADDR" in env else None
+    port = number("MASTER_PORT", str(PORT)) + (env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")  # else torchrun's own
+    place = f"{env['MASTER_ADDR']}:{port}" if "MASTER_ADDR" in env else None
     return Process(source, index, count, place, *here)
 
 
@@ -103,6 +109,22 @@ def gpus_here(env: Mapping[str, str] = os.environ) -> list[str]:
     return [name for name in visible.split(",") if name.strip()]
 
 
+def my_gpus(found: Process, env: Mapping[str, str] = os.environ) -> list[int]:
+    """Which of the GPUs that it sees a process takes, by number; none: all.
+
+    Those of a host are divided among its processes, unless Slurm has already. Raises ValueError if that is uneven.
+    """
+    gpus = len(gpus_here(env))
+    slurm = lambda key: int("0" + re.search(r"\d*$", env.get(key, ""))[0])  # 4, or a100:4
+    divided = gpus < slurm("SLURM_GPUS_ON_NODE") or gpus <= slurm("SLURM_GPUS_PER_TASK")
+    if found.local_count == 1 or gpus < found.local_count or (divided and launcher(env) is None):
+        return []
+    if gpus % found.local_count:
+        raise ValueError(f"the {gpus} GPUs of a host cannot be divided among its {found.local_count} processes")
+    each = gpus // found.local_count
+    return list(range(found.local_index * each, (found.local_index + 1) * each))
+
+
 def launcher(env: Mapping[str, str] = os.environ) -> int | None:
     """Process id of this package's launcher, if that has started this process."""
     pid = env.get(LAUNCHER, "")
@@ -112,34 +134,33 @@ def launcher(env: Mapping[str, str] = os.environ) -> int | None:
 def initialize(found: Process, timeout: int = 300) -> None:
     """Meet the other processes, if there are any; to be called before the first use of a device.
 
-    The GPUs of a host are divided among its processes, unless they are already. Collectives of CPU devices go over
-    gloo. timeout: seconds to wait for the others; if they do not come this process ends with exit code 1.
+    Collectives of CPU devices go over gloo. timeout: seconds to wait for the others; if they do not come this process
+    ends with exit code 1. Raises ValueError if the GPUs of this host (see `my_gpus`) cannot be divided.
     """
     if found.count == 1:
         return
-    gpus, share = len(gpus_here()), range(0)
-    if gpus >= found.local_count > 1:
-        each = gpus // found.local_count
-        share = range(found.local_index * each, (found.local_index + 1) * each)
+    gpus = my_gpus(found)
+    me = f"error: process {found.index} of {found.count} (as {found.source} says)"
+    place = found.coordinator or "process 0"
 
-    def give_up() -> None:
-        print(
-            f"error: process {found.index} of {found.count} (as {found.source} says) did not meet the others at "
-            f"{found.coordinator or 'process 0'} within {timeout} s; see whether all were started, whether that "
-            "address can be reached, and whether nothing else listens there",
-            file=sys.stderr,
-            flush=True,
-        )
+    def give_up(why: str) -> None:
+        print(f"{me} {why}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    timer = threading.Timer(timeout, give_up)  # JAX itself would abort
+    if found.coordinator and found.index == 0:
+        try:  # gRPC would share the port with another run, or abort
+            socket.create_server(("", int(place.rpartition(":")[2]))).close()
+        except OSError as error:
+            give_up(f"cannot listen at {place} ({os.strerror(error.errno)}); choose another port")
+    late = f"did not meet the others at {place} within {timeout} s; see whether all were started, and whether that "
+    timer = threading.Timer(timeout, give_up, [late + "address can be reached"])  # JAX itself would abort
     timer.daemon = True
     timer.start()
     jax.distributed.initialize(
         found.coordinator,
         found.count,
         found.index,
-        local_device_ids=list(share),
+        local_device_ids=gpus,
         cluster_detection_method="deactivate" if found.coordinator else found.source,
         initialization_timeout=timeout + 60,
     )
@@ -153,7 +174,16 @@ def everyone(text: str) -> list[str]:
     mine = np.zeros(1024, np.uint8)
     data = text.encode()[: mine.size]
     mine[: len(data)] = np.frombuffer(data, np.uint8)
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in multihost_utils.process_allgather(mine)]
+    try:
+        rows = multihost_utils.process_allgather(mine)
+    except ValueError as error:  # of gloo
+        raise RuntimeError(f"another process is gone: {error}") from None
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
+
+
+def is_gone(error: Exception) -> bool:
+    """Whether an error tells of another process that is gone."""
+    return any(word in str(error) for word in GONE)
 
 
 def together(work: Callable[[], T]) -> T:
@@ -163,7 +193,7 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except (ValueError, OSError) as found:
         error = found
-    told = [text for text in everyone("" if error is None else str(error)) if text]
+    told = [text for text in everyone("" if error is None else str(error) or repr(error)) if text]
     if told and jax.process_count() > 1:
         jax.distributed.shutdown()
         raise OSError(told[0])

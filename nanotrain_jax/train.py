@@ -1,7 +1,7 @@
 """`python -m nanotrain_jax.train --config FILE [section.key=value ...]`: the training loop.
 
 Exit codes: 0 done, or stopped by SIGTERM or Ctrl-C after a clean save; 2 the request is wrong (one line on stderr);
-1 anything else.
+3 where it has waited in vain, for itself or another process; 1 anything else.
 """
 
 from __future__ import annotations
@@ -51,13 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run = prepare(request.load(arguments.config, arguments.overrides))
         except (ValueError, OSError) as error:
+            if processes.is_gone(error):
+                raise
             return refuse(error)
         try:
             folder = together(lambda: new_folder("logging.dir", run.config.logging.dir))
             with checkpoint.alone("logging.dir", folder), files_of(run) as files:
                 train(run, folder, files, stopped)
         except OSError as error:  # a full disk, say; the newest finished checkpoint stays usable
-            return refuse(error)
+            if error.errno in checkpoint.LASTING or (type(error) is OSError and error.errno is None):  # our own words
+                return refuse(error)
+            raise  # what may pass: it is worth another try
     return 0
 
 
@@ -69,7 +73,8 @@ def refuse(error: Exception) -> int:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[int], bool]]:
-    """Within, the first SIGTERM or Ctrl-C only makes the yielded function return True; the second acts as usual.
+    """Within, the first SIGTERM or Ctrl-C only makes the yielded function return True; the second acts as usual, unless
+    there is a launcher, which sees to it.
 
     It is asked before each step, which it is given; where there are several processes it returns True on all of them
     before the same step, whichever got the signal.
@@ -78,7 +83,8 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
 
     def handle(number, frame):
         received.append(number)
-        signal.signal(number, before[number])
+        if processes.launcher() is None:
+            signal.signal(number, before[number])
 
     def stopped(step: int) -> bool:
         if jax.process_count() == 1:
@@ -120,6 +126,7 @@ def prepare(config: Config) -> Run:
     here = processes.here({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})
     processes.initialize(here, runtime.join_timeout)
     config, mesh, dataset, step, folder = together(lambda: build(config, here.count))
+    checkpoint.agree(folder)
     notes = []
     if here.count > 1:
         hosts = processes.everyone(socket.gethostname())
@@ -221,6 +228,8 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[i
     profiling = False
     own = checkpoint.alone("checkpoint.dir", config.checkpoint.dir) if every else nullcontext()
     with own, closing(new_writer()) as writer, watching(run, writer) as watch:
+        if run.damaged and run.start[0] == Path(config.checkpoint.dir):
+            checkpoint.set_aside(config.checkpoint.dir, run.damaged)
         writer.say(words.introduction(config, run.mesh, run.dataset, run.notes))
         started = time.perf_counter()
         train_step = step.train.lower(step.state, step.batch).compile()
@@ -268,14 +277,11 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[i
 
 
 def make_ready(run: Run, folder: Path) -> None:
-    """Make the folders of a run, and move what is of no use out of the way. Raises OSError."""
-    keep = run.config.checkpoint
-    if keep.every:
-        new_folder("checkpoint.dir", keep.dir)
+    """Make the folders of a run. Raises OSError."""
+    if run.config.checkpoint.every:
+        new_folder("checkpoint.dir", run.config.checkpoint.dir)
     if jax.process_index() == 0:
         (folder / "config.yaml").write_text(yaml.safe_dump(run.config.to_dict(), sort_keys=False))
-        if run.start and run.start[0] == Path(keep.dir):
-            checkpoint.set_aside(keep.dir, run.damaged)
 
 
 def watching(run: Run, writer: metrics.Writer) -> AbstractContextManager[watchdog.Watch]:
@@ -299,7 +305,7 @@ if __name__ == "__main__":
         logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
         code = main()
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
-        code = 1
+        code = watchdog.HUNG if processes.is_gone(error) else 1
     processes.leave(code)

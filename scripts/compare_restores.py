@@ -124,7 +124,11 @@ def processes(count: int, arguments: list[str]) -> dict:
         )
         for rank in range(count)
     ]
-    printed = [process.communicate(timeout=300) for process in started]
+    try:
+        printed = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
     if any(process.returncode for process in started):
         raise RuntimeError("".join(err for _, err in printed))
     return json.loads(printed[0][0].splitlines()[-1])

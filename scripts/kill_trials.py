@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,7 +111,8 @@ def trial(launcher: subprocess.Popen, run: Path, moment: str, rank: int, rng: ra
         if moment == "checkpoint":
             wait(launcher, lambda: any((run / "checkpoints").glob("*-tmp*")))
         time.sleep(rng.uniform(0, 0.05))
-    os.kill(children(launcher)[rank], signal.SIGKILL)
+    with suppress(KeyError, ProcessLookupError):  # of a run that has ended already
+        os.kill(children(launcher)[rank], signal.SIGKILL)
     step = max(losses(run), default=0)
     out, err = launcher.communicate(timeout=300)
     resumed = [int(number) for number in re.findall(r"resumed from step (\d+)", out)]
@@ -132,7 +134,11 @@ def problem(found: Trial, losses: dict[int, float], expected: dict[int, float], 
 def children(launcher: subprocess.Popen) -> dict[int, int]:
     """Rank -> process id, of the processes that a launcher has started (Linux)."""
     found = {}
-    for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+    try:
+        pids = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    except OSError:
+        return {}
+    for pid in pids:
         try:
             env = Path(f"/proc/{pid}/environ").read_text().split("\0")
         except OSError:

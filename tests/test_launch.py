@@ -31,6 +31,13 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 exec(plan.get((restart, int(me["RANK"])), "time.sleep(1)"))
 """
 STUCK = "time.sleep(60)"
+# Wait until processes have started, and send signals to them, in this order.
+END_THE_OTHERS = """
+for rank, number in {ends}.items():
+    while not (os.path.exists(log + rank) and open(log + rank).read().endswith(chr(10))):
+        time.sleep(0.05)
+    os.kill(json.loads(open(log + rank).readline())["pid"], number)
+"""
 CONFIG = """
 model: {vocab_size: 61}
 data: {source: synthetic, batch_size: 16, seq_len: 16}
@@ -101,8 +108,9 @@ def test_processes_are_numbered_and_what_they_print_says_who_did(tmp_path):
 
 
 def test_when_one_fails_all_are_ended_and_started_again(tmp_path):
-    plan = {(0, 0): STUCK, (0, 1): "os.kill(os.getpid(), 9)", (0, 2): STUCK, (1, 2): "sys.exit(3)"}
-    plan |= {(0, 3): "os.abort()"}  # as JAX does when it has lost another one
+    # Process 3 ends as one of JAX's does when it has lost another one.
+    end = END_THE_OTHERS.format(ends={"1": int(signal.SIGKILL), "3": int(signal.SIGABRT)}) + STUCK
+    plan = {(0, 0): end, (0, 1): STUCK, (0, 2): STUCK, (0, 3): STUCK, (1, 2): "sys.exit(3)"}
     run = Started(tmp_path, plan, "--processes", "4", overrides=["checkpoint.resume=never"])
     codes, _, err = run.ended()
     assert codes == [0]
@@ -134,10 +142,8 @@ def test_a_wrong_request_is_not_tried_again(tmp_path):
 
 
 def test_a_halted_process_is_named_and_ended(tmp_path):
-    run = Started(
-        tmp_path, {(0, 0): "time.sleep(1); sys.exit(1)", (0, 1): "os.kill(os.getpid(), 19)"}, "--processes", "2"
-    )
-    codes, _, err = run.ended()
+    plan = {(0, 0): END_THE_OTHERS.format(ends={"1": int(signal.SIGSTOP)}) + "sys.exit(1)", (0, 1): STUCK}
+    codes, _, err = Started(tmp_path, plan, "--processes", "2").ended()
     assert codes == [0]
     assert "process 1 on host 0" in err
     assert "is halted (SIGSTOP); restart 1 of 3" in err
@@ -189,7 +195,10 @@ def test_an_elastic_run_goes_on_without_the_host_that_is_gone(tmp_path):
 
 
 def test_an_elastic_run_loses_what_failed_first_not_what_that_took_along(tmp_path):
-    plan = {(0, rank): "time.sleep(0.5); os.abort()" for rank in range(4)} | {(0, 2): "os.kill(os.getpid(), 9)"}
+    # Host 0 tells of its own first, which but waited for another one.
+    ends = {"1": int(signal.SIGABRT), "3": int(signal.SIGABRT), "2": int(signal.SIGKILL)}
+    plan = dict.fromkeys([(0, rank) for rank in range(1, 4)], STUCK)
+    plan[0, 0] = END_THE_OTHERS.format(ends=ends) + "sys.exit(3)"
     overrides = ["data.batch_size=24"]
     run = Started(tmp_path, plan, "--processes", "2", "--elastic", hosts=2, overrides=overrides)
     codes, _, err = run.ended()
@@ -205,6 +214,33 @@ def test_an_elastic_run_that_hangs_or_aborts_loses_nobody_who_has_but_waited(tmp
     assert "restart 2 of 3" in err
     assert "instead of" not in err
     assert {len(starts) for starts in run.log().values()} == {3}
+
+
+def test_the_host_with_most_processes_comes_first(tmp_path):
+    plan = {(0, 0): "os.kill(os.getpid(), 9)"} | dict.fromkeys([(0, rank) for rank in range(1, 4)], STUCK)
+    overrides = ["data.batch_size=24"]
+    run = Started(tmp_path, plan, "--processes", "2", "--elastic", hosts=2, overrides=overrides)
+    codes, _, err = run.ended()
+    assert codes == [0, 0]
+    assert "3 processes instead of 4" in err
+    assert [run.log()[rank][1]["LOCAL_WORLD_SIZE"] for rank in range(3)] == ["2", "2", "1"]
+
+
+def test_a_signal_between_two_rounds_ends_the_run_with_75(tmp_path):
+    run = Started(tmp_path, {(0, i): STUCK for i in range(2)}, "--join-timeout", "60", hosts=2)
+    run.wait(2)
+    run.launchers[1].kill()  # and host 0 waits for it
+    assert "restart 1 of 3" in run.launchers[0].stderr.readline()
+    run.launchers[0].send_signal(signal.SIGTERM)
+    assert run.ended()[0] == [75, -signal.SIGKILL]
+
+
+def test_a_host_that_cannot_reach_the_leader_says_so(tmp_path):
+    run = Started(tmp_path, {}, "--join-timeout", "1", hosts=2)
+    run.launchers[0].kill()
+    codes, _, err = run.ended()
+    assert codes == [-signal.SIGKILL, 1]
+    assert "host 0" in err
 
 
 def test_a_host_that_has_lost_all_its_processes_does_not_count(tmp_path):
@@ -270,6 +306,13 @@ def test_gpus_are_divided_and_a_lost_process_takes_its_own_along(tmp_path):
         ),
         ({"parallel.pipe": 8}, 4, 3, 2, "3 of 4 processes are left: no data axis over their devices divides"),
         ({"parallel.tensor": 4}, 4, 3, 2, (2, ["parallel.data=1", "parallel.microbatches=2"])),
+        (
+            {"parallel.tensor": -1, "parallel.data": 2},
+            4,
+            3,
+            2,
+            (2, ["parallel.data=1", "parallel.microbatches=2"]),
+        ),
     ],
 )
 def test_fewer_processes_train_the_same_batch_in_microbatches_of_the_same_size(

@@ -502,7 +502,7 @@ def test_where_no_checkpoint_is_whole_one_line_tells_the_ways_out(config_file, t
     capsys.readouterr()
     assert main(config_file, f"logging.dir={run}") == 2
     err = capsys.readouterr().err
-    assert "is whole: 10/state/_METADATA is missing; 5/state/_METADATA is missing; begin anew" in err
+    assert len(re.findall(r"/(?:10|5)/state/_METADATA cannot be read \(No such file or directory\); ", err)) == 2
     assert err.count("\n") == 1
     assert main(config_file, f"logging.dir={run}", "checkpoint.verify=false") == 2  # then orbax says it
     assert "checkpoint 10 in" in capsys.readouterr().err

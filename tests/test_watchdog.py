@@ -54,23 +54,40 @@ def clock(monkeypatch):
 
 def test_the_limit_follows_the_median_step_where_none_is_set(tmp_path, clock):
     watch = Watch(Place(tmp_path, 0, 1, None), None, print, sys.stderr)
-    assert watch.limit == watchdog.LEAST * watchdog.AROUND
+    assert watch.limit("start") == watchdog.LEAST * watchdog.AROUND
     for step in range(1, 20):
         watch.at("data", step)
         clock[0] += 1
         watch.at("dispatch", step)
         clock[0] += 99
-    assert watch.limit == 2000
-    assert watch.status()[3:] == (19, "dispatch", 99.0, 100.0, 1.0, 0.0)
+    assert watch.limit("dispatch") == 2000
+    assert watch.status(watch.doing)[3:] == (19, "dispatch", 99.0, 100.0, 1.0, 0.0)
     watch.at("checkpoint", 19)
-    assert watch.limit == 2000 * watchdog.WRITING
+    assert watch.limit("checkpoint") == 2000 * watchdog.WRITING
     clock[0] += 1e6  # a checkpoint is no step
     watch.at("data", 20)
-    assert watch.limit == 2000
+    assert watch.limit("data") == 2000
     watch.timeout = 5
-    assert watch.limit == 5
-    watch.at("checkpoint", 20)
-    assert watch.limit == 5
+    assert watch.limit("data") == watch.limit("checkpoint") == 5
+
+
+def test_a_phase_that_ends_while_the_watchdog_looks_is_held_to_its_own_limit(tmp_path, clock, monkeypatch):
+    watch = Watch(Place(tmp_path, 0, 1, None), 60, print, sys.stderr)
+    monkeypatch.setattr(watch, "_end", lambda text: ended.append(text))
+    ended, write = [], type(tmp_path).write_text
+
+    def slowly(path, text):
+        watch.at("data", 1)
+        write(path, text)
+
+    clock[0] = 90  # of compiling, which may take 600
+    monkeypatch.setattr(type(tmp_path), "write_text", slowly)
+    watch.look()
+    monkeypatch.setattr(type(tmp_path), "write_text", write)
+    clock[0] += 61
+    watch.look()
+    assert len(ended) == 1
+    assert "at step 1, phase data, for 61 s" in ended[0]
 
 
 def test_a_process_whose_data_are_slow_is_told_once(tmp_path, clock):

@@ -10,13 +10,17 @@ Every process writes and checks its part; folders are of all of them.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import re
 import shutil
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from nanotrain_jax.config import Checkpoint, Config
-from nanotrain_jax.processes import everyone, together
+from nanotrain_jax.processes import everyone, is_gone, together
 from nanotrain_jax.runtime import checksums
 
 Save = Callable[..., None]  # see `writing`
@@ -37,22 +41,41 @@ FINISHED = "_CHECKPOINT_METADATA"  # a file that is in each checkpoint
 REMOVED = ".removed"
 UNFINISHED = r"\d+\.(removed|orbax-checkpoint-tmp.*)"
 MOST = 50  # checkpoints that are looked at
+# Of disks, until somebody mends it:
+LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 LONGEST = 4 * 3600  # seconds to write one
 
 
 @contextmanager
 def alone(key: str, folder: str | Path) -> Iterator[None]:
-    """Within, no other run writes to this folder, which exists. Raises OSError, naming the key, if one does now."""
-    with open(Path(folder) / f".{key}.lock", "w") as lock:  # the lock goes with the process, however that ends
+    """Within, no other run writes to this folder, which exists. Raises OSError, naming the key, if one does now, or if
+    it is not the same folder for all processes.
+    """
+    path, index = Path(folder) / f".{key}.lock", jax.process_index()
+    mark = everyone(uuid.uuid4().hex)[0]
+    with ExitStack() as held:
 
         def take() -> None:
+            lock = held.enter_context(open(path, "a"))
             try:
-                if jax.process_index() == 0:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however that ends
             except BlockingIOError:
                 raise OSError(f"{folder} is in use by another run; stop it, or choose another {key}") from None
+            except OSError as error:
+                text = f"{folder} cannot be locked ({error.strerror}); mount its file system with locks (Lustre: flock)"
+                raise OSError(f"{text}, or choose another {key}") from None
+            path.write_text(mark)
 
-        together(take)
+        def see() -> None:
+            until = time.monotonic() + checksums.LAG
+            while not (path.exists() and path.read_text() == mark):
+                if time.monotonic() > until:
+                    text = f"{folder} of process {index} is not that of process 0"
+                    raise OSError(f"{text}; choose a {key} on a disk that all hosts share")
+                time.sleep(1)
+
+        together(take if index == 0 else lambda: None)
+        together(see)
         yield
 
 
@@ -86,8 +109,10 @@ def writing(config: Checkpoint) -> Iterator[Save]:
             yield
         except Exception as error:
             # What the disk says reaches us as a ValueError of tensorstore.
-            if (isinstance(error, OSError) and not isinstance(error, TimeoutError)) or "os_error_code" in str(error):
-                raise refuse(str(error).rsplit(": ", 1)[-1]) from None
+            found = re.search(r"os_error_code='(\d+)'", str(error))
+            code = int(found[1]) if found else getattr(error, "errno", None)
+            if code in LASTING:
+                raise refuse(os.strerror(code)) from None
             raise
 
     def save(step: int, state: Any, meta: dict[str, Any], apart: Iterable[Any] = (), apart_bytes: int = 0) -> None:
@@ -147,6 +172,20 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     close()
 
 
+def agree(folder: Path | None) -> None:
+    """Wait until all processes see the same newest checkpoint, in this folder. Raises ValueError if they never do."""
+    for waited in range(checksums.LAG + 1):
+        seen = everyone(f"step {latest_step(folder)} in {folder}" if folder else "none")
+        if len(set(seen)) == 1:
+            return
+        time.sleep(waited < checksums.LAG)
+    other = next(i for i, text in enumerate(seen) if text != seen[0])
+    raise ValueError(
+        f"the newest checkpoint that process 0 sees is {seen[0]}, and process {other} {seen[other]}; "
+        "choose a logging.dir on a disk that all hosts share"
+    )
+
+
 def choose(folder: str | Path, verify: bool) -> tuple[int, dict[int, str]]:
     """-> the newest finished checkpoint in a folder that is whole, and what is wrong with newer ones.
 
@@ -158,7 +197,7 @@ def choose(folder: str | Path, verify: bool) -> tuple[int, dict[int, str]]:
         sums = root / SUMS / str(step)
         check = checksums.recorded(sums) and verify
         mine = jax.process_index(), jax.process_count()
-        found = everyone(checksums.damage(root, _parts(step), sums, *mine) if check else "")
+        found = everyone(checksums.damage(root, sums, *mine) if check else "")
         if not any(found):
             return step, damaged
         damaged[step] = next(filter(None, found))
@@ -169,14 +208,18 @@ def choose(folder: str | Path, verify: bool) -> tuple[int, dict[int, str]]:
 
 
 def set_aside(folder: str | Path, steps: Iterable[int]) -> None:
-    """Move damaged checkpoints out of the way, to <folder>/damaged."""
+    """Move damaged checkpoints out of the way, to <folder>/damaged. Raises OSError."""
     root = Path(folder).absolute()
-    for step in map(str, steps):
-        shutil.rmtree(root / DAMAGED / step, ignore_errors=True)
-        for part in (step, f"{APART}/{step}", f"{SUMS}/{step}"):
-            if (root / part).exists():
-                (root / DAMAGED / step / part).parent.mkdir(parents=True, exist_ok=True)
-                (root / part).rename(root / DAMAGED / step / part)
+
+    def move() -> None:
+        for step in map(str, steps):
+            shutil.rmtree(root / DAMAGED / step, ignore_errors=True)
+            for part in (step, f"{APART}/{step}", f"{SUMS}/{step}"):
+                if (root / part).exists():
+                    (root / DAMAGED / step / part).parent.mkdir(parents=True, exist_ok=True)
+                    (root / part).rename(root / DAMAGED / step / part)
+
+    together(move if jax.process_index() == 0 else lambda: None)
 
 
 def find(config: Checkpoint) -> Path | None:
@@ -270,14 +313,18 @@ def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable
 def _readable(folder: str | Path, step: int) -> Iterator[None]:
     try:
         yield
+    except jax.errors.JaxRuntimeError:  # of a device, or another process
+        raise
     except Exception as error:  # orbax and tensorstore raise many kinds for files that are missing or damaged
+        if is_gone(error):
+            raise
         raise ValueError(
             f"checkpoint {step} in {folder} cannot be read ({type(error).__name__}: {str(error)[:200]}); "
             f"remove {Path(folder) / str(step)} to go on from the one before"
         ) from None
 
 
-def _apart(folder: str | Path, step: int | str = "") -> Path:
+def _apart(folder: str | Path, step: int) -> Path:
     return Path(folder).absolute() / APART / str(step)
 
 

@@ -1,13 +1,14 @@
 """Checksums of the files in folders, made and compared by several processes, each for its share of the bytes.
 
-They lie beside those folders, in one small file per process. A flipped bit is found wherever it is: in a file, in the
-checksums (which then do not agree, or are no JSON), or in a name.
+They lie beside those folders, with a list of all files: that of process 0, since another host may not see all of them
+yet. A flipped bit is found wherever it is: in a file, in a checksum, in a name, or in the list.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +16,20 @@ from pathlib import Path
 
 CHUNK = 1 << 24  # bytes
 THREADS = 4
+ALL = "files.json"
+LAG = 30  # seconds that a file system of several hosts may take to show what another one wrote
 
 
 def record(root: Path, parts: Sequence[str], to: Path, index: int = 0, count: int = 1) -> None:
-    """Write the checksums of this process's share of all files under root/part to the folder `to`. Raises OSError."""
-    mine = _share(_files(root, parts), index, count)
-    to.mkdir(parents=True, exist_ok=True)
-    (to / f"{index}-of-{count}.json").write_text(json.dumps(_sums(root, mine), separators=(",", ":")))
+    """Write the checksums of this process's share of all files under root/part to the folder `to`. Raises OSError.
+
+    Called by all processes, once the files are there; `to` holds nothing that was recorded before.
+    """
+    if index == 0:
+        to.mkdir(parents=True, exist_ok=True)
+        _write(to / ALL, _files(root, parts))
+    _wait(to / ALL)
+    _write(to / f"{index}-of-{count}.json", _sums(root, json.loads((to / ALL).read_bytes())[index::count]))
 
 
 def recorded(to: Path) -> bool:
@@ -31,47 +39,47 @@ def recorded(to: Path) -> bool:
     return any({f"{i}-of-{count}.json" for i in range(count)} <= names for count in counts)
 
 
-def damage(root: Path, parts: Sequence[str], to: Path, index: int = 0, count: int = 1) -> str:
+def damage(root: Path, to: Path, index: int = 0, count: int = 1) -> str:
     """What is wrong with this process's share of the files, in a few words; "" if nothing."""
-    try:
-        return _damage(root, parts, to, index, count)
-    except OSError as error:  # a disk that does not give what is on it
-        return f"{error.filename or root} cannot be read ({error.strerror or error})"
-
-
-def _damage(root: Path, parts: Sequence[str], to: Path, index: int, count: int) -> str:
     expected: dict[str, list[int]] = {}
-    for file in sorted(to.glob("*-of-*.json")):
-        try:
+    try:
+        for file in sorted(to.glob("*-of-*.json")):
             expected |= {name: [int(size), int(crc)] for name, (size, crc) in json.loads(file.read_bytes()).items()}
-        except (ValueError, TypeError, AttributeError):
-            return f"{file.relative_to(root)} is damaged"
-    sizes = _files(root, parts)
-    for name in sorted(sizes.keys() ^ expected.keys()):
-        return f"{name} is missing" if name in expected else f"{name} has no checksum"
-    found = _sums(root, _share(sizes, index, count))
+        names = json.loads((to / ALL).read_bytes())
+        if expected.keys() != set(names):
+            return f"{to.relative_to(root)} is damaged"
+        found = _sums(root, names[index::count])
+    except OSError as error:  # not there, or on a disk that does not give it back
+        return f"{error.filename} cannot be read ({error.strerror})"
+    except (ValueError, TypeError, AttributeError):
+        return f"{to.relative_to(root)} is damaged"
     return next((f"{name} is damaged" for name, sum in found.items() if sum != expected[name]), "")
 
 
-def _files(root: Path, parts: Sequence[str]) -> dict[str, int]:
-    """Path below root -> bytes, of all files."""
-    paths = (path for part in parts for path in (root / part).rglob("*") if path.is_file())
-    return {str(path.relative_to(root)): path.stat().st_size for path in paths}
+def _wait(path: Path) -> None:
+    """Until a file is there, of process 0. Raises TimeoutError."""
+    until = time.monotonic() + LAG
+    while not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"{path} of process 0 is not there")
+        time.sleep(0.1)
 
 
-def _share(sizes: dict[str, int], index: int, count: int) -> list[str]:
-    """The files of one of count processes, so that all have about as many bytes."""
-    taken, mine = [0] * count, []
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        least = taken.index(min(taken))
-        taken[least] += sizes[name]
-        if least == index:
-            mine.append(name)
-    return mine
+def _write(path: Path, content: dict | list) -> None:
+    """Write a file that is there as a whole or not at all."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(content, separators=(",", ":")))
+    new.rename(path)
+
+
+def _files(root: Path, parts: Sequence[str]) -> list[str]:
+    """Paths below root of all files, the largest first: every n-th of them has about the same number of bytes."""
+    paths = [path for part in parts for path in (root / part).rglob("*") if path.is_file()]
+    return [str(path.relative_to(root)) for path in sorted(paths, key=lambda path: (-path.stat().st_size, path))]
 
 
 def _sums(root: Path, names: Sequence[str]) -> dict[str, list[int]]:
-    """Path -> bytes, CRC-32."""
+    """Path -> bytes, CRC-32. Raises OSError."""
 
     def one(name: str) -> list[int]:
         size = crc = 0

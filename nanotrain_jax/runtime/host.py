@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NamedTuple, TextIO
 
 from nanotrain_jax.processes import LAUNCHER
-from nanotrain_jax.runtime.link import GRACE, LOOK, Link, Message, tell
+from nanotrain_jax.runtime.link import GRACE, LOOK, STOPPED, Link, Message, tell
 from nanotrain_jax.runtime.watchdog import HUNG
 
 KILLED = 30  # seconds for a process to end once it is killed
@@ -49,7 +49,7 @@ class Host:
             signal.signal(number, lambda number, frame: self.signals.append(number))
         link = self._join(leader, timeout)
         if link is None:
-            return 2
+            return STOPPED if self.signals else 1
         threading.Thread(target=self._listen, args=[link], daemon=True).start()
         self._ready(link)
         try:
@@ -58,7 +58,10 @@ class Host:
                     message = self.inbox.get(timeout=LOOK)
                     if message["do"] == "start":
                         self.round = message["round"]
-                        self._start(message)
+                        if self.stopping:  # it was said too late
+                            self._tell_failed(link, f"host {self.index} had not begun", True)
+                        else:
+                            self._start(message)
                     else:
                         self._stop()
                         if message["do"] == "end":
@@ -68,9 +71,11 @@ class Host:
                         self._ready(link)
                 if self.signals:
                     self.signals.clear()
-                    if self.stopping or not self.children:
+                    if self.stopping:
                         return 1
                     self.stopping = True
+                    if not self.children:  # between two rounds
+                        self._ready(link)
                     for child in self.children:
                         child.process.send_signal(signal.SIGTERM)
                 self._look(link)
@@ -92,13 +97,15 @@ class Host:
     def _listen(self, link: Link) -> None:
         for message in link.receive():
             self.inbox.put(message)
+            if message["do"] == "end":
+                return
         tell("the launcher of host 0 is gone")
         self.inbox.put({"do": "end", "code": 1})
 
     def _ready(self, link: Link) -> None:
         devices = max(1, min(map(len, self.slots), default=1))
         ready = {"is": "ready", "host": self.index, "processes": len(self.slots), "devices": devices}
-        link.send(**ready, place=link.connection.getsockname()[0])
+        link.send(**ready, place=link.connection.getsockname()[0], stopping=self.stopping)
 
     def _start(self, message: Message) -> None:
         place, port = message["address"]
@@ -139,13 +146,13 @@ class Host:
         bad = [child for child in ended if child.process.returncode]
         if bad:
             halted = [c for c in self.children if c not in ended and is_halted(c.process.pid)]
-            # One that JAX aborts, or that its watchdog ends, has but waited for another one.
-            first = halted or [c for c in bad if c.process.returncode not in (-signal.SIGABRT, HUNG)]
+            # One that JAX aborts, or that ends itself because another is gone, has but waited.
+            first = [c for c in bad if c.process.returncode not in (-signal.SIGABRT, HUNG)]
+            first = halted or [c for c in first if c.process.returncode < 0] or first
             what = " and ".join(f"process {c.rank} on host {self.index} {how_ended(c)}" for c in first or bad)
             self.lost = [c.slot for c in first]
-            wrong = all(c.process.returncode == 2 for c in bad)  # the request
-            failed = {"is": "failed", "round": self.round, "code": 2 if wrong else 1}
-            link.send(**failed, what=what, stopping=self.stopping)
+            wrong = all(c.process.returncode == 2 for c in first or bad)  # the request
+            self._tell_failed(link, what, bool(first), 2 if wrong else 1)
             until = time.monotonic() + GRACE
             while time.monotonic() < until and any(c.process.poll() is None for c in self.children):
                 time.sleep(LOOK)
@@ -153,6 +160,10 @@ class Host:
         elif len(ended) == len(self.children):
             self._stop()
             link.send(**{"is": "done", "round": self.round}, stopping=self.stopping)
+
+    def _tell_failed(self, link: Link, what: str, blames: bool, code: int = 1) -> None:
+        failed = {"is": "failed", "round": self.round, "host": self.index, "what": what, "blames": blames}
+        link.send(**failed, code=code, stopping=self.stopping)
 
     def _stop(self) -> None:
         for child in self.children:

@@ -2,7 +2,7 @@
 
 host i -> leader    ready, after each round again: how many processes it can run, of how many devices
 leader -> all       start: who is which process of how many, and where process 0 listens
-host i -> leader    failed (what), or done
+host i -> leader    failed (what; blames: a process that has not but waited for another), or done
 leader -> all       stop, and so on; or end, with the exit code
 """
 
@@ -16,10 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from nanotrain_jax.runtime.link import GRACE, LOOK, Link, Message, tell
+from nanotrain_jax.runtime.link import GRACE, LOOK, STOPPED, Link, Message, tell
 
 LOOPBACK = "127.0.0.1"
-STOPPED = 75  # exit code: not done, but nothing is wrong (EX_TEMPFAIL of sysexits.h)
 # (processes at first, that are left, devices of each) -> how many to use, overrides of the run; may raise ValueError
 Plan = Callable[[int, int, int], tuple[int, list[str]]]
 
@@ -57,8 +56,10 @@ class Leader:
             overrides: list[str] = []
             while True:
                 failed = self._round(ready, now, overrides)
-                if failed["code"] == 2 or failed["stopping"]:  # wrong, and will be so again; or not wanted any more
-                    raise Over(failed["code"], "")
+                if failed["code"] == 2:  # wrong, and will be so again
+                    raise Over(2, "")
+                if failed["stopping"]:
+                    raise Over(STOPPED, f"{failed['what']}, when it was told to stop")
                 if self.restarts == self.rules.max_restarts:
                     raise Over(1, f"{failed['what']}; restarted {self.restarts} times, as often as --max-restarts says")
                 self.restarts += 1
@@ -105,19 +106,28 @@ class Leader:
             elif waited > timeout:
                 missing = sorted(set(range(self.rules.hosts)) - self.waiting.keys())
                 raise Over(1, f"hosts {missing} did not join within {timeout} s")
+            if any(message["stopping"] for message in dict(self.waiting).values()):
+                break
             time.sleep(LOOK)
+        if any(message["stopping"] for message in self.waiting.values()):
+            raise Over(STOPPED, "")
         ready = {host: message for host, message in dict(self.waiting).items() if message["processes"]}
         if not ready:
             raise Over(1, "no process is left")
         return ready
 
     def _round(self, ready: dict[int, Message], total: int, overrides: list[str]) -> Message:
-        """Start so many processes; -> what failed first, once all hosts were told to stop. Raises Over if none did."""
+        """Start so many processes; -> what failed, once all hosts were told to stop. Raises Over if none did.
+
+        Hosts with more processes come first: tensor groups stay within them where others have lost some.
+        """
         with socket.create_server(("" if self.rules.hosts > 1 else LOOPBACK, 0)) as free:
             port = free.getsockname()[1]
-        address = self.place if min(ready) == 0 else ready[min(ready)]["place"], port
+        order = sorted(ready, key=lambda host: (-ready[host]["processes"], host))
+        address = ready[order[0]]["place"] if order[0] else self.place, port
         first, running, stopping = 0, {}, False
-        for host, message in sorted(ready.items()):
+        for host in order:
+            message = ready[host]
             count = min(message["processes"], total - first)
             if not count:
                 continue
@@ -129,18 +139,30 @@ class Leader:
                 running[host].send(do="start", address=address, overrides=overrides, **numbers)
             else:
                 self.events.put((None, host, {"is": "gone"}))
+        failed, until = None, None
         while running:
-            link, host, message = self.events.get()
+            try:
+                link, host, message = self.events.get(timeout=failed and max(until - time.monotonic(), 0))
+            except queue.Empty:  # those who have but waited ended by themselves
+                return self._failed(failed)
             if host not in running or running[host] is not link:  # of another round
                 continue
             if message["is"] == "gone":
                 message = {"is": "failed", "what": f"host {host} is gone", "code": 1, "stopping": False}
+                message |= {"host": host, "blames": True}
             elif message["round"] != self.restarts:
                 continue
             if message["is"] == "failed":
-                for link in list(self.links.values()):
-                    link.send(do="stop", host=host)
-                return message
+                if message["blames"] or message["code"] == 2:
+                    return self._failed(message)
+                failed, until = failed or message, until or time.monotonic() + GRACE
+                continue
             del running[host]
             stopping |= message["stopping"]
         raise Over(STOPPED if stopping else 0, "")
+
+    def _failed(self, message: Message) -> Message:
+        """Tell all hosts to stop."""
+        for link in list(self.links.values()):
+            link.send(do="stop", host=message["host"])
+        return message

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-HUNG = 3  # exit code of a process that does not go on
+HUNG = 3  # exit code of a process that has waited in vain, for itself or for another one
 LEAST = 600  # seconds, of a limit that nobody has set
 MEDIANS = 20  # steps
 WRITING = 6  # such limits, for a checkpoint
@@ -53,13 +53,21 @@ class Place(NamedTuple):
     launcher: int | None  # process id of what has started it, and is to outlive it
 
 
+class Doing(NamedTuple):
+    """What the loop is doing."""
+
+    phase: str
+    step: int
+    began: float  # by time.monotonic()
+
+
 class Watch:
     """What the loop tells (`at`), and what others may ask."""
 
     def __init__(self, here: Place, timeout: float | None, say: Callable[[str], None], log: TextIO):
         """timeout: seconds (None: see LEAST, MEDIANS). say: prints lines for people. log: this process's own file."""
         self.here, self.timeout, self.say, self.log = here, timeout, say, log
-        self.phase, self.number, self.began, self.started = "start", 0, time.monotonic(), None
+        self.doing, self.started = Doing("start", 0, time.monotonic()), None
         self.steps: deque[float] = deque(maxlen=WINDOW)
         self.data: deque[float] = deque(maxlen=WINDOW)
         self.told: set[int] = set()
@@ -72,40 +80,40 @@ class Watch:
             if self.started is not None:
                 self.steps.append(now - self.started)
             self.started = now
-        elif self.phase == "data":
-            self.data.append(now - self.began)
+        elif self.doing.phase == "data":
+            self.data.append(now - self.doing.began)
         elif phase in ("evaluation", "checkpoint"):
             self.started = None
-        self.phase, self.number, self.began = phase, number, now
+        self.doing = Doing(phase, number, now)
 
-    @property
-    def limit(self) -> float:
+    def limit(self, phase: str) -> float:
         """Seconds that a phase may take now."""
         limit = self.timeout or max(LEAST, MEDIANS * _median(self.steps))
-        if self.phase in ("start", "end"):
+        if phase in ("start", "end"):
             return limit * AROUND
-        return limit * WRITING if self.phase == "checkpoint" and not self.timeout else limit
+        return limit * WRITING if phase == "checkpoint" and not self.timeout else limit
 
     @property
     def interval(self) -> float:
         """Seconds between two looks."""
         return min(max((self.timeout or LEAST) / 20, 0.2), 10)
 
-    def status(self) -> Status:
+    def status(self, doing: Doing) -> Status:
         """How far this process is."""
-        since = time.monotonic() - self.began
-        me = self.here.process, socket.gethostname(), os.getpid(), self.number, self.phase
+        since = time.monotonic() - doing.began
+        me = self.here.process, socket.gethostname(), os.getpid(), doing.step, doing.phase
         return Status(*me, since, _median(self.steps), _median(self.data))
 
     def look(self) -> None:
         """Leave word, and see whether all is well; called by the thread."""
-        mine = self.status()
+        doing = self.doing
+        mine, limit = self.status(doing), self.limit(doing.phase)
         with suppress(OSError):
             _path(self.here).write_text(json.dumps(mine._asdict()))
         # Where the loop never gives the interpreter back this thread does not come here again: then this fires.
-        faulthandler.dump_traceback_later(self.limit + 3 * self.interval, exit=True, file=self.log)
-        if mine.since > self.limit:
-            self._end(report(mine, self.limit, statuses(self.here), self.interval))
+        faulthandler.dump_traceback_later(limit + 3 * self.interval, exit=True, file=self.log)
+        if mine.since > limit and self.doing is doing:  # else it has gone on meanwhile
+            self._end(report(mine, limit, statuses(self.here), self.interval))
         if self.here.launcher not in (None, os.getppid()):
             self._end(f"error: the launcher of process {mine.process} (pid {self.here.launcher}) is gone")
         for text in self._stragglers():
