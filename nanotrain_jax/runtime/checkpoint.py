@@ -34,7 +34,7 @@ from nanotrain_jax.runtime import checksums
 Save = Callable[..., None]  # see `writing`
 # Folders in a folder of checkpoints:
 APART = "arrays"  # <step>/<path of an array>
-SUMS = "checksums"  # <step>/<process>-of-<processes>.json
+SUMS = "checksums"  # <step>/, see checksums.py
 DAMAGED = "damaged"  # <step>/<step>, as it was found
 
 FINISHED = "_CHECKPOINT_METADATA"  # a file that is in each checkpoint
