@@ -3,8 +3,9 @@
 Starts the processes of a run on this host, shows what they print, ends all when one fails, and starts all again from
 the newest good checkpoint. On several hosts there is one launcher each, with the same arguments; that of host 0 leads.
 
-Exit codes: 0 done; 1 if it failed more often than --max-restarts; 2 if the request is wrong; 75 if a launcher was told
-to stop (SIGTERM, Ctrl-C) and all processes have saved: the same command goes on.
+Exit codes: 0 done; 2 if the request is wrong; 75 if a launcher was told to stop (SIGTERM, Ctrl-C) and all processes
+have saved, or there is at least an older checkpoint: the same command goes on; 1 anything else: it failed more often
+than --max-restarts, hosts are missing, it was told to stop a second time.
 """
 
 from __future__ import annotations

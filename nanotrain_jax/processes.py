@@ -5,14 +5,15 @@ The same command starts one process on a laptop and many on many hosts; the envi
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from glob import glob
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -20,8 +21,11 @@ from jax.experimental import multihost_utils
 
 PORT = 29500  # where process 0 listens, unless MASTER_PORT says otherwise: PyTorch's
 LAUNCHER = "NANOTRAIN_LAUNCHER"
-# Words of errors that JAX, gloo, NCCL raise, as one type or another, when another process is gone.
-GONE = ("Gloo", "NCCL", "UNAVAILABLE:", "DEADLINE_EXCEEDED:", "Connection reset", "Connection closed")
+# What JAX, gloo, NCCL say, in errors of one type or another, when another process is gone.
+GONE = ("Gloo ", "remote process exited", "UNAVAILABLE:", "DEADLINE_EXCEEDED:", "Connection reset", "Connection closed")
+# Of disks and networks, it may be gone with the next try.
+PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET)
+PASSING += (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 
 T = TypeVar("T")
 
@@ -55,7 +59,8 @@ def here(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Proce
         found = _of_environment(env)
     if not 0 <= found.index < found.count:
         raise ValueError(f"{found.source}: process {found.index} of {found.count}; processes count from 0")
-    if found.coordinator and not re.fullmatch(r".+:\d+", found.coordinator):
+    port = re.fullmatch(r".+:(\d+)", found.coordinator or f":{PORT}")
+    if found.coordinator and not (port and int(port[1]) < 1 << 16):
         raise ValueError(f"{found.source}: process 0 at {found.coordinator!r}; it is a host:port, such as node0:{PORT}")
     return found
 
@@ -72,10 +77,11 @@ def _of_environment(env: Mapping[str, str]) -> Process:
         index, here = number("RANK"), (number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", "1"))
     elif "OMPI_COMM_WORLD_RANK" in env:  # before Slurm, whose srun starts what starts them
         place = env.get("JAX_COORDINATOR_ADDRESS")
-        if place is None and "OMPI_MCA_orte_hnp_uri" not in env:  # from which JAX would take it
+        count = number("OMPI_COMM_WORLD_SIZE")
+        if count > 1 and place is None and "OMPI_MCA_orte_hnp_uri" not in env:  # from which JAX would take it
             raise ValueError("Open MPI 5 does not say where process 0 is; set JAX_COORDINATOR_ADDRESS to its host:port")
         here = number("OMPI_COMM_WORLD_LOCAL_RANK"), number("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
-        return Process("ompi", number("OMPI_COMM_WORLD_RANK"), number("OMPI_COMM_WORLD_SIZE"), place, *here)
+        return Process("ompi", number("OMPI_COMM_WORLD_RANK"), count, place, *here)
     elif {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NODELIST"} <= env.keys():
         here = number("SLURM_LOCALID"), _tasks_here(env)
         count = number("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"])  # the other is the allocation's
@@ -131,15 +137,14 @@ def launcher(env: Mapping[str, str] = os.environ) -> int | None:
     return int(pid) if pid.isdigit() else None
 
 
-def initialize(found: Process, timeout: int = 300) -> None:
+def initialize(found: Process, gpus: Sequence[int] = (), timeout: int = 300) -> None:
     """Meet the other processes, if there are any; to be called before the first use of a device.
 
-    Collectives of CPU devices go over gloo. timeout: seconds to wait for the others; if they do not come this process
-    ends with exit code 1. Raises ValueError if the GPUs of this host (see `my_gpus`) cannot be divided.
+    gpus: see `my_gpus`. Collectives of CPU devices go over gloo. timeout: seconds to wait for the others; if they do
+    not come this process ends with exit code 1.
     """
     if found.count == 1:
         return
-    gpus = my_gpus(found)
     me = f"error: process {found.index} of {found.count} (as {found.source} says)"
     place = found.coordinator or "process 0"
 
@@ -160,7 +165,7 @@ def initialize(found: Process, timeout: int = 300) -> None:
         found.coordinator,
         found.count,
         found.index,
-        local_device_ids=gpus,
+        local_device_ids=list(gpus),
         cluster_detection_method="deactivate" if found.coordinator else found.source,
         initialization_timeout=timeout + 60,
     )
@@ -183,7 +188,13 @@ def everyone(text: str) -> list[str]:
 
 def is_gone(error: Exception) -> bool:
     """Whether an error tells of another process that is gone."""
-    return any(word in str(error) for word in GONE)
+    return any(words in f"{error} {error.__cause__}" for words in GONE)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether an error is of another process, a disk or a network that may be back at the next try."""
+    lost = isinstance(error, (TimeoutError, ConnectionError)) or getattr(error, "errno", None) in PASSING
+    return lost or is_gone(error)
 
 
 def together(work: Callable[[], T]) -> T:
@@ -193,13 +204,25 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except (ValueError, OSError) as found:
         error = found
-    told = [text for text in everyone("" if error is None else str(error) or repr(error)) if text]
+    number = getattr(error, "errno", None) or 0
+    told = [text for text in everyone("" if error is None else f"{number} {str(error) or repr(error)}") if text]
     if told and jax.process_count() > 1:
         jax.distributed.shutdown()
-        raise OSError(told[0])
+        number, text = told[0].split(" ", 1)
+        error = OSError(text)
+        error.errno = int(number) or None
     if error is not None:
         raise error
     return result
+
+
+def refuse(text: str) -> NoReturn:
+    """Raise ValueError or OSError, as all processes do now: none is gone before the others know."""
+
+    def fail() -> None:
+        raise ValueError(text)
+
+    together(fail)
 
 
 def leave(code: int) -> None:

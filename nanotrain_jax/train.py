@@ -51,22 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run = prepare(request.load(arguments.config, arguments.overrides))
         except (ValueError, OSError) as error:
-            if processes.is_gone(error):
-                raise
             return refuse(error)
         try:
             folder = together(lambda: new_folder("logging.dir", run.config.logging.dir))
             with checkpoint.alone("logging.dir", folder), files_of(run) as files:
                 train(run, folder, files, stopped)
         except OSError as error:  # a full disk, say; the newest finished checkpoint stays usable
-            if error.errno in checkpoint.LASTING or (type(error) is OSError and error.errno is None):  # our own words
-                return refuse(error)
-            raise  # what may pass: it is worth another try
+            return refuse(error)
     return 0
 
 
 def refuse(error: Exception) -> int:
-    """Tell what is wrong in one line on stderr; -> exit code 2."""
+    """Tell what is wrong in one line on stderr; -> exit code 2. Raises it again if it may be gone at the next try."""
+    if processes.may_pass(error):
+        raise error
     print("error: " + " ".join(str(error).split()), file=sys.stderr)
     return 2
 
@@ -124,9 +122,10 @@ def prepare(config: Config) -> Run:
     """
     runtime = config.runtime
     here = processes.here({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})
-    processes.initialize(here, runtime.join_timeout)
-    config, mesh, dataset, step, folder = together(lambda: build(config, here.count))
-    checkpoint.agree(folder)
+    gpus = [] if runtime.simulate else processes.my_gpus(here)
+    processes.initialize(here, gpus, runtime.join_timeout)
+    config, mesh, dataset, step = together(lambda: build(config, here.count))
+    folder = checkpoint.agree(config.checkpoint)
     notes = []
     if here.count > 1:
         hosts = processes.everyone(socket.gethostname())
@@ -145,8 +144,8 @@ def prepare(config: Config) -> Run:
     return Run(config, mesh, dataset, step, state, position, [*notes, resumed], (folder, number), meta, damaged)
 
 
-def build(config: Config, count: int) -> tuple[Config, Mesh, data.Dataset, steps.Step, Path | None]:
-    """-> resolved config, mesh, data, step, folder of the checkpoint to begin from. count: processes."""
+def build(config: Config, count: int) -> tuple[Config, Mesh, data.Dataset, steps.Step]:
+    """-> resolved config, mesh, data, step. count: processes."""
     runtime = config.runtime
     if runtime.simulate % count:
         raise ValueError(
@@ -159,11 +158,10 @@ def build(config: Config, count: int) -> tuple[Config, Mesh, data.Dataset, steps
     mesh = meshes.make(**config.parallel.axes)
     dataset = data.load(config.data, config.model.vocab_size)
     config = resolve(config, mesh.shape, dataset.vocab_size)
-    folder = checkpoint.find(config.checkpoint)
     step = steps.build(config, mesh)
     if step.pieces:
         stored.store(config, step)  # which says what is wrong with its folder
-    return config, mesh, dataset, step, folder
+    return config, mesh, dataset, step
 
 
 def new_folder(key: str, path: str) -> Path:

@@ -33,9 +33,10 @@ exec(plan.get((restart, int(me["RANK"])), "time.sleep(1)"))
 STUCK = "time.sleep(60)"
 # Wait until processes have started, and send signals to them, in this order.
 END_THE_OTHERS = """
-for rank, number in {ends}.items():
+for rank in {ends}:
     while not (os.path.exists(log + rank) and open(log + rank).read().endswith(chr(10))):
         time.sleep(0.05)
+for rank, number in {ends}.items():
     os.kill(json.loads(open(log + rank).readline())["pid"], number)
 """
 CONFIG = """
@@ -196,7 +197,7 @@ def test_an_elastic_run_goes_on_without_the_host_that_is_gone(tmp_path):
 
 def test_an_elastic_run_loses_what_failed_first_not_what_that_took_along(tmp_path):
     # Host 0 tells of its own first, which but waited for another one.
-    ends = {"1": int(signal.SIGABRT), "3": int(signal.SIGABRT), "2": int(signal.SIGKILL)}
+    ends = {"1": int(signal.SIGABRT), "2": int(signal.SIGKILL), "3": int(signal.SIGABRT)}
     plan = dict.fromkeys([(0, rank) for rank in range(1, 4)], STUCK)
     plan[0, 0] = END_THE_OTHERS.format(ends=ends) + "sys.exit(3)"
     overrides = ["data.batch_size=24"]
@@ -205,6 +206,16 @@ def test_an_elastic_run_loses_what_failed_first_not_what_that_took_along(tmp_pat
     assert codes == [0, 0]
     assert "process 2 on host 1" in err
     assert "3 processes instead of 4: runtime.simulate=6 parallel.data=6 parallel.microbatches=2" in err
+
+
+def test_who_ends_after_those_who_wait_for_it_is_named_all_the_same(tmp_path):
+    plan = {(0, 0): "os.abort()", (0, 1): "time.sleep(1); os.kill(os.getpid(), 9)", (0, 2): STUCK, (0, 3): STUCK}
+    run = Started(tmp_path, plan, "--processes", "4", "--elastic")
+    codes, _, err = run.ended()
+    assert codes == [0]
+    assert "launcher: process 1 on host 0 (pid " in err.splitlines()[0]
+    assert ") ended by SIGKILL; restart 1 of 3" in err.splitlines()[0]
+    assert "2 processes instead of 4" in err
 
 
 def test_an_elastic_run_that_hangs_or_aborts_loses_nobody_who_has_but_waited(tmp_path):
@@ -217,7 +228,8 @@ def test_an_elastic_run_that_hangs_or_aborts_loses_nobody_who_has_but_waited(tmp
 
 
 def test_the_host_with_most_processes_comes_first(tmp_path):
-    plan = {(0, 0): "os.kill(os.getpid(), 9)"} | dict.fromkeys([(0, rank) for rank in range(1, 4)], STUCK)
+    plan = dict.fromkeys([(0, rank) for rank in range(4)], STUCK)
+    plan[0, 3] = END_THE_OTHERS.format(ends={"1": 0, "2": 0, "0": int(signal.SIGKILL)}) + STUCK
     overrides = ["data.batch_size=24"]
     run = Started(tmp_path, plan, "--processes", "2", "--elastic", hosts=2, overrides=overrides)
     codes, _, err = run.ended()

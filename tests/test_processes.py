@@ -46,6 +46,7 @@ OPEN_MPI = {f"OMPI_COMM_WORLD_{key}": value for key, value in OPEN_MPI.items()}
         (SLURM | {"JAX_COORDINATOR_ADDRESS": "n1:7"}, ("slurm", 9, 12, "n1:7", 1, 1)),
         # one process by hand within an allocation for 12
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ("slurm", 0, 1, None, 1, 1)),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, ("ompi", 0, 1, None, 1, 3)),
         (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://n1:7"}, ("ompi", 5, 8, None, 1, 3)),
         (OPEN_MPI | SLURM | {"JAX_COORDINATOR_ADDRESS": "n1:7"}, ("ompi", 5, 8, "n1:7", 1, 3)),
         (
@@ -81,6 +82,7 @@ def test_what_is_given_comes_before_the_environment():
         ((None,) * 3, {"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two', which is to be a number"),
         ((None,) * 3, {"RANK": "0", "WORLD_SIZE": "2"}, "RANK but no MASTER_ADDR"),
         ((None,) * 3, {"JOB_COMPLETION_INDEX": "0"}, "WORLD_SIZE=None, which is to be a number"),
+        (("n0:65536", 4, 3), {}, "it is a host:port"),
         ((None,) * 3, OPEN_MPI, "set JAX_COORDINATOR_ADDRESS to its host:port"),
     ],
 )
@@ -288,10 +290,10 @@ def test_an_elastic_run_ends_with_the_same_losses_on_fewer_processes(config_file
     np.testing.assert_allclose([found[i] for i in whole], list(whole.values()), rtol=1e-6)
 
 
-def one(config_file, env, *overrides):
+def one(config_file, env, *overrides, begin=("-m", "nanotrain_jax.train")):
     """One process by itself, without a launcher."""
     return subprocess.Popen(
-        [sys.executable, "-m", "nanotrain_jax.train", "--config", str(config_file), *overrides],
+        [sys.executable, *begin, "--config", str(config_file), *overrides],
         cwd=ROOT,
         env=fast() | env,
         stdout=subprocess.PIPE,
@@ -377,7 +379,9 @@ def test_a_folder_that_is_not_shared_is_told_of_on_all_processes(resumed, config
     if resumed:
         finished(launched(1, config_file, f"logging.dir={tmp_path}/0"))
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    run = [one(config_file, env | {"RANK": str(i)}, f"logging.dir={tmp_path}/{i}") for i in range(2)]
+    hurry = "import runpy; from nanotrain_jax.runtime import checksums; checksums.LAG = 5; "
+    begin = ["-c", hurry + "runpy.run_module('nanotrain_jax.train', run_name='__main__', alter_sys=True)"]
+    run = [one(config_file, env | {"RANK": str(i)}, f"logging.dir={tmp_path}/{i}", begin=begin) for i in range(2)]
     for process in run:
         _, err = finished(process, 2)
         told = [line for line in err.splitlines() if line.startswith("error:")]

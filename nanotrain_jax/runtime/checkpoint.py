@@ -10,7 +10,6 @@ Every process writes and checks its part; folders are of all of them.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -28,7 +27,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from nanotrain_jax.config import Checkpoint, Config
-from nanotrain_jax.processes import everyone, is_gone, together
+from nanotrain_jax.processes import PASSING, everyone, may_pass, refuse, together
 from nanotrain_jax.runtime import checksums
 
 Save = Callable[..., None]  # see `writing`
@@ -41,8 +40,6 @@ FINISHED = "_CHECKPOINT_METADATA"  # a file that is in each checkpoint
 REMOVED = ".removed"
 UNFINISHED = r"\d+\.(removed|orbax-checkpoint-tmp.*)"
 MOST = 50  # checkpoints that are looked at
-# Of disks, until somebody mends it:
-LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 LONGEST = 4 * 3600  # seconds to write one
 
 
@@ -95,7 +92,7 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     background, written = ThreadPoolExecutor(1), Future()
     written.set_result(None)
 
-    def refuse(reason: str) -> OSError:
+    def full(reason: str) -> OSError:
         newest = latest_step(config.dir)
         rest = "the beginning" if newest is None else f"step {newest}"
         return OSError(
@@ -111,9 +108,9 @@ def writing(config: Checkpoint) -> Iterator[Save]:
             # What the disk says reaches us as a ValueError of tensorstore.
             found = re.search(r"os_error_code='(\d+)'", str(error))
             code = int(found[1]) if found else getattr(error, "errno", None)
-            if code in LASTING:
-                raise refuse(os.strerror(code)) from None
-            raise
+            if code is None or code in PASSING:
+                raise
+            raise full(os.strerror(code)) from None
 
     def save(step: int, state: Any, meta: dict[str, Any], apart: Iterable[Any] = (), apart_bytes: int = 0) -> None:
         nonlocal written
@@ -143,7 +140,7 @@ def writing(config: Checkpoint) -> Iterator[Save]:
         if jax.process_index() == 0:
             clean()
             if shutil.disk_usage(root).free < need:
-                raise refuse(f"it needs {need:,} bytes and {shutil.disk_usage(root).free:,} are free")
+                raise full(f"it needs {need:,} bytes and {shutil.disk_usage(root).free:,} are free")
 
     def clean() -> None:
         """Remove what is of checkpoints that are no more, or never came to be."""
@@ -172,15 +169,16 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     close()
 
 
-def agree(folder: Path | None) -> None:
-    """Wait until all processes see the same newest checkpoint, in this folder. Raises ValueError if they never do."""
+def agree(config: Checkpoint) -> Path | None:
+    """-> what `find` says, once all processes see the same newest checkpoint. Raises ValueError if they never do."""
     for waited in range(checksums.LAG + 1):
+        folder = together(lambda: find(config))
         seen = everyone(f"step {latest_step(folder)} in {folder}" if folder else "none")
         if len(set(seen)) == 1:
-            return
+            return folder
         time.sleep(waited < checksums.LAG)
     other = next(i for i, text in enumerate(seen) if text != seen[0])
-    raise ValueError(
+    refuse(
         f"the newest checkpoint that process 0 sees is {seen[0]}, and process {other} {seen[other]}; "
         "choose a logging.dir on a disk that all hosts share"
     )
@@ -201,7 +199,7 @@ def choose(folder: str | Path, verify: bool) -> tuple[int, dict[int, str]]:
         if not any(found):
             return step, damaged
         damaged[step] = next(filter(None, found))
-    raise ValueError(
+    refuse(
         f"no checkpoint in {folder} is whole: {'; '.join(damaged.values())}; begin anew in another logging.dir, or use "
         "checkpoint.verify=false to go on from damaged files"
     )
@@ -316,7 +314,7 @@ def _readable(folder: str | Path, step: int) -> Iterator[None]:
     except jax.errors.JaxRuntimeError:  # of a device, or another process
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds for files that are missing or damaged
-        if is_gone(error):
+        if may_pass(error):
             raise
         raise ValueError(
             f"checkpoint {step} in {folder} cannot be read ({type(error).__name__}: {str(error)[:200]}); "

@@ -17,7 +17,7 @@ from pathlib import Path
 CHUNK = 1 << 24  # bytes
 THREADS = 4
 ALL = "files.json"
-LAG = 30  # seconds that a file system of several hosts may take to show what another one wrote
+LAG = 90  # seconds that a file system of several hosts may take to show what another one wrote
 
 
 def record(root: Path, parts: Sequence[str], to: Path, index: int = 0, count: int = 1) -> None:
@@ -36,7 +36,7 @@ def recorded(to: Path) -> bool:
     """Whether there are checksums of all processes."""
     names = {file.name for file in to.glob("*.json")}
     counts = {int(found[1]) for name in names if (found := re.fullmatch(r"\d+-of-(\d+)\.json", name))}
-    return any({f"{i}-of-{count}.json" for i in range(count)} <= names for count in counts)
+    return any({ALL, *(f"{i}-of-{count}.json" for i in range(count))} <= names for count in counts)
 
 
 def damage(root: Path, to: Path, index: int = 0, count: int = 1) -> str:

@@ -40,6 +40,7 @@ class Host:
         self.shown: list[threading.Thread] = []
         self.lost: list[list[str]] = []  # slots of processes that have failed
         self.round = 0
+        self.noticed = 0.0  # when the first of them failed in this round, by time.monotonic()
         self.signals: list[int] = []
         self.stopping = False
 
@@ -108,6 +109,7 @@ class Host:
         link.send(**ready, place=link.connection.getsockname()[0], stopping=self.stopping)
 
     def _start(self, message: Message) -> None:
+        self.noticed = 0.0
         place, port = message["address"]
         used = self.slots[: message["count"]]
         gpus = [gpu for slot in used for gpu in slot]
@@ -149,6 +151,9 @@ class Host:
             # One that JAX aborts, or that ends itself because another is gone, has but waited.
             first = [c for c in bad if c.process.returncode not in (-signal.SIGABRT, HUNG)]
             first = halted or [c for c in first if c.process.returncode < 0] or first
+            self.noticed = self.noticed or time.monotonic()
+            if not first and len(ended) < len(self.children) and time.monotonic() < self.noticed + GRACE:
+                return  # the one that they have waited for may not have ended yet
             what = " and ".join(f"process {c.rank} on host {self.index} {how_ended(c)}" for c in first or bad)
             self.lost = [c.slot for c in first]
             wrong = all(c.process.returncode == 2 for c in first or bad)  # the request

@@ -98,7 +98,8 @@ class Leader:
     def _gather(self) -> dict[int, Message]:
         """Wait until all hosts are ready; an elastic run goes on without those that are gone. -> what they said."""
         began, timeout = time.monotonic(), self.rules.join_timeout
-        while len(self.waiting) < self.rules.hosts:
+        stopping = lambda: any(message["stopping"] for message in dict(self.waiting).values())
+        while len(self.waiting) < self.rules.hosts and not stopping():
             waited = time.monotonic() - began
             if self.rules.elastic and self.restarts and self.waiting:
                 if waited > timeout or (waited > GRACE and set(self.waiting) >= set(self.links)):
@@ -106,10 +107,8 @@ class Leader:
             elif waited > timeout:
                 missing = sorted(set(range(self.rules.hosts)) - self.waiting.keys())
                 raise Over(1, f"hosts {missing} did not join within {timeout} s")
-            if any(message["stopping"] for message in dict(self.waiting).values()):
-                break
             time.sleep(LOOK)
-        if any(message["stopping"] for message in self.waiting.values()):
+        if stopping():
             raise Over(STOPPED, "")
         ready = {host: message for host, message in dict(self.waiting).items() if message["processes"]}
         if not ready:
@@ -155,7 +154,7 @@ class Leader:
             if message["is"] == "failed":
                 if message["blames"] or message["code"] == 2:
                     return self._failed(message)
-                failed, until = failed or message, until or time.monotonic() + GRACE
+                failed, until = failed or message, until or time.monotonic() + 2 * GRACE
                 continue
             del running[host]
             stopping |= message["stopping"]

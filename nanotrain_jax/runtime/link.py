@@ -12,7 +12,7 @@ from typing import Any
 Message = dict[str, Any]
 LOOK = 0.05  # seconds between two looks at what may have changed
 SILENCE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, times
-STOPPED = 75  # exit code: not done, but nothing is wrong (EX_TEMPFAIL of sysexits.h)
+STOPPED = 75  # exit code: not done, but told to stop (EX_TEMPFAIL of sysexits.h)
 GRACE = 2  # seconds for what is about to happen by itself
 
 
