@@ -23,7 +23,7 @@ PORT = 29500  # where process 0 listens, unless MASTER_PORT says otherwise: PyTo
 LAUNCHER = "NANOTRAIN_LAUNCHER"
 # What JAX, gloo, NCCL say, in errors of one type or another, when another process is gone.
 GONE = ("Gloo ", "remote process exited", "UNAVAILABLE:", "DEADLINE_EXCEEDED:", "Connection reset", "Connection closed")
-# Of disks and networks, it may be gone with the next try.
+# Errors of disks and networks that may be gone at the next try.
 PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET)
 PASSING += (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 
@@ -59,9 +59,12 @@ def here(given: Mapping[str, Any], env: Mapping[str, str] = os.environ) -> Proce
         found = _of_environment(env)
     if not 0 <= found.index < found.count:
         raise ValueError(f"{found.source}: process {found.index} of {found.count}; processes count from 0")
-    port = re.fullmatch(r".+:(\d+)", found.coordinator or f":{PORT}")
-    if found.coordinator and not (port and int(port[1]) < 1 << 16):
-        raise ValueError(f"{found.source}: process 0 at {found.coordinator!r}; it is a host:port, such as node0:{PORT}")
+    if found.coordinator:
+        port = re.fullmatch(r".+:(\d+)", found.coordinator)
+        if not port or int(port[1]) >= 1 << 16:
+            raise ValueError(
+                f"{found.source}: process 0 at {found.coordinator!r}; it is a host:port, such as node0:{PORT}"
+            )
     return found
 
 

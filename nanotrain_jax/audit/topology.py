@@ -8,6 +8,7 @@ of `pip install 'nanotrain_jax[cuda12]'`. Nothing can run on them, and nothing i
 from __future__ import annotations
 
 import os
+from importlib.metadata import entry_points
 
 import jax
 from jax.experimental import topologies
@@ -41,13 +42,12 @@ def compile_only(gpu: str, count: int) -> list[jax.Device]:
     """
     found = hardware.find(gpu)
     hardware.check_count(gpu, count)
+    if not any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins")):
+        raise NoCompiler(
+            f"cannot compile for {gpu}: the CUDA compiler is not installed; pip install 'nanotrain_jax[cuda12]'"
+        )
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # that check wants a driver
     target = TARGET.format(gpu=found, optin=found.shared_bytes - 1024)
     hosts, each = (count // found.host, found.host) if count > found.host else (1, count)
-    try:
-        topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x{hosts}x{each}")
-    except NotImplementedError:
-        raise NoCompiler(
-            f"cannot compile for {gpu}: the CUDA compiler is not installed; pip install 'nanotrain_jax[cuda12]'"
-        ) from None
-    return topology.devices
+    shape = f"1x{hosts}x{each}"
+    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape).devices
