@@ -1,12 +1,16 @@
 """The mesh has five axes, fills one of them, and refuses what does not fit."""
 
+import os
 import subprocess
 import sys
 
 import jax
 import pytest
+from conftest import small
 
 from nanotrain_jax import mesh as meshes
+from nanotrain_jax import train
+from nanotrain_jax.runtime import request
 
 
 def test_all_five_axes_exist_with_tensor_innermost():
@@ -40,6 +44,17 @@ def test_a_smaller_mesh_takes_the_first_devices():
 def test_a_mesh_that_does_not_fit_is_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         meshes.make(**sizes)
+
+
+def test_deterministic_asks_xla_for_deterministic_kernels(monkeypatch):
+    flag = "--xla_gpu_deterministic_ops=true"
+    seen = []
+    for deterministic in False, True:
+        monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        config = request.parse(small(runtime={"simulate": 8, "deterministic": deterministic}))
+        train.build(config, 1)
+        seen.append(flag in os.environ["XLA_FLAGS"].split())
+    assert seen == [False, True]
 
 
 def test_simulated_devices_need_no_environment_variables_and_come_first_or_not_at_all():

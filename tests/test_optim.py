@@ -39,6 +39,12 @@ def test_each_shape_goes_where_it_should(warmup):
     close("wsd", np.where(np.arange(warmup, 101) <= 90, 1.0, 1 - 0.9 * (np.arange(warmup, 101) - 90) / 10))
 
 
+def test_wsd_decays_over_decay_fraction():
+    number = np.arange(101)
+    expected = np.where(number <= 70, 1.0, 1 - 0.9 * (number - 70) / 30)
+    np.testing.assert_allclose(rates(schedule="wsd", decay_fraction=0.3), expected, rtol=1e-5)
+
+
 def test_the_end_of_the_decay_can_be_set_apart_from_the_end_of_the_run():
     found = rates(schedule="linear", decay_steps=50)
     assert found[49] > 0.1

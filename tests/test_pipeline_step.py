@@ -3,7 +3,17 @@
 import jax
 import numpy as np
 import pytest
-from conftest import cover, equals_the_oracle, on_devices, random_tokens, resolved, run, skips_an_overflow, small
+from conftest import (
+    cover,
+    equals_the_oracle,
+    on_devices,
+    random_tokens,
+    resolved,
+    run,
+    skips_an_overflow,
+    small,
+    stays_near_the_oracle,
+)
 from test_tensor_step import moves_what_the_papers_say
 
 from nanotrain_jax import step as steps
@@ -122,12 +132,6 @@ def test_evaluation_gives_the_loss_of_training_and_counts_targets(layout):
     assert int(step.evaluate(step.init().params, batch)[1]) == (tokens[:, 1:] <= 30).sum()
 
 
-@pytest.fixture(scope="module")
-def exact():
-    """Losses of 5 updates in float32, on one device."""
-    return [m["loss"] for m in run(small(model={"num_layers": 8}, parallel={"data": 1}))[1]]
-
-
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
 @pytest.mark.parametrize(
     ("layout", "compute", "error"),
@@ -137,10 +141,10 @@ def exact():
         ((2, 2, 2, "interleaved", 2, 4, 2, "llama", "selective", "skip"), "float16", 2**-11),
     ],
 )
-def test_16_bit_runs_stay_near_float32(layout, compute, error, exact):
+def test_16_bit_runs_stay_near_float32(layout, compute, error, expected):
     tree = piped(*layout)
     tree["precision"] = {"compute": compute, "loss_scale": "dynamic" if compute == "float16" else "none"}
-    np.testing.assert_allclose([m["loss"] for m in run(tree)[1]], exact, rtol=error)
+    stays_near_the_oracle(tree, expected, error)
 
 
 @jax.numpy_dtype_promotion("standard")

@@ -38,7 +38,7 @@ def test_clipping_is_by_the_global_norm(tensor):
     config, mesh = resolved(small(optimizer={"grad_clip": 0.1}, parallel={"tensor": tensor}))
     step = steps.build(config, mesh)
     tokens = random_tokens(config, count=3)
-    params, *_, log = oracle.train(model.init(config.model, 0), tokens, lr=1e-2, clip=0.1)
+    params, *_, log = oracle.train(model.init(config.model, config.train.seed), tokens, lr=1e-2, clip=0.1)
     assert all(norm > 0.2 for *_, norm in log)  # so that there is something to clip
     state = step.init()
     for batch in tokens:
@@ -117,7 +117,7 @@ def test_evaluation_is_the_oracles_mean_over_targets_that_count(chunk, tensor):
     batch["targets"] = jax.device_put(masked, step.batch["targets"].sharding)
     loss, count = step.evaluate(state.params, batch)
     assert int(count) == 20 * 16
-    close(loss / 320, oracle.loss(model.init(config.model, 0), tokens[:20]), **LOSS)
+    close(loss / 320, oracle.loss(model.init(config.model, config.train.seed), tokens[:20]), **LOSS)
 
 
 def test_the_same_seed_gives_the_same_parameters_on_every_mesh():
