@@ -19,8 +19,15 @@ from nanotrain_jax.audit import topology
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
 
-# Machine code need not be fast here: a third of the time goes into compiling.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+# Most of the time goes into compiling, and machine code need not be fast here.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
+)
 # Programs compiled twice in one session are compiled once.
 CACHE = tempfile.TemporaryDirectory()
 meshes.configure(simulate=8, compile_cache=CACHE.name)

@@ -62,10 +62,12 @@ def logits(params, tokens):
     x = ends["embedding_VD"][tokens]
     if "positions_TD" in ends:
         x = x + ends["positions_TD"][: tokens.shape[1]][jnp.newaxis]
-    for i in range(params["layers"]["norm_mlp"]["gain_D"].shape[0]):
-        layer = jax.tree.map(lambda w, i=i: w[i], params["layers"])
+
+    def one(x, layer):
         x = x + attention(layer["attention"], norm(layer["norm_attention"], x))
-        x = x + mlp(layer["mlp"], norm(layer["norm_mlp"], x))
+        return x + mlp(layer["mlp"], norm(layer["norm_mlp"], x)), None
+
+    x, _ = jax.lax.scan(one, x, params["layers"])
     return norm(ends["norm"], x) @ ends.get("head_VD", ends["embedding_VD"]).T
 
 

@@ -35,11 +35,11 @@ def test_loss_gradients_and_state_after_three_updates_equal_the_oracle(data, rep
 
 @pytest.mark.parametrize("tensor", [1, 4])  # 4: of two heads of keys, which all devices store
 def test_clipping_is_by_the_global_norm(tensor):
-    config, mesh = resolved(small(optimizer={"grad_clip": 0.1}, parallel={"tensor": tensor}))
+    config, mesh = resolved(small(optimizer={"grad_clip": 0.05}, parallel={"tensor": tensor}))
     step = steps.build(config, mesh)
     tokens = random_tokens(config, count=3)
-    params, *_, log = oracle.train(model.init(config.model, config.train.seed), tokens, lr=1e-2, clip=0.1)
-    assert all(norm > 0.2 for *_, norm in log)  # so that there is something to clip
+    params, *_, log = oracle.train(model.init(config.model, config.train.seed), tokens, lr=1e-2, clip=0.05)
+    assert all(norm > 0.1 for *_, norm in log)  # so that there is something to clip
     state = step.init()
     for batch in tokens:
         state, _ = step.train(state, on_devices(batch, step))
