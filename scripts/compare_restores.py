@@ -113,7 +113,7 @@ def processes(count: int, arguments: list[str]) -> dict:
     """Run `worker` in so many processes; -> what the first of them prints. Raises RuntimeError."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
-    shared["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    shared["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")
     started = [
         subprocess.Popen(
             [sys.executable, __file__, "--worker", *arguments],

@@ -96,7 +96,7 @@ def start(config: Path, run: Path, options: argparse.Namespace, *more: str) -> s
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        env={"XLA_FLAGS": "--xla_backend_optimization_level=0"} | os.environ,
     )
 
 

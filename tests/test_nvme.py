@@ -275,7 +275,7 @@ def test_what_is_wrong_with_the_folder_is_told_in_one_line(tmp_path, capsys, mon
 def test_a_disk_that_turns_out_to_be_full_is_told_before_the_first_step(tmp_path):
     command = [sys.executable, "-m", "nanotrain_jax.train", *BASE, f"logging.dir={tmp_path}/run", "checkpoint.every=0"]
     command += ["train.steps=1", "memory.offload_optimizer=nvme", f"memory.nvme_dir={tmp_path}/disk"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     full = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     resource.prlimit(full.pid, resource.RLIMIT_FSIZE, (8192, 8192))  # what exceeds it fails as on a full disk
     _, err = full.communicate(timeout=120)

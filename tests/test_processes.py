@@ -171,11 +171,7 @@ def launched(count, config_file, *overrides, options=()):
     """A launcher with so many processes, of `train`."""
     command = ["-m", "nanotrain_jax.launch", "--processes", str(count), *options, "--", "--config", str(config_file)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *command, *overrides], cwd=ROOT, env=fast(), **pipes)
-
-
-def fast():
-    return os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    return subprocess.Popen([sys.executable, *command, *overrides], cwd=ROOT, **pipes)
 
 
 def finished(process, code=0):
@@ -295,7 +291,7 @@ def one(config_file, env, *overrides, begin=("-m", "nanotrain_jax.train")):
     return subprocess.Popen(
         [sys.executable, *begin, "--config", str(config_file), *overrides],
         cwd=ROOT,
-        env=fast() | env,
+        env=os.environ | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -409,7 +405,7 @@ def test_the_slurm_script_starts_a_launcher_on_each_node(config_file, tmp_path):
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    env = fast() | {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env = os.environ | {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     script = (ROOT / "scripts" / "slurm.sbatch").read_text().replace(":29500", f":{free_port()}")
     (tmp_path / "slurm.sbatch").write_text(script)
     env |= {"SLURM_JOB_NODELIST": "here[0-1]", "SLURM_JOB_ID": "77", "SLURM_NNODES": "2"}

@@ -50,7 +50,7 @@ def main(config_file, *overrides):
 def start(config_file, *overrides, **how):
     """The command as a process of its own."""
     command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(config_file), *overrides]
-    environment = os.environ | {"HOME": str(config_file.parent), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = os.environ | {"HOME": str(config_file.parent), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
 
 
