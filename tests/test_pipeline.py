@@ -292,7 +292,7 @@ def test_what_does_not_fit_is_told():
             schedules.make("interleaved", 2, 4, 2),
             2,
             4,
-            "3 layers of a stage cannot be cut into 2 chunks; use a number of chunks that divides 3, or a multiple of 4 layers",
+            "3 layers of a stage cannot be cut into 2 chunks; use a number of chunks that divides 3, or a multiple of",
         ),
         ("interleaved", 2, 4, r"'interleaved' does not say how many chunks; pass schedule.make\('interleaved', 2, 4, "),
         ("1f2b", 2, 4, "schedule '1f2b' is unknown; use gpipe, 1f1b"),
