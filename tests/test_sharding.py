@@ -16,6 +16,7 @@ from nanotrain_jax import (
     FLAX,
     HUGGING_FACE_LLAMA,
     Rules,
+    as_varying,
     column,
     describe,
     layout,
@@ -406,3 +407,9 @@ def test_gradients_of_replicated_parameters_arrive_summed_inside_shard_map():
         jax.grad(loss), mesh=mesh, in_specs=(P(None, "tensor"), P("data")), out_specs=P(None, "tensor"), check_vma=True
     )(w, x)
     np.testing.assert_allclose(found, jax.grad(loss)(w, x), rtol=1e-6)
+
+    def summed_once(w, x):
+        return jax.lax.psum(jax.grad(loss)(as_varying(w, "data"), x), "data")
+
+    found = jax.shard_map(summed_once, mesh=mesh, in_specs=(P(None, "tensor"), P("data")), out_specs=P(None, "tensor"))
+    np.testing.assert_allclose(found(w, x), jax.grad(loss)(w, x), rtol=1e-6)
