@@ -123,7 +123,8 @@ def describe(params: Tree, mesh: Mesh, specs: Tree) -> list[str]:
 
     The last line is their sum. Raises ValueError where an axis does not exist or does not divide its dim.
     """
-    rows, held, whole = [], 0, 0
+    rows = []
+    held = whole = 0
     for path, x, spec in _laid_out(params, mesh, specs):
         shard_bytes = prod(NamedSharding(mesh, spec).shard_shape(x.shape)) * x.dtype.itemsize
         dims = (f"{n}/{','.join(_axes(entry))}" if entry else f"{n}" for n, entry in zip_longest(x.shape, spec))
@@ -218,17 +219,21 @@ def _folded(rows: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, int]]:
 
     Numbers are keys, or stand at the end of a key behind _: layers/0/up, Dense_0/kernel.
     """
-    split = [(re.split(r"((?<![^/_])\d+(?![^/]))", path), said) for path, said in rows]
-    parts = [(tuple(frozenset({p}) if i % 2 else p for i, p in enumerate(path)), said) for path, said in split]
-    items = dict.fromkeys(parts, 1)
-    for place in range(1, max((len(path) for path, _ in parts), default=0), 2):
-        merged: dict[tuple, tuple[frozenset, int]] = {}
-        for (path, said), count in items.items():
-            key = path[:place], path[place + 1 :], said
-            numbers, total = merged.get(key, (frozenset(), 0))
-            merged[key] = numbers.union(*path[place : place + 1]), total + count
-        items = {((*a, *[n] * bool(n), *b), said): count for (a, b, said), (n, count) in merged.items()}
-    return [("".join(map(_numbers, path)), said, count) for (path, said), count in items.items()]
+    folded: dict[tuple, int] = {}  # (path as text and, at odd places, sets of numbers; what is said) -> how many
+    for path, said in rows:
+        parts = re.split(r"((?<![^/_])\d+(?![^/]))", path)
+        folded[tuple(frozenset({part}) if i % 2 else part for i, part in enumerate(parts)), said] = 1
+    for place in range(1, max((len(parts) for parts, _ in folded), default=0), 2):
+        alike: dict[tuple, tuple[frozenset, int]] = {}  # all but the numbers at this place -> these, and how many
+        for (parts, said), count in folded.items():
+            key = (parts[:place], parts[place + 1 :], said)
+            numbers, total = alike.get(key, (frozenset(), 0))
+            alike[key] = (numbers.union(*parts[place : place + 1]), total + count)
+        folded = {}
+        for (before, behind, said), (numbers, count) in alike.items():
+            here = (numbers,) if numbers else ()
+            folded[(*before, *here, *behind), said] = count
+    return [("".join(map(_numbers, parts)), said, count) for (parts, said), count in folded.items()]
 
 
 def _numbers(part: str | frozenset[str]) -> str:
@@ -244,16 +249,16 @@ def _numbers(part: str | frozenset[str]) -> str:
 
 def _table(rules: Rules | Sequence[tuple]) -> list[tuple[str, re.Pattern, str | PartitionSpec, PartitionSpec]]:
     """Of each rule its pattern, that as a regular expression, its layout as it was given and as a PartitionSpec."""
-    pairs, table = rules.pairs if isinstance(rules, Rules) else rules, []
+    pairs = rules.pairs if isinstance(rules, Rules) else rules
     form = "a pair of a pattern and a layout; write e.g. ('up/kernel', 'D F/tensor')"
     if not isinstance(pairs, Iterable) or isinstance(pairs, str):
         raise ValueError(f"rules {pairs!r} are not a list; each is {form}")
+    table = []
     for pair in pairs:
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+        types = [type(part) for part in pair] if isinstance(pair, tuple | list) else []
+        if types not in ([str, str], [str, PartitionSpec]):
             raise ValueError(f"rule {pair!r} is not {form}")
         pattern, laid = pair
-        if not isinstance(laid, str | PartitionSpec):
-            raise ValueError(f"rule {pair!r} is not {form}")
         table.append((pattern, _ending(pattern), laid, layout(laid) if isinstance(laid, str) else laid))
     return table
 
@@ -271,8 +276,9 @@ def _match(
             pattern, _, laid, spec = rule
             idle.pop(pattern, None)
             spec = spec if leaf.ndim else PartitionSpec()
-            says, named = f" {leaf.shape}: rule {pattern!r} says {laid!r}", isinstance(laid, str)
-            if leaf.ndim and (len(spec) != leaf.ndim if named else len(spec) > leaf.ndim):
+            says = f" {leaf.shape}: rule {pattern!r} says {laid!r}"
+            names_all = len(spec) == leaf.ndim or (isinstance(laid, PartitionSpec) and len(spec) < leaf.ndim)
+            if leaf.ndim and not names_all:
                 problems.append((path, f"{says}, {len(spec)} dims; name all {leaf.ndim}"))
             elif mesh is not None:
                 problems += [(path, f"{says}, but {problem}") for problem in _misfits(leaf.shape, spec, mesh)]
@@ -301,7 +307,8 @@ def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _misfits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> list[str]:
     if len(spec) > len(shape):
         return [f"{spec} has {len(spec)} dims; give it at most {len(shape)}"]
-    problems, used = [], [axis for entry in spec for axis in _axes(entry)]
+    problems = []
+    used = [axis for entry in spec for axis in _axes(entry)]
     twice = [axis for axis in dict.fromkeys(used) if used.count(axis) > 1]
     if twice:
         return [f"mesh axis {twice[0]!r} is used twice; an axis can split one dim only"]

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from nanotrain_jax import as_varying, layer_order, run_schedule
 from nanotrain_jax import mesh as meshes
@@ -57,16 +57,12 @@ def main() -> None:
     order = layer_order(schedule, LAYERS)  # a stage holds layers that are not neighbors
 
     def pipelined(embed: nnx.State, layers: nnx.State, tokens: jax.Array) -> tuple:
-        embed, layers = as_varying((embed, layers), ("data",))  # or gradients come summed over data, at every use
+        embed, layers = as_varying((embed, layers), "data")  # else gradients arrive summed over data
         loss, (of_embed, of_layers) = run_schedule(schedule, first, layer, last, embed, layers, tokens)
         return *lax.psum((loss, of_embed), ("pipe", "data")), lax.psum(of_layers, "data")
 
-    replicated, by_stage = PartitionSpec(), PartitionSpec("pipe")
-    specs = {
-        "in_specs": (replicated, by_stage, PartitionSpec(None, "data")),
-        "out_specs": (replicated, replicated, by_stage),
-    }
-    run = jax.jit(jax.shard_map(pipelined, mesh=mesh, **specs))
+    in_specs = (P(), P("pipe"), P(None, "data"))
+    run = jax.jit(jax.shard_map(pipelined, mesh=mesh, in_specs=in_specs, out_specs=(P(), P(), P("pipe"))))
     loss, of_embed, of_layers = run(embed, jax.tree.map(lambda w: w[order], layers), tokens)
     of_layers = jax.tree.map(lambda g: g[np.argsort(order)], of_layers)  # in the order of the model again
 

@@ -9,17 +9,11 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nanotrain_jax import (
-    FLAX,  # pairs of a path's end and a layout, as ("up/kernel", "D F/tensor")
-    describe,
-    optimizer_specs,
-    shard,
-    specs,
-    zero_specs,
-)
+from nanotrain_jax import FLAX, describe, optimizer_specs, shard, specs, zero_specs
 from nanotrain_jax import mesh as meshes
 
 V, D, T, LAYERS = 256, 64, 32, 4
+OPTIMIZER = optax.adamw(1e-3, eps=1e-4)
 
 
 class Layer(nnx.Module):
@@ -42,9 +36,6 @@ class YourModel(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         return self.embed.attend(x)
-
-
-OPTIMIZER = optax.adamw(1e-3, eps=1e-4)
 
 
 def train(graph: nnx.GraphDef, params: nnx.State, moments: optax.OptState, tokens: jax.Array) -> tuple:
@@ -72,11 +63,12 @@ def main() -> None:
     mesh = meshes.make(data=4, tensor=2)
     graph, params = nnx.split(YourModel(nnx.Rngs(0)))
     tokens = jax.random.randint(jax.random.key(1), (8, T + 1), 0, V)
-    weights, moments = zero_specs(params, mesh, stage=3, persist_below=100, specs=specs(FLAX, params, mesh))
-    of_state = optimizer_specs(OPTIMIZER, params, moments)  # Adam's mu and nu like moments, its count whole
-    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), of_state)
+    by_rules = specs(FLAX, params, mesh)  # rules are pairs of a path's end and a layout: ("up/kernel", "D F/tensor")
+    weights, moments = zero_specs(params, mesh, stage=3, persist_below=100, specs=by_rules)
     print(*describe(params, mesh, weights), sep="\n")
     sharded = shard(params, mesh, weights)
+    of_state = optimizer_specs(OPTIMIZER, params, moments)  # Adam's mu and nu like moments, its count whole
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), of_state)
     state = jax.jit(OPTIMIZER.init, out_shardings=places)(sharded)
     batch = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
     for where, args in ("one device", (params, OPTIMIZER.init(params), tokens)), ("8 devices", (sharded, state, batch)):
