@@ -4,6 +4,7 @@ The public names; each is imported when it is first used.
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 _PUBLIC = {
@@ -12,23 +13,35 @@ _PUBLIC = {
     "resolve": "resolved",
     "layout": "sharding",
     "Rules": "sharding",
+    "FLAX": "sharding",
+    "HUGGING_FACE_LLAMA": "sharding",
     "specs": "sharding",
+    "report": "sharding",
+    "describe": "sharding",
     "shard": "sharding",
     "zero_specs": "parallel.zero",
+    "optimizer_specs": "sharding",
     "column": "parallel.tensor",
+    "columns": "parallel.tensor",
     "row": "parallel.tensor",
+    "enter": "parallel.tensor",
+    "leave": "parallel.tensor",
+    "as_varying": "parallel.collectives",
     "run_schedule": "parallel.pipeline",
+    "layer_order": "parallel.schedule",
     "Decoder": "model",
     "State": "step",
     "Step": "step",
     "build": "step",
 }
-__all__ = sorted(_PUBLIC)
+__all__ = sorted([*_PUBLIC, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return getattr(import_module(f"nanotrain_jax.{_PUBLIC[name]}"), name)
+    if name == "__version__":
+        return version("nanotrain_jax")
     raise AttributeError(f"module 'nanotrain_jax' has no attribute {name!r}")
 
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from nanotrain_jax import model
 from nanotrain_jax.config import Config, Model
 from nanotrain_jax.parallel import offload
+from nanotrain_jax.parallel.schedule import row_order
 from nanotrain_jax.parallel.update import Opt, only
 from nanotrain_jax.parallel.zero import WHOLE, ZERO, shard_dims
 from nanotrain_jax.runtime import optim
@@ -90,7 +91,7 @@ def lay_out(config: Config, mesh: Mesh) -> Layout:
 def layers_of_rows(config: Config) -> np.ndarray:
     """Which layer each row of the stacked weights is: the chunks of a stage lie side by side."""
     p = config.parallel
-    return np.arange(config.model.num_layers).reshape(p.chunks, p.pipe, -1).swapaxes(0, 1).ravel()
+    return row_order(p.pipe, p.chunks, config.model.num_layers)
 
 
 def init(config: Config, rest: Layout, optimizer: optax.GradientTransformation) -> State:

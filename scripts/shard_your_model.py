@@ -1,4 +1,4 @@
-"""A Flax model that knows nothing of this package, under plain jit: tensor parallel by rules, ZeRO-3 on top.
+"""A Flax model that knows nothing of this package, under plain jit with AdamW: tensor parallel by rules, ZeRO-3 on top.
 
 python scripts/shard_your_model.py
 """
@@ -9,11 +9,11 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from nanotrain_jax import FLAX, describe, optimizer_specs, shard, specs, zero_specs
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import shard, specs, zero_specs
-from nanotrain_jax.sharding import FLAX  # pairs of a path's end and a layout, as ("up/kernel", "D F/tensor")
 
 V, D, T, LAYERS = 256, 64, 32, 4
+OPTIMIZER = optax.adamw(1e-3, eps=1e-4)
 
 
 class Layer(nnx.Module):
@@ -38,23 +38,24 @@ class YourModel(nnx.Module):
         return self.embed.attend(x)
 
 
-def train(graph: nnx.GraphDef, params: nnx.State, tokens: jax.Array) -> tuple[list[float], nnx.State]:
-    """-> losses of three steps, and what became of params, which stay laid out as they are."""
-    optimizer, places = optax.sgd(0.02), jax.tree.map(lambda p: p.sharding, params)
+def train(graph: nnx.GraphDef, params: nnx.State, moments: optax.OptState, tokens: jax.Array) -> tuple:
+    """-> losses of three steps, and what became of params and moments, which stay laid out as they are."""
+    places = jax.tree.map(lambda x: x.sharding, (params, moments))
 
-    def step(params: nnx.State, tokens: jax.Array) -> tuple[nnx.State, jax.Array]:
+    def step(params: nnx.State, moments: optax.OptState, tokens: jax.Array) -> tuple:
         def loss(params: nnx.State) -> jax.Array:
             logits = nnx.merge(graph, params)(tokens[:, :-1])
             return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
         value, grads = jax.value_and_grad(loss)(params)
-        return optax.apply_updates(params, optimizer.update(grads, optimizer.init(params))[0]), value
+        updates, moments = OPTIMIZER.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, value
 
-    step, losses = jax.jit(step, out_shardings=(places, None)), []
+    step, losses = jax.jit(step, out_shardings=(*places, None)), []
     for _ in range(3):
-        params, loss = step(params, tokens)
+        params, moments, loss = step(params, moments, tokens)
         losses.append(float(loss))
-    return losses, params
+    return losses, (params, moments)
 
 
 def main() -> None:
@@ -62,13 +63,18 @@ def main() -> None:
     mesh = meshes.make(data=4, tensor=2)
     graph, params = nnx.split(YourModel(nnx.Rngs(0)))
     tokens = jax.random.randint(jax.random.key(1), (8, T + 1), 0, V)
-    weights, _ = zero_specs(params, mesh, stage=3, persist_below=100, specs=specs(FLAX, params, mesh))
+    by_rules = specs(FLAX, params, mesh)  # rules are pairs of a path's end and a layout: ("up/kernel", "D F/tensor")
+    weights, moments = zero_specs(params, mesh, stage=3, persist_below=100, specs=by_rules)
+    print(*describe(params, mesh, weights), sep="\n")
     sharded = shard(params, mesh, weights)
+    of_state = optimizer_specs(OPTIMIZER, params, moments)  # Adam's mu and nu like moments, its count whole
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), of_state)
+    state = jax.jit(OPTIMIZER.init, out_shardings=places)(sharded)
     batch = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
-    for where, args in ("one device", (params, tokens)), ("8 devices", (sharded, batch)):
+    for where, args in ("one device", (params, OPTIMIZER.init(params), tokens)), ("8 devices", (sharded, state, batch)):
         losses, after = train(graph, *args)
         held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(after))
-        print(f"{where:10}  {held:9,} bytes of parameters on the first  losses", *(f"{loss:.6f}" for loss in losses))
+        print(f"{where:10}  {held:9,} bytes of parameters and moments  losses", *(f"{loss:.6f}" for loss in losses))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
 """The executor with somebody else's layers, and the backward of a layer as plain functions."""
 
+import importlib.util
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import cover
+from conftest import cover, resolved, small
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax import run_schedule
+from nanotrain_jax import layer_order, run_schedule, state
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import as_varying
@@ -60,11 +62,6 @@ def a_mesh(pipe, data=1):
     return jax.make_mesh((pipe, data), ("pipe", "data"), axis_types=types, devices=jax.devices()[: pipe * data])
 
 
-def rows_of_stages(count, stages, chunks):
-    """Which layer each row of the stacked weights is, if a stage's lie side by side."""
-    return np.arange(count).reshape(chunks, stages, -1).swapaxes(0, 1).ravel()
-
-
 def pipelined(schedule, mesh, idle="skip", layer=layer):
     """(ends, layers in the order of the model, tokens) -> loss, gradients of ends, of layers."""
 
@@ -82,7 +79,7 @@ def pipelined(schedule, mesh, idle="skip", layer=layer):
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(P(), P(), P("pipe"))))
 
     def in_order(ends, layers, tokens):
-        rows = rows_of_stages(len(layers["up"]), schedule.stages, schedule.chunks)
+        rows = layer_order(schedule, len(layers["up"]))
         loss, of_ends, of_layers = run(ends, jax.tree.map(lambda w: w[rows], layers), tokens)
         return loss, (of_ends, jax.tree.map(lambda g: g[np.argsort(rows)], of_layers))
 
@@ -132,6 +129,65 @@ def test_any_schedule_gives_the_loss_and_gradients_of_one_device(case):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), grads, true_grads)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "layers", "order"),
+    [
+        (schedules.make("interleaved", 2, 4, 2), 8, [0, 1, 4, 5, 2, 3, 6, 7]),
+        (schedules.make("interleaved", 2, 4, 3), 6, [0, 2, 4, 1, 3, 5]),
+        (schedules.make("1f1b", 4, 4), 8, [*range(8)]),
+    ],
+)
+def test_layer_order_gives_the_model_layer_of_each_row(schedule, layers, order):
+    np.testing.assert_array_equal(layer_order(schedule, layers), order)
+    parallel = {"data": 1, "pipe": schedule.stages, "chunks": schedule.chunks, "microbatches": 4}
+    parallel["schedule"] = "interleaved" if schedule.chunks > 1 else "1f1b"
+    config, _ = resolved(small(model={"num_layers": layers}, parallel=parallel))
+    np.testing.assert_array_equal(state.layers_of_rows(config), order)
+
+
+def test_layer_order_refuses_layers_that_cannot_be_split_evenly():
+    with pytest.raises(ValueError, match=r"^8 layers cannot be split over 4 stages x 3 chunks; use a multiple of 12$"):
+        layer_order(schedules.make("interleaved", 4, 4, 3), 8)
+
+
+def test_a_schedule_goes_by_its_name():
+    ends, layers = a_model(4)
+    tokens = some_tokens(4, 2)
+    made, named = (pipelined(s, a_mesh(2))[1] for s in (schedules.make("zb_h1", 2, 4), "zb_h1"))
+    jax.tree.map(np.testing.assert_array_equal, named(ends, layers, tokens), made(ends, layers, tokens))
+
+
+def test_gradients_of_what_is_replicated_over_data_arrive_summed_over_it():
+    ends, layers = a_model(4)
+    tokens = some_tokens(3, 4)
+
+    def body(ends, layers, tokens):
+        loss, (of_ends, of_layers) = run_schedule("1f1b", first, layer, last, ends, layers, tokens)
+        return lax.psum(loss, ("pipe", "data")), jax.tree.map(lambda g: lax.psum(g, "pipe"), of_ends), of_layers
+
+    specs = (P(), P("pipe"), P(None, "data"))
+    run = jax.jit(jax.shard_map(body, mesh=a_mesh(2, 2), in_specs=specs, out_specs=(P(), P(), P("pipe"))))
+    loss, *grads = run(ends, layers, tokens)
+    true_loss, true_grads = jax.value_and_grad(one_device, argnums=(0, 1))(ends, layers, tokens)
+    np.testing.assert_allclose(loss, true_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), tuple(grads), true_grads)
+
+
+def test_the_example_that_pipelines_a_foreign_model_gives_the_numbers_of_one_device(capsys):
+    path = Path(__file__).parents[1] / "scripts" / "pipeline_your_model.py"
+    spec = importlib.util.spec_from_file_location("pipeline_your_model", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        script.main()
+    _, *rows = capsys.readouterr().out.splitlines()
+    alone, staged, difference = np.array([row.split()[-3:] for row in rows], float).T
+    assert len(rows) == 18  # the loss, and the gradients of 17 parameters: their norm, and where they differ most
+    assert (alone > 0.1).sum() >= 17  # that of the keys' bias is zero
+    np.testing.assert_allclose(staged, alone, rtol=1e-5, atol=1e-5)
+    assert difference.max() < 1e-5
+
+
 @pytest.mark.parametrize("idle", ["skip", pytest.param("mask", marks=pytest.mark.long)])
 def test_schedules_agree_bitwise_because_all_sum_microbatches_in_order(idle):
     ends, layers = a_model(8)
@@ -157,7 +213,7 @@ def test_forwards_alone_give_the_loss_of_one_device(stages, microbatches, chunks
 
     mesh = a_mesh(stages)
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(), P("pipe"), P()), out_specs=P()))
-    rows = rows_of_stages(8, stages, chunks)
+    rows = layer_order(schedule, 8)
     loss, count = run(ends, jax.tree.map(lambda w: w[rows], layers), tokens)
     np.testing.assert_allclose(loss, one_device(ends, layers, tokens), rtol=1e-6)
     assert count == tokens.size
@@ -232,14 +288,29 @@ def test_what_does_not_fit_is_told():
     unordered = schedules.make("1f1b", 2, 4)
     unordered = unordered._replace(backward=unordered.forward)
     cases = [
-        (schedules.make("interleaved", 2, 4, 2), 2, 4, "cut into 2 chunks"),
-        (schedules.make("1f1b", 4, 4), 2, 4, "for 4 stages and 4 microbatches; here are 2 devices along pipe and 4"),
-        (schedules.make("1f1b", 2, 4), 2, 3, "here are 2 devices along pipe and 3 microbatches"),
+        (
+            schedules.make("interleaved", 2, 4, 2),
+            2,
+            4,
+            "3 layers of a stage cannot be cut into 2 chunks; use a number of chunks that divides 3, or a multiple of",
+        ),
+        ("interleaved", 2, 4, r"'interleaved' does not say how many chunks; pass schedule.make\('interleaved', 2, 4, "),
+        ("1f2b", 2, 4, "schedule '1f2b' is unknown; use gpipe, 1f1b"),
+        (schedules.make("1f1b", 4, 4), 2, 4, "for 4 stages and 4 microbatches; here are 2 stages and 4 micro"),
+        (schedules.make("1f1b", 2, 4), 2, 3, "here are 2 stages and 3 microbatches"),
         (unordered, 2, 4, "stage 0, tick 0: B0 is too early"),
     ]
     for schedule, stages, microbatches, message in cases:
         with pytest.raises(ValueError, match=message):
             pipelined(schedule, a_mesh(stages))[1](ends, layers, some_tokens(microbatches, 2))
+    tokens = some_tokens(4, 2)
+    for wrong, spec, message in (
+        (layers, P(), r"layers are the same on every stage; shard their leading dim over the stages: P\('pipe'\)"),
+        (layers | {"gain": jnp.ones((4, D))}, P("pipe"), "layers: arrays have 2 and 3 rows on a stage; give every"),
+    ):
+        body = lambda *args: run_schedule("1f1b", first, layer, last, *args)[0]
+        with pytest.raises(ValueError, match=message):
+            jax.shard_map(body, mesh=a_mesh(2), in_specs=(P(), spec, P()), out_specs=P("pipe"))(ends, wrong, tokens)
     with pytest.raises(ValueError, match="idle='masked' is unknown; use skip or mask"):
         pipelined(schedules.make("1f1b", 2, 4), a_mesh(2), "masked")[1](ends, layers, some_tokens(4, 2))
 

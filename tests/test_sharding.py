@@ -12,9 +12,21 @@ from flax import linen, nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from nanotrain_jax import (
+    FLAX,
+    HUGGING_FACE_LLAMA,
+    Rules,
+    as_varying,
+    column,
+    describe,
+    layout,
+    optimizer_specs,
+    report,
+    shard,
+    specs,
+    zero_specs,
+)
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax.parallel.zero import zero_specs
-from nanotrain_jax.sharding import FLAX, HUGGING_FACE_LLAMA, Rules, layout, report, shard, specs
 
 V, D, F, N, T = 64, 32, 64, 4, 8
 
@@ -175,11 +187,9 @@ def test_a_foreign_model_trains_on_eight_devices_as_on_one(model):
     by_rules = specs(rules, params, mesh)
     weights, shards = zero_specs(params, mesh, 3, persist_below=100, specs=by_rules)
     on_mesh = lambda tree: jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree)
-    momentum = optax.sgd(0.1, momentum=0.9).init(params)
-    opt = optax.tree_utils.tree_map_params(
-        optax.sgd(0.1, momentum=0.9), lambda _, s: s, momentum, on_mesh(shards), transform_non_params=lambda _: None
-    )
-    found = three_steps(shard(params, mesh, weights), apply, (on_mesh(weights), opt), NamedSharding(mesh, P("data")))
+    opt = optimizer_specs(optax.sgd(0.1, momentum=0.9), params, shards)
+    placed = on_mesh(weights), on_mesh(opt)
+    found = three_steps(shard(params, mesh, weights), apply, placed, NamedSharding(mesh, P("data")))
 
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[1], expected[1])
@@ -249,7 +259,8 @@ def test_the_example_that_shards_a_foreign_model_runs(capsys):
         script.main()
     alone, together = (line.split() for line in capsys.readouterr().out.splitlines() if "losses" in line)
     np.testing.assert_allclose([float(x) for x in alone[-3:]], [float(x) for x in together[-3:]], rtol=1e-4)
-    held = [int(line[2].replace(",", "")) for line in (alone, together)]
+    held = [int(line[2].replace(",", "")) for line in (alone, together)]  # parameters and moments
+    assert held[0] > 3 * 4 * 200_000
     assert held[1] < held[0] / 7  # all but the norms and biases in eighths
 
 
@@ -259,3 +270,146 @@ def test_zero_goes_on_top_of_other_axes_only():
     assert weights == {"w": P("data", "tensor"), "v": P("tensor")}
     with pytest.raises(ValueError, match="is split over data already"):
         zero_specs(params, mesh, 3, persist_below=1, specs={"w": P("data", None), "v": P()})
+
+
+def fsdp_tp():
+    return jax.make_mesh((4, 2), ("fsdp", "tp"))
+
+
+def test_zero_shards_over_the_axis_of_somebody_elses_mesh():
+    params = {"up": {"kernel": jnp.ones((64, 256))}, "down": {"kernel": jnp.ones((256, 64))}}
+    by_rules = specs(FLAX.renamed(tensor="tp"), params, fsdp_tp())
+    assert by_rules == {"up": {"kernel": P(None, "tp")}, "down": {"kernel": P("tp")}}
+    weights, moments = zero_specs(params, fsdp_tp(), 3, specs=by_rules, axis="fsdp")
+    assert weights == moments == {"up": {"kernel": P("fsdp", "tp")}, "down": {"kernel": P("tp", "fsdp")}}
+    with pytest.raises(ValueError, match=r"^the mesh has no axis 'data'; it has fsdp, tp: pass axis= one of them$"):
+        zero_specs(params, fsdp_tp(), 3)
+    with pytest.raises(ValueError, match="is split over fsdp already"):
+        zero_specs(params, fsdp_tp(), 3, specs=weights, axis="fsdp")
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [("query", "D N H"), ("up|down", "D F/tp")],
+        [("query", P()), ("up", P(None, "tp")), ("down", P(None, "tp"))],
+        Rules([("query", "D N H"), ("up|down", "D F/tensor")]).renamed(tensor="tp"),
+        Rules([("query", P(None, None)), ("up|down", P(None, ("tensor",)))]).renamed(tensor="tp"),
+    ],
+)
+def test_rules_are_pairs_of_a_pattern_and_a_layout_in_words_or_as_a_spec(rules):
+    found = specs(rules, MODEL, fsdp_tp())
+    assert found == {"attention": {"query": P()}, "mlp": dict.fromkeys(("up", "down"), P(None, "tp")), "scale": P()}
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([ATTENTION, "up"], r"rule 'up' is not a pair of a pattern and a layout; write e\.g\. \('up/kernel', 'D F/te"),
+        ({"query": "D N H"}, "rule 'query' is not a pair of a pattern and a layout"),
+        ([ATTENTION, ("up", ("D", "F"))], "is not a pair of a pattern and a layout"),
+        (None, "rules None are not a list; each is a pair of a pattern and a layout"),
+        ([ATTENTION, ("up|down", P("tp", "tp"))], r"mlp/down \(64, 32\): rule .* but mesh axis 'tp' is used twice"),
+        ([("query", P("tp")), ("up|down", P(None, None, "tp"))], r"mlp/down \(64, 32\): rule .*, 3 dims; name all 2"),
+    ],
+)
+def test_what_is_no_rule_is_told_in_one_line(rules, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        specs(rules, MODEL, fsdp_tp())
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_among_the_parameters_lie_whole():
+    mesh, params = fsdp_tp(), {"w": jnp.ones((8, 8)), "scale": 0.5, "steps": 3, "on": True, "none": None}
+    by_rules = specs([("w", "D F/tp")], params, mesh)
+    weights, moments = zero_specs(params, mesh, 3, persist_below=1, specs=by_rules, axis="fsdp")
+    assert by_rules == {"w": P(None, "tp"), "scale": P(), "steps": P(), "on": P(), "none": None}
+    assert weights == moments == by_rules | {"w": P("fsdp", "tp")}
+    placed = shard(params, mesh, weights)
+    assert (float(placed["scale"]), placed["scale"].sharding.spec) == (0.5, P())
+    for function in (
+        lambda params: specs([], params),
+        lambda params: zero_specs(params, mesh, 3, axis="fsdp"),
+        lambda params: shard(params, mesh, {"act": P()}),
+    ):
+        with pytest.raises(ValueError, match=r"^act: 'gelu' is a str, not an array or a number; leave it out"):
+            function({"act": "gelu"})
+
+
+def layers_of(number, **more):
+    one = lambda: {"up": jnp.ones((8, 16)), "norms": [jnp.ones(8), jnp.ones(8)]}
+    return {"layers": [one() for _ in range(number)], **more}
+
+
+def test_a_report_folds_equal_layers():
+    params = layers_of(12, head=jnp.ones((8, 6)))
+    params["layers"][5]["up"] = jnp.ones((8, 3))
+    assert report([("up|head", "D F/tp")], params, fsdp_tp()) == [
+        "layers/{0..11}/norms/{0..1} (8,): no rule covers it; add one, with 'D' to keep it whole",
+        "layers/5/up (8, 3): rule 'up|head' says 'D F/tp', but tp=2 does not divide dim 1 of 3; "
+        "pad it, or leave it whole",
+    ]
+    three = layers_of(4)
+    del three["layers"][2]["norms"]
+    assert report([("up", "D F")], three) == [
+        "layers/{0,1,3}/norms/{0..1} (8,): no rule covers it; add one, with 'D' to keep it whole"
+    ]
+
+
+def test_a_report_shows_layouts_and_the_bytes_of_a_device():
+    mesh, params = fsdp_tp(), layers_of(4, head=jnp.ones((8, 6), jnp.bfloat16), scale=2.0)
+    rules = Rules([("up", "D F/tp"), ("norms/.*", "D"), ("head", P(("fsdp", "tp"), None))])
+    lines = [line.split() for line in report(rules, params, mesh, layouts=True)]
+    assert lines == [
+        ["head", "bfloat16[8/fsdp,tp,", "6]", "12", "bytes"],
+        ["layers/{0..3}/norms/{0..1}", "float32[8]", "8", "x", "32", "bytes"],
+        ["layers/{0..3}/up", "float32[8,", "16/tp]", "4", "x", "256", "bytes"],
+        ["scale", "float32[]", "4", "bytes"],
+        ["one", "device", "holds", "1,296", "of", "2,404", "bytes"],
+    ]
+    weights, _ = zero_specs(params, mesh, 3, persist_below=100, axis="fsdp")
+    assert describe(params, mesh, weights)[2].split()[1:] == ["float32[8,", "16/fsdp]", "4", "x", "128", "bytes"]
+    assert report([], params, mesh, layouts=True) == report([], params, mesh)  # first what is wrong
+    with pytest.raises(ValueError, match=r"^layouts=True needs a mesh"):
+        report(rules, params, layouts=True)
+
+
+OPTIMIZERS = {
+    "adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3))),
+    "every second": optax.MultiSteps(optax.adamw(1e-3), 2),
+    "two": optax.multi_transform({"a": optax.adam(1e-3), "b": optax.sgd(1e-3, momentum=0.9)}, {"w": "a", "b": "b"}),
+    "masked": optax.masked(optax.adamw(1e-3), {"w": True, "b": False}),
+    "hyperparameters": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
+    "factored": optax.adafactor(1e-3),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_moments_of_any_optimizer_lie_as_zero_says(optimizer):
+    mesh, params = meshes.make(data=4, tensor=2), {"w": jnp.ones((256, 128)), "b": jnp.ones(4)}
+    _, moments = zero_specs(params, mesh, 1, specs={"w": P(None, "tensor"), "b": P()})
+    found = optimizer_specs(optimizer, params, moments)
+    shapes = jax.eval_shape(optimizer.init, params)
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), found)
+    state = jax.jit(optimizer.init, out_shardings=placed)(params)  # the specs fit the tree, and each of its shapes
+    expected = {(256, 128): P("data", "tensor")}
+    for spec, x in zip(jax.tree.leaves(found), jax.tree.leaves(shapes), strict=True):
+        assert spec == expected.get(x.shape, P())
+    assert any(x.shape == (256, 128) for x in jax.tree.leaves(state)) or optimizer is OPTIMIZERS["factored"]
+
+
+def test_gradients_of_replicated_parameters_arrive_summed_inside_shard_map():
+    """As the docstring of `column` says: summing them again would count each device's share data times."""
+    x, w = jnp.arange(32.0).reshape(8, 1, 4), jnp.ones((4, 6))
+    loss = lambda w, x: jnp.square(column(x, w)).sum()
+    mesh = meshes.make(data=4, tensor=2)
+    found = jax.shard_map(
+        jax.grad(loss), mesh=mesh, in_specs=(P(None, "tensor"), P("data")), out_specs=P(None, "tensor"), check_vma=True
+    )(w, x)
+    np.testing.assert_allclose(found, jax.grad(loss)(w, x), rtol=1e-6)
+
+    def summed_once(w, x):
+        return jax.lax.psum(jax.grad(loss)(as_varying(w, "data"), x), "data")
+
+    found = jax.shard_map(summed_once, mesh=mesh, in_specs=(P(None, "tensor"), P("data")), out_specs=P(None, "tensor"))
+    np.testing.assert_allclose(found(w, x), jax.grad(loss)(w, x), rtol=1e-6)

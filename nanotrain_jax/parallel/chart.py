@@ -11,6 +11,7 @@ with the microbatch behind each F, B and W, and with several chunks a letter for
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any, NamedTuple
@@ -106,6 +107,47 @@ def validate(schedule: Schedule) -> None:
             after("B", unit, s, "B", behind, same_tick=False)
         if "W" in kinds:
             after("W", unit, s, "B", (unit, s), same_tick=True)
+
+
+def fitted(
+    schedule: Schedule | str, stages: int, layers: Sequence[tuple], microbatches: Sequence[tuple]
+) -> tuple[Schedule, int]:
+    """-> the schedule, made if it is a name, and the number of layers of a chunk.
+
+    layers, microbatches: shapes of the arrays of a stage, [its layers, ...] and [M, ...]. Raises ValueError unless all
+    of it fits together.
+    """
+    count, M = _rows("layers", layers), _rows("microbatches", microbatches)
+    if schedule == "interleaved":
+        raise ValueError(
+            f"'interleaved' does not say how many chunks; pass schedule.make('interleaved', {stages}, {M}, chunks), "
+            "and the layers in its layer_order"
+        )
+    if isinstance(schedule, str):
+        schedule = make(schedule, stages, M)
+    C = schedule.chunks
+    if count % C:
+        raise ValueError(
+            f"{count} layers of a stage cannot be cut into {C} chunks; use a number of chunks that divides {count}, "
+            f"or a multiple of {stages * C} layers"
+        )
+    if (stages, M) != (schedule.stages, schedule.microbatches):
+        raise ValueError(
+            f"the schedule is for {schedule.stages} stages and {schedule.microbatches} microbatches; here are {stages} "
+            f"stages and {M} microbatches: make one for these"
+        )
+    return schedule, count // C
+
+
+def _rows(what: str, shapes: Sequence[tuple]) -> int:
+    """The leading dim that all arrays share."""
+    if not all(shapes):
+        raise ValueError(f"{what}: a scalar has no dim of {what}; stack one for each of them")
+    counts = sorted({shape[0] for shape in shapes})
+    if len(counts) != 1:
+        found = " and ".join(map(str, counts)) or "no"
+        raise ValueError(f"{what}: arrays have {found} rows on a stage; give every array one row for each of them")
+    return counts[0]
 
 
 def stats(schedule: Schedule, F: Time = 1, dX: Time = 1, W: Time = 1) -> Stats:

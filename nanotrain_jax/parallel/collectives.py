@@ -23,11 +23,12 @@ def varying_axes(x: jax.Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     return frozenset((x if hasattr(x, "manual_axis_type") else jax.typeof(x)).manual_axis_type.varying)
 
 
-def as_varying(tree: Tree, axes: Sequence[str]) -> Tree:
+def as_varying(tree: Tree, axes: str | Sequence[str]) -> Tree:
     """Declare each leaf varying over axes. Moves nothing.
 
     Gradients with respect to the result are local to each device; without it JAX sums them over axes at every use.
     """
+    axes = (axes,) if isinstance(axes, str) else axes
 
     def cast(x):
         missing = tuple(a for a in axes if a not in varying_axes(x))

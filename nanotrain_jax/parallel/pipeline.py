@@ -62,7 +62,7 @@ class Rest(NamedTuple):
 
 
 def run_schedule(
-    schedule: Schedule,
+    schedule: Schedule | str,
     first: Callable[[Tree, Tree], jax.Array],
     layer: Callable[..., jax.Array],
     last: Callable[[Tree, jax.Array, Tree], jax.Array],
@@ -79,20 +79,25 @@ def run_schedule(
     layer(weights, x) -> x                  one layer
     last(ends, x, microbatch) -> loss       after the last layer; a scalar
 
-    layers[chunks * layers of a chunk, ...]: the weights that rest on this stage, one chunk after the other. Where
-    something else is to be differentiated (the taps of ZeRO 2 and 3), inputs makes it of the weights of a layer, and
-    layer takes it too: layer(weights, inputs, x).
+    schedule: a table (`schedule.make`), or the name of one with one chunk per stage: "1f1b".
+
+    layers[chunks * layers of a chunk, ...]: the weights of this stage, one chunk after the other. With several chunks
+    they are not neighbors in the model: weights stacked in its order and sharded over pipe would run in a wrong order,
+    and no check can see that. Shard w[order] instead, with order = `schedule.layer_order(schedule, layers)`; the
+    gradients have the same order (scripts/pipeline_your_model.py). Where something else is to be differentiated (the
+    taps of ZeRO 2 and 3), inputs makes it of the weights of a layer, and layer takes it too: layer(weights, inputs, x).
 
     axis: the mesh axis of stages. idle: skip or mask (see the top of this file). Moves 2 x per tick and device.
 
-    Loss and gradients of ends are not summed over pipe: only the last stage has the former, the first and the last the
-    latter. Gradients with respect to what is invarying over another axis are summed over it by JAX, at each use: cast
-    it with `as_varying` before, and sum once. Raises ValueError if the schedule is not in order, or does not fit axis,
-    layers and microbatches.
+    Sum loss and gradients of ends over pipe: only the last stage has the former, the first and the last the latter. Do
+    not sum gradients over an axis over which ends or layers are invarying (data, if they are replicated over it): they
+    arrive summed over it. JAX sums them at each use; to sum once per step, cast ends and layers with `as_varying`
+    before the call and sum after it. Raises ValueError if the schedule is not in order, or does not fit axis, layers
+    and microbatches.
     """
+    schedule, n = _fitted(schedule, layers, microbatches, axis, idle)
     C, M, has_late = schedule.chunks, schedule.microbatches, schedule.weight.shape[-1] > 0
     chart.validate(schedule)
-    n = _layers_of_a_chunk(schedule, layers, microbatches, axis, idle)
     count = n * C
     if inputs is None:
         plain, inputs = layer, lambda weights: weights
@@ -262,7 +267,7 @@ def run_forward(
     idle, errors: as `run_schedule`.
     """
     C, M = schedule.chunks, schedule.microbatches
-    n, when = _layers_of_a_chunk(schedule, layers, microbatches, axis, idle), partial(loops.when, idle)
+    n, when = _fitted(schedule, layers, microbatches, axis, idle)[1], partial(loops.when, idle)
     layers = as_varying(layers, (axis,))
     stage, last_stage, plan = position(axis), lax.axis_size(axis) - 1, buffers(schedule)["inputs"]
     slots, ticks, came = (_column(table, stage) for table in (plan.slot, schedule.forward, arrivals(schedule)[0]))
@@ -296,20 +301,15 @@ def run_forward(
     return lax.scan(tick, rest, (ticks, came))[0][2]
 
 
-def _layers_of_a_chunk(schedule: Schedule, layers: Tree, microbatches: Tree, axis: str, idle: str) -> int:
-    """How many they are. Raises ValueError unless all of it fits together."""
-    count, C = jax.tree.leaves(layers)[0].shape[0], schedule.chunks
-    stages, found = lax.axis_size(axis), jax.tree.leaves(microbatches)[0].shape[0]
+def _fitted(schedule: Schedule | str, layers: Tree, microbatches: Tree, axis: str, idle: str) -> tuple[Schedule, int]:
+    """-> the schedule, made if it was a name, and the number of layers of a chunk (`chart.fitted`)."""
     if idle not in ("skip", "mask"):
         raise ValueError(f"idle={idle!r} is unknown; use skip or mask")
-    if count % C:
-        raise ValueError(f"{count} layers of a stage cannot be cut into {C} chunks; use a divisor of {count}")
-    if (stages, found) != (schedule.stages, schedule.microbatches):
-        raise ValueError(
-            f"the schedule is for {schedule.stages} stages and {schedule.microbatches} microbatches; here are {stages} "
-            f"devices along {axis} and {found} microbatches: make one for these"
-        )
-    return count // C
+    stages = lax.axis_size(axis)
+    if stages > 1 and not all(axis in varying_axes(w) for w in jax.tree.leaves(layers)):
+        raise ValueError(f"layers are the same on every stage; shard their leading dim over the stages: P({axis!r})")
+    shapes = ([x.shape for x in jax.tree.leaves(tree)] for tree in (layers, microbatches))
+    return chart.fitted(schedule, stages, *shapes)
 
 
 def _type_of_x(

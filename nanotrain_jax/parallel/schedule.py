@@ -138,6 +138,29 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule
     return SCHEDULES[name](stages, microbatches)
 
 
+def layer_order(schedule: Schedule, layers: int) -> np.ndarray:
+    """-> order[layers]: row i of the stacked weights, sharded over pipe, is layer order[i] of the model.
+
+        in_stage_order = jax.tree.map(lambda w: w[order], in_model_order)
+        in_model_order = jax.tree.map(lambda w: w[np.argsort(order)], in_stage_order)
+
+    0, 1, 2, ... with one chunk per stage. With several, a stage holds layers that are not neighbors: weights stacked in
+    the order of the model would run in another order, without an error. Raises ValueError unless stages x chunks divide
+    layers.
+    """
+    return row_order(schedule.stages, schedule.chunks, layers)
+
+
+def row_order(stages: int, chunks: int, layers: int) -> np.ndarray:
+    """`layer_order` of any schedule with that many stages and chunks."""
+    if layers % (stages * chunks):
+        raise ValueError(
+            f"{layers} layers cannot be split over {stages} stages x {chunks} chunks; "
+            f"use a multiple of {stages * chunks}"
+        )
+    return np.arange(layers).reshape(chunks, stages, -1).swapaxes(0, 1).ravel()
+
+
 def forward_only(P: int, M: int, C: int = 1) -> Schedule:
     """The forwards of a schedule with C chunks, for evaluation; M may be any number."""
     full = -(-M // P) * P  # the last round may not be

@@ -73,7 +73,9 @@ def leave(y_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool
 def column(x_BTD: jax.Array, w_DF: jax.Array) -> jax.Array:
     """x[B T D], w[D F/tensor] -> y[B T F/tensor]: what has entered, times columns. Moves nothing.
 
-    F may be several dims, the first of them split: heads and head dim.
+    F may be several dims, the first of them split: heads and head dim. Backward: the gradient of w arrives summed over
+    each mesh axis over which w is invarying but x is not (data): do not sum it again. JAX sums it at every use; to sum
+    once, cast w with `as_varying` before, and sum the gradient.
     """
     return jnp.tensordot(x_BTD, w_DF, 1)
 

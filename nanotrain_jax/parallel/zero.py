@@ -53,6 +53,7 @@ from nanotrain_jax.parallel.collectives import (
     varying_axes,
 )
 from nanotrain_jax.parallel.update import Opt, update
+from nanotrain_jax.sharding import abstract
 
 Tree = Any  # a pytree of arrays
 WHOLE = -1  # in a tree of dims: the leaf is not sharded
@@ -95,22 +96,32 @@ def shard_dims(
 
 
 def zero_specs(
-    params: Tree, mesh: Mesh, stage: int, persist_below: int = 10_000, stacked: Sequence[str] = (), specs: Tree = None
+    params: Tree,
+    mesh: Mesh,
+    stage: int,
+    persist_below: int = 10_000,
+    stacked: Sequence[str] = (),
+    specs: Tree = None,
+    axis: str = "data",
 ) -> tuple[Tree, Tree]:
     """-> (PartitionSpecs of the parameters, PartitionSpecs of their master weights and moments) at a ZeRO stage.
 
-    For any pytree of arrays or ShapeDtypeStructs (Flax NNX state, Linen variables, plain). specs: layouts over other
-    axes, which these are put on top of (`sharding.specs`). Raises ValueError on an unknown stage.
+    For any pytree of arrays, ShapeDtypeStructs or numbers (Flax NNX state, Linen variables, plain). specs: layouts over
+    other axes, which these are put on top of (`sharding.specs`). axis: the mesh axis that shards lie on. Raises
+    ValueError on an unknown stage, an axis that the mesh lacks or specs use, and what is no array.
     """
     if stage not in ZERO:
         raise ValueError(f"zero stage {stage} is unknown; use 0, 1, 2 or 3")
+    if axis not in mesh.shape:
+        raise ValueError(f"the mesh has no axis {axis!r}; it has {', '.join(mesh.shape)}: pass axis= one of them")
+    shapes = abstract(params)
     specs = whole_specs(params) if specs is None else specs
     for spec in jax.tree.leaves(specs):
-        if "data" in jax.tree.leaves(tuple(spec)):
+        if axis in jax.tree.leaves(tuple(spec)):
             raise ValueError(
-                f"{spec} is split over data already, where ZeRO puts its shards; lay it out over other axes"
+                f"{spec} is split over {axis} already, where ZeRO puts its shards; lay it out over other axes"
             )
-    return ZERO[stage].storage(specs, shard_dims(params, mesh.shape["data"], persist_below, stacked, specs))
+    return ZERO[stage].storage(specs, shard_dims(shapes, mesh.shape[axis], persist_below, stacked, specs), axis)
 
 
 def whole_specs(params: Tree) -> Tree:
@@ -118,12 +129,12 @@ def whole_specs(params: Tree) -> Tree:
     return jax.tree.map(lambda _: PartitionSpec(), params)
 
 
-def _over_data(specs: Tree, dims: Tree) -> Tree:
-    """-> specs with `data` at each leaf's dim."""
+def _over(axis: str, specs: Tree, dims: Tree) -> Tree:
+    """-> specs with axis at each leaf's dim."""
 
     def one(spec: PartitionSpec, d: int) -> PartitionSpec:
         axes = [*spec, *[None] * (d + 1 - len(spec))]
-        return spec if d == WHOLE else PartitionSpec(*axes[:d], "data", *axes[d + 1 :])
+        return spec if d == WHOLE else PartitionSpec(*axes[:d], axis, *axes[d + 1 :])
 
     return jax.tree.map(one, specs, dims)
 
@@ -293,9 +304,9 @@ def _update(
 def _stage(params_sharded: bool, state_sharded: bool, in_backward: bool) -> Zero:
     whole = not state_sharded
     return Zero(
-        storage=lambda specs, dims: (
-            _over_data(specs, dims) if params_sharded else specs,
-            _over_data(specs, dims) if state_sharded else specs,
+        storage=lambda specs, dims, axis="data": (
+            _over(axis, specs, dims) if params_sharded else specs,
+            _over(axis, specs, dims) if state_sharded else specs,
         ),
         inputs=partial(_taps, whole=whole, already=params_sharded) if in_backward else _weights,
         gather=partial(_tapped, whole=whole, stored_sharded=params_sharded) if in_backward else _as_is,

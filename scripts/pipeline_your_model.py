@@ -1,0 +1,80 @@
+"""A Flax model that knows nothing of this package as a pipeline, beside plain jax.grad on one device.
+
+python scripts/pipeline_your_model.py
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from nanotrain_jax import as_varying, layer_order, run_schedule
+from nanotrain_jax import mesh as meshes
+from nanotrain_jax.parallel import schedule as schedules
+
+V, D, T, LAYERS = 256, 64, 32, 8
+STAGES, CHUNKS, MICROBATCHES, BATCH = 4, 2, 8, 16
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norms = nnx.List([nnx.LayerNorm(D, rngs=rngs) for _ in range(2)])
+        self.attention = nnx.MultiHeadAttention(num_heads=4, in_features=D, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(D, 4 * D, rngs=rngs), nnx.Linear(4 * D, D, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norms[0](x), mask=nnx.make_causal_mask(jnp.ones(x.shape[:2])))
+        return x + self.down(jax.nn.gelu(self.up(self.norms[1](x))))
+
+
+def main() -> None:
+    meshes.configure(simulate=8)
+    mesh = meshes.make(pipe=STAGES, data=2)
+    make_layers = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Layer))
+    layer_graph, layers = nnx.split(make_layers(nnx.Rngs(0)))  # weights [LAYERS ...] in the order of the model
+    embed_graph, embed = nnx.split(nnx.Embed(V, D, rngs=nnx.Rngs(1)))
+    tokens = jax.random.randint(jax.random.key(1), (MICROBATCHES, BATCH // MICROBATCHES, T + 1), 0, V)
+
+    def first(embed: nnx.State, tokens: jax.Array) -> jax.Array:
+        return nnx.merge(embed_graph, embed)(tokens[:, :-1])
+
+    def layer(weights: nnx.State, x: jax.Array) -> jax.Array:
+        return nnx.merge(layer_graph, weights)(x)
+
+    def last(embed: nnx.State, x: jax.Array, tokens: jax.Array) -> jax.Array:
+        logits = nnx.merge(embed_graph, embed).attend(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).sum() / (BATCH * T)
+
+    def one_device(embed: nnx.State, layers: nnx.State) -> jax.Array:
+        rows = tokens.reshape(BATCH, T + 1)
+        x, _ = lax.scan(lambda x, weights: (layer(weights, x), None), first(embed, rows), layers)
+        return last(embed, x, rows)
+
+    schedule = schedules.make("interleaved", STAGES, MICROBATCHES, CHUNKS)
+    order = layer_order(schedule, LAYERS)  # a stage holds layers that are not neighbors
+
+    def pipelined(embed: nnx.State, layers: nnx.State, tokens: jax.Array) -> tuple:
+        embed, layers = as_varying((embed, layers), "data")  # else gradients arrive summed over data
+        loss, (of_embed, of_layers) = run_schedule(schedule, first, layer, last, embed, layers, tokens)
+        return *lax.psum((loss, of_embed), ("pipe", "data")), lax.psum(of_layers, "data")
+
+    in_specs = (P(), P("pipe"), P(None, "data"))
+    run = jax.jit(jax.shard_map(pipelined, mesh=mesh, in_specs=in_specs, out_specs=(P(), P(), P("pipe"))))
+    loss, of_embed, of_layers = run(embed, jax.tree.map(lambda w: w[order], layers), tokens)
+    of_layers = jax.tree.map(lambda g: g[np.argsort(order)], of_layers)  # in the order of the model again
+
+    true_loss, true_grads = jax.jit(jax.value_and_grad(one_device, argnums=(0, 1)))(embed, layers)
+    print(f"{'':40}  one device  {STAGES} stages x {CHUNKS} chunks  largest difference")
+    print(f"{'loss':40} {true_loss:11.6f} {loss:20.6f} {abs(loss - true_loss):19.1e}")
+    leaves = zip(jax.tree.leaves_with_path(true_grads), jax.tree.leaves((of_embed, of_layers)), strict=True)
+    for (path, true), found in leaves:
+        name = "norm of gradient of " + jax.tree_util.keystr(path[1:-1], simple=True, separator="/")
+        norms = f"{jnp.linalg.norm(true):11.6f} {jnp.linalg.norm(found):20.6f}"
+        print(f"{name:40} {norms} {jnp.abs(found - true).max():19.1e}")
+
+
+if __name__ == "__main__":
+    main()
