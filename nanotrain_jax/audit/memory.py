@@ -63,7 +63,8 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     layer       what one layer makes on its way back: what `none` would keep of it, and four float32 copies of x (norms
                 and the residual stream); block:n, of n layers
     buffers     what was gathered and what is on its way: weights of the head or of a layer at stage 3, float32
-                gradients of a layer from stage 2, activations whole again under sequence parallelism (three), the
+                gradients of a layer from stage 2, with stages a layer's gradients in 16 bit and (without W) float32,
+                activations whole again under sequence parallelism (three), the
                 largest stacked gradient in the wire's dtype where it travels once per step
     """
     m, p, remat = config.model, config.parallel, config.memory.remat
@@ -91,8 +92,8 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     made = 0.0 if p.pipe > 1 else 4 * sharded_layers if p.zero > 1 else b * layers
     gathered = (b * layers / L if apart else 0.0) + (4 * layers / L if p.zero > 1 and p.data > 1 else 0.0)
     gathered += 3 * b * tokens * D if split_x > 1 else 0.0
-    if p.pipe > 1:
-        gathered += b * layers / L  # a layer's gradients, before they are added
+    if p.pipe > 1:  # a layer's gradients before they are added; made in B, XLA keeps a float32 copy of them as well
+        gathered += (b if outline(config).weights else b + 4) * layers / L
     once = p.zero < 2 and p.data * p.replica > 1
     largest = max(local(a, config) for a in arrays(m, p.tensor) if a.where == "layers")
     ends = b * psi["ends"] if p.zero < 2 else 4 * shard["ends"]
