@@ -11,9 +11,11 @@ Bytes per device. Psi, N, t, P and M as in audit/cost.py.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from nanotrain_jax.audit import offloaded
 from nanotrain_jax.audit.cost import BYTES, arrays, kv_width, local, outline, sharded, tokens_per_device
-from nanotrain_jax.config import Config, fits_flash, padded_vocab
+from nanotrain_jax.config import Config, Model, Parallel, fits_flash, padded_vocab
 
 Parts = dict[str, float]
 
@@ -162,11 +164,22 @@ def peak(config: Config, capability: int = 9) -> tuple[str, Parts]:
 
 def held(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """Elements of layers and ends on a device: where ZeRO shards nothing, and over data."""
+    p = config.parallel
+    psi, shard = _held(config.model, p.tensor, p.pipe, p.data, p.persist_below)
+    return dict(psi), dict(shard)
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same again and again
+def _held(
+    model: Model, tensor: int, pipe: int, data: int, persist_below: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    sizes = Parallel(tensor=tensor, pipe=pipe, data=data, persist_below=persist_below)
+    config = Config(model=model, parallel=sizes)
     psi, shard = {"layers": 0.0, "ends": 0.0}, {"layers": 0.0, "ends": 0.0}
-    for a in arrays(config.model, config.parallel.tensor):
+    for a in arrays(model, tensor):
         size = local(a, config)
         psi[a.where] += size
-        shard[a.where] += size / (config.parallel.data if sharded(a, config) else 1)
+        shard[a.where] += size / (data if sharded(a, config) else 1)
     return psi, shard
 
 
