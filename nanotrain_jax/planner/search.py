@@ -162,13 +162,13 @@ def _variants(layout: Config, fixed: Mapping[str, Any], candidates: Candidates) 
     axes = layout.parallel.axes
     for remat in _options(fixed, "memory.remat", POLICIES):
         for chunk in _options(fixed, "model.loss_chunk", dict.fromkeys((0, _loss_chunk(layout)))):
-            variant = layout.replace("memory", remat=remat).replace("model", loss_chunk=chunk)
-            if chunk and "model.loss_chunk" not in fixed and not _loss_matters(variant, candidates):
-                continue
             try:
-                yield resolve(variant, axes)
+                variant = resolve(layout.replace("memory", remat=remat).replace("model", loss_chunk=chunk), axes)
             except ValueError as error:
                 candidates.reject(error)
+                continue
+            if not chunk or "model.loss_chunk" in fixed or _loss_matters(variant, candidates):
+                yield variant
 
 
 def _loss_chunk(layout: Config) -> int:
