@@ -42,7 +42,7 @@ def needs_cuda_compiler(test):
     return pytest.mark.cuda_compiler(pytest.mark.skipif(not _can_compile_for_cuda(), reason=missing)(test))
 
 
-# The layouts with which the golden numbers were made, whatever configs/ has: overrides that come before those of a case.
+# The layouts with which the golden numbers were made, whatever configs/ has: overrides, before those of a case.
 LAYOUTS = {
     "llama3_8b": ["parallel.data=8", "parallel.zero=3", "parallel.microbatches=1", "memory.remat=full"],
     "llama3_70b": [

@@ -270,7 +270,7 @@ def test_golden_wire_bytes_of_stages_0_and_1_do_not_depend_on_microbatches():
 
 
 def test_golden_peaks_are_those_that_were_estimated():
-    """On 30 configurations and more: within 10%, with both compilers; and 19 of 20 within the margin of the estimate."""
+    """On 30 configurations and more: within 10%, with both compilers; 19 of 20 within the estimate's margin."""
     golden, worst, above = golden_rows(), {}, []
     for case in [*CASES, TOO_LARGE, *MORE, BLACKWELL]:
         for version, size in golden[name(case)]["peak_bytes"].items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 
 class Gpu(NamedTuple):
@@ -131,7 +131,7 @@ def add(name: str, figures: Mapping[str, Any]) -> None:
         raise ValueError(f"gpu file {name}: {name} is one of the known GPUs; give the file another name")
     given = dict(figures)
     like = given.pop("like", None)
-    found = find(like)._asdict() if like is not None else {}
+    found = find(str(like))._asdict() if like is not None else {}
     for key, value in given.items():
         if key not in Gpu._fields:
             near = difflib.get_close_matches(str(key), Gpu._fields, n=1)
@@ -148,8 +148,8 @@ def add(name: str, figures: Mapping[str, Any]) -> None:
 
 def _figure(name: str, key: str, value: Any) -> Any:
     """The value of a figure as `Gpu` has it. Raises ValueError."""
-    kind = Gpu.__annotations__[key]
-    if kind == "str":
+    kind = get_type_hints(Gpu)[key]
+    if kind is str:
         if isinstance(value, str) and value:
             return value
         raise ValueError(f"gpu file {name}: {key}={value!r}: must be text")
@@ -158,9 +158,9 @@ def _figure(name: str, key: str, value: Any) -> Any:
         raise ValueError(
             f"gpu file {name}: {key}={value!r}: must be a number above 0" + ", at most 1" * (key == "matmul")
         )
-    if kind == "int" and value != int(value):
+    if kind is int and value != int(value):
         raise ValueError(f"gpu file {name}: {key}={value!r}: must be a whole number")
-    return int(value) if kind == "int" else float(value)
+    return kind(value)
 
 
 def check_count(name: str, count: int) -> None:

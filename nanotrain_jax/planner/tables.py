@@ -127,10 +127,11 @@ def too_large(console: Console, e: Estimate, compiled: dict[str, Any], following
     """A candidate that does not fit as compiled, and the one that is compiled next."""
     unit, name = _unit(e)
     then = f"; compiling the next: {words(following.config)}" if following else "; there is no other candidate"
-    console.print(
+    text = (
         f"does not fit as compiled: {compiled['peak_bytes'] / unit:,.2f} {name} ({e.peak_bytes / unit:,.2f} estimated) "
         f"of {e.limit_bytes / unit:,.2f}: {words(e.config)}{then}"
     )
+    console.print(text, soft_wrap=True)
 
 
 COLORS: dict[Verdict, str] = {"fits": "green", "may not fit": "yellow", "does not fit": "red"}
