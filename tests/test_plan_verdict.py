@@ -173,8 +173,11 @@ def test_the_search_knows_that_the_loss_can_be_made_in_chunks():
     best = search.search(config, "h100", 8, taken, fixed).best[0]
     assert best.config.model.loss_chunk == 2048
     assert "loss_chunk=2048" in search.words(best.config)
-    assert not search.search(config, "h100", 8, taken, fixed | {"model.loss_chunk": 0}).best
     assert sum(memory.peak(best.config)[1].values()) == best.peak_bytes
+    whole = search.search(config, "h100", 8, taken, fixed | {"model.loss_chunk": 0})
+    assert not whole.best
+    advice = search.why_nothing_fits(whole, "h100", 8, taken, fixed | {"model.loss_chunk": 0})
+    assert f"what would do: model.loss_chunk=2048 ({best.peak_bytes / 1e9:.1f} GB)" in advice
     held = search.search(config, "h100", 8, taken, fixed | {"model.loss_chunk": 1024}).best
     assert {e.config.model.loss_chunk for e in held} == {1024}
 

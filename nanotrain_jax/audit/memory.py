@@ -92,10 +92,6 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     several, apart = p.microbatches > 1 or p.pipe > 1, p.zero == 3 and p.data > 1
     sums = 4 * sum((shard if p.zero > 1 else psi).values()) if several else 0.0
     made = 0.0 if p.pipe > 1 else 4 * sharded_layers if p.zero > 1 else b * layers
-    gathered = (b * layers / L if apart else 0.0) + (4 * layers / L if p.zero > 1 and p.data > 1 else 0.0)
-    gathered += 3 * b * tokens * D if split_x > 1 else 0.0
-    if p.pipe > 1:  # a layer's gradients before they are added; made in B, XLA keeps a float32 copy of them as well
-        gathered += (b if outline(config).weights else b + 4) * layers / L
     once = p.zero < 2 and p.data * p.replica > 1
     largest = max(local(a, config) for a in arrays(m, p.tensor) if a.where == "layers")
     ends = b * psi["ends"] if p.zero < 2 else 4 * shard["ends"]
@@ -106,13 +102,27 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
         "loss": {"gradients": sums + (head if p.pipe == 1 else 0.0), "activations": stay, "loss": logits}
         | {"layer": 2 * b * tokens * D, "buffers": b * V * D if apart else 0.0},
         "backward": {"gradients": sums + made + (head if early and p.pipe == 1 else 0.0), "activations": stay}
-        | {"loss": 0.0 if p.pipe > 1 else late, "layer": one, "buffers": gathered},
+        | {"loss": 0.0 if p.pipe > 1 else late, "layer": one}
+        | {"buffers": _gathered(config, layers / L, tokens)},
         "update": {"gradients": sums or (sent if sent else made + ends), "activations": 0.0}
         | {"loss": 0.0 if several else late, "layer": 0.0}
         | {"buffers": (4 if several else g) * largest if once and not sent else 0.0},
     }
     found = {moment: always | parts for moment, parts in found.items()}
     return _offloaded(config, found) if set(offloaded.modes(config)) != {"none"} else found
+
+
+def _gathered(config: Config, layer: float, tokens: float) -> float:
+    """Bytes of what is gathered, or on its way, in the backward. layer: elements of one; tokens: of a microbatch."""
+    p, b = config.parallel, BYTES[config.precision.compute]
+    found = 0.0
+    if p.zero > 1 and p.data > 1:
+        found += (4 + b * (p.zero == 3)) * layer
+    if p.tensor > 1 and p.sequence_parallel:
+        found += 3 * b * tokens * config.model.d_model
+    if p.pipe > 1:  # a layer's gradients before they are added; made in B, XLA keeps a float32 copy of them as well
+        found += (b if outline(config).weights else b + 4) * layer
+    return found
 
 
 def _offloaded(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:

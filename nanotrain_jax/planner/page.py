@@ -272,7 +272,8 @@ def _candidates(plan: Estimate, found: Found | None) -> str:
     best, rows, body = found.best[:SHOWN], [], ""
     for rank, e in enumerate(best, 1):
         p, bar = e.config.parallel, markup.mini((e.step_seconds / max(e.step_seconds for e in best), BLUE))
-        layout = _mesh(e), p.zero, _schedule_name(e), p.chunks, f"{p.microbatches:,}", e.config.memory.remat
+        remat = e.config.memory.remat + f", loss_chunk={e.config.model.loss_chunk}" * (e.config.model.loss_chunk > 0)
+        layout = _mesh(e), p.zero, _schedule_name(e), p.chunks, f"{p.microbatches:,}", remat
         numbers = f"{100 * e.mfu:.1f}", f"{100 * e.bubble_fraction:.1f}"
         rows.append([rank, *layout, _number(e.peak_bytes / GB), bar, _seconds(e.step_seconds), *numbers])
     head = ["", "mesh", ">ZeRO", "schedule", ">chunks", ">microbatches", "remat", ">peak GB", "", ">step, modelled"]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 from nanotrain_jax.audit import hardware, memory
@@ -159,16 +160,17 @@ def _try_microbatches(layout: Config, fixed: Mapping[str, Any], candidates: Cand
 
 def _variants(layout: Config, fixed: Mapping[str, Any], candidates: Candidates) -> Iterator[Config]:
     """The layout with every policy of remat and chunk of the loss that may help it to fit, cheapest in time first."""
-    axes = layout.parallel.axes
-    for remat in _options(fixed, "memory.remat", POLICIES):
-        for chunk in _options(fixed, "model.loss_chunk", dict.fromkeys((0, _loss_chunk(layout)))):
-            try:
-                variant = resolve(layout.replace("memory", remat=remat).replace("model", loss_chunk=chunk), axes)
-            except ValueError as error:
-                candidates.reject(error)
-                continue
-            if not chunk or "model.loss_chunk" in fixed or _loss_matters(variant, candidates):
-                yield variant
+    policies = _options(fixed, "memory.remat", POLICIES)
+    chunks = _options(fixed, "model.loss_chunk", dict.fromkeys((0, _loss_chunk(layout))))
+    for remat, chunk in product(policies, chunks):
+        variant = layout.replace("memory", remat=remat).replace("model", loss_chunk=chunk)
+        try:
+            variant = resolve(variant, layout.parallel.axes)
+        except ValueError as error:
+            candidates.reject(error)
+            continue
+        if not chunk or "model.loss_chunk" in fixed or _loss_matters(variant, candidates):
+            yield variant
 
 
 def _loss_chunk(layout: Config) -> int:
@@ -187,13 +189,13 @@ def _loss_matters(layout: Config, candidates: Candidates) -> bool:
 
 def _try_one_at_a_time(candidates: Candidates) -> None:
     """The best layouts with the schedules that do one thing in a tick."""
-    for found in ranked(candidates.fitting or candidates.within_margin)[:5]:
-        for schedule in ONE_AT_A_TIME if found.config.parallel.pipe > 1 else ():
-            other = found.config.replace("parallel", schedule=schedule, chunks=1)
-            try:
-                candidates.consider(iter([resolve(other, other.parallel.axes)]))
-            except ValueError as error:
-                candidates.reject(error)
+    best = [e.config for e in ranked(candidates.fitting or candidates.within_margin)[:5]]
+    for config, schedule in product([c for c in best if c.parallel.pipe > 1], ONE_AT_A_TIME):
+        other = config.replace("parallel", schedule=schedule, chunks=1)
+        try:
+            candidates.consider(iter([resolve(other, other.parallel.axes)]))
+        except ValueError as error:
+            candidates.reject(error)
 
 
 def meshes(config: Config, gpu: str, gpus: int, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[Config]:
@@ -283,29 +285,40 @@ def why_nothing_fits(found: Found, gpu: str, gpus: int, taken: float, fixed: Map
         f"no layout of {gpus} x {gpu} fits: the smallest ({words(e.config)}) needs {e.peak_bytes / 1e9:,.1f} GB of "
         f"{e.limit_bytes / 1e9:,.1f}, most of it {most}"
     )
-    config = e.config.replace("parallel", microbatches=1, chunks=1, schedule="1f1b")
+    helps = _what_helps(e.config, gpu, gpus, taken, fixed)
+    return text + ("; what would do: " + ", or ".join(helps) if helps else "; use a smaller model, or many more GPUs")
+
+
+def _what_helps(config: Config, gpu: str, gpus: int, taken: float, fixed: Mapping[str, Any]) -> list[str]:
+    """Of each kind of change the least with which a layout fits, and the GB that it takes."""
+    config = config.replace("parallel", microbatches=1, chunks=1, schedule="1f1b")
     neutral = config.replace("parallel", **dict.fromkeys(config.parallel.axes, 1))
     more = config.data.batch_size // max(gpus, 1)
-    helps = []
-    optimizer = {"offload_optimizer": "host"}
-    host = [optimizer, optimizer | {"offload_params": "host"}] if config.memory.offload_optimizer == "none" else []
-    said = lambda keys: " ".join(f"memory.{key}={value}" for key, value in keys.items())
-    changes = (
-        [(said(keys), neutral.replace("memory", **keys), gpu, gpus) for keys in host if gpu != hardware.SIMULATED],
-        [("model.loss_chunk=1024", neutral.replace("model", loss_chunk=1024), gpu, gpus)],
-        [(kind, neutral, kind, gpus) for kind in ("h100", "h200", "b200") if kind != gpu],
-        [(f"{gpus * n} GPUs", neutral, gpu, gpus * n) for n in (2, 4, 8, 16, 32) if more >= n or gpus * n <= 8],
-    )
-    for group in changes:
-        for what, changed, kind, number in group:
-            try:
-                other = search(changed, kind, number, taken, fixed)
-            except ValueError:
-                continue
-            if other.best:
-                helps.append(f"{what} ({other.best[0].peak_bytes / 1e9:,.1f} GB)")
-                break  # the least of its kind
-    return text + ("; what would do: " + ", or ".join(helps) if helps else "; use a smaller model, or many more GPUs")
+    on_host = {"offload_optimizer": "host"}
+    host = [on_host, on_host | {"offload_params": "host"}] if config.memory.offload_optimizer == "none" else []
+    if gpu == hardware.SIMULATED:
+        host = []
+    kinds = ("model.loss_chunk", "memory", "gpu", "gpus")
+    free = {key: value for key, value in fixed.items() if key != "model.loss_chunk"}
+    changes = [(kinds[0], "model.loss_chunk={}", neutral, gpu, gpus)] * ("model.loss_chunk" in fixed)
+    for keys in host:
+        said = " ".join(f"memory.{key}={value}" for key, value in keys.items())
+        changes.append((kinds[1], said, neutral.replace("memory", **keys), gpu, gpus))
+    changes += [(kinds[2], kind, neutral, kind, gpus) for kind in ("h100", "h200", "b200") if kind != gpu]
+    many = [gpus * n for n in (2, 4, 8, 16, 32) if more >= n or gpus * n <= 8]
+    changes += [(kinds[3], f"{number} GPUs", neutral, gpu, number) for number in many]
+    helps: dict[str, str] = {}
+    for kind, what, changed, other_gpu, number in changes:
+        if kind in helps:  # the least of its kind
+            continue
+        try:
+            other = search(changed, other_gpu, number, taken, free if kind == kinds[0] else fixed)
+        except ValueError:
+            continue
+        if other.best and other.best[0].fits:
+            best = other.best[0]
+            helps[kind] = f"{what.format(best.config.model.loss_chunk)} ({best.peak_bytes / 1e9:,.1f} GB)"
+    return list(helps.values())
 
 
 def _options(fixed: Mapping[str, Any], key: str, otherwise: Any) -> list[Any]:

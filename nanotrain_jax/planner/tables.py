@@ -75,8 +75,9 @@ def candidates(console: Console, found: Found) -> None:
         why = ", ".join(f"{what} {s / e.step_seconds:.1%}" for s, what in losses[:2] if s > 5e-4 * e.step_seconds)
         schedule = p.schedule + (f":{p.chunks}" if p.chunks > 1 else "") if p.pipe > 1 else ""
         row = f"{e.peak_bytes / unit:.1f}", f"{e.step_seconds:,.3f}", f"{e.mfu:.1%}", why
+        remat = e.config.memory.remat + f", loss_chunk={e.config.model.loss_chunk}" * (e.config.model.loss_chunk > 0)
         mesh, *_ = words(e.config).split(",")
-        table.add_row(str(rank), mesh, str(p.zero), schedule, str(p.microbatches), e.config.memory.remat, *row)
+        table.add_row(str(rank), mesh, str(p.zero), schedule, str(p.microbatches), remat, *row)
     console.print(table)
     console.print(f"{found.tried:,} layouts estimated; not among them, or not fitting:")
     for reason, count in found.rejected.most_common(8):
