@@ -186,7 +186,8 @@ def compile_until_it_fits(planned: Planned, console: Console) -> Planned:
             compiled = compiler.compile_step(e.config, e.gpu)
         except RuntimeError as error:
             failed = error
-            console.print(f"cannot be compiled: {search.words(e.config)}", soft_wrap=True)
+            reason = " ".join(str(error).split())[:200]
+            console.print(f"cannot be compiled: {search.words(e.config)} ({reason})", soft_wrap=True, markup=False)
             continue
         if compiled["peak_bytes"] <= e.limit_bytes:
             return planned._replace(estimate=e, compiled=compiled, too_large=tuple(too_large))

@@ -270,7 +270,7 @@ def test_golden_wire_bytes_of_stages_0_and_1_do_not_depend_on_microbatches():
 
 
 def test_golden_peaks_are_those_that_were_estimated():
-    """On 30 configurations and more: within 10%, with both compilers; 19 of 20 within the estimate's margin."""
+    """On 30 configurations and more: within 10%, with both compilers; and within the estimate's margin, but for one."""
     golden, worst, above = golden_rows(), {}, []
     for case in [*CASES, TOO_LARGE, *MORE, BLACKWELL]:
         for version, size in golden[name(case)]["peak_bytes"].items():
@@ -281,7 +281,7 @@ def test_golden_peaks_are_those_that_were_estimated():
                 above.append(ratio - 1 > margin(estimated(case).config))
     assert len(golden) == len([*CASES, TOO_LARGE, *MORE, BLACKWELL]) >= 30
     assert worst[max(worst)] == (f"{LLAMA} 8 batch_size=8 remat=full", "0.10")  # as the README says
-    assert 1 <= sum(above) <= 0.05 * len(above)
+    assert sum(above) == 1
 
 
 def test_golden_memory_falls_from_stage_to_stage_and_with_remat():

@@ -255,7 +255,7 @@ def parameters_moved(e: Estimate, t: Transfer) -> tuple[str, str]:
     formula = " + ".join(f"{times} Psi_{where}" for _, where, times in elements)
     numbers = " + ".join(f"{times} x {number(size)}" for (_, _, times), size in elements.items())
     symbol = "g" if t.why.startswith("gradients") else "w"
-    return f"{symbol} ({formula}), of what moves so", f"{itemsize} x ({numbers})"
+    return f"{symbol} ({formula}), of what moves this way", f"{itemsize} x ({numbers})"
 
 
 def schedule(e: Estimate) -> Section:
