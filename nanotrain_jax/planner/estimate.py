@@ -31,7 +31,7 @@ from nanotrain_jax.resolved import resolve
 TAKEN = 0.75  # the share of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)
 
 # How much more than its estimate a program may need, as a share of it. Of the 94 peaks in tests/golden/audit.json (48
-# layouts, two compilers; two peaks are not estimated) 95% are at most 3.8% above their estimates, and all but one within
+# layouts, two compilers; two are not estimated) 95% are at most 3.8% above their estimates, and all but one within
 # the margin; those that store scores of attention are up to 5.9% above. A search picks what is estimated too low.
 MARGIN, ROUGH_MARGIN = 0.05, 0.1
 
