@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import product
+from math import isqrt
 from typing import Any, NamedTuple
 
 from nanotrain_jax.audit import hardware, memory
@@ -32,6 +33,7 @@ from nanotrain_jax.resolved import resolve
 POLICIES = ("none", "selective", "full")
 ONE_AT_A_TIME = ("1f1b_lean", "zb_h1", "zb_h2")
 LOSS_CHUNK = 2048  # tokens, at most: large enough for matmuls, small enough to hold few logits
+MOST_UNITS = 50_000  # of a schedule, of which a table is made
 MESH = ("parallel.pipe", "parallel.replica", "parallel.data", "parallel.context", "parallel.tensor")
 SEARCHED = (
     *MESH,
@@ -152,6 +154,9 @@ def _try_microbatches(layout: Config, fixed: Mapping[str, Any], candidates: Cand
             continue
         if p.schedule == "interleaved" and pieces % p.pipe:
             candidates.reject("interleaved, with microbatches that are no multiple of the stages")
+            continue
+        if p.pipe > 1 and pieces * p.chunks > MOST_UNITS:
+            candidates.reject(f"more than {MOST_UNITS:,} microbatches x chunks in a schedule")
             continue
         tried = candidates.tried
         found = candidates.consider(_variants(layout.replace("parallel", microbatches=pieces), fixed, candidates))
@@ -326,7 +331,8 @@ def _options(fixed: Mapping[str, Any], key: str, otherwise: Any) -> list[Any]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def _reason(error: ValueError) -> str:
