@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nanotrain_jax.config import Config, near_divisors
-from nanotrain_jax.parallel import schedule
+from nanotrain_jax.parallel import chart
 
 
 def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None = None) -> Config:
@@ -118,7 +118,7 @@ def check_pipe(config: Config) -> None:
             "layers is a loop, which cannot be cut in two; use none, selective or full, or another schedule"
         )
     try:
-        schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks)
+        chart.outline(p.schedule, p.pipe, p.microbatches, p.chunks)  # kept: a search asks again and again
     except ValueError as error:
         raise ValueError(f"parallel.schedule={error} (parallel.microbatches, parallel.pipe, parallel.chunks)") from None
 

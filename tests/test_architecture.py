@@ -21,15 +21,15 @@ FLOORS = [
     {
         "parallel.tensor", "parallel.context", "parallel.update", "parallel.compress", "runtime.optim", "runtime.data",
         "runtime.checkpoint", "runtime.metrics", "runtime.request", "runtime.nvme", "runtime.leader", "runtime.host",
-        "resolved", "parallel.chart", "parallel.loops", "audit.topology", "audit.copies",
+        "parallel.chart", "parallel.loops", "audit.topology", "audit.copies",
     },
-    {"model", "parallel.zero", "parallel.pipeline", "parallel.streamed", "parallel.gantt", "audit.cost"},
+    {"model", "resolved", "parallel.zero", "parallel.pipeline", "parallel.streamed", "parallel.gantt", "audit.cost"},
     {"state", "audit.offloaded"},
     {"piecewise", "audit.memory"},
     {"step"},
     {"stored", "words", "planner.estimate"},
     {"planner.search", "planner.compiled", "planner.explain", "planner.markup"},
-    {"planner.page", "planner.tables"},
+    {"planner.page", "planner.tables", "planner.output"},
     {"plan", "train", "launch"},
 ]  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

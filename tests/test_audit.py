@@ -14,14 +14,14 @@ from pathlib import Path
 
 import jax
 import pytest
-from conftest import cover, needs_cuda_compiler
+from conftest import LAYOUTS, cover, needs_cuda_compiler
 from jax.extend.core import jaxprs_in_params
 
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, memory, topology
 from nanotrain_jax.planner import search
-from nanotrain_jax.planner.estimate import estimate, on_gpus
+from nanotrain_jax.planner.estimate import estimate, margin, on_gpus
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
 
@@ -99,7 +99,7 @@ def name(case):
 
 def load(case):
     config, _, overrides = case
-    return request.load(str(ROOT / "configs" / f"{config}.yaml"), overrides)
+    return request.load(str(ROOT / "configs" / f"{config}.yaml"), [*LAYOUTS.get(config, []), *overrides])
 
 
 def gpu_of(case):
@@ -270,16 +270,18 @@ def test_golden_wire_bytes_of_stages_0_and_1_do_not_depend_on_microbatches():
 
 
 def test_golden_peaks_are_those_that_were_estimated():
-    """On 30 configurations and more: within 10%, with both compilers."""
-    golden, worst = golden_rows(), {}
+    """On 30 configurations and more: within 10%, with both compilers; and within the estimate's margin, but for one."""
+    golden, worst, above = golden_rows(), {}, []
     for case in [*CASES, TOO_LARGE, *MORE, BLACKWELL]:
         for version, size in golden[name(case)]["peak_bytes"].items():
             if not peak_is_not_estimated(case, version):
                 ratio = size / estimated(case).peak_bytes
                 assert 0.9 <= ratio <= 1.1, (name(case), version)
                 worst[abs(ratio - 1)] = name(case), version
+                above.append(ratio - 1 > margin(estimated(case).config))
     assert len(golden) == len([*CASES, TOO_LARGE, *MORE, BLACKWELL]) >= 30
-    assert worst[max(worst)][0].startswith("gpt3_175b 3072 num_layers=128")  # as the README says
+    assert worst[max(worst)] == (f"{LLAMA} 8 batch_size=8 remat=full", "0.10")  # as the README says
+    assert sum(above) == 1
 
 
 def test_golden_memory_falls_from_stage_to_stage_and_with_remat():
@@ -293,7 +295,7 @@ def test_golden_memory_falls_from_stage_to_stage_and_with_remat():
 
 
 MODELS = {GPT2: "GPT-2 124M", LLAMA: "Llama-3-8B", LLAMA70: "Llama-3-70B", GPT3: "GPT-3 175B"}
-SAID = "loss_chunk", "grad_reduce", "sequence_parallel", "attention", "compute"  # besides what `search.words` tells
+SAID = "grad_reduce", "sequence_parallel", "attention", "compute"  # besides what `search.words` tells
 
 
 def line_of_readme(case):

@@ -237,6 +237,7 @@ ON_GPUS = [  # GPUs, ZeRO stage, where weights rest
 def test_the_programs_for_h100s_take_what_is_estimated(case):
     gpus, zero, params = case
     overrides = [f"memory.offload_params={params}", f"parallel.zero={zero}", f"data.batch_size={8 * gpus}"]
+    overrides += ["parallel.microbatches=8"]
     overrides += ["memory.offload_optimizer=nvme", "memory.nvme_dir=/nvme", "memory.remat=full"]
     config = request.load(ROOT / "configs" / "llama3_8b_1gpu.yaml", [*overrides, f"parallel.data={gpus}"])
     e = estimate(on_gpus(config, gpus, "h100"), "h100")

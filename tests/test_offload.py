@@ -12,7 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import STATE, cover, needs_cuda_compiler, on_devices, random_tokens, records, resolved, run, small
+from conftest import (
+    LAYOUTS,
+    STATE,
+    cover,
+    needs_cuda_compiler,
+    on_devices,
+    random_tokens,
+    records,
+    resolved,
+    run,
+    small,
+)
 
 from nanotrain_jax import step as steps
 from nanotrain_jax import train
@@ -346,7 +357,9 @@ def name(row):
 def planned(row):
     config, gpus, overrides, mode = row
     keys = [f"memory.{key}={value}" for key, value in (WORDS[mode] if mode else {}).items()]
-    return on_gpus(request.load(ROOT / "configs" / f"{config}.yaml", [*overrides, *keys]), gpus, "h100")
+    return on_gpus(
+        request.load(ROOT / "configs" / f"{config}.yaml", [*LAYOUTS[config], *overrides, *keys]), gpus, "h100"
+    )
 
 
 def compiled(row):

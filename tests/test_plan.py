@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import needs_cuda_compiler
+from conftest import LAYOUTS, needs_cuda_compiler
 
 from nanotrain_jax import plan
 from nanotrain_jax.audit import cost, hardware, memory, topology
 from nanotrain_jax.parallel import chart, schedule
 from nanotrain_jax.planner import explain, search
-from nanotrain_jax.planner.estimate import estimate, link, on_gpus
+from nanotrain_jax.planner.estimate import estimate, link, margin, on_gpus
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
 
@@ -200,7 +200,7 @@ def test_a_search_finds_what_trying_everything_finds(taken):
     config = small()
     found = search.search(config, "h100", 8, taken)
     limit = taken * hardware.find("h100").memory_bytes
-    fitting = [c for c in everything(config, 8) if sum(memory.peak(c)[1].values()) <= limit]
+    fitting = [c for c in everything(config, 8) if sum(memory.peak(c)[1].values()) * (1 + margin(c)) <= limit]
     best = min(estimate(c, "h100").step_seconds for c in fitting)
     assert found.best[0].step_seconds <= 1.0101 * best
     assert all(e.fits and e.gpus == 8 for e in found.best)
@@ -247,12 +247,22 @@ def values_of(numbers):
     return eval(numbers.replace(",", "").replace(" x ", " * ").replace("^", "**"))
 
 
+HOST = "memory.offload_optimizer=host"
 EXPLAINED = [(name, []) for name in CONFIGS] + [
     ("llama3_70b", ["parallel.zero=3", "parallel.sequence_parallel=false"]),
-    ("llama3_70b", ["parallel.zero=3", "memory.remat=block:4"]),
+    ("llama3_70b", [*LAYOUTS["llama3_70b"], "parallel.zero=3", "memory.remat=block:4"]),
+    ("llama3_70b", [*LAYOUTS["llama3_70b"], "parallel.zero=0", "parallel.microbatches=1", "parallel.replica=2"]),
     ("gpt3_175b", ["parallel.zero=3", "parallel.schedule=zero_bubble"]),
     ("gpt2_124m", ["parallel.replica=2", "parallel.data=4", "parallel.zero=2"]),
-    ("llama3_8b", ["memory.offload_optimizer=host", "memory.offload_params=host", "memory.offload_activations=host"]),
+    ("gpt2_124m", ["parallel.zero=0", "parallel.grad_reduce=per_layer", "parallel.microbatches=1"]),
+    *(("gpt2_124m", [f"parallel.zero={zero}", HOST]) for zero in range(4)),  # tied: used at both ends
+    ("gpt2_124m", ["parallel.zero=3", HOST, "memory.offload_params=host", "parallel.tensor=2", "parallel.data=4"]),
+    ("gpt2_124m", ["parallel.zero=2", "memory.remat=full", "memory.offload_activations=host"]),
+    ("gpt2_124m", ["parallel.zero=3", "parallel.pipe=2", "parallel.data=4", HOST]),
+    ("gpt2_124m", ["parallel.zero=2", "memory.offload_optimizer=nvme", "memory.nvme_dir=/nvme"]),
+    ("llama3_8b", ["memory.remat=full", HOST, "memory.offload_params=host", "memory.offload_activations=host"]),
+    ("llama3_8b", ["model.tie_embeddings=true", "parallel.zero=2", HOST]),
+    ("llama3_8b", ["parallel.pipe=2", "parallel.data=4", "parallel.zero=3", "model.tie_embeddings=true", HOST]),
 ]
 
 
@@ -265,15 +275,16 @@ def test_every_explained_number_is_what_its_arithmetic_gives(name, overrides):
     for section in sections:
         assert section.source
         for line in section.lines:
-            assert values_of(line.numbers) == pytest.approx(line.value, rel=2e-3), line
+            assert values_of(line.numbers) == pytest.approx(line.value, rel=1e-4), line
 
 
 def test_what_rests_on_the_host_is_planned_and_told(tmp_path, capsys):
     """Llama-3-8B on one GPU: 18 bytes per parameter on its host, there and back over PCIe."""
     file, folder = tmp_path / "plan.json", tmp_path / "report"
-    modes = ["memory.offload_optimizer=host", "memory.offload_params=host", "data.batch_size=1"]
+    modes = ["memory.offload_optimizer=host", "memory.offload_params=host"]
+    one = ["data.batch_size=1", "parallel.microbatches=1", "memory.remat=full"]
     common = "--config", ROOT / "configs/llama3_8b.yaml", "--gpu", "h100", "--gpus", 1
-    assert run(*common, "--json", file, "--report", folder, *modes) == 0
+    assert run(*common, "--json", file, "--report", folder, *modes, *one) == 0
     out, found = capsys.readouterr().out, json.loads(file.read_text())
     assert "in host memory, GB for each GPU: optimizer 96.36, params 16.06, gradients 32.12; together 144.54" in out
     assert sum(found["estimate"]["on_host"].values()) == pytest.approx(18 * 8.03e9, rel=1e-3)
@@ -284,7 +295,7 @@ def test_what_rests_on_the_host_is_planned_and_told(tmp_path, capsys):
     alone = [sum(r["exposed_seconds"] for r in found["host_copies"] if r["to"] == to) for to in ("device", "host")]
     assert max(alone) <= found["estimate"]["seconds"]["host"] < sum(alone)
     assert "its host's memory holds" in next(folder.glob("*.html")).read_text()
-    assert run(*common, "data.batch_size=1") == 1  # 132 GB without
+    assert run(*common, *one) == 1  # 132 GB without
 
 
 def test_a_search_says_when_host_memory_would_do_and_finds_layouts_with_it(capsys):
@@ -333,7 +344,7 @@ def test_overrides_hold_while_choosing_and_keys_of_the_file_do_where_it_has_no_m
     assert run("--config", config, "--gpus", 8, "--choose", "parallel.zero=2", "--json", out) == 0
     assert json.loads(out.read_text())["zero"] == 2
     tree = yaml.safe_load(config.read_text())
-    tree["parallel"] = {"zero": 3}
+    tree["parallel"], tree["memory"] = {"zero": 3}, {"remat": "full"}
     meshless = tmp_path / "meshless.yaml"
     meshless.write_text(yaml.safe_dump(tree))
     assert run("--config", meshless, "--gpus", 16, "--json", out) == 0
@@ -356,13 +367,13 @@ def test_a_layout_that_does_not_fit_ends_with_1_and_says_by_how_much(capsys):
         (["--gpu", "h1000"], "gpu='h1000' is unknown; use a100-40, a100-80, h100, h200, b200, gb200, cpu"),
         (["--gpus", 12], "gpus=12: 1 to 8, or whole hosts of 8; use 16"),
         (["--gpus", 64, "parallel.tensor=3"], "parallel.tensor=3 does not divide 64 GPUs"),
-        (["--choose", "parallel.prefetch=true"], "parallel.prefetch is not searched"),
+        (["--choose", "parallel.prefetch=true", "parallel.microbatches=1"], "parallel.prefetch is not searched"),
         (["--choose", "parallel.tensor=0"], "parallel.tensor=0: an axis has 1 or more devices"),
         (["--gpus", 0], "gpus=0: 1 to 8, or whole hosts of 8; use 1"),
         (["--gpus", 10**9, "--choose"], "gpus=1000000000: there are not so many"),
         (["--gpu", ""], "gpu='' is unknown"),
         (["parallel.data=-1"], "parallel.data=-1 takes whatever devices remain"),
-        (["--memory-fraction", 1.5], "--memory-fraction 1.5 is no share"),
+        (["--memory-fraction", 1.5], "--memory-fraction=1.5: must be in (0, 1]"),
         (["model.d_model=100"], "model.num_heads=32 does not divide model.d_model=100"),
         (
             ["--choose", "--gpus", 8, "data.batch_size=1", "parallel.data=8"],
@@ -390,16 +401,12 @@ def test_what_fits_nowhere_is_told_by_how_much_and_what_would_help():
     assert re.search(r"needs \d+\.\d GB of 63\.7, most of it .*; what would do: .*GPUs \(", text)
 
 
-def test_without_the_cuda_compiler_the_estimate_stands_alone(monkeypatch, capsys):
-    def missing(*_):
-        raise topology.NoCompiler("cannot compile for h100: the CUDA compiler is not installed; pip install x")
-
-    monkeypatch.setattr(topology, "compile_only", missing)
-    monkeypatch.setattr(plan.meshes, "configure", lambda **_: None)
-    assert run("--config", ROOT / "configs/gpt2_124m.yaml", "--compile") == 0
-    out, err = capsys.readouterr()
-    assert "not compiled: cannot compile for h100: the CUDA compiler is not installed" in err
-    assert "(estimated)" in out
+def test_to_compile_without_the_cuda_compiler_is_a_wrong_request(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(topology, "entry_points", lambda **_: [])
+    assert run("--config", ROOT / "configs/gpt2_124m.yaml", "--compile", "--json", tmp_path / "plan.json") == 2
+    message = "cannot compile for h100: the CUDA compiler is not installed; pip install 'nanotrain_jax[cuda12]'"
+    assert capsys.readouterr() == ("", f"error: {message}\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_compiler_that_fails_is_told_in_one_line_and_ends_with_1(monkeypatch, capsys):

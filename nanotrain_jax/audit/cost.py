@@ -183,38 +183,19 @@ def communication(config: Config) -> list[dict[str, Any]]:
     a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too. Tied embeddings are
     gathered, and their gradients scattered, at both ends (ZeRO 2 and 3); so they are where layers stream (`by_hand`).
     """
-    p, m, remat = config.parallel, config.model, config.memory.remat
-    g, w, L = BYTES[config.precision.grad_reduce], BYTES[config.precision.compute], m.num_layers // p.pipe
+    p, m = config.parallel, config.model
+    w, L = BYTES[config.precision.compute], m.num_layers // p.pipe
     rows: dict[tuple, float] = {}
 
     def add(axes: tuple[str, ...], op: str, size: float, why: str) -> None:
         """size: bytes of the whole buffer."""
-        axes = tuple(axis for axis in axes if getattr(p, axis) > 1)
         n = prod(getattr(p, axis) for axis in axes)
         if n > 1:
             key = ",".join(axes), op, why
             rows[key] = rows.get(key, 0.0) + (2 if op == "all_reduce" else 1) * (n - 1) / n * size
 
-    for a in arrays(m, p.tensor):
-        psi = local(a, config)
-        partial = a.tensor == "heads" or (a.tensor == "whole" and p.sequence_parallel)
-        stages = ("pipe",) if a.where == "ends" else ()
-        over = ("tensor",) if partial else ()
-        if p.zero == 0 and p.grad_reduce == "per_layer":  # in the backward; over tensor once, after it
-            add(("replica", "data"), "all_reduce", g * psi, "gradients")
-            add(over, "all_reduce", g * psi, "gradients")
-            continue
-        if p.zero == 0 or not sharded(a, config):
-            add((*stages, "replica", "data", *over), "all_reduce", g * psi, "gradients")
-            continue
-        uses = 2 if a.where == "ends" and a.matmul and m.tie_embeddings and by_hand(config) else 1  # one at each end
-        add(("data",), "reduce_scatter", (uses * p.microbatches if p.zero > 1 else 1) * g * psi, "gradients")
-        add((*stages, "replica", *over), "all_reduce", g * psi / p.data, "gradients between groups")
-        if p.zero == 3:
-            passes = uses if a.where == "ends" else 3 if remat.startswith("block:") else 2
-            add(("data",), "all_gather", p.microbatches * passes * w * psi, "weights, forward and backward")
-        else:
-            add(("data",), "all_gather", w * psi, "updated weights")
+    for part in parameter_buffers(config):
+        add(part.axes, part.op, part.times * part.itemsize * part.elements, part.why)
 
     tensor, tokens = ("tensor",), tokens_per_device(config)
     activations, (there, back) = w * tokens * m.d_model, tensor_passes(config)
@@ -231,6 +212,52 @@ def communication(config: Config) -> list[dict[str, Any]]:
     return [
         {"axis": axis, "op": op, "bytes_per_device": size, "why": why} for (axis, op, why), size in rows.items() if size
     ]
+
+
+class Buffer(NamedTuple):
+    """Gradients or weights of one kind of parameters that a device communicates in a step."""
+
+    axes: tuple[str, ...]  # of the mesh, those with several devices
+    op: str
+    why: str
+    where: str  # layers or ends
+    itemsize: int  # bytes per element on the wire
+    times: int  # how often in a step
+    elements: float  # of the whole buffer
+
+
+def parameter_buffers(config: Config) -> list[Buffer]:
+    """The whole buffers of gradients and weights behind `communication`, for each kind of parameters."""
+    p, m, remat = config.parallel, config.model, config.memory.remat
+    g, w, M = BYTES[config.precision.grad_reduce], BYTES[config.precision.compute], p.microbatches
+    found = []
+
+    def add(axes: tuple[str, ...], op: str, why: str, itemsize: int, times: int, divisor: int = 1) -> None:
+        """For the array at hand."""
+        present = tuple(axis for axis in axes if getattr(p, axis) > 1)
+        if present:
+            found.append(Buffer(present, op, why, a.where, itemsize, times, local(a, config) / divisor))
+
+    for a in arrays(m, p.tensor):
+        partial = a.tensor == "heads" or (a.tensor == "whole" and p.sequence_parallel)
+        stages = ("pipe",) if a.where == "ends" else ()
+        over = ("tensor",) if partial else ()
+        if p.zero == 0 and p.grad_reduce == "per_layer":  # in the backward; over tensor once, after it
+            add(("replica", "data"), "all_reduce", "gradients", g, 1)
+            add(over, "all_reduce", "gradients", g, 1)
+            continue
+        if p.zero == 0 or not sharded(a, config):
+            add((*stages, "replica", "data", *over), "all_reduce", "gradients", g, 1)
+            continue
+        uses = 2 if a.where == "ends" and a.matmul and m.tie_embeddings and by_hand(config) else 1  # one at each end
+        add(("data",), "reduce_scatter", "gradients", g, uses * M if p.zero > 1 else 1)
+        add((*stages, "replica", *over), "all_reduce", "gradients between groups", g, 1, p.data)
+        if p.zero == 3:
+            passes = uses if a.where == "ends" else 3 if remat.startswith("block:") else 2
+            add(("data",), "all_gather", "weights, forward and backward", w, M * passes)
+        else:
+            add(("data",), "all_gather", "updated weights", w, 1)
+    return found
 
 
 def turns(config: Config) -> dict[str, Fraction]:

@@ -5,8 +5,10 @@ Bytes, bytes per second, FLOP per second; links in one direction.
 
 from __future__ import annotations
 
+import difflib
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, get_type_hints
 
 
 class Gpu(NamedTuple):
@@ -110,6 +112,7 @@ GPUS = {
         (SIMULATED, "cpu", 4_000_000_000, 10_000_000_000, _LAPTOP),
     )
 }
+PUBLISHED = frozenset(GPUS)
 
 
 def find(name: str) -> Gpu:
@@ -117,6 +120,47 @@ def find(name: str) -> Gpu:
     if name not in GPUS:
         raise ValueError(f"gpu={name!r} is unknown; use {', '.join(GPUS)}")
     return GPUS[name]
+
+
+def add(name: str, figures: Mapping[str, Any]) -> None:
+    """Add a kind of GPU to GPUS. figures: those of `Gpu` by name; `like`, a kind that is there, gives those left out.
+
+    Raises ValueError (one line) for a name that is taken, and for a figure that is unknown, missing or not above 0.
+    """
+    if name in PUBLISHED:
+        raise ValueError(f"gpu file {name}: {name} is one of the known GPUs; give the file another name")
+    given = dict(figures)
+    like = given.pop("like", None)
+    found = find(str(like))._asdict() if like is not None else {}
+    for key, value in given.items():
+        if key not in Gpu._fields:
+            near = difflib.get_close_matches(str(key), Gpu._fields, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"use {', '.join(Gpu._fields)}"
+            raise ValueError(f"gpu file {name}: unknown figure {key}; {remedy}")
+        found[key] = _figure(name, key, value)
+    missing = [field for field in Gpu._fields if field not in found]
+    if missing:
+        raise ValueError(
+            f"gpu file {name}: {', '.join(missing)} missing; add them, or `like: h100` to take them from it"
+        )
+    GPUS[name] = Gpu(**found)
+
+
+def _figure(name: str, key: str, value: Any) -> Any:
+    """The value of a figure as `Gpu` has it. Raises ValueError."""
+    kind = get_type_hints(Gpu)[key]
+    if kind is str:
+        if isinstance(value, str) and value:
+            return value
+        raise ValueError(f"gpu file {name}: {key}={value!r}: must be text")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < 1e30 or (key == "matmul" and value > 1):
+        raise ValueError(
+            f"gpu file {name}: {key}={value!r}: must be a number above 0" + ", at most 1" * (key == "matmul")
+        )
+    if kind is int and value != int(value):
+        raise ValueError(f"gpu file {name}: {key}={value!r}: must be a whole number")
+    return kind(value)
 
 
 def check_count(name: str, count: int) -> None:

@@ -11,9 +11,11 @@ Bytes per device. Psi, N, t, P and M as in audit/cost.py.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from nanotrain_jax.audit import offloaded
 from nanotrain_jax.audit.cost import BYTES, arrays, kv_width, local, outline, sharded, tokens_per_device
-from nanotrain_jax.config import Config, fits_flash, padded_vocab
+from nanotrain_jax.config import Config, Model, Parallel, fits_flash, padded_vocab
 
 Parts = dict[str, float]
 
@@ -63,7 +65,8 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     layer       what one layer makes on its way back: what `none` would keep of it, and four float32 copies of x (norms
                 and the residual stream); block:n, of n layers
     buffers     what was gathered and what is on its way: weights of the head or of a layer at stage 3, float32
-                gradients of a layer from stage 2, activations whole again under sequence parallelism (three), the
+                gradients of a layer from stage 2, with stages a layer's gradients in 16 bit and (without W) float32,
+                activations whole again under sequence parallelism (three), the
                 largest stacked gradient in the wire's dtype where it travels once per step
     """
     m, p, remat = config.model, config.parallel, config.memory.remat
@@ -89,10 +92,6 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     several, apart = p.microbatches > 1 or p.pipe > 1, p.zero == 3 and p.data > 1
     sums = 4 * sum((shard if p.zero > 1 else psi).values()) if several else 0.0
     made = 0.0 if p.pipe > 1 else 4 * sharded_layers if p.zero > 1 else b * layers
-    gathered = (b * layers / L if apart else 0.0) + (4 * layers / L if p.zero > 1 and p.data > 1 else 0.0)
-    gathered += 3 * b * tokens * D if split_x > 1 else 0.0
-    if p.pipe > 1:
-        gathered += b * layers / L  # a layer's gradients, before they are added
     once = p.zero < 2 and p.data * p.replica > 1
     largest = max(local(a, config) for a in arrays(m, p.tensor) if a.where == "layers")
     ends = b * psi["ends"] if p.zero < 2 else 4 * shard["ends"]
@@ -103,13 +102,27 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
         "loss": {"gradients": sums + (head if p.pipe == 1 else 0.0), "activations": stay, "loss": logits}
         | {"layer": 2 * b * tokens * D, "buffers": b * V * D if apart else 0.0},
         "backward": {"gradients": sums + made + (head if early and p.pipe == 1 else 0.0), "activations": stay}
-        | {"loss": 0.0 if p.pipe > 1 else late, "layer": one, "buffers": gathered},
+        | {"loss": 0.0 if p.pipe > 1 else late, "layer": one}
+        | {"buffers": _gathered(config, layers / L, tokens)},
         "update": {"gradients": sums or (sent if sent else made + ends), "activations": 0.0}
         | {"loss": 0.0 if several else late, "layer": 0.0}
         | {"buffers": (4 if several else g) * largest if once and not sent else 0.0},
     }
     found = {moment: always | parts for moment, parts in found.items()}
     return _offloaded(config, found) if set(offloaded.modes(config)) != {"none"} else found
+
+
+def _gathered(config: Config, layer: float, tokens: float) -> float:
+    """Bytes of what is gathered, or on its way, in the backward. layer: elements of one; tokens: of a microbatch."""
+    p, b = config.parallel, BYTES[config.precision.compute]
+    found = 0.0
+    if p.zero > 1 and p.data > 1:
+        found += (4 + b * (p.zero == 3)) * layer
+    if p.tensor > 1 and p.sequence_parallel:
+        found += 3 * b * tokens * config.model.d_model
+    if p.pipe > 1:  # a layer's gradients before they are added; made in B, XLA keeps a float32 copy of them as well
+        found += (b if outline(config).weights else b + 4) * layer
+    return found
 
 
 def _offloaded(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
@@ -161,11 +174,22 @@ def peak(config: Config, capability: int = 9) -> tuple[str, Parts]:
 
 def held(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """Elements of layers and ends on a device: where ZeRO shards nothing, and over data."""
+    p = config.parallel
+    psi, shard = _held(config.model, p.tensor, p.pipe, p.data, p.persist_below)
+    return dict(psi), dict(shard)
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same again and again
+def _held(
+    model: Model, tensor: int, pipe: int, data: int, persist_below: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    sizes = Parallel(tensor=tensor, pipe=pipe, data=data, persist_below=persist_below)
+    config = Config(model=model, parallel=sizes)
     psi, shard = {"layers": 0.0, "ends": 0.0}, {"layers": 0.0, "ends": 0.0}
-    for a in arrays(config.model, config.parallel.tensor):
+    for a in arrays(model, tensor):
         size = local(a, config)
         psi[a.where] += size
-        shard[a.where] += size / (config.parallel.data if sharded(a, config) else 1)
+        shard[a.where] += size / (data if sharded(a, config) else 1)
     return psi, shard
 
 

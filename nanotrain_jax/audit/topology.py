@@ -42,12 +42,17 @@ def compile_only(gpu: str, count: int) -> list[jax.Device]:
     """
     found = hardware.find(gpu)
     hardware.check_count(gpu, count)
-    if not any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins")):
-        raise NoCompiler(
-            f"cannot compile for {gpu}: the CUDA compiler is not installed; pip install 'nanotrain_jax[cuda12]'"
-        )
+    check_compiler(gpu)
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # that check wants a driver
     target = TARGET.format(gpu=found, optin=found.shared_bytes - 1024)
     hosts, each = (count // found.host, found.host) if count > found.host else (1, count)
     shape = f"1x{hosts}x{each}"
     return topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape).devices
+
+
+def check_compiler(gpu: str) -> None:
+    """Raise NoCompiler where the CUDA compiler is not installed. Starts nothing."""
+    if not any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins")):
+        raise NoCompiler(
+            f"cannot compile for {gpu}: the CUDA compiler is not installed; pip install 'nanotrain_jax[cuda12]'"
+        )

@@ -55,11 +55,12 @@ def outline(name: str, stages: int, microbatches: int, chunks: int = 1) -> Outli
     """What a schedule by name costs. Raises ValueError if there is none (`schedule.make`)."""
     table = make(name, stages, microbatches, chunks)
     counts = _counts(table)
-    numbers = counts @ (1, 2, 4 * counts.max(initial=1))  # of (F, B, W); F and B are 0 or 1
+    codes = counts @ (1, 2, 4 * counts.max(initial=1))  # of (F, B, W); F and B are 0 or 1
+    _, first_ticks, numbers = np.unique(codes, axis=0, return_index=True, return_counts=True)  # most ticks are alike
     kinds: dict[tuple[tuple[int, int, int], ...], int] = {}
-    for tick, row in zip(numbers, counts, strict=True):
-        kind = tuple(tuple(map(int, row[i])) for i in np.unique(tick, return_index=True)[1])
-        kinds[kind] = kinds.get(kind, 0) + 1
+    for tick, number in zip(first_ticks, numbers, strict=True):
+        kind = tuple(sorted({tuple(work) for work in counts[tick].tolist()}))
+        kinds[kind] = kinds.get(kind, 0) + int(number)
     return Outline(table.ticks, slots(table), table.weight.shape[-1], kinds)
 
 

@@ -229,33 +229,33 @@ def moves(e: Estimate) -> Section:
 def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     """The whole buffers of a row, as a formula and in numbers: bytes b of x, w of weights, g of gradients."""
     c, m, p, n = e.config, e.config.model, e.config.parallel, number
-    b, g = cost.BYTES[c.precision.compute], cost.BYTES[c.precision.grad_reduce]
-    L, M, tokens = m.num_layers // p.pipe, p.microbatches, cost.tokens_per_device(c)
+    b, tokens = cost.BYTES[c.precision.compute], cost.tokens_per_device(c)
+    L, M = m.num_layers // p.pipe, p.microbatches
+    if t.op == "permute":
+        split, ticks = p.tensor if p.sequence_parallel else 1, cost.outline(c).ticks
+        shown = f"2 x {ticks} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
+        return "2 ticks b B T D / M" + " / t" * (split > 1), shown
     if t.why.startswith("activations"):
-        if t.op == "permute":
-            split, ticks = p.tensor if p.sequence_parallel else 1, cost.outline(c).ticks
-            shown = f"2 x {ticks} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
-            return "2 ticks b B T D / M" + " / t" * (split > 1), shown
         there, back = cost.tensor_passes(c)
         passes = back if t.op == "reduce_scatter" else there
         return f"b B T D ({passes} L + 2)", f"{b} x {n(tokens)} x {n(m.d_model)} x ({passes} x {L} + 2)"
     if t.why == "loss":
         return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
-    split = [a for a in cost.arrays(m, p.tensor) if cost.sharded(a, c)]
-    twice = m.tie_embeddings and p.pipe > 1  # used, and so gathered and scattered, at both ends
-    uses = lambda a: 2 if twice and a.matmul and p.zero > 1 else 1
-    layers = sum(cost.local(a, c) for a in split if a.where == "layers")
-    ends = sum(uses(a) * cost.local(a, c) for a in split if a.where == "ends")
-    many, times = ("M ", f"{M} x ") if p.zero > 1 else ("", "")
-    if t.op == "reduce_scatter":
-        return f"{many}g Psi, of what data splits", f"{times}{g} x ({n(layers)} + {n(ends)})"
-    if t.why == "updated weights":
-        return "w Psi, of what data splits", f"{b} x ({n(layers)} + {n(ends)})"
-    if t.op == "all_gather":
-        passes = 3 if c.memory.remat.startswith("block:") else 2
-        return f"M w ({passes} Psi_layers + Psi_ends)", f"{M} x {b} x ({passes} x {n(layers)} + {n(ends)})"
-    group = prod(getattr(p, axis) for axis in t.axis.split(","))
-    return "g Psi, of what is whole along these axes", n(t.bytes * group / (group - 1) / 2)
+    return parameters_moved(e, t)
+
+
+def parameters_moved(e: Estimate, t: Transfer) -> tuple[str, str]:
+    """The whole buffers of gradients or weights of a row, from the same table as its bytes."""
+    elements: dict[tuple[int, str, int], float] = {}
+    for part in cost.parameter_buffers(e.config):
+        if (",".join(part.axes), part.op, part.why) == (t.axis, t.op, t.why):
+            key = part.itemsize, part.where, part.times
+            elements[key] = elements.get(key, 0.0) + part.elements
+    itemsize = next(iter(elements))[0]
+    formula = " + ".join(f"{times} Psi_{where}" for _, where, times in elements)
+    numbers = " + ".join(f"{times} x {number(size)}" for (_, _, times), size in elements.items())
+    symbol = "g" if t.why.startswith("gradients") else "w"
+    return f"{symbol} ({formula}), of what moves this way", f"{itemsize} x ({numbers})"
 
 
 def schedule(e: Estimate) -> Section:
@@ -282,7 +282,7 @@ def speed(e: Estimate) -> Section:
     """The modelled step, and what is made of it."""
     c, n, gpu = e.config, number, hardware.find(e.gpu)
     tokens = c.data.batch_size * c.data.seq_len
-    full = cost.flops_per_token(c.model, c.data.seq_len)["full"]
+    full, causal = cost.flops_per_token(c.model, c.data.seq_len).values()
     shown = " + ".join(f"{s:.6g}" for s in e.seconds.values())
     lines = [
         Line("step (modelled)", " + ".join(e.seconds), shown, e.step_seconds, "s"),
@@ -298,7 +298,14 @@ def speed(e: Estimate) -> Section:
             "useful FLOPs / (step GPUs peak)",
             f"{n(full)} x {n(tokens)} / ({e.step_seconds!r} x {e.gpus} x {gpu.peak_flops:.6g})",
             e.mfu,
-            "",
+            "attention in full (PaLM)",
+        ),
+        Line(
+            "MFU, causal",
+            "(6 N + 6 L D T) tokens / (step GPUs peak)",
+            f"{n(causal)} x {n(tokens)} / ({e.step_seconds!r} x {e.gpus} x {gpu.peak_flops:.6g})",
+            e.mfu_causal,
+            "attention's causal half",
         ),
     ]
     return Section("Speed, modelled", "roofline (Williams et al. 2009) with the shares in planner/estimate.py", lines)

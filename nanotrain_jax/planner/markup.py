@@ -53,9 +53,10 @@ def key(style: str, name: str) -> Html:
 
 CSS = """
 :root{color-scheme:light dark;--page:#fff;--ink:#191c20;--mute:#5f6670;--line:#e4e5e7;--waits:#e7e9ec;--mark:#eef3f9;
---good:#1b7a48;--bad:#c0281f;--font:-apple-system,"Segoe UI",Roboto,"Helvetica Neue","Liberation Sans",Arial,sans-serif}
+--good:#1b7a48;--maybe:#8a6100;--bad:#c0281f;
+--font:-apple-system,"Segoe UI",Roboto,"Helvetica Neue","Liberation Sans",Arial,sans-serif}
 @media screen and (prefers-color-scheme:dark){:root{--page:#14161a;--ink:#e7e9ec;--mute:#9aa2ad;--line:#2b2f36;
---waits:#343a43;--mark:#1f2732;--good:#63cf97;--bad:#ff8075}}
+--waits:#343a43;--mark:#1f2732;--good:#63cf97;--maybe:#e5c84a;--bad:#ff8075}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 var(--font);font-variant-numeric:tabular-nums;
 -webkit-print-color-adjust:exact;print-color-adjust:exact}
@@ -65,7 +66,8 @@ h1{font-size:36px;line-height:1.15;letter-spacing:-.015em}h1 span{font-weight:40
 h2{font-size:22px;line-height:1.3;letter-spacing:-.005em}h3{font-size:14px;margin:28px 0 4px}
 small{font-size:12px;font-weight:400;color:var(--mute)}
 section{margin-top:60px}.lead{max-width:82ch;margin:4px 0 20px;color:var(--mute)}
-.verdict{margin-top:8px;font-size:18px}.good b{color:var(--good)}.bad b,.over b,.over b+small{color:var(--bad)}
+.verdict{margin-top:8px;font-size:18px}.good b{color:var(--good)}
+.maybe b{color:var(--maybe)}.bad b,.over b,.over b+small{color:var(--bad)}
 .facts{display:flex;flex-wrap:wrap;gap:12px 36px;margin:24px 0 32px}dt{font-size:12px;color:var(--mute)}
 .tiles{display:grid;grid-template-columns:repeat(5,1fr);gap:0 28px}
 .tiles div{border-top:2px solid var(--ink);padding:10px 0 20px}.tiles p{font-size:13px;color:var(--mute)}

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from math import floor, log10
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import matplotlib
 
 from nanotrain_jax.audit import cost, hardware
 from nanotrain_jax.parallel import chart, gantt, schedule
 from nanotrain_jax.planner import explain, markup
 from nanotrain_jax.planner.compiled import moved
-from nanotrain_jax.planner.estimate import Estimate, layers_time
+from nanotrain_jax.planner.estimate import Estimate, Verdict, layers_time, margin, verdict
 from nanotrain_jax.planner.search import Found
 
 # Backgrounds, each with the ink that can be read on it.
@@ -50,6 +53,25 @@ TIMES = {  # what a step's time goes into; others: several mesh axes together
 DRAWN = {"stages": 8, "chunks": 4, "microbatches": 16, "units": 32}  # at most; with chunks half the stages
 GB = 1e9
 SHOWN = 10  # candidates, and reasons for rejection
+SIGNS: dict[Verdict, str] = {"fits": "✓", "may not fit": "?", "does not fit": "✕"}
+CLASSES: dict[Verdict, str] = {"fits": "good", "may not fit": "maybe", "does not fit": "bad"}
+
+
+class Origin(NamedTuple):
+    """Where a page comes from."""
+
+    config: str  # path of the config
+    command: str  # the command line
+    made: str  # by which versions and when, see `made`
+
+
+def made() -> str:
+    """Versions of this package and of jax, and the date with the time zone."""
+    try:
+        ours = version("nanotrain_jax")
+    except PackageNotFoundError:  # run from a folder, not installed
+        ours = "(not installed)"
+    return f"nanotrain_jax {ours}, jax {jax.__version__}, {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
 
 
 def html(
@@ -57,24 +79,33 @@ def html(
     explained: Sequence[explain.Section],
     found: Found | None = None,
     compiled: Mapping[str, Any] | None = None,
+    origin: Origin | None = None,
 ) -> str:
     """The page of a plan, as text.
 
     explained: what explain.explain said. found: what search.search found, if it searched. compiled: what
-    compiled.compile_step returned, if it compiled. Whatever text they hold is escaped.
+    compiled.compile_step returned, if it compiled. origin: config, command line, versions and date, to be shown.
+    Whatever text they hold is escaped.
     """
     m = plan.config.model
     name = f"{escape(m.family)} <span>{_short(cost.parameters(m))} parameters</span>"
+    title = (f"{origin.config}: " if origin else "") + f"{m.family} on {plan.gpus} x {plan.gpu}"
     body = [_headline(plan, name, compiled), _memory(plan, compiled), _time(plan), _schedule(plan)]
     body += [_communication(plan, compiled), _candidates(plan, found), _formulas(explained)]
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{escape(m.family)} on {plan.gpus} x {escape(plan.gpu)}</title><style>{markup.CSS}</style></head><body><main>
+<title>{escape(title)}</title><style>{markup.CSS}</style></head><body><main>
 {"".join(body)}
 <footer>GB are 1e9 bytes. Memory, bytes and FLOPs are closed forms; times are modelled, not measured.
-Made by nanotrain_jax.plan.</footer></main></body></html>
+{_origin(origin)}</footer></main></body></html>
 """
+
+
+def _origin(origin: Origin | None) -> str:
+    if origin is None:
+        return "Made by nanotrain_jax.plan."
+    return f"<p>Config {escape(origin.config)}. {escape(origin.made)}.</p><code>{escape(origin.command)}</code>"
 
 
 def _headline(plan: Estimate, name: str, compiled: Mapping[str, Any] | None) -> str:
@@ -88,20 +119,26 @@ def _headline(plan: Estimate, name: str, compiled: Mapping[str, Any] | None) -> 
         "microbatches": f"{p.microbatches:,} of {sequences:,} x {c.data.seq_len:,} tokens",
         "remat": c.memory.remat,
     }
+    if c.model.loss_chunk:
+        facts["loss chunk"] = f"{c.model.loss_chunk:,} tokens"
     spare = plan.limit_bytes - (compiled["peak_bytes"] if compiled else plan.peak_bytes)
     by = f"{_gb(abs(spare))} {'to spare' if spare >= 0 else 'too much'}, {'compiled' if compiled else 'estimated'}"
-    verdict = f"<b>{'✓ fits' if spare >= 0 else '✕ does not fit'}</b> {by}"
+    said = verdict(compiled["peak_bytes"], 0.0, plan.limit_bytes) if compiled else plan.verdict
+    if said == "may not fit":
+        by += f", less than the estimate's margin of {margin(c):.0%}: compile it (--compile)"
+    mfu = f"of {gpu.peak_flops / 1e12:,.4g} TFLOP/s, attention in full; {plan.mfu_causal:.1%} with its causal half"
     waits = "of the schedule's time" if p.pipe > 1 else "there are no stages"
     speed, batch = plan.tokens_per_second, f"{c.data.batch_size:,} x {c.data.seq_len:,} tokens"
     tiles = (
         ("peak memory per GPU", *_gb(plan.peak_bytes).split(), f"of {_gb(plan.limit_bytes)} that JAX takes"),
         ("step, modelled", *_seconds(plan.step_seconds).split(), f"for {batch}"),
         ("tokens/s, modelled", f"{speed:,.0f}", "", f"{speed / plan.gpus:,.0f} per GPU"),
-        ("MFU, modelled", f"{100 * plan.mfu:.1f}", "%", f"of {gpu.peak_flops / 1e12:,.4g} TFLOP/s per GPU"),
+        ("MFU, modelled", f"{100 * plan.mfu:.1f}", "%", mfu),
         ("bubble, modelled", f"{100 * plan.bubble_fraction:.1f}", "%", waits),
     )
     return (
-        f'<header><h1>{name}</h1><p class="verdict {"good" if spare >= 0 else "bad"}">{verdict}</p><dl class="facts">'
+        f'<header><h1>{name}</h1><p class="verdict {CLASSES[said]}"><b>{SIGNS[said]} {said}</b> {by}</p>'
+        + '<dl class="facts">'
         + "".join(f"<div><dt>{key}</dt><dd>{escape(value)}</dd></div>" for key, value in facts.items())
         + '</dl><div class="tiles">'
         + "".join(
@@ -235,7 +272,8 @@ def _candidates(plan: Estimate, found: Found | None) -> str:
     best, rows, body = found.best[:SHOWN], [], ""
     for rank, e in enumerate(best, 1):
         p, bar = e.config.parallel, markup.mini((e.step_seconds / max(e.step_seconds for e in best), BLUE))
-        layout = _mesh(e), p.zero, _schedule_name(e), p.chunks, f"{p.microbatches:,}", e.config.memory.remat
+        remat = e.config.memory.remat + f", loss_chunk={e.config.model.loss_chunk}" * (e.config.model.loss_chunk > 0)
+        layout = _mesh(e), p.zero, _schedule_name(e), p.chunks, f"{p.microbatches:,}", remat
         numbers = f"{100 * e.mfu:.1f}", f"{100 * e.bubble_fraction:.1f}"
         rows.append([rank, *layout, _number(e.peak_bytes / GB), bar, _seconds(e.step_seconds), *numbers])
     head = ["", "mesh", ">ZeRO", "schedule", ">chunks", ">microbatches", "remat", ">peak GB", "", ">step, modelled"]

@@ -11,7 +11,7 @@ from rich.table import Table
 from nanotrain_jax.audit import cost, hardware
 from nanotrain_jax.planner.compiled import estimated as theory
 from nanotrain_jax.planner.compiled import moved
-from nanotrain_jax.planner.estimate import Estimate
+from nanotrain_jax.planner.estimate import Estimate, Verdict, margin
 from nanotrain_jax.planner.explain import Section, number
 from nanotrain_jax.planner.search import Found, words
 
@@ -53,7 +53,8 @@ def estimated(console: Console, e: Estimate) -> None:
     shares = {what: seconds / e.step_seconds for what, seconds in e.seconds.items()}
     parts = ", ".join(f"{what} {share:.1%}" for what, share in shares.items() if share > 5e-4)
     waits = f"; stages wait {e.bubble_fraction:.1%} of the schedule" if c.parallel.pipe > 1 else ""
-    speed = f"{e.tokens_per_second:,.0f} tokens/s, MFU {e.mfu:.1%} (attention in full){waits}"
+    mfu = f"MFU {e.mfu:.1%} (attention in full; {e.mfu_causal:.1%} with its causal half)"
+    speed = f"{e.tokens_per_second:,.0f} tokens/s, {mfu}{waits}"
     console.print(f"a step of {e.step_seconds:,.3f} s, modelled ({parts}); {speed}")
     if e.rough:
         console.print("attention is not flash attention here, but stores its scores: the estimate is less exact")
@@ -74,8 +75,9 @@ def candidates(console: Console, found: Found) -> None:
         why = ", ".join(f"{what} {s / e.step_seconds:.1%}" for s, what in losses[:2] if s > 5e-4 * e.step_seconds)
         schedule = p.schedule + (f":{p.chunks}" if p.chunks > 1 else "") if p.pipe > 1 else ""
         row = f"{e.peak_bytes / unit:.1f}", f"{e.step_seconds:,.3f}", f"{e.mfu:.1%}", why
+        remat = e.config.memory.remat + f", loss_chunk={e.config.model.loss_chunk}" * (e.config.model.loss_chunk > 0)
         mesh, *_ = words(e.config).split(",")
-        table.add_row(str(rank), mesh, str(p.zero), schedule, str(p.microbatches), e.config.memory.remat, *row)
+        table.add_row(str(rank), mesh, str(p.zero), schedule, str(p.microbatches), remat, *row)
     console.print(table)
     console.print(f"{found.tried:,} layouts estimated; not among them, or not fitting:")
     for reason, count in found.rejected.most_common(8):
@@ -115,12 +117,37 @@ def compiled(console: Console, e: Estimate, found: dict[str, Any]) -> None:
     console.print(table)
 
 
-def verdict(console: Console, e: Estimate, found: dict[str, Any] | None, fits: bool) -> None:
+def slower(console: Console, e: Estimate, better: Estimate) -> None:
+    """One line: which layout a search finds, and how much faster it is."""
+    less = 1 - better.step_seconds / e.step_seconds
+    text = f"--choose finds {words(better.config)}: modelled {better.step_seconds:,.3f} s, {less:.0%} less"
+    console.print(text, soft_wrap=True)
+
+
+def too_large(console: Console, e: Estimate, compiled: dict[str, Any], following: Estimate | None) -> None:
+    """A candidate that does not fit as compiled, and the one that is compiled next."""
+    unit, name = _unit(e)
+    then = f"; compiling the next: {words(following.config)}" if following else "; there is no other candidate"
+    text = (
+        f"does not fit as compiled: {compiled['peak_bytes'] / unit:,.2f} {name} ({e.peak_bytes / unit:,.2f} estimated) "
+        f"of {e.limit_bytes / unit:,.2f}: {words(e.config)}{then}"
+    )
+    console.print(text, soft_wrap=True)
+
+
+COLORS: dict[Verdict, str] = {"fits": "green", "may not fit": "yellow", "does not fit": "red"}
+
+
+def verdict(console: Console, e: Estimate, compiled: dict[str, Any] | None, verdict: Verdict) -> None:
     """Whether it fits, and by how much."""
     (unit, name), limit = _unit(e), e.limit_bytes
-    peak, how = (found["peak_bytes"], "compiled") if found else (e.peak_bytes, "estimated")
+    peak, how = (compiled["peak_bytes"], "compiled") if compiled else (e.peak_bytes, "estimated")
+    said, more = verdict, "too much" if verdict == "does not fit" else "to spare"
+    if verdict == "may not fit":
+        said += ", compile it (--compile)"
+        more += f", less than the estimate's margin of {margin(e.config):.0%}"
     console.print(
-        f"[bold]{'fits' if fits else 'does not fit'}[/bold]: {peak / unit:,.1f} {name} ({how}) of the "
+        f"[bold {COLORS[verdict]}]{said}[/]: {peak / unit:,.1f} {name} ({how}) of the "
         f"{limit / unit:,.1f} {name} that JAX takes of each {e.gpu} ({limit / hardware.find(e.gpu).memory_bytes:.0%}): "
-        f"{abs(limit - peak) / unit:,.1f} {name} {'to spare' if fits else 'too much'}"
+        f"{abs(limit - peak) / unit:,.1f} {name} {more}"
     )
