@@ -22,6 +22,7 @@ _PUBLIC = {
     "State": "step",
     "Step": "step",
     "build": "step",
+    "load_params": "runtime.restore",
 }
 __all__ = sorted(_PUBLIC)
 

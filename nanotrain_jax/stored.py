@@ -20,7 +20,7 @@ from nanotrain_jax.config import Config
 from nanotrain_jax.parallel.offload import HOST
 from nanotrain_jax.parallel.update import merged, only
 from nanotrain_jax.piecewise import Pending, Pieces, lower
-from nanotrain_jax.runtime import checkpoint, nvme
+from nanotrain_jax.runtime import nvme, restore
 from nanotrain_jax.state import State, layers_of_rows
 from nanotrain_jax.step import Step
 
@@ -49,7 +49,7 @@ def fill(files: nvme.Store, step: Step, config: Config, start: tuple[Path, int] 
             continue
         for number, abstract in enumerate(_one_by_one(step, p)):
             try:
-                (x,) = jax.tree.leaves(checkpoint.read_state(*start, abstract, model.is_padded))
+                (x,) = jax.tree.leaves(restore.read_state(*start, abstract, model.is_padded))
             except ValueError as error:
                 raise OSError(str(error)) from None
             files.fill(name, number, np.asarray(x)[_rows(name, config)])

@@ -32,7 +32,7 @@ from nanotrain_jax.audit import cost, hardware, hlo, memory
 from nanotrain_jax.config import Config
 from nanotrain_jax.processes import together
 from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import checkpoint, data, metrics, nvme, request, watchdog
+from nanotrain_jax.runtime import checkpoint, compatibility, data, metrics, nvme, request, restore, watchdog
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,7 +111,7 @@ class Run(NamedTuple):
     position: int
     notes: list[str]  # of how it begins, for people
     start: tuple[Path, int] | None  # folder and step of the checkpoint
-    meta: dict | None  # its own
+    meta: compatibility.Meta | None  # its own
     damaged: dict[int, str]  # newer checkpoints that are not used, and why
 
 
@@ -125,7 +125,7 @@ def prepare(config: Config) -> Run:
     gpus = [] if runtime.simulate else processes.my_gpus(here)
     processes.initialize(here, gpus, runtime.join_timeout)
     config, mesh, dataset, step = together(lambda: build(config, here.count))
-    folder = checkpoint.agree(config.checkpoint)
+    folder = restore.agree(config.checkpoint)
     notes = []
     if here.count > 1:
         hosts = processes.everyone(socket.gethostname())
@@ -133,14 +133,18 @@ def prepare(config: Config) -> Run:
         notes += [f"warning: {text}" for text in [meshes.straddles(mesh, hosts)] if text]
     if folder is None:
         return Run(config, mesh, dataset, step, step.init(), 0, notes, None, None, {})
-    number, damaged = checkpoint.choose(folder, config.checkpoint.verify)
+
+    def read(number: int) -> tuple[compatibility.Meta, steps.State]:
+        meta = restore.read_meta(folder, number)
+        compatibility.check(meta, config, dataset.tokenizer)
+        return meta, restore.read_state(folder, number, step.state, model.is_padded)
+
+    number, (meta, state), damaged = restore.newest(folder, config.checkpoint.verify, read)
     notes += [f"warning: checkpoint {n} in {folder} is not used: {what}" for n, what in damaged.items()]
-    accept = lambda meta: checkpoint.check(meta, config, dataset.tokenizer)
-    state, meta = checkpoint.read(folder, number, step.state, accept, model.is_padded)
     resumed = f"resumed from step {number} in {folder}"
-    if meta["data"]["fingerprint"] != dataset.fingerprint:
+    if meta.data.fingerprint != dataset.fingerprint:
         resumed += "; the training data are not those of the checkpoint: sequences may repeat"
-    state, position = step.in_stage_order(state), meta["data"]["position"]
+    state, position = step.in_stage_order(state), meta.data.position
     return Run(config, mesh, dataset, step, state, position, [*notes, resumed], (folder, number), meta, damaged)
 
 
@@ -235,7 +239,7 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[i
         check_offload(run, hlo.memory(train_step)["host_bytes"])
         if files:
             train_step = stored.train(files, step, train_step)
-            how = stored.fill(files, step, config, run.start, run.meta and run.meta.get("nvme"))
+            how = stored.fill(files, step, config, run.start, run.meta and run.meta.nvme)
             writer.say(f"master weights and moments: {files.nbytes / 1e9:.3g} GB in {files.folder}, {how}")
         batches = data.batches(run.dataset.train, step.batch, config.data.seed, run.position)
         with checkpoint.writing(config.checkpoint) if every else nullcontext() as write:

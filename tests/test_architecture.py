@@ -20,10 +20,14 @@ FLOORS = [
     },
     {
         "parallel.tensor", "parallel.context", "parallel.update", "parallel.compress", "runtime.optim", "runtime.data",
-        "runtime.checkpoint", "runtime.metrics", "runtime.request", "runtime.nvme", "runtime.leader", "runtime.host",
+        "runtime.checkpoint", "runtime.compatibility", "runtime.metrics", "runtime.request", "runtime.nvme",
+        "runtime.leader", "runtime.host",
         "resolved", "parallel.chart", "parallel.loops", "audit.topology", "audit.copies",
     },
-    {"model", "parallel.zero", "parallel.pipeline", "parallel.streamed", "parallel.gantt", "audit.cost"},
+    {
+        "runtime.restore", "model", "parallel.zero", "parallel.pipeline", "parallel.streamed", "parallel.gantt",
+        "audit.cost",
+    },
     {"state", "audit.offloaded"},
     {"piecewise", "audit.memory"},
     {"step"},
