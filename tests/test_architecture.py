@@ -16,23 +16,23 @@ FLOORS = [
     {
         "config", "mesh", "processes", "ops", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat",
         "parallel.pullback", "parallel.offload", "audit.hlo", "audit.hardware", "runtime.corpus",
-        "runtime.checksums", "runtime.watchdog", "runtime.link",
+        "runtime.durable", "runtime.watchdog", "runtime.link",
     },
     {
         "parallel.tensor", "parallel.context", "parallel.update", "parallel.compress", "runtime.optim", "runtime.data",
-        "runtime.checkpoint", "runtime.compatibility", "runtime.metrics", "runtime.request", "runtime.nvme",
+        "runtime.checksums", "runtime.compatibility", "runtime.metrics", "runtime.request", "runtime.nvme",
         "runtime.leader", "runtime.host",
         "resolved", "parallel.chart", "parallel.loops", "audit.topology", "audit.copies",
     },
     {
-        "runtime.restore", "model", "parallel.zero", "parallel.pipeline", "parallel.streamed", "parallel.gantt",
+        "runtime.checkpoint", "model", "parallel.zero", "parallel.pipeline", "parallel.streamed", "parallel.gantt",
         "audit.cost",
     },
-    {"state", "audit.offloaded"},
+    {"runtime.restore", "state", "audit.offloaded"},
     {"piecewise", "audit.memory"},
     {"step"},
     {"stored", "words", "planner.estimate"},
-    {"planner.search", "planner.compiled", "planner.explain", "planner.markup"},
+    {"resume", "planner.search", "planner.compiled", "planner.explain", "planner.markup"},
     {"planner.page", "planner.tables"},
     {"plan", "train", "launch"},
 ]  # fmt: skip
