@@ -504,7 +504,7 @@ def test_where_no_checkpoint_is_whole_one_line_tells_the_ways_out(config_file, t
     assert len(re.findall(r"/(?:10|5)/state/_METADATA cannot be read \(No such file or directory\); ", err)) == 2
     assert err.count("\n") == 1
     assert main(config_file, f"logging.dir={run}", "checkpoint.verify=false") == 2  # then orbax says it
-    assert "checkpoint 10 in" in capsys.readouterr().err
+    assert "checkpoint 10: it cannot be read (" in capsys.readouterr().err
 
 
 def test_a_checkpoint_whose_run_ended_before_its_checksums_is_used(config_file, tmp_path, capsys):

@@ -36,7 +36,11 @@ NAMED_AT_MOST = 3  # arrays in an error message
 
 
 class Unreadable(ValueError):
-    """A checkpoint cannot be read: its files are missing or damaged."""
+    """A checkpoint cannot be read: its files are missing or damaged. reason: of that, in a few words."""
+
+    def __init__(self, folder: str | Path, step: int, reason: str):
+        super().__init__(f"checkpoint {step} in {folder} is damaged: {reason}")
+        self.reason = reason
 
 
 def agree(config: Checkpoint) -> Path | None:
@@ -83,8 +87,8 @@ def find(config: Checkpoint) -> Path | None:
 def newest(folder: str | Path, verify: bool, use: Callable[[int], T]) -> tuple[int, T, dict[int, str]]:
     """-> the newest whole checkpoint of a folder, use(its step), and what is wrong with newer ones.
 
-    A checkpoint is whole if its files equal their checksums and use(step) does not raise Unreadable. One without
-    checksums (its run ended before they were made) is judged by use(step) alone, and so are all with verify=False.
+    A checkpoint is whole if its files equal their checksums and use(step) does not raise Unreadable. Of one without
+    checksums (its run ended before they were made) all arrays must be readable. verify=False leaves it to use(step).
     All processes return the same. Raises ValueError if no checkpoint is whole, and what else use(step) raises.
     """
     damaged: dict[int, str] = {}
@@ -95,23 +99,44 @@ def newest(folder: str | Path, verify: bool, use: Callable[[int], T]) -> tuple[i
         if not problem:
             return step, used, damaged
         damaged[step] = problem
+    problems = "; ".join(f"checkpoint {step}: {problem}" for step, problem in damaged.items())
     refuse(
-        f"no checkpoint in {folder} is whole: {'; '.join(damaged.values())}; start again in another logging.dir"
+        f"no checkpoint in {folder} is whole: {problems}; start again in another logging.dir"
         + ", or use checkpoint.verify=false to resume from damaged files" * verify
     )
 
 
-def has_checksums(folder: str | Path, step: int) -> bool:
-    """Whether the checksums of a checkpoint were written."""
-    return checksums.recorded(Path(folder).absolute() / SUMS / str(step))
-
-
 def _damage(folder: str | Path, step: int) -> str:
-    """What the checksums say is wrong with a checkpoint, on any process; "" if nothing, or if there are none."""
+    """What is wrong with the files of a checkpoint, on any process; "" if nothing.
+
+    Each process looks at its share: files that have checksums are compared with them; otherwise every array is read
+    once, before all processes restore together, where one that fails would leave the others waiting.
+    """
     root = Path(folder).absolute()
-    mine = jax.process_index(), jax.process_count()
-    found = everyone(checksums.damage(root, root / SUMS / str(step), *mine) if has_checksums(folder, step) else "")
-    return next(filter(None, found), "")
+    sums, mine = root / SUMS / str(step), (jax.process_index(), jax.process_count())
+    if all(everyone("recorded" if checksums.recorded(sums) else "")):
+        found = checksums.damage(root, sums, *mine)
+    else:
+        found = _unreadable(folder, step, *mine)
+    return next(filter(None, everyone(found)), "")
+
+
+def _unreadable(folder: str | Path, step: int, index: int, count: int) -> str:
+    """Why a process's share of the arrays of a checkpoint cannot be read; "" if it can. Reads one array at a time."""
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process{index}"
+    )
+    state = Path(folder).absolute() / str(step) / "state"
+    try:
+        with _readable(folder, step), ocp.StandardCheckpointer(multiprocessing_options=alone) as files:
+            for where in (state, *sorted(apart_folder(folder, step).glob("*"))):
+                leaves, tree = jax.tree.flatten(files.metadata(where).item_metadata.tree)
+                for i in range(index, len(leaves), count):
+                    one = [np.empty(x.shape, x.dtype) if i == j else None for j, x in enumerate(leaves)]
+                    files.restore(where, tree.unflatten(one), strict=False)
+    except Unreadable as error:
+        return error.reason
+    return ""
 
 
 def _attempt(use: Callable[[int], T], step: int) -> tuple[T | None, str]:
@@ -120,7 +145,7 @@ def _attempt(use: Callable[[int], T], step: int) -> tuple[T | None, str]:
     try:
         used = use(step)
     except Unreadable as error:
-        problem = str(error)
+        problem = error.reason
     return used, next(filter(None, everyone(problem)), "")
 
 
@@ -236,7 +261,7 @@ def load_params(folder: str | Path, step: int | None = None) -> tuple[Any, Confi
         raise ValueError(f"{folder} holds no checkpoint of step {step}; use {' or '.join(map(str, reversed(steps)))}")
     problem = _damage(folder, step)
     if problem:
-        raise ValueError(f"checkpoint {step} in {folder} is damaged: {problem}; use another step")
+        raise Unreadable(folder, step, problem)
     return _weights(folder, step)
 
 
@@ -262,5 +287,5 @@ def _readable(folder: str | Path, step: int) -> Iterator[None]:
     except Exception as error:
         if may_pass(error):
             raise
-        text = " ".join(str(error).split())[:200]
-        raise Unreadable(f"checkpoint {step} in {folder} cannot be read ({type(error).__name__}: {text})") from None
+        text = " ".join(str(error).split())[:100]
+        raise Unreadable(folder, step, f"it cannot be read ({type(error).__name__}: {text})") from None
