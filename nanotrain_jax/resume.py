@@ -57,7 +57,7 @@ def resume(folder: Path, asked: Config, config: Config, dataset: data.Dataset, s
 def _read_state(folder: Path, number: int, meta: Meta, config: Config, step: Step) -> State:
     """The state of a checkpoint, with the loss scale that precision.loss_scale asks for.
 
-    A dynamic scale goes on where it was; any other is made as for a run that begins.
+    A dynamic scale keeps its value; any other begins as in a new run.
     """
     scales = config.precision.loss_scale, meta.config["precision"].get("loss_scale")
     if scales == ("dynamic", "dynamic"):

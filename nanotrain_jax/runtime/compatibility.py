@@ -121,7 +121,7 @@ def _bound(meta: Meta, config: Config) -> list[str]:
 
 
 def changes(meta: Meta, config: Config) -> Iterator[str]:
-    """What differs from the checkpoint's config among the keys that change how training goes on, as "key old -> new".
+    """What differs from the checkpoint's config among the reported keys, as "key old -> new".
 
     optimizer.decay_steps is left out where it follows train.steps in both.
     """
