@@ -33,6 +33,7 @@ _PUBLIC = {
     "State": "step",
     "Step": "step",
     "build": "step",
+    "load_params": "runtime.restore",
 }
 __all__ = sorted([*_PUBLIC, "__version__"])
 

@@ -20,7 +20,7 @@ from nanotrain_jax.config import Config
 from nanotrain_jax.parallel.offload import HOST
 from nanotrain_jax.parallel.update import merged, only
 from nanotrain_jax.piecewise import Pending, Pieces, lower
-from nanotrain_jax.runtime import checkpoint, nvme
+from nanotrain_jax.runtime import compatibility, nvme, restore
 from nanotrain_jax.state import State, layers_of_rows
 from nanotrain_jax.step import Step
 
@@ -31,9 +31,8 @@ def store(config: Config, step: Step) -> nvme.Store:
     """The files of a resolved config, not yet made. Raises OSError or ValueError if they cannot be in their folder."""
     stacks = {name: nvme.Stack(p.state, p.count) for name, p in step.pieces.items()}
     plain = config.to_dict()
-    model = {key: value for key, value in plain["model"].items() if key != "attention"}
     layout = {key: plain[key] for key in ("parallel", "precision")}
-    return nvme.Store(config.memory.nvme_dir, stacks, model, layout)
+    return nvme.Store(config.memory.nvme_dir, stacks, compatibility.of_weights(config), layout)
 
 
 def fill(files: nvme.Store, step: Step, config: Config, start: tuple[Path, int] | None, digest: str | None) -> str:
@@ -41,6 +40,7 @@ def fill(files: nvme.Store, step: Step, config: Config, start: tuple[Path, int] 
     to that of a run that begins. -> how that was done, in a few words. Raises OSError."""
     if start and files.holds(digest):
         return "as the checkpoint left it"
+    damage = f" ({nvme.MANIFEST} was damaged)" * files.damaged
     files.make()
     for name, p in step.pieces.items():
         if start is None:
@@ -49,13 +49,13 @@ def fill(files: nvme.Store, step: Step, config: Config, start: tuple[Path, int] 
             continue
         for number, abstract in enumerate(_one_by_one(step, p)):
             try:
-                (x,) = jax.tree.leaves(checkpoint.read_state(*start, abstract, model.is_padded))
+                (x,) = jax.tree.leaves(restore.read_state(*start, abstract, model.is_padded))
             except ValueError as error:
                 raise OSError(str(error)) from None
             files.fill(name, number, np.asarray(x)[_rows(name, config)])
             del x  # before the next one is read
     files.settle()
-    return "written anew from the checkpoint" if start else "new"
+    return f"rebuilt from the checkpoint{damage}" if start else "new"
 
 
 def train(files: nvme.Store, step: Step, first: jax.stages.Compiled) -> Callable[[State, Tree], tuple[State, dict]]:

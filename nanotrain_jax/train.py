@@ -26,13 +26,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import model, processes, stored, words
+from nanotrain_jax import processes, resume, stored, words
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, hardware, hlo, memory
 from nanotrain_jax.config import Config
 from nanotrain_jax.processes import together
 from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import checkpoint, data, metrics, nvme, request, watchdog
+from nanotrain_jax.runtime import checkpoint, compatibility, data, metrics, nvme, request, restore, watchdog
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,8 +111,9 @@ class Run(NamedTuple):
     position: int
     notes: list[str]  # of how it begins, for people
     start: tuple[Path, int] | None  # folder and step of the checkpoint
-    meta: dict | None  # its own
+    meta: compatibility.Meta | None  # its own
     damaged: dict[int, str]  # newer checkpoints that are not used, and why
+    tokens: int  # seen so far
 
 
 def prepare(config: Config) -> Run:
@@ -124,24 +125,20 @@ def prepare(config: Config) -> Run:
     here = processes.here({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})
     gpus = [] if runtime.simulate else processes.my_gpus(here)
     processes.initialize(here, gpus, runtime.join_timeout)
-    config, mesh, dataset, step = together(lambda: build(config, here.count))
-    folder = checkpoint.agree(config.checkpoint)
+    asked = config
+    config, mesh, dataset, step = together(lambda: build(asked, here.count))
+    folder = restore.agree(config.checkpoint)
     notes = []
     if here.count > 1:
         hosts = processes.everyone(socket.gethostname())
         notes.append(f"{here.count} processes on {len(set(hosts))} hosts (as {here.source} says)")
         notes += [f"warning: {text}" for text in [meshes.straddles(mesh, hosts)] if text]
     if folder is None:
-        return Run(config, mesh, dataset, step, step.init(), 0, notes, None, None, {})
-    number, damaged = checkpoint.choose(folder, config.checkpoint.verify)
-    notes += [f"warning: checkpoint {n} in {folder} is not used: {what}" for n, what in damaged.items()]
-    accept = lambda meta: checkpoint.check(meta, config, dataset.tokenizer)
-    state, meta = checkpoint.read(folder, number, step.state, accept, model.is_padded)
-    resumed = f"resumed from step {number} in {folder}"
-    if meta["data"]["fingerprint"] != dataset.fingerprint:
-        resumed += "; the training data are not those of the checkpoint: sequences may repeat"
-    state, position = step.in_stage_order(state), meta["data"]["position"]
-    return Run(config, mesh, dataset, step, state, position, [*notes, resumed], (folder, number), meta, damaged)
+        return Run(config, mesh, dataset, step, step.init(), 0, notes, None, None, {}, 0)
+    found = resume.resume(folder, asked, config, dataset, step)
+    notes += found.notes
+    origin = found.start, found.meta, found.damaged
+    return Run(config, mesh, dataset, step, found.state, found.position, notes, *origin, found.tokens)
 
 
 def build(config: Config, count: int) -> tuple[Config, Mesh, data.Dataset, steps.Step]:
@@ -209,6 +206,7 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[i
             "config": config.to_dict(),
             "tokenizer": run.dataset.tokenizer,
             "data": {"position": position, "fingerprint": run.dataset.fingerprint},
+            "tokens": run.tokens + (number - first) * config.data.batch_size * config.data.seq_len,
             "nvme": files and files.seal(),
         }
         apart = (stored.arrays(files, step, config), files.nbytes) if files else ()
@@ -219,7 +217,7 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[i
         peak = hardware.peak_flops(devices.flat[0].device_kind)
         flops = cost.flops_per_token(config.model, config.data.seq_len)["full"]
         flops *= config.data.batch_size * config.data.seq_len
-        return metrics.Writer(config, first, flops, peak and peak * devices.size)
+        return metrics.Writer(config, first, flops, peak and peak * devices.size, run.tokens)
 
     number = saved = first
     begin_profile, end_profile = config.runtime.profile_steps or (0, -1)
@@ -235,7 +233,7 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[i
         check_offload(run, hlo.memory(train_step)["host_bytes"])
         if files:
             train_step = stored.train(files, step, train_step)
-            how = stored.fill(files, step, config, run.start, run.meta and run.meta.get("nvme"))
+            how = stored.fill(files, step, config, run.start, run.meta and run.meta.nvme)
             writer.say(f"master weights and moments: {files.nbytes / 1e9:.3g} GB in {files.folder}, {how}")
         batches = data.batches(run.dataset.train, step.batch, config.data.seed, run.position)
         with checkpoint.writing(config.checkpoint) if every else nullcontext() as write:

@@ -1,6 +1,8 @@
 """Checksums of folders, made and compared by several processes."""
 
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +81,27 @@ def test_a_process_that_cannot_see_the_list_of_files_yet_waits_for_it(folder, mo
     monkeypatch.setattr(checksums.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     with pytest.raises(TimeoutError, match=r"elsewhere/files\.json of process 0 is not there"):
         checksums.record(folder, PARTS, folder / "elsewhere", 1, 2)
+
+
+def test_all_is_on_disk_before_it_is_said_to_be(folder, monkeypatch):
+    done = []
+    sync, replace = os.fsync, Path.replace
+
+    def synced(descriptor):
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    def replaced(path, target):
+        done.append(f"-> {target}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    checksums.record(folder, PARTS, folder / "sums")
+    sums = folder / "sums"
+    last = done.index(f"-> {sums}/0-of-1.json")
+    assert done[last - 1 : last + 2] == [f"{sums}/0-of-1.new", f"-> {sums}/0-of-1.json", f"{sums}"]
+    first = done.index(f"-> {sums}/files.json")
+    assert done[first - 1 : first + 2] == [f"{sums}/files.new", f"-> {sums}/files.json", f"{sums}"]
+    names = {"5", "5/d", "arrays", "arrays/5", "5/a", "5/d/b", "5/d/c", "5/empty", "arrays/5/x"}
+    assert {str(folder), *(f"{folder}/{name}" for name in names)} <= {*done[:last]}

@@ -1,5 +1,6 @@
 """Optimizer state in files: the same numbers, whichever run wrote them; nothing of a file that is not what it was."""
 
+import hashlib
 import json
 import os
 import re
@@ -126,8 +127,8 @@ def half_written(folder):
 
 def of_another_time(folder):
     manifest = folder / "manifest.json"
-    there = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(there | {"digest": "0" * 64}))
+    there = nvme.decode(manifest.read_bytes())
+    manifest.write_bytes(there.model_copy(update={"digest": "0" * 64}).encode())
 
 
 def not_sealed(folder):
@@ -158,6 +159,50 @@ def test_files_of_as_many_pieces_with_other_layers_in_them_are_not_used_again(tm
     other, *_ = files_and_step(tree(chunks, tmp_path / "disk", model=four))
     assert other.files == files.files
     assert not other.holds(digest)
+
+
+MANIFEST = nvme.Manifest(
+    model={"family": "llama", "d_model": 32, "norm_eps": 1e-05},
+    layout={"parallel": {"zero": 3}, "precision": {"compute": "bfloat16"}},
+    files=["layers-00000.00000", "head_VD-00000.00000"],
+    digest="0f" * 32,
+    checksums={"layers-00000.00000": 4123456789, "head_VD-00000.00000": 7},
+)
+
+
+def test_a_manifest_is_read_as_it_was_written_and_with_any_bit_flipped_not_at_all():
+    content = MANIFEST.encode()
+    assert nvme.decode(content) == MANIFEST
+    for place in range(len(content)):
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << bit
+            assert nvme.decode(bytes(flipped)) is None, (place, bit)
+        assert nvme.decode(content[:place]) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"[]", b"{}", b"null", b"7", b"\xff\xfe", b"{", b'{"model": {}}',
+        MANIFEST.model_dump_json().replace("4123456789", '"4123456789"').encode(),
+        MANIFEST.model_dump_json().replace('"files":[', '"files":[3,').encode(),
+        MANIFEST.model_dump_json().replace('"digest"', '"digits"').encode(),
+    ],
+)  # fmt: skip
+def test_what_has_a_good_checksum_but_is_no_manifest_is_none(body):
+    assert nvme.decode(body) is None
+    assert nvme.decode(body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n") is None
+
+
+def test_keys_that_change_no_weight_do_not_bind_files(tmp_path):
+    files, step, config = files_and_step(tree({"data": 2, "zero": 3}, tmp_path / "disk"))
+    with nvme.opened(files):
+        stored.fill(files, step, config, None, None)
+        digest = files.seal()
+    changes = {"loss_chunk": 16, "max_seq_len": 100, "rope_theta": 5.0}
+    again, *_ = files_and_step(tree({"data": 2, "zero": 3}, tmp_path / "disk", model=changes))
+    assert again.holds(digest)
 
 
 def test_files_are_not_sealed_any_more_once_an_update_begins(tmp_path):
@@ -214,7 +259,10 @@ def test_a_checkpoint_of_one_mode_goes_on_in_another_and_files_are_used_again_wh
     assert go("run", 3, *disk) == ["new"]
     assert go("run", 6, *disk) == ["as the checkpoint left it"]
     assert go("run", 9, *PIPED) == []
-    assert go("run", 12, *disk, *PIPED) == ["written anew from the checkpoint"]
+    manifest = tmp_path / "disk" / "manifest.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:50] + bytes([whole[50] ^ 128]) + whole[51:])
+    assert go("run", 12, *disk, *PIPED) == ["rebuilt from the checkpoint (manifest.json was damaged)"]
     assert go("plain", 12) == []
     found, plain = ([r["loss"] for r in records(tmp_path / folder)] for folder in ("run", "plain"))
     np.testing.assert_allclose(found, plain, rtol=2e-6)

@@ -20,7 +20,7 @@ from conftest import LOSS, records
 
 from nanotrain_jax import config as configs
 from nanotrain_jax import train
-from nanotrain_jax.runtime import checkpoint, request
+from nanotrain_jax.runtime import checkpoint, request, restore
 
 TREE = {
     "model": {"num_layers": 1, "d_model": 32, "num_heads": 2, "d_ff": 64},
@@ -165,14 +165,13 @@ def test_only_padding_is_cut_or_filled_up_when_a_checkpoint_is_read(tmp_path):
         is_shape = lambda x: isinstance(x, tuple)
         struct = lambda shape: jax.ShapeDtypeStruct(shape, np.float32, sharding=device)
         abstract = jax.tree.map(struct, shapes, is_leaf=is_shape)
-        return checkpoint.read(tmp_path, 1, abstract, lambda meta: None, lambda path: path == "ends/head_VD")
+        return restore.read_state(tmp_path, 1, abstract, lambda path: path == "ends/head_VD")
 
     for rows in (2, 3, 5):
-        found, meta = read((rows, 2), (4, 6))
+        found = read((rows, 2), (4, 6))
         np.testing.assert_array_equal(found["ends"]["head_VD"], np.eye(rows, 3).sum(1)[:, None] * np.ones((1, 2)))
-        assert meta == {"position": 7}
     for head, q in (((3, 1), (4, 6)), ((3, 2), (4, 3)), ((3, 2), (5, 6))):
-        with pytest.raises(ValueError, match=r"has (ends/head_VD|layers/q_DNH) of shape"):
+        with pytest.raises(ValueError, match=r"of another shape (ends/head_VD|layers/q_DNH) \[[34], [26]\], not"):
             read(head, q)
 
 
@@ -505,7 +504,7 @@ def test_where_no_checkpoint_is_whole_one_line_tells_the_ways_out(config_file, t
     assert len(re.findall(r"/(?:10|5)/state/_METADATA cannot be read \(No such file or directory\); ", err)) == 2
     assert err.count("\n") == 1
     assert main(config_file, f"logging.dir={run}", "checkpoint.verify=false") == 2  # then orbax says it
-    assert "checkpoint 10 in" in capsys.readouterr().err
+    assert "checkpoint 10: it cannot be read (" in capsys.readouterr().err
 
 
 def test_a_checkpoint_whose_run_ended_before_its_checksums_is_used(config_file, tmp_path, capsys):
@@ -528,11 +527,11 @@ def flip(folder, rng, by_size=True):
 def test_a_hundred_flipped_bits_are_found(config_file, tmp_path):
     assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=10") == 0
     good, bad, rng = tmp_path / "run" / "checkpoints", tmp_path / "bad", random.Random(1)
-    assert checkpoint.choose(good, verify=True) == (10, {})
+    assert restore.newest(good, True, str) == (10, "10", {})
     for trial in range(100):
         shutil.copytree(good, bad)
         flip(bad / "10", rng, by_size=trial % 2)
-        number, damaged = checkpoint.choose(bad, verify=True)
+        number, _, damaged = restore.newest(bad, True, str)
         assert (number, [*damaged]) == (5, [10])
         shutil.rmtree(bad)
 

@@ -11,7 +11,6 @@ Every process writes and checks its part; folders are of all of them.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -26,8 +25,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from nanotrain_jax.config import Checkpoint, Config
-from nanotrain_jax.processes import PASSING, everyone, may_pass, refuse, together
+from nanotrain_jax.config import Checkpoint
+from nanotrain_jax.processes import PASSING, everyone, together
 from nanotrain_jax.runtime import checksums
 
 Save = Callable[..., None]  # see `writing`
@@ -39,7 +38,6 @@ DAMAGED = "damaged"  # <step>/<step>, as it was found
 FINISHED = "_CHECKPOINT_METADATA"  # a file that is in each checkpoint
 REMOVED = ".removed"
 UNFINISHED = r"\d+\.(removed|orbax-checkpoint-tmp.*)"
-MOST = 50  # checkpoints that are looked at
 LONGEST = 4 * 3600  # seconds to write one
 
 
@@ -121,7 +119,7 @@ def writing(config: Checkpoint) -> Iterator[Save]:
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         for tree in apart:
             with disk_errors(), ocp.StandardCheckpointer() as one:
-                one.save(_apart(config.dir, step) / next(iter(_shapes(tree))).replace("/", "."), tree)
+                one.save(apart_folder(config.dir, step) / next(iter(shapes(tree))).replace("/", "."), tree)
             del tree  # before the next one is made
         with disk_errors():
             files.save(root / str(step), args=items, force=True)
@@ -131,8 +129,8 @@ def writing(config: Checkpoint) -> Iterator[Save]:
 
     def finish(step: int) -> None:
         files.wait_until_finished()
-        checksums.record(root, _parts(step), root / SUMS / str(step), jax.process_index(), jax.process_count())
-        for old in _finished(root)[config.keep :] if jax.process_index() == 0 else ():
+        checksums.record(root, parts(step), root / SUMS / str(step), jax.process_index(), jax.process_count())
+        for old in finished(root)[config.keep :] if jax.process_index() == 0 else ():
             (root / str(old)).rename(root / f"{old}{REMOVED}")  # what is half removed is no checkpoint
             shutil.rmtree(root / f"{old}{REMOVED}", ignore_errors=True)
 
@@ -144,7 +142,7 @@ def writing(config: Checkpoint) -> Iterator[Save]:
 
     def clean() -> None:
         """Remove what is of checkpoints that are no more, or never came to be."""
-        keep = {str(number) for number in _finished(root)}
+        keep = {str(number) for number in finished(root)}
         unfinished = (path for path in root.glob("*") if re.fullmatch(UNFINISHED, path.name))
         for folder in [*unfinished, *(root / APART).glob("*"), *(root / SUMS).glob("*")]:
             if folder.name not in keep:
@@ -169,42 +167,6 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     close()
 
 
-def agree(config: Checkpoint) -> Path | None:
-    """-> what `find` says, once all processes see the same newest checkpoint. Raises ValueError if they never do."""
-    for waited in range(checksums.LAG + 1):
-        folder = together(lambda: find(config))
-        seen = everyone(f"step {latest_step(folder)} in {folder}" if folder else "none")
-        if len(set(seen)) == 1:
-            return folder
-        time.sleep(waited < checksums.LAG)
-    other = next(i for i, text in enumerate(seen) if text != seen[0])
-    refuse(
-        f"the newest checkpoint that process 0 sees is {seen[0]}, and process {other} {seen[other]}; "
-        "choose a logging.dir on a disk that all hosts share"
-    )
-
-
-def choose(folder: str | Path, verify: bool) -> tuple[int, dict[int, str]]:
-    """-> the newest finished checkpoint in a folder that is whole, and what is wrong with newer ones.
-
-    All processes come to the same. One that has no checksums (its run ended before they were made) is taken as whole;
-    verify=False takes the newest. Raises ValueError if there is none.
-    """
-    root, damaged = Path(folder).absolute(), {}
-    for step in json.loads(everyone(json.dumps(_finished(folder)[:MOST]))[0]):
-        sums = root / SUMS / str(step)
-        check = checksums.recorded(sums) and verify
-        mine = jax.process_index(), jax.process_count()
-        found = everyone(checksums.damage(root, sums, *mine) if check else "")
-        if not any(found):
-            return step, damaged
-        damaged[step] = next(filter(None, found))
-    refuse(
-        f"no checkpoint in {folder} is whole: {'; '.join(damaged.values())}; begin anew in another logging.dir, or use "
-        "checkpoint.verify=false to go on from damaged files"
-    )
-
-
 def set_aside(folder: str | Path, steps: Iterable[int]) -> None:
     """Move damaged checkpoints out of the way, to <folder>/damaged. Raises OSError."""
     root = Path(folder).absolute()
@@ -220,131 +182,33 @@ def set_aside(folder: str | Path, steps: Iterable[int]) -> None:
     together(move if jax.process_index() == 0 else lambda: None)
 
 
-def find(config: Checkpoint) -> Path | None:
-    """The folder of the checkpoint that `resume` asks for (see `choose`); None: begin anew.
-
-    The run's own checkpoints come before another run's, so that a run that began from a path can be restarted by the
-    same command. Raises ValueError if there is nothing at a given path, or if this run would mix with another.
-    """
-    own = latest_step(config.dir)
-    if own is not None:
-        if config.resume == "never":
-            raise ValueError(
-                f"checkpoint.dir={config.dir!r} already holds step {own}, which checkpoint.resume=never would mix with "
-                "another run; use checkpoint.resume=auto to go on, or another checkpoint.dir (or logging.dir)"
-            )
-        return Path(config.dir)
-    if config.resume in ("auto", "never"):
-        return None
-    if latest_step(config.resume) is None:
-        raise ValueError(
-            f"checkpoint.resume={config.resume!r} holds no finished checkpoint; give a folder that does, auto or never"
-        )
-    return Path(config.resume)
-
-
 def latest_step(folder: str | Path) -> int | None:
     """The newest finished checkpoint in a folder, or None."""
-    return next(iter(_finished(folder)), None)
+    return next(iter(finished(folder)), None)
 
 
-def _finished(folder: str | Path) -> list[int]:
+def finished(folder: str | Path) -> list[int]:
     """The finished checkpoints in a folder, newest first."""
     folder = Path(folder).absolute()
     steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
     return sorted((s for s in steps if (folder / str(s) / FINISHED).exists()), reverse=True)
 
 
-def _parts(step: int) -> tuple[str, str]:
+def parts(step: int) -> tuple[str, str]:
     """The folders of a checkpoint's files, below that of all checkpoints."""
     return str(step), f"{APART}/{step}"
 
 
-def read(
-    folder: str | Path,
-    step: int,
-    abstract: Any,
-    accept: Callable[[dict[str, Any]], None],
-    is_padded: Callable[[str], bool],
-) -> tuple[Any, dict[str, Any]]:
-    """-> state, meta, after accept(meta), which may raise, has agreed that it is of this model. See `read_state`."""
-    options = ocp.CheckpointManagerOptions(create=False, read_only=True)
-    with ocp.CheckpointManager(Path(folder).absolute(), options=options) as manager, _readable(folder, step):
-        meta = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-    accept(meta)
-    return read_state(folder, step, abstract, is_padded), meta
-
-
-def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable[[str], bool]) -> Any:
-    """-> what abstract asks for: ShapeDtypeStructs with shardings, of a mesh that may be another than it was saved
-    from; None: not now.
-
-    Arrays whose path ("params/ends/embedding_VD") is_padded may have been saved with more or fewer rows: they are cut,
-    or filled up with zeros. Raises ValueError if the checkpoint cannot be read or has other shapes.
-    """
-    wanted = _shapes(abstract)
-
-    def read(where: Path) -> Any:
-        with _readable(folder, step), ocp.StandardCheckpointer() as files:
-            stored = _shapes(files.metadata(where).item_metadata.tree)
-        for path, shape in stored.items():
-            first = int(is_padded(path))  # of the dims that must agree
-            if path in wanted and (len(shape), shape[first:]) != (len(wanted[path]), wanted[path][first:]):
-                raise ValueError(
-                    f"checkpoint {step} in {folder} has {path} of shape {shape}, this run of {wanted[path]}; "
-                    "resume with the same model, or begin anew in another logging.dir"
-                )
-        asked = jax.tree_util.tree_map_with_path(lambda path, x: x if _name(path) in stored else None, abstract)
-        if not jax.tree.leaves(asked):
-            return asked
-        with _readable(folder, step), ocp.StandardCheckpointer() as files:
-            return files.restore(where, asked, strict=False)
-
-    found = read(Path(folder).absolute() / str(step) / "state")
-    for path in wanted.keys() - _shapes(found).keys():
-        more = read(_apart(folder, step) / path.replace("/", "."))
-        found = jax.tree.map(lambda x, y: y if x is None else x, found, more, is_leaf=lambda x: x is None)
-    return found
-
-
-@contextmanager
-def _readable(folder: str | Path, step: int) -> Iterator[None]:
-    try:
-        yield
-    except jax.errors.JaxRuntimeError:  # of a device, or another process
-        raise
-    except Exception as error:  # orbax and tensorstore raise many kinds for files that are missing or damaged
-        if may_pass(error):
-            raise
-        raise ValueError(
-            f"checkpoint {step} in {folder} cannot be read ({type(error).__name__}: {str(error)[:200]}); "
-            f"remove {Path(folder) / str(step)} to go on from the one before"
-        ) from None
-
-
-def _apart(folder: str | Path, step: int) -> Path:
+def apart_folder(folder: str | Path, step: int) -> Path:
+    """Where the arrays of a checkpoint lie that were written one at a time."""
     return Path(folder).absolute() / APART / str(step)
 
 
-def _name(path: tuple) -> str:
+def path_name(path: tuple) -> str:
+    """The path of a leaf as text: params/ends/embedding_VD."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    return {_name(path): tuple(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def check(meta: dict[str, Any], config: Config, tokenizer: str | None) -> None:
-    """Raise ValueError unless the checkpoint is of this model and tokenizer; both configs resolved."""
-    if tokenizer != meta["tokenizer"]:
-        raise ValueError(
-            f"the data's tokenizer is {tokenizer} but the checkpoint was trained with {meta['tokenizer']}; "
-            "resume with the same tokenizer, or begin anew in another logging.dir"
-        )
-    now, then = config.to_dict(), meta["config"]
-    for section, key in [*(("model", key) for key in now["model"] if key != "attention"), ("precision", "compute")]:
-        if now[section][key] != then[section].get(key):
-            raise ValueError(
-                f"{section}.{key}={now[section][key]} but the checkpoint was trained with {then[section].get(key)}; "
-                f"resume with the same {section}, or begin anew in another logging.dir"
-            )
+def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Path -> shape of each array of a tree."""
+    return {path_name(path): tuple(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(tree)}

@@ -1,7 +1,8 @@
 """Checksums of the files in folders, made and compared by several processes, each for its share of the bytes.
 
 They lie beside those folders, with a list of all files: that of process 0, since another host may not see all of them
-yet. A flipped bit is found wherever it is: in a file, in a checksum, in a name, or in the list.
+yet. A flipped bit is found wherever it is: in a file, in a checksum, in a name, or in the list. Where there are
+checksums, all that they are of is on disk.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from nanotrain_jax.runtime import durable
 
 CHUNK = 1 << 24  # bytes
 THREADS = 4
@@ -28,8 +31,13 @@ def record(root: Path, parts: Sequence[str], to: Path, index: int = 0, count: in
     if index == 0:
         to.mkdir(parents=True, exist_ok=True)
         _write(to / ALL, _files(root, parts))
+        for folder in [*_folders(root, parts), to.parent, root]:
+            durable.sync_folder(folder)
     _wait(to / ALL)
-    _write(to / f"{index}-of-{count}.json", _sums(root, json.loads((to / ALL).read_bytes())[index::count]))
+    names = json.loads((to / ALL).read_bytes())[index::count]
+    for name in names:
+        durable.sync(root / name)
+    _write(to / f"{index}-of-{count}.json", _sums(root, names))
 
 
 def recorded(to: Path) -> bool:
@@ -66,10 +74,13 @@ def _wait(path: Path) -> None:
 
 
 def _write(path: Path, content: dict | list) -> None:
-    """Write a file that is there as a whole or not at all."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(content, separators=(",", ":")))
-    new.rename(path)
+    durable.write(path, json.dumps(content, separators=(",", ":")).encode())
+
+
+def _folders(root: Path, parts: Sequence[str]) -> list[Path]:
+    """All folders at and below root/part, and those that hold them."""
+    tops = [root / part for part in parts]
+    return [path for top in tops for path in [top.parent, top, *top.rglob("*")] if path.is_dir()]
 
 
 def _files(root: Path, parts: Sequence[str]) -> list[str]:

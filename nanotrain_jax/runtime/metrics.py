@@ -28,13 +28,17 @@ PROCESSES = "processes"  # folder in that of the run: <process>.log
 class Writer:
     """Writes a run to config.logging.dir and to the terminal (process 0 only), and to a log of each process.
 
-    flops_per_step: of the whole batch, peak_flops: of all devices, or None where unknown (then mfu is null).
+    flops_per_step: of the whole batch, peak_flops: of all devices, or None where unknown (then mfu is null); tokens:
+    seen before first_step.
     Raises OSError if the folder cannot be written.
     """
 
-    def __init__(self, config: Config, first_step: int, flops_per_step: float, peak_flops: float | None):
+    def __init__(
+        self, config: Config, first_step: int, flops_per_step: float, peak_flops: float | None, tokens: int = 0
+    ):
         self.config, self.flops, self.peak = config, flops_per_step, peak_flops
-        self.tokens = config.data.batch_size * config.data.seq_len
+        self.tokens = config.data.batch_size * config.data.seq_len  # of a step
+        self.first_step, self.tokens_before = first_step, tokens
         self.pending: tuple[int, dict[str, Any]] | None = None
         self.last: dict[str, Any] = {}
         self.seconds, self.steps = 0.0, 0
@@ -110,7 +114,7 @@ class Writer:
             "step": number,
             # float32 as the shortest text that reads back to the same float32
             **{k: float(str(np.float32(metrics[k]))) for k in ("loss", "grad_norm", "lr")},
-            "tokens": number * self.tokens,
+            "tokens": self.tokens_before + (number - self.first_step) * self.tokens,
             "tokens_per_second": self.tokens / seconds,
             "mfu": self.flops / seconds / self.peak if self.peak else None,
             "step_seconds": seconds,

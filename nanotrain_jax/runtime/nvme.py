@@ -11,8 +11,8 @@ so memory holds a few pieces, whatever the size of the model.
 
 Files hold the state of a step only while they are sealed: a manifest gives their checksums, and their digest is part of
 the checkpoint of that step. It is taken away before the first of them changes. So a run that goes on from a checkpoint
-takes files that are exactly its own, after it has read them once to see that, and else writes them anew from the
-checkpoint: what a killed process left half written is never used.
+takes files that are exactly its own, after it has read them once to see that, and else rebuilds them from the
+checkpoint: what a killed process left half written is never used, nor is a manifest with a flipped bit.
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from nanotrain_jax.runtime import durable
 
 Tree = Any  # a pytree of arrays
 Update = Callable[[Any, Tree, int], tuple[Any, Tree]]  # (what it changes, state of a piece, its number) -> the same
 
 AT_A_TIME = 2  # pieces that wait to be written
 ALIGN = 4096  # bytes
+MANIFEST = "manifest.json"
 
 
 class Stack(NamedTuple):
@@ -67,6 +71,41 @@ class Array(NamedTuple):
     blocks: dict[jax.Device, Block]
 
 
+class Manifest(BaseModel):
+    """What is known of the files in a folder.
+
+    model, layout: as `Store` takes them. checksums: CRC-32 of each file, digest: of all checksums; both None while the
+    files change.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    model: dict[str, Any]
+    layout: dict[str, Any]
+    files: list[str]
+    digest: str | None
+    checksums: dict[str, int | None] | None
+
+    def encode(self) -> bytes:
+        """-> a line of JSON, and one with its SHA-256."""
+        body = self.model_dump_json().encode()
+        return body + b"\n" + _sha256(body).encode() + b"\n"
+
+
+def decode(content: bytes) -> Manifest | None:
+    """What `Manifest.encode` gave; None if a bit of it has changed, or if it is anything else."""
+    body, _, checksum = content.partition(b"\n")
+    if checksum != _sha256(body).encode() + b"\n":
+        return None
+    try:
+        return Manifest.model_validate_json(body)
+    except ValidationError:
+        return None
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 class Store:
     """The files, and the threads that read and write them; to be used within `opened`. For runs of one process."""
 
@@ -85,7 +124,7 @@ class Store:
         self.folder, self.stacks, self.model, self.layout = Path(folder), stacks, model, layout
         self.pieces = [(name, i) for name, stack in stacks.items() for i in range(stack.count)]
         self._arrays = {name: _arrays(stack) for name, stack in stacks.items()}
-        self._manifest = self.folder / "manifest.json"
+        self._manifest = self.folder / MANIFEST
         self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._written: dict[tuple[str, int], Future] = {}
         self._leaving: deque[Future] = deque()
@@ -100,13 +139,13 @@ class Store:
 
     def _check(self) -> None:
         there = self._read_manifest()
-        if there and there["model"] != self.model:
-            keys = sorted(k for k in self.model | there["model"] if self.model.get(k) != there["model"].get(k))
+        keys = [key for key in self.model if there and self.model[key] != there.model.get(key)]
+        if keys:
             raise ValueError(
                 f"memory.nvme_dir={str(self.folder)!r} holds the state of another model (another {', '.join(keys)}); "
                 "choose another folder, or remove it"
             )
-        ours = {*(path.name for path in self.files), *(there["files"] if there else ())}
+        ours = {*(path.name for path in self.files), *(there.files if there else ())}
         have = sum((self.folder / name).stat().st_blocks * 512 for name in ours if (self.folder / name).exists())
         free = shutil.disk_usage(next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())).free
         if free + have < self.nbytes:
@@ -118,15 +157,15 @@ class Store:
     def holds(self, digest: str | None) -> bool:
         """Whether the files are whole, laid out alike, and those that `seal` gave this digest. Reads all of them."""
         there = self._read_manifest()
-        if not there or digest is None or there["digest"] != digest or there.get("layout") != self.layout:
+        if not there or digest is None or there.digest != digest or there.layout != self.layout:
             return False
-        self._digest = digest if self._checksums() == there["checksums"] else None
+        self._digest = digest if self._checksums() == there.checksums else None
         return self._digest is not None
 
     def make(self) -> None:
         """Make the files, of their full size, so that the disk cannot be full later. Raises OSError."""
         there = self._read_manifest()
-        for name in set(there["files"] if there else ()) - {path.name for path in self.files}:
+        for name in set(there.files if there else ()) - {path.name for path in self.files}:
             (self.folder / name).unlink(missing_ok=True)  # of another mesh
         self._write_manifest(None)
         try:
@@ -245,35 +284,26 @@ class Store:
     def _refuse(self, error: OSError) -> OSError:
         return OSError(f"memory.nvme_dir={str(self.folder)!r}: {error.strerror}; make room and start again")
 
-    def _read_manifest(self) -> dict[str, Any] | None:
+    @property
+    def damaged(self) -> bool:
+        """Whether there is a manifest that cannot be used."""
+        return self._manifest.exists() and self._read_manifest() is None
+
+    def _read_manifest(self) -> Manifest | None:
         try:
-            return json.loads(self._manifest.read_text())
-        except (OSError, json.JSONDecodeError):  # if the folder is unusable, whoever makes it says so
+            return decode(self._manifest.read_bytes())
+        except OSError:  # if the folder is unusable, whoever makes it says so
             return None
 
     def _write_manifest(self, checksums: dict[str, int] | None) -> None:
         """Checksums: of the files as they are; None: they are about to change."""
-        self._digest = checksums and hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest()
-        content = {
-            "model": self.model,
-            "layout": self.layout,
-            "files": [path.name for path in self.files],
-            "digest": self._digest,
-            "checksums": checksums,
-        }
-        new = self._manifest.with_suffix(".new")
+        self._digest = checksums and _sha256(json.dumps(checksums, sort_keys=True).encode())
+        names = [path.name for path in self.files]
+        manifest = Manifest(model=self.model, layout=self.layout, files=names, digest=self._digest, checksums=checksums)
         try:
-            with open(new, "w") as file:
-                json.dump(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, self._manifest)
+            durable.write(self._manifest, manifest.encode())
         except OSError as error:
             raise self._refuse(error) from None
-        with suppress(OSError):  # not every file system can
-            folder = os.open(self.folder, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
 
 
 @contextmanager
