@@ -16,7 +16,7 @@ FLOORS = [
     {
         "config", "mesh", "processes", "ops", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat",
         "parallel.pullback", "parallel.offload", "audit.hlo", "audit.hardware", "runtime.corpus",
-        "runtime.checksums", "runtime.watchdog", "runtime.link",
+        "runtime.checksums", "runtime.watchdog", "runtime.link", "runtime.curves",
     },
     {
         "parallel.tensor", "parallel.context", "parallel.update", "parallel.compress", "runtime.optim", "runtime.data",

@@ -1,0 +1,72 @@
+"""metrics.jsonl, read back and drawn as loss.png."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+
+
+def read(jsonl: Path) -> tuple[list[dict[str, Any]], int]:
+    """-> (the records in the order of their steps, number of lines that are none).
+
+    A step that ran twice counts as it ran last. Lines damaged by a crash (NULs, half a line, other JSON) are skipped.
+    Raises OSError if the file is there and cannot be read.
+    """
+    found = [_record(line) for line in jsonl.read_bytes().splitlines()] if jsonl.exists() else []
+    records = {record["step"]: record for record in found if record is not None}
+    return [records[step] for step in sorted(records)], found.count(None)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line, or None if there is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    losses = (record.get(key) for key in ("loss", "mean_loss", "val_loss"))
+    return record if all(loss is None or type(loss) in (int, float) for loss in losses) else None
+
+
+def last(jsonl: Path) -> dict[str, Any]:
+    """The newest value of each metric. Raises OSError."""
+    values = {}
+    for record in read(jsonl)[0]:
+        values |= {key: value for key, value in record.items() if value is not None}
+    return values
+
+
+def draw(jsonl: Path, png: Path, title: str, bigram: float | None) -> int:
+    """Draw training and validation loss, and that of a bigram model, if known; -> number of lines left out, see `read`.
+
+    The training curve shows the mean over the steps since the point before. Raises OSError.
+    """
+    records, bad = read(jsonl)
+    figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    train = _finite((r["step"], r.get("mean_loss", r.get("loss"))) for r in records)
+    val = _finite((r["step"], r.get("val_loss")) for r in records)
+    is_mean = any("mean_loss" in r for r in records)
+    name = "training (mean since the point before)" if is_mean else "training"
+    for points, style in (train, {"label": name, "linewidth": 1}), (val, {"label": "validation", "marker": "o"}):
+        if points:
+            axes.plot(*zip(*points, strict=True), **style)
+    if bigram is not None:
+        axes.axhline(bigram, color="gray", linestyle="--", linewidth=1, label=f"bigram model ({bigram:.4f})")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set_title(title, fontsize="medium")
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    figure.savefig(png, dpi=120)
+    return bad
+
+
+def _finite(points: Any) -> list[tuple[int, float]]:
+    """The points (step, value) whose value is a finite number."""
+    return [(step, value) for step, value in points if value is not None and math.isfinite(value)]
