@@ -17,6 +17,7 @@ FLOORS = [
         "config", "mesh", "processes", "ops", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat",
         "parallel.pullback", "parallel.offload", "audit.hlo", "audit.hardware", "runtime.corpus",
         "runtime.checksums", "runtime.watchdog", "runtime.link", "runtime.curves",
+        "runtime.profiling", "loading",
     },
     {
         "parallel.tensor", "parallel.context", "parallel.update", "parallel.compress", "runtime.optim", "runtime.data",
@@ -34,14 +35,15 @@ FLOORS = [
     {"stored", "words", "planner.estimate"},
     {"planner.search", "planner.compiled", "planner.explain", "planner.markup"},
     {"planner.page", "planner.tables"},
-    {"plan", "train", "launch"},
+    {"plan", "loop", "launch", "generate"},
+    {"train"},
 ]  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 COLLECTIVES = {
     "psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pshuffle", "pcast",
     "axis_index",
 }  # fmt: skip
-MAY_READ_ENVIRONMENT = {"mesh", "processes", "launch", "audit.topology"}
+MAY_READ_ENVIRONMENT = {"mesh", "processes", "loading", "launch", "audit.topology"}
 
 
 def module_name(path):

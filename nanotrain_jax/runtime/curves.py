@@ -33,11 +33,12 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if all(loss is None or type(loss) in (int, float) for loss in losses) else None
 
 
-def last(jsonl: Path) -> dict[str, Any]:
-    """The newest value of each metric. Raises OSError."""
+def last(jsonl: Path, until: int) -> dict[str, Any]:
+    """The newest value of each metric up to a step. Raises OSError."""
     values = {}
     for record in read(jsonl)[0]:
-        values |= {key: value for key, value in record.items() if value is not None}
+        if record["step"] <= until:
+            values |= {key: value for key, value in record.items() if value is not None}
     return values
 
 

@@ -40,7 +40,7 @@ class Writer:
         self.seconds, self.steps = 0.0, 0
         self.losses: list[float] = []  # of the steps since the last line
         self.active = jax.process_index() == 0
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         how = config.logging.progress
         self.how = ("bar" if self.console.is_terminal else "lines") if how == "auto" else how
         self.bar = None
