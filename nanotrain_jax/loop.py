@@ -71,19 +71,25 @@ class Loop:
 
     def run_steps(self, stopped: Callable[[int], bool]) -> int:
         """Take steps until the last one or until stopped(step), and save; -> the number of the last step taken."""
-        config = self.config
-        train_step = self.compile()
-        batches = data.batches(self.run.dataset.train, self.run.step.batch, config.data.seed, self.run.position)
-        with checkpoint.writing(config.checkpoint) if config.checkpoint.every else nullcontext() as write:
-            with profiling(config.runtime.profile_steps, self.folder / "profile", self.writer.say) as profile:
-                self.writer.start_clock()
-                while self.number < config.train.steps and not stopped(self.number):
-                    self.take_step(train_step, batches, profile)
-                    self.between_steps(write)
-                self.writer.settle()
-            if config.checkpoint.every and self.number > self.saved:
+        every, train_step = self.config.checkpoint.every, self.compile()
+        with checkpoint.writing(self.config.checkpoint) if every else nullcontext() as write:
+            self.take_steps(train_step, stopped, write)
+            if every and self.number > self.saved:
                 self.save(write)
+            self.watch.at("end", self.number)  # leaving waits for the last checkpoint
         return self.number
+
+    def take_steps(self, train_step: Callable, stopped: Callable[[int], bool], write: checkpoint.Save | None) -> None:
+        """Take steps, evaluate and save until the last step or until stopped(step)."""
+        run, last, asked = self.run, self.config.train.steps, self.config.runtime.profile_steps
+        profiled = asked and (asked[0], min(asked[1], last))
+        batches = data.batches(run.dataset.train, run.step.batch, self.config.data.seed, run.position)
+        with profiling(profiled, self.folder / "profile", self.writer.say) as profile:
+            self.writer.start_clock()
+            while self.number < last and not stopped(self.number):
+                self.take_step(train_step, batches, profile)
+                self.between_steps(write)
+            self.writer.settle()
 
     def compile(self) -> Callable:
         """The compiled train step. Fills the files of the optimizer state, if it has any."""

@@ -45,13 +45,16 @@ def last(jsonl: Path, until: int) -> dict[str, Any]:
 def draw(jsonl: Path, png: Path, title: str, bigram: float | None) -> int:
     """Draw training and validation loss, and that of a bigram model, if known; -> number of lines left out, see `read`.
 
-    The training curve shows the mean over the steps since the point before. Raises OSError.
+    The training curve shows the mean over the steps since the point before. Draws nothing where no loss is known.
+    Raises OSError.
     """
     records, bad = read(jsonl)
-    figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
     train = _finite((r["step"], r.get("mean_loss", r.get("loss"))) for r in records)
     val = _finite((r["step"], r.get("val_loss")) for r in records)
+    if not train + val:
+        return bad
+    figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     is_mean = any("mean_loss" in r for r in records)
     name = "training (mean since the point before)" if is_mean else "training"
     for points, style in (train, {"label": name, "linewidth": 1}), (val, {"label": "validation", "marker": "o"}):
@@ -60,10 +63,9 @@ def draw(jsonl: Path, png: Path, title: str, bigram: float | None) -> int:
     if bigram is not None:
         axes.axhline(bigram, color="gray", linestyle="--", linewidth=1, label=f"bigram model ({bigram:.4f})")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(title, fontsize="medium", parse_math=False)
     axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
+    axes.legend()
     figure.savefig(png, dpi=120)
     return bad
 
