@@ -192,10 +192,12 @@ def test_a_finished_run_started_again_prints_its_summary_without_compiling(confi
     assert "  validation loss   " in summary[2]
     assert f'generate --run {tmp_path}/run --prompt "def "' in summary[2]
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 21, "loss": 99.0}\n')  # after the newest checkpoint
+        file.write('{"step": 21, "loss": 99.0}\n\0\0\0\n\n')  # after the newest checkpoint; a crash
     monkeypatch.setattr(loop.Loop, "compile", pytest.fail)
     assert main(config_file, f"logging.dir={tmp_path}/run") == 0
-    assert capsys.readouterr().out.partition("done at step 20 of 20")[1:] == summary[1:]
+    again = capsys.readouterr().out.partition("done at step 20 of 20")
+    assert again[1:] == summary[1:]
+    assert "warning: 2 lines of " in again[0]
 
 
 def test_zero_with_nothing_to_shard_over_works_and_says_so(config_file, tmp_path, capsys):
