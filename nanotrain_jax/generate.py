@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options. Exits with 2 if they are wrong."""
+    """Parse the options. Exits with 2 if they are wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m nanotrain_jax.generate", description="Continue a text with a trained model."
     )
@@ -101,7 +101,7 @@ def _at_least(kind: type, least: int) -> Callable[[str], Any]:
 
 
 def load(run: Path, step: int | None) -> tuple[Any, Config, corpus.Tokenizer]:
-    """-> parameters (host arrays), config of the checkpoint, tokenizer. Raises ValueError or OSError."""
+    """Load parameters (host arrays), config of the checkpoint and tokenizer. Raises ValueError or OSError."""
     if not (run / "config.yaml").is_file():
         raise ValueError(f"--run={str(run)!r} has no config.yaml; give the folder of a run (its logging.dir)")
     of_run = request.load(run / "config.yaml")
@@ -119,7 +119,7 @@ def load(run: Path, step: int | None) -> tuple[Any, Config, corpus.Tokenizer]:
 
 
 def tokenizer_of(run: Path, config: Config) -> corpus.Tokenizer:
-    """The tokenizer that a run was trained with. Raises ValueError or OSError."""
+    """Find the tokenizer that a run was trained with. Raises ValueError or OSError."""
     if config.data.source == "synthetic":
         raise ValueError(
             f"--run={str(run)!r} was trained with data.source=synthetic, which is no text; give another run"
@@ -130,7 +130,7 @@ def tokenizer_of(run: Path, config: Config) -> corpus.Tokenizer:
 
 
 def encode(prompt: str, tokenizer: corpus.Tokenizer) -> list[int]:
-    """The token ids of a prompt. Raises ValueError if there are none."""
+    """Return the token ids of a prompt. Raises ValueError if there are none."""
     (ids,) = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
     if not len(ids):
         raise ValueError(f"--prompt={prompt!r} holds no token of this run's tokenizer; give some text to continue")
@@ -139,7 +139,7 @@ def encode(prompt: str, tokenizer: corpus.Tokenizer) -> list[int]:
 
 def as_text(ids: Iterable[int], prompt: Sequence[int], tokenizer: corpus.Tokenizer) -> Iterator[str]:
     """Yield the text of the tokens that follow a prompt as they come, until the end of a document."""
-    decode = decoder(tokenizer)
+    decode = text_decoder(tokenizer)
     seen, shown = list(prompt), decode(list(prompt)).rstrip(INCOMPLETE)
     for number in ids:
         if number == tokenizer.end:
@@ -151,8 +151,8 @@ def as_text(ids: Iterable[int], prompt: Sequence[int], tokenizer: corpus.Tokeniz
     yield decode(seen)[len(shown) :]
 
 
-def decoder(tokenizer: corpus.Tokenizer) -> Callable[[list[int]], str]:
-    """-> a function from token ids to their text."""
+def text_decoder(tokenizer: corpus.Tokenizer) -> Callable[[list[int]], str]:
+    """Return a function from token ids to their text."""
     if tokenizer.text is None:
         return lambda ids: bytes(ids).decode("utf-8", "replace")
     return partial(tokenizers.Tokenizer.from_str(tokenizer.text).decode, skip_special_tokens=False)
@@ -184,7 +184,7 @@ def generate(params: Any, config: Config, prompt: Sequence[int], vocab_size: int
 
 
 def logits(graphs: model.Graphs, params: Any, tokens_1T: jax.Array, last: jax.Array) -> jax.Array:
-    """params, tokens[1 T], index of the last of them -> logits[V] of the token after it, in float32."""
+    """params, tokens[1 T], index of the last one that counts -> logits[V] of the token after it, in float32."""
     ends = nnx.merge(graphs.ends, params["ends"])
 
     def run(x_1TD: jax.Array, weights: Any) -> jax.Array:

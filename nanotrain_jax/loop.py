@@ -40,8 +40,8 @@ class Run(NamedTuple):
 def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[int], bool]) -> None:
     """Train until the last step or until stopped(step); then save, and say what there is in config.logging.dir, folder.
 
-    A run that has taken its last step only says so. files: those of memory.nvme_dir, if it is used. Raises OSError (a
-    full disk).
+    Of a run that has taken its last step already, only print the summary. files: those of memory.nvme_dir, if it is
+    used. Raises OSError (a full disk).
     """
     config, number = run.config, int(run.state.step)
     together(lambda: make_ready(run, folder))
@@ -52,13 +52,14 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[i
         writer.say(words.introduction(config, run.mesh, run.dataset, run.notes))
         if number < config.train.steps:
             number = Loop(run, folder, files, writer, watch).run_steps(stopped)
+        else:
+            writer.last |= curves.last(folder / "metrics.jsonl", number)
         watch.at("end", number)
-        last = curves.last(folder / "metrics.jsonl", number)
         bigram = None
-        if "val_loss" in last and writer.active:
+        if "val_loss" in writer.last and writer.active:
             bigram = data.bigram_loss(run.dataset, config.train.eval_steps * config.data.batch_size)
         writer.finish(words.title(config, run.mesh), bigram)
-        writer.say(words.summary(config, last | writer.last, bigram, number))
+        writer.say(words.summary(config, writer.last, bigram, number))
 
 
 class Loop:
@@ -92,7 +93,7 @@ class Loop:
             self.writer.settle()
 
     def compile(self) -> Callable:
-        """The compiled train step. Fills the files of the optimizer state, if it has any."""
+        """Compile the train step, and fill the files of the optimizer state, if there are any."""
         run, step, files = self.run, self.run.step, self.files
         self.writer.say("compiling the step ...")
         started = time.perf_counter()
@@ -133,7 +134,7 @@ class Loop:
             self.writer.start_clock()
 
     def evaluate(self) -> float:
-        """The mean loss in nats over the held-out batches."""
+        """Return the mean loss per held-out token, in nats."""
         run, sums = self.run, []
         for batch in data.evaluation(run.dataset.val, run.step.batch, run.config.train.eval_steps):
             self.watch.at("evaluation", self.number)
@@ -181,7 +182,7 @@ def new_folder(key: str, path: str) -> Path:
 
 
 def new_writer(run: Run) -> metrics.Writer:
-    """What a run is reported by."""
+    """Make the writer of a run. Raises OSError."""
     config, devices = run.config, run.mesh.devices
     peak = hardware.peak_flops(devices.flat[0].device_kind)
     flops = cost.flops_per_token(config.model, config.data.seq_len)["full"]

@@ -47,14 +47,14 @@ def introduction(config: Config, mesh: Mesh, dataset: data.Dataset, notes: list[
 
 
 def headline(config: Config, mesh: Mesh) -> str:
-    """Model and mesh in one line."""
+    """Describe model and mesh in one line."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     device = "simulated CPU device" if config.runtime.simulate else mesh.devices.flat[0].device_kind
     return f"{config.model.family} of {cost.parameters(config.model):,} parameters on {mesh.size} x {device} ({axes})"
 
 
 def title(config: Config, mesh: Mesh) -> str:
-    """The title of a picture of this run."""
+    """Return the title of a picture of this run."""
     return f"{Path(config.logging.dir).name}: {headline(config, mesh)}"
 
 

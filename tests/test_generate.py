@@ -15,8 +15,9 @@ import yaml
 from conftest import resolved, small
 
 from nanotrain_jax import generate, load_params, model, train
+from nanotrain_jax.config import Data
 from nanotrain_jax.generate import Sampling
-from nanotrain_jax.runtime import corpus
+from nanotrain_jax.runtime import corpus, data
 
 GREEDY = {"temperature": 0.0, "top_k": 50, "seed": 0}
 PROMPT = [3, 1, 4, 1, 5]
@@ -162,6 +163,17 @@ def test_a_run_keeps_its_tokenizer_and_may_be_moved(runs, capsys, tmp_path):
     prompt = bpe.encode("def heap").ids
     assert len(prompt) < 8
     assert out == bpe.decode(prompt + oracle_tokens(params, prompt, 12, 32)) + "\n"
+
+
+def test_the_tokenizer_file_of_a_source_is_found(tmp_path):
+    def found(**keys):
+        return data.tokenizer_file(Data(**keys))
+
+    source = f"tokens:{tmp_path}"
+    assert found() is found(tokenizer="bytes") is found(source=source) is None
+    (tmp_path / "tokenizer.json").touch()
+    assert found(source=source) == tmp_path / "tokenizer.json"
+    assert found(source="text:*.txt", tokenizer="x.json") == Path("x.json")
 
 
 BAD = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import matplotlib.figure
 
 
 def read(jsonl: Path) -> tuple[list[dict[str, Any]], int]:
-    """-> (the records in the order of their steps, number of lines that are none).
+    """Read metrics.jsonl -> (the records in the order of their steps, number of lines that are none).
 
     A step that ran twice counts as it ran last. Lines damaged by a crash (NULs, half a line, other JSON) are skipped.
     Raises OSError if the file is there and cannot be read.
@@ -22,7 +23,7 @@ def read(jsonl: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line, or None if there is none."""
+    """Parse a line; -> None if it holds no record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
@@ -34,7 +35,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def last(jsonl: Path, until: int) -> dict[str, Any]:
-    """The newest value of each metric up to a step. Raises OSError."""
+    """Return the newest value of each metric up to a step. Raises OSError."""
     values = {}
     for record in read(jsonl)[0]:
         if record["step"] <= until:
@@ -70,6 +71,6 @@ def draw(jsonl: Path, png: Path, title: str, bigram: float | None) -> int:
     return bad
 
 
-def _finite(points: Any) -> list[tuple[int, float]]:
-    """The points (step, value) whose value is a finite number."""
+def _finite(points: Iterable[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    """Keep the points (step, value) whose value is a finite number."""
     return [(step, value) for step, value in points if value is not None and math.isfinite(value)]

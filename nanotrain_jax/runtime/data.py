@@ -119,7 +119,7 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
 
 
 def tokenizer_file(config: Data) -> Path | None:
-    """The tokenizer.json that a source is read with; None: bytes."""
+    """Return the tokenizer.json that a source is read with; None: bytes."""
     if config.tokenizer not in (None, "bytes"):
         return Path(config.tokenizer)
     kind, _, where = config.source.partition(":")

@@ -195,13 +195,13 @@ def trim(jsonl: Path) -> None:
 
 
 def mean(losses: list[float]) -> float:
-    """The mean of those that are finite (not of skipped steps), or nan if there are none."""
+    """Return the mean of the finite ones (a skipped step has none), or nan if there are none."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
 def clock(seconds: float) -> str:
-    """A duration as hours:minutes:seconds; hours may exceed 24."""
+    """Format a duration as hours:minutes:seconds; hours may exceed 24."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:02}:{minutes:02}:{seconds:02}"
