@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
@@ -14,10 +16,8 @@ from nanotrain_jax.runtime import data
 
 def introduction(config: Config, mesh: Mesh, dataset: data.Dataset, notes: list[str]) -> str:
     """What is about to run, in a few lines; notes come last. config: resolved."""
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
-    device = "simulated CPU device" if config.runtime.simulate else mesh.devices.flat[0].device_kind
     lines = [
-        f"{config.model.family} of {cost.parameters(config.model):,} parameters on {mesh.size} x {device} ({axes})",
+        headline(config, mesh),
         f"{config.data.source}: {len(dataset.train):,} training and {len(dataset.val):,} held-out sequences of "
         f"{config.data.seq_len} tokens; {config.data.batch_size} per step",
     ]
@@ -46,25 +46,39 @@ def introduction(config: Config, mesh: Mesh, dataset: data.Dataset, notes: list[
     return "\n".join(lines + notes)
 
 
-def summary(config: Config, dataset: data.Dataset, last: dict[str, Any], number: int) -> str:
-    """What came out of it after step `number`, and where it lies. last: the newest value of each metric."""
+def headline(config: Config, mesh: Mesh) -> str:
+    """Describe model and mesh in one line."""
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    device = "simulated CPU device" if config.runtime.simulate else mesh.devices.flat[0].device_kind
+    return f"{config.model.family} of {cost.parameters(config.model):,} parameters on {mesh.size} x {device} ({axes})"
+
+
+def title(config: Config, mesh: Mesh) -> str:
+    """Return the title of a picture of this run."""
+    return f"{Path(config.logging.dir).name}: {headline(config, mesh)}"
+
+
+def summary(config: Config, last: dict[str, Any], bigram: float | None, number: int) -> str:
+    """What came out of it after step `number`, where it lies and how to look at it.
+
+    last: the newest value of each metric. bigram: the loss of such a model on the held-out text, if known.
+    """
+    folder = shlex.quote(config.logging.dir)
     lines = [f"{'stopped' if number < config.train.steps else 'done'} at step {number} of {config.train.steps}"]
     if "loss" in last:
         lines.append(f"  training loss     {last['loss']:.4f}")
     if "val_loss" in last:
         lines.append(f"  validation loss   {last['val_loss']:.4f} nats per token")
-        bigram = data.bigram_loss(dataset, config.train.eval_steps * config.data.batch_size)
-        if bigram:
-            lines.append(
-                f"  a bigram model    {bigram:.4f} on the same text: all that the previous token alone can tell"
-            )
+    if bigram:
+        lines.append(f"  a bigram model    {bigram:.4f} on the same text: all that the previous token alone can tell")
     if "skipped_steps" in last:
         lines.append(f"  skipped steps     {last['skipped_steps']} (gradients were not finite)")
-    lines.append(
-        f"  in {config.logging.dir}/: loss.png, metrics.jsonl, config.yaml"
-        + ", tensorboard/" * config.logging.tensorboard
-    )
+    lines.append(f"  in {config.logging.dir}/: loss.png, metrics.jsonl, config.yaml")
+    if config.logging.tensorboard:
+        lines.append(f"  TensorBoard       pip install tensorboard; tensorboard --logdir {folder}/tensorboard")
     if config.checkpoint.every:
         again = "" if config.checkpoint.resume == "never" else f" (the same command goes on from step {number})"
         lines.append(f"  checkpoints       {config.checkpoint.dir}{again}")
+        if config.data.source != "synthetic":
+            lines.append(f'  what it writes    python -m nanotrain_jax.generate --run {folder} --prompt "def "')
     return "\n".join(lines)

@@ -25,8 +25,8 @@ from conftest import (
     small,
 )
 
+from nanotrain_jax import loop, train
 from nanotrain_jax import step as steps
-from nanotrain_jax import train
 from nanotrain_jax.audit import copies
 from nanotrain_jax.parallel import offload
 from nanotrain_jax.planner.compiled import compile_step, ratios
@@ -237,8 +237,8 @@ def test_a_gpu_that_keeps_nothing_on_its_host_though_it_should_is_an_error():
 
     Run.config = config
     with pytest.raises(RuntimeError, match="needs no host memory"):
-        train.check_offload(Run, 0)
-    train.check_offload(Run, 1000)
+        loop.check_offload(Run, 0)
+    loop.check_offload(Run, 1000)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The command, as people use it: it runs, stops, dies, goes on bitwise, and says in one line what is wrong."""
 
+import io
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -19,8 +21,8 @@ import yaml
 from conftest import LOSS, records
 
 from nanotrain_jax import config as configs
-from nanotrain_jax import train
-from nanotrain_jax.runtime import checkpoint, request, restore
+from nanotrain_jax import loading, loop, train
+from nanotrain_jax.runtime import checkpoint, data, request, restore
 
 TREE = {
     "model": {"num_layers": 1, "d_model": 32, "num_heads": 2, "d_ff": 64},
@@ -181,7 +183,21 @@ def test_the_newest_checkpoints_are_kept_and_a_finished_run_is_left_alone(config
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert main(config_file, f"logging.dir={tmp_path}/run") == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
-    assert "done at step 20 of 20" in capsys.readouterr().out
+
+
+def test_a_finished_run_started_again_prints_its_summary_without_compiling(config_file, tmp_path, capsys, monkeypatch):
+    assert main(config_file, f"logging.dir={tmp_path}/run") == 0
+    summary = capsys.readouterr().out.partition("done at step 20 of 20")
+    assert "  training loss     " in summary[2]
+    assert "  validation loss   " in summary[2]
+    assert f'generate --run {tmp_path}/run --prompt "def "' in summary[2]
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 21, "loss": 99.0}\n\0\0\0\n\n')  # after the newest checkpoint; a crash
+    monkeypatch.setattr(loop.Loop, "compile", pytest.fail)
+    assert main(config_file, f"logging.dir={tmp_path}/run") == 0
+    again = capsys.readouterr().out.partition("done at step 20 of 20")
+    assert again[1:] == summary[1:]
+    assert "warning: 2 lines of " in again[0]
 
 
 def test_zero_with_nothing_to_shard_over_works_and_says_so(config_file, tmp_path, capsys):
@@ -234,6 +250,7 @@ def test_a_stop_signal_saves_and_exits_with_0(number, config_file, tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "Traceback" not in err
+    assert out.startswith("loading JAX ...\n")
     last = records(tmp_path / "run")[-1]["step"]
     assert f"stopped at step {last} of 100000" in out
     assert saved_state(tmp_path / "run")[0] == last
@@ -458,6 +475,55 @@ def test_help_lists_every_key_with_default_and_meaning():
             assert key.description in process.stdout
 
 
+def test_what_is_loading_read_and_compiled_is_said_before_it_is(config_file, tmp_path, capsys):
+    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=1", "checkpoint.every=0") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("reading data from text:")
+    assert lines[1].startswith("llama of ")
+    first = lines.index("compiling the step ...")
+    assert lines[first + 1].startswith("compiled in ")
+
+
+def test_loading_is_said_by_process_0_and_not_for_help():
+    def said(*arguments, **env):
+        out = io.StringIO()
+        loading.announce(arguments, out, env)
+        return out.getvalue()
+
+    line = "loading JAX ...\n"
+    assert said("--config", "x.yaml") == said("runtime.process=0", RANK="0") == line
+    assert (
+        said("--help") == said("runtime.process=1") == said(RANK="1", SLURM_PROCID="0") == said(SLURM_PROCID="3") == ""
+    )
+
+
+def test_saying_what_is_loading_loads_nothing():
+    code = "import sys; from nanotrain_jax import loading; sys.exit(bool({'jax', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_evaluation_keeps_two_batches_in_flight(monkeypatch):
+    """XLA:CPU aborts a program that dispatches hundreds without waiting for one."""
+    flight, most = set(), []
+
+    class Pending(float):
+        def block_until_ready(self):
+            flight.discard(id(self))
+
+    def evaluate(params, batch):
+        sums = Pending(6.0), Pending(3)
+        flight.update(map(id, sums))
+        most.append(len(flight) // 2)
+        return sums
+
+    monkeypatch.setattr(data, "evaluation", lambda *_: range(100))
+    run = mock.Mock()
+    run.step.evaluate = evaluate
+    run.state.step = 0
+    assert loop.Loop(run, None, None, None, mock.Mock()).evaluate() == 2.0
+    assert (len(most), max(most)) == (100, 2)
+
+
 def test_a_profile_of_some_steps_is_written_where_asked(config_file, tmp_path):
     assert (
         main(
@@ -469,6 +535,23 @@ def test_a_profile_of_some_steps_is_written_where_asked(config_file, tmp_path):
         )
         == 0
     )
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_profile_that_is_open_at_a_signal_is_written(config_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loop.Loop, "between_steps", lambda self, write: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(config_file, f"logging.dir={tmp_path}/run", "runtime.profile_steps=[1,30]") == 0
+    out = capsys.readouterr().out
+    assert "stopped at step 1 of 20" in out
+    assert f"profile written to {tmp_path}/run/profile\n  in TensorBoard    pip install tensorboard xprof; " in out
+    assert list((tmp_path / "run" / "profile").glob("plugins/profile/*/*.xplane.pb"))
+    assert list((tmp_path / "run" / "profile").glob("plugins/profile/*/*.trace.json.gz"))
+
+
+def test_a_profile_that_is_open_at_an_error_is_written(config_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop.Loop, "between_steps", lambda self, write: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(config_file, f"logging.dir={tmp_path}/run", "runtime.profile_steps=[1,30]")
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 

@@ -6,6 +6,7 @@ The order of training sequences is a function of (seed, position) alone: to resu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grain
@@ -14,6 +15,8 @@ import numpy as np
 
 from nanotrain_jax.config import Data
 from nanotrain_jax.runtime import corpus as corpora
+
+TOKENIZER = "tokenizer.json"  # of a folder of tokens, and of a run
 
 
 class Windows:
@@ -113,6 +116,15 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
             )
     fingerprint = f"{corpus.fingerprint} val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
     return Dataset(train, val, corpus.tokenizer, corpus.vocab_size, fingerprint)
+
+
+def tokenizer_file(config: Data) -> Path | None:
+    """Return the tokenizer.json that a source is read with; None: bytes."""
+    if config.tokenizer not in (None, "bytes"):
+        return Path(config.tokenizer)
+    kind, _, where = config.source.partition(":")
+    path = Path(where) / TOKENIZER
+    return path if kind == "tokens" and path.exists() else None
 
 
 def batches(source: Sequence[np.ndarray], shapes: Any, seed: int, position: int = 0) -> Iterator[dict[str, jax.Array]]:

@@ -1,4 +1,4 @@
-"""What people look at: metrics.jsonl, TensorBoard, a progress bar or lines, loss.png.
+"""What people look at: metrics.jsonl, TensorBoard, a progress bar or lines, loss.png (drawn by curves.py).
 
 `Writer.step` takes metrics as they leave the device and writes those of the step before, which are ready by then: the
 device never waits for the host, and the host is at most one step ahead.
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import matplotlib.figure
 import numpy as np
 import tensorboardX
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nanotrain_jax.config import Config
+from nanotrain_jax.runtime import curves
 
 PROCESSES = "processes"  # folder in that of the run: <process>.log
 
@@ -42,8 +42,9 @@ class Writer:
         self.pending: tuple[int, dict[str, Any]] | None = None
         self.last: dict[str, Any] = {}
         self.seconds, self.steps = 0.0, 0
+        self.losses: list[float] = []  # of the steps since the last line
         self.active = jax.process_index() == 0
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         how = config.logging.progress
         self.how = ("bar" if self.console.is_terminal else "lines") if how == "auto" else how
         self.bar = None
@@ -94,6 +95,7 @@ class Writer:
         if self.pending and isinstance(self.pending[1]["loss"], jax.Array):
             number, metrics = self.pending
             self.pending = number, jax.device_get(metrics)
+            self.losses.append(float(self.pending[1]["loss"]))
             now = time.perf_counter()
             self.seconds, self.steps, self.clock = self.seconds + now - self.clock, self.steps + 1, now
 
@@ -108,8 +110,8 @@ class Writer:
             self.bar.update(self.task, completed=number)
         if val_loss is None and (not every or number % every) and number != self.config.train.steps:
             return
-        seconds = self.seconds / self.steps
-        self.seconds, self.steps = 0.0, 0
+        seconds, losses = self.seconds / self.steps, self.losses
+        self.seconds, self.steps, self.losses = 0.0, 0, []
         record = {
             "step": number,
             # float32 as the shortest text that reads back to the same float32
@@ -119,6 +121,8 @@ class Writer:
             "mfu": self.flops / seconds / self.peak if self.peak else None,
             "step_seconds": seconds,
         }
+        if len(losses) > 1:
+            record["mean_loss"] = mean(losses)
         if metrics["skipped_steps"]:
             record["skipped_steps"] = int(metrics["skipped_steps"])
         if "loss_scale" in metrics:
@@ -137,6 +141,16 @@ class Writer:
             for name, value in record.items():
                 if name != "step" and value is not None:
                     self.board.add_scalar(name, value, record["step"])
+        steps, text = self.config.train.steps, self._text(record)
+        if self.bar:
+            self.bar.update(self.task, text=text)
+        if self.how == "lines" or (self.bar and "val_loss" in record):
+            left = clock((steps - record["step"]) * record["step_seconds"])
+            self.console.print(
+                f"step {record['step']:>{len(str(steps))}}/{steps}  {text}  lr {record['lr']:.2e}  left {left}"
+            )
+
+    def _text(self, record: dict[str, Any]) -> str:
         text = f"loss {record['loss']:.4f}"
         val_loss = (self.last if self.bar else record).get("val_loss")
         if val_loss is not None:
@@ -146,20 +160,22 @@ class Writer:
             text += f"  mfu {record['mfu']:.1%}"
         if "skipped_steps" in record:
             text += f"  skipped {record['skipped_steps']}"
-        if self.bar:
-            self.bar.update(self.task, text=text)
-        elif self.how == "lines":
-            steps = self.config.train.steps
-            left = time.strftime("%H:%M:%S", time.gmtime((steps - record["step"]) * record["step_seconds"]))
-            self.console.print(
-                f"step {record['step']:>{len(str(steps))}}/{steps}  {text}  lr {record['lr']:.2e}  left {left}"
-            )
+        return text
 
-    def finish(self) -> None:
-        """Write what is pending and the picture of the losses."""
+    def finish(self, title: str = "", bigram: float | None = None) -> None:
+        """Write what is pending, and loss.png (see `curves.draw`). A picture that fails gives a warning."""
         self.write()
-        if self.active:
-            plot(self.folder / "metrics.jsonl", self.folder / "loss.png")
+        if not self.active:
+            return
+        jsonl = self.folder / "metrics.jsonl"
+        try:
+            bad = curves.draw(jsonl, self.folder / "loss.png", title, bigram)
+        except Exception as error:  # of a library, or a full disk: the run itself is complete
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            self.say(f"warning: loss.png is not drawn ({text[:200]})")
+        else:
+            if bad:
+                self.say(f"warning: {bad} lines of {jsonl} cannot be read; loss.png leaves them out")
 
     def close(self) -> None:
         """Close the files and give the terminal back."""
@@ -182,21 +198,14 @@ def trim(jsonl: Path) -> None:
             file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def plot(jsonl: Path, png: Path) -> None:
-    """metrics.jsonl -> a picture of training and validation loss. A step that ran twice counts as it ran last."""
-    records = {r["step"]: r for r in map(json.loads, jsonl.read_text().splitlines())}
-    records = [records[step] for step in sorted(records)]
-    if not records:
-        return
-    figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    train = [(r["step"], r["loss"]) for r in records if r["loss"] is not None]
-    val = [(r["step"], r["val_loss"]) for r in records if r.get("val_loss") is not None]
-    for points, style in (train, {"label": "training", "linewidth": 1}), (val, {"label": "validation", "marker": "o"}):
-        if points:
-            axes.plot(*zip(*points, strict=True), **style)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    if train or val:
-        axes.legend()
-    figure.savefig(png, dpi=120)
+def mean(losses: list[float]) -> float:
+    """Return the mean of the finite ones (a skipped step has none), or nan if there are none."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def clock(seconds: float) -> str:
+    """Format a duration as hours:minutes:seconds; hours may exceed 24."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{seconds:02}"

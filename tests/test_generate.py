@@ -1,0 +1,219 @@
+"""What a trained model writes: the tokens of the oracle, reproducibly, from a run of any layout."""
+
+import json
+import shutil
+import sysconfig
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import tokenizers
+import yaml
+from conftest import resolved, small
+
+from nanotrain_jax import generate, load_params, model, train
+from nanotrain_jax.config import Data
+from nanotrain_jax.generate import Sampling
+from nanotrain_jax.runtime import corpus, data
+
+GREEDY = {"temperature": 0.0, "top_k": 50, "seed": 0}
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def weights(family, split=model.ONE_DEVICE):
+    """A resolved config and weights of a size at which each token depends on those before."""
+    config, _ = resolved(small(family, model={"tie_embeddings": False}))  # tied ones repeat a token
+    params = model.init(config.model, 0, split)
+    return config, jax.tree.map(lambda w: np.asarray(w * 8 if w.ndim > 2 else w), params)
+
+
+def generated(params, config, **how):
+    return list(generate.generate(params, config, PROMPT, config.model.vocab_size, Sampling(**how)))
+
+
+def oracle_tokens(params, prompt, count, length):
+    """Greedy tokens of the oracle, which sees the last `length` of them."""
+    logits, ids = jax.jit(oracle.logits), list(prompt)
+    for _ in range(count):
+        seen = ids[-length:]
+        tokens = np.zeros((1, length), np.int32)
+        tokens[0, : len(seen)] = seen
+        ids.append(int(jnp.argmax(logits(params, tokens)[0, len(seen) - 1])))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_greedy_tokens_are_those_of_the_oracle_also_beyond_the_longest_sequence(family):
+    config, params = weights(family)
+    assert config.model.max_seq_len == 16
+    found = generated(params, config, tokens=24, **GREEDY)
+    assert found == oracle_tokens(params, PROMPT, 24, 16)
+    assert found[0] == int(jnp.argmax(oracle.logits(params, np.asarray([PROMPT]))[0, -1]))
+    assert len(set(found)) > 4
+    assert generated(params, config, tokens=24, temperature=1.0, top_k=1, seed=7) == found
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others():
+    config, params = weights("llama")
+    first = generated(params, config, tokens=20, temperature=1.0, seed=1)
+    assert generated(params, config, tokens=20, temperature=1.0, seed=1) == first
+    assert generated(params, config, tokens=20, temperature=1.0, seed=2) != first
+
+
+def test_ids_of_padding_and_beyond_the_tokenizer_are_never_chosen():
+    config, params = weights("llama", model.Split(size=2))
+    head = params["ends"]["head_VD"] = np.array(params["ends"]["head_VD"])
+    assert len(head) == 128
+    head[50:] = 5.0 * head[:50].sum(0)
+    params["ends"]["norm"]["gain_D"] = np.abs(head[60]) / head[60]  # so that their logits are the largest
+    params["layers"]["mlp"]["down_FD"] = params["layers"]["mlp"]["down_FD"] * 0
+    for temperature in 0.0, 5.0:
+        how = Sampling(tokens=20, temperature=temperature, top_k=100)
+        assert max(generate.generate(params, config, PROMPT, 50, how)) < 50
+
+
+def test_tokens_are_drawn_with_the_probabilities_of_the_top_k_at_the_temperature():
+    logits_V = jnp.asarray([0.0, 2.0, 1.0, -1.0, 0.5])
+    how = Sampling(temperature=0.7, top_k=3, seed=3)
+    drawn = jax.jit(jax.vmap(lambda draw: generate.choose(logits_V, how, draw)))(jnp.arange(20_000))
+    found = np.bincount(drawn, minlength=5) / len(drawn)
+    expected = np.exp(np.asarray([-np.inf, 2.0, 1.0, -np.inf, 0.5]) / 0.7)
+    np.testing.assert_allclose(found, expected / expected.sum(), atol=0.015)
+
+
+def test_characters_are_shown_when_they_are_whole_and_a_document_ends_the_text():
+    tokenizer = corpus.byte_tokenizer()
+    ids = [*"aé€".encode(), 0xFF, *b"b", 0xE2, 256, *b"never"]
+    pieces = list(generate.as_text(ids, b"x", tokenizer))
+    assert pieces == ["a", "", "é", "", "", "€", "", "\ufffdb", "", "\ufffd"]
+    assert list(generate.as_text(b"ab", b"x", tokenizer)) == ["a", "b", ""]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Names -> folders of runs, trained when they are asked for."""
+    folder = tmp_path_factory.mktemp("runs")
+    text = Path(sysconfig.get_paths()["stdlib"], "heapq.py").read_text()
+    (folder / "text.txt").write_text(text)
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator([text], vocab_size=300, special_tokens=["<|endoftext|>"])
+    bpe.save(str(folder / "bpe.json"))
+    tree = {
+        "model": {"num_layers": 4, "d_model": 32, "num_heads": 2, "d_ff": 64},
+        "precision": {"compute": "float32"},
+        "data": {"source": f"text:{folder}/text.txt", "batch_size": 8, "seq_len": 32},
+        "optimizer": {"lr": 3e-2, "schedule": "constant"},
+        "train": {"steps": 3},
+        "logging": {"tensorboard": False, "progress": "none"},
+        "runtime": {"simulate": 8},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    made = {}
+
+    def make(name, *overrides):
+        if name not in made:
+            made[name] = folder / name
+            keys = [f"logging.dir={made[name]}", *overrides]
+            assert train.main(["--config", str(folder / "run.yaml"), *keys]) == 0
+        return made[name]
+
+    return make
+
+
+def printed(capsys, *arguments):
+    """What the command prints."""
+    capsys.readouterr()
+    assert generate.main([str(a) for a in arguments]) == 0
+    return capsys.readouterr().out
+
+
+ONE = "one", "parallel.data=1"
+
+
+def test_the_command_prints_prompt_and_text_of_the_oracle(runs, capsys):
+    run = runs(*ONE)
+    out = printed(capsys, "--run", run, "--prompt", "def ", "--tokens", 40, "--temperature", 0)
+    params, _ = load_params(run)
+    expected = bytes(oracle_tokens(params, b"def ", 40, 32)).decode("utf-8", "replace")
+    assert out == f"def {expected}\n"
+    again = "--run", run, "--prompt", "def ", "--tokens", 20, "--seed", 3
+    assert printed(capsys, *again) == printed(capsys, *again)
+
+
+def test_a_run_on_pipeline_stages_tensor_and_zero_3_writes_the_same(runs, capsys):
+    layout = ["parallel.data=2", "parallel.tensor=2", "parallel.pipe=2", "parallel.zero=3", "parallel.microbatches=2"]
+    layout += ["parallel.schedule=interleaved", "parallel.chunks=2", "parallel.persist_below=0"]
+    same = "--prompt", "import ", "--tokens", 60, "--temperature", 0
+    expected = printed(capsys, "--run", runs(*ONE), *same)
+    assert printed(capsys, "--run", runs("split", *layout), *same) == expected
+
+
+def test_a_run_keeps_its_tokenizer_and_may_be_moved(runs, capsys, tmp_path):
+    run = runs("bpe", "parallel.data=1", f"data.tokenizer={runs(*ONE).parent}/bpe.json", "train.steps=1")
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    (run.parent / "bpe.json").rename(run.parent / "bpe.gone")
+    run.rename(run.parent / "gone")
+    out = printed(capsys, "--run", moved, "--prompt", "def heap", "--tokens", 12, "--temperature", 0)
+    params, _ = load_params(moved)
+    bpe = tokenizers.Tokenizer.from_file(str(moved / "tokenizer.json"))
+    prompt = bpe.encode("def heap").ids
+    assert len(prompt) < 8
+    assert out == bpe.decode(prompt + oracle_tokens(params, prompt, 12, 32)) + "\n"
+
+
+def test_the_tokenizer_file_of_a_source_is_found(tmp_path):
+    def found(**keys):
+        return data.tokenizer_file(Data(**keys))
+
+    source = f"tokens:{tmp_path}"
+    assert found() is found(tokenizer="bytes") is found(source=source) is None
+    (tmp_path / "tokenizer.json").touch()
+    assert found(source=source) == tmp_path / "tokenizer.json"
+    assert found(source="text:*.txt", tokenizer="x.json") == Path("x.json")
+
+
+BAD = [
+    (["--run", "{run}/.."], "has no config.yaml; give the folder of a run"),
+    (["--run", "{run}", "--step", "2"], "holds no checkpoint of step 2"),
+    (["--prompt", ""], "--prompt='' holds no token"),
+    (["--temperature", "-1"], "--temperature: '-1' is not a number from 0"),
+    (["--temperature", "nan"], "--temperature: 'nan' is not a number"),
+    (["--top-k", "0"], "--top-k: '0' is not a number from 1"),
+    (["--tokens", "many"], "--tokens: 'many' is not a number from 1"),
+    (["--seed", "-1"], "--seed: '-1' is not"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[" ".join(a) for a, _ in BAD])
+def test_a_wrong_request_is_told_in_one_line(arguments, message, runs, capsys):
+    run = runs(*ONE)
+    capsys.readouterr()
+    given = ["--run", str(run), "--prompt", "def ", *(a.format(run=run) for a in arguments)]
+    try:
+        code = generate.main(given)
+    except SystemExit as end:
+        code = end.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_a_run_that_left_nothing_to_read_is_told_in_one_line(runs, capsys, tmp_path):
+    unsaved = runs("unsaved", "parallel.data=1", "train.steps=1", "checkpoint.every=0")
+    synthetic = tmp_path / "synthetic"
+    synthetic.mkdir()
+    (synthetic / "config.yaml").write_text(json.dumps({"data": {"source": "synthetic"}}))
+    for run, message in (
+        (unsaved, "holds no finished checkpoint"),
+        (synthetic, "data.source=synthetic, which is no text"),
+    ):
+        assert generate.main(["--run", str(run), "--prompt", "def "]) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
