@@ -55,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         params, config, tokenizer = load(Path(options.run), options.step)
         prompt = encode(options.prompt, tokenizer)
     except (ValueError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return request.refuse(error)
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
     print(options.prompt, end="", flush=True)
     for text in as_text(generate(params, config, prompt, tokenizer.vocab_size, sampling), prompt, tokenizer):
@@ -67,11 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options. Exits with 2 if they are wrong."""
-    parser = argparse.ArgumentParser(
+    parser = request.Parser(
         prog="python -m nanotrain_jax.generate", description="Continue a text with a trained model."
     )
-    parser.error = lambda message: parser.exit(2, f"error: {message}; --help tells more\n")
-    parser.add_argument("--run", required=True, help="folder of the run (its logging.dir)")
+    parser.add_argument("--run", type=request.path_argument, required=True, help="folder of the run (its logging.dir)")
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--tokens", type=_at_least(int, 1), default=200, help="at most; default: %(default)s")
     parser.add_argument(

@@ -35,6 +35,7 @@ class Run(NamedTuple):
     start: tuple[Path, int] | None  # folder and step of the checkpoint
     meta: compatibility.Meta | None  # its own
     damaged: dict[int, str]  # newer checkpoints that are not used, and why
+    tokens: int  # seen so far
 
 
 def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[int], bool]) -> None:
@@ -151,6 +152,7 @@ class Loop:
             "config": run.config.to_dict(),
             "tokenizer": run.dataset.tokenizer,
             "data": {"position": position, "fingerprint": run.dataset.fingerprint},
+            "tokens": run.tokens + (number - self.first) * run.config.data.batch_size * run.config.data.seq_len,
             "nvme": files and files.seal(),
         }
         apart = (stored.arrays(files, run.step, run.config), files.nbytes) if files else ()
@@ -187,7 +189,7 @@ def new_writer(run: Run) -> metrics.Writer:
     peak = hardware.peak_flops(devices.flat[0].device_kind)
     flops = cost.flops_per_token(config.model, config.data.seq_len)["full"]
     flops *= config.data.batch_size * config.data.seq_len
-    return metrics.Writer(config, int(run.state.step), flops, peak and peak * devices.size)
+    return metrics.Writer(config, int(run.state.step), flops, peak and peak * devices.size, run.tokens)
 
 
 def watching(run: Run, writer: metrics.Writer) -> AbstractContextManager[watchdog.Watch]:
