@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import tempfile
 import time
 import traceback
@@ -37,13 +36,12 @@ from nanotrain_jax.runtime import checkpoint, data, metrics, nvme, request, watc
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse arguments, train, and turn what is wrong with the request into one line and exit code 2."""
-    parser = argparse.ArgumentParser(
+    parser = request.Parser(
         prog="python -m nanotrain_jax.train",
         description="Train a transformer.",
         epilog="keys (override as section.key=value):\n\n" + request.describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.error = lambda message: parser.exit(2, f"error: {message}; --help tells more\n")
     parser.add_argument("--config", required=True, help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the file")
     arguments = parser.parse_intermixed_args(argv)
@@ -65,8 +63,7 @@ def refuse(error: Exception) -> int:
     """Tell what is wrong in one line on stderr; -> exit code 2. Raises it again if it may be gone at the next try."""
     if processes.may_pass(error):
         raise error
-    print("error: " + " ".join(str(error).split()), file=sys.stderr)
-    return 2
+    return request.refuse(error)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ PACKAGE = ROOT / "nanotrain_jax"
 
 # A file may import from lower floors only; __init__ stands on none.
 FLOORS = [
+    {"fields"},
     {
         "config", "mesh", "processes", "ops", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat",
         "parallel.pullback", "parallel.offload", "audit.hlo", "audit.hardware", "runtime.corpus",
