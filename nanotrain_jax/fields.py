@@ -1,4 +1,4 @@
-"""Types of the config's keys: whole numbers with upper bounds, and paths in which `~` stands for the home directory.
+"""Types of the config's keys: integers with upper bounds, and paths in which `~` is the home directory.
 
 The bounds are far above every real model and run: what is beyond is a typing error, and would overflow or never end.
 """
@@ -20,6 +20,13 @@ def expanded(path: str) -> str:
         user = path.partition("/")[0]
         raise ValueError(f"there is no home directory {user}; write ./{user} for a folder of this name")
     return found
+
+
+def retold(error: OSError, text: str) -> OSError:
+    """An OSError that says text and has the errno of another, which tells whether it may pass."""
+    told = OSError(text)
+    told.errno = error.errno
+    return told
 
 
 def _expanded_source(source: str) -> str:

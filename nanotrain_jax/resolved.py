@@ -140,7 +140,8 @@ def check_pipe(config: Config) -> None:
     if pieces * p.microbatches > SCHEDULE_CELLS:
         raise ValueError(
             f"parallel.microbatches={p.microbatches} with {pieces} pieces of the model (parallel.pipe x "
-            f"parallel.chunks) make a schedule of {pieces * p.microbatches} cells, more than {SCHEDULE_CELLS}; use fewer of either"
+            f"parallel.chunks) make a schedule of {pieces * p.microbatches} cells, "
+            f"more than {SCHEDULE_CELLS}; use fewer of either"
         )
     try:
         schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks)

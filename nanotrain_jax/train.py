@@ -24,8 +24,8 @@ import yaml
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from nanotrain_jax import capacity, model, processes, stored, words
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import model, processes, stored, words
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, hardware, hlo, memory
 from nanotrain_jax.config import Config
@@ -155,6 +155,7 @@ def build(config: Config, count: int) -> tuple[Config, Mesh, data.Dataset, steps
     mesh = meshes.make(**config.parallel.axes)
     dataset = data.load(config.data, config.model.vocab_size)
     config = resolve(config, mesh.shape, dataset.vocab_size)
+    capacity.check(config, mesh)
     step = steps.build(config, mesh)
     if step.pieces:
         stored.store(config, step)  # which says what is wrong with its folder

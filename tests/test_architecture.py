@@ -27,7 +27,7 @@ FLOORS = [
     {"model", "parallel.zero", "parallel.pipeline", "parallel.streamed", "parallel.gantt", "audit.cost"},
     {"state", "audit.offloaded"},
     {"piecewise", "audit.memory"},
-    {"step"},
+    {"step", "capacity"},
     {"stored", "words", "planner.estimate"},
     {"planner.search", "planner.compiled", "planner.explain", "planner.markup"},
     {"planner.page", "planner.tables"},

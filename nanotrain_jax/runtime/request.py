@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from nanotrain_jax.config import Config
-from nanotrain_jax.fields import expanded
+from nanotrain_jax.fields import expanded, retold
 
 MOST_BYTES = 1 << 18  # of a config file
 CONFIGS = Path(__file__).parents[2] / "configs"  # of this repository, where it is installed from one
@@ -72,9 +72,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8 ({error}); give a YAML file") from None
     except OSError as error:
-        told = OSError(f"--config {path} cannot be read ({error.strerror}); {_another_config(path)}")
-        told.errno = error.errno
-        raise told from None
+        raise retold(error, f"--config {path} cannot be read ({error.strerror}); {_another_config(path)}") from None
     if len(text) > MOST_BYTES:
         raise ValueError(f"{path} is larger than {MOST_BYTES} bytes, which no config is; give a YAML file")
     tree = _yaml(text, str(path)) or {}
