@@ -28,6 +28,6 @@ def check(config: Config, mesh: Mesh) -> None:
     for what, size, limit in (("weights and optimizer state", state, there), ("a step", step, SLACK * there)):
         if size * share > limit:
             raise ValueError(
-                f"{what} would take about {size * share / 1e9:,.0f} GB on {name}, which have {there / 1e9:,.0f} GB; use "
-                "a smaller model, batch or sequence, or more devices (python -m nanotrain_jax.plan says what fits)"
+                f"{what} would take about {size * share / 1e9:,.0f} GB on {name}, which have {there / 1e9:,.0f} GB; "
+                "use a smaller model, batch or sequence, or more devices (python -m nanotrain_jax.plan says what fits)"
             )

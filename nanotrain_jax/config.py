@@ -339,6 +339,6 @@ def near_divisors(number: int, wanted: int) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of number in order; above 10**12 those below 10**6, and what they divide number into."""
-    small = [d for d in range(1, min(isqrt(number), 10**6) + 1) if number % d == 0]
+    """The divisors of number in order; above 10**10 those below 10**5, and what they divide number into."""
+    small = [d for d in range(1, min(isqrt(number), 10**5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})

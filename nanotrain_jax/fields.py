@@ -48,10 +48,10 @@ Layers = Annotated[int, Field(gt=0, le=10**6)]
 Width = Annotated[int, Field(gt=0, le=2**24)]  # of activations; heads
 Vocabulary = Annotated[int, Field(gt=0, le=2**27)]
 Tokens = Annotated[int, Field(gt=0, le=2**30)]  # of a sequence
-Sequences = Annotated[int, Field(gt=0, le=2**20)]  # of a batch
+Sequences = Annotated[int, Field(gt=0, le=2**18)]  # of a batch
 Axis = Annotated[int, Field(le=2**20)]  # devices of a mesh axis, or -1
 Choice = BeforeValidator(_not_a_bool)  # of a Literal of numbers
-SCHEDULE_CELLS = 2**18  # stages x chunks x microbatches of a pipeline schedule
+SCHEDULE_CELLS = 2**18  # ticks x stages of a pipeline schedule: 64 stages with 3,900 microbatches, 256 with 512
 
 Path = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(expanded)]
 Source = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_expanded_source)]

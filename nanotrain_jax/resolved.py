@@ -137,11 +137,11 @@ def check_pipe(config: Config) -> None:
             f"memory.remat={config.memory.remat!r} with parallel.schedule={p.schedule}: the backward of a block of "
             "layers is a loop, which cannot be cut in two; use none, selective or full, or another schedule"
         )
-    if pieces * p.microbatches > SCHEDULE_CELLS:
+    cells = (p.microbatches * p.chunks + pieces + p.pipe) * p.pipe
+    if cells > SCHEDULE_CELLS:
         raise ValueError(
-            f"parallel.microbatches={p.microbatches} with {pieces} pieces of the model (parallel.pipe x "
-            f"parallel.chunks) make a schedule of {pieces * p.microbatches} cells, "
-            f"more than {SCHEDULE_CELLS}; use fewer of either"
+            f"parallel.microbatches={p.microbatches} with parallel.pipe={p.pipe} and parallel.chunks={p.chunks} make a "
+            f"schedule of {cells} entries (ticks x stages), more than {SCHEDULE_CELLS}; use fewer of them"
         )
     try:
         schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from nanotrain_jax.audit import hardware, memory
-from nanotrain_jax.config import Config, divisors
+from nanotrain_jax.config import Config
 from nanotrain_jax.planner.estimate import TAKEN, Estimate, estimate, on_hardware
 from nanotrain_jax.resolved import resolve
 
@@ -82,7 +82,7 @@ def search(config: Config, gpu: str, gpus: int, taken: float = TAKEN, fixed: Map
             base = mesh.replace("parallel", zero=zero, schedule=schedule, chunks=chunks)
             share = config.data.batch_size // (mesh.parallel.replica * mesh.parallel.data)
             too_large = False
-            for pieces in sorted(_options(fixed, "parallel.microbatches", divisors(share)), reverse=True):
+            for pieces in sorted(_options(fixed, "parallel.microbatches", _divisors(share)), reverse=True):
                 # Fewer microbatches are larger ones; but a single one needs no sums of gradients.
                 if too_large and (pieces > 1 or mesh.parallel.pipe > 1):
                     continue
@@ -112,14 +112,14 @@ def search(config: Config, gpu: str, gpus: int, taken: float = TAKEN, fixed: Map
 def meshes(config: Config, gpu: str, gpus: int, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[Config]:
     """The config on every mesh that the model can be laid out on; why the others are not goes into rejected."""
     joined, batch = hardware.find(gpu).joined, config.data.batch_size
-    for tensor in _options(fixed, "parallel.tensor", divisors(gpus)):
+    for tensor in _options(fixed, "parallel.tensor", _divisors(gpus)):
         if gpus % tensor:
             rejected[f"parallel.tensor={tensor} does not divide {gpus} GPUs"] += 1
             continue
         if tensor > joined and "parallel.tensor" not in fixed:
             rejected[f"parallel.tensor over more than the {joined} GPUs that NVLink joins"] += 1
             continue
-        for pipe in _options(fixed, "parallel.pipe", divisors(gpus // tensor)):
+        for pipe in _options(fixed, "parallel.pipe", _divisors(gpus // tensor)):
             rest = gpus // tensor // pipe
             if tensor * pipe * rest != gpus:
                 rejected[f"parallel.pipe={pipe} does not divide {gpus // tensor} GPUs"] += 1
@@ -150,7 +150,7 @@ def ways(config: Config, fixed: Mapping[str, Any]) -> Iterator[tuple[int, str, i
             yield zero, "1f1b", 1
             continue
         for schedule in _options(fixed, "parallel.schedule", ("1f1b", "zero_bubble", "interleaved")):
-            chunks = [c for c in divisors(L // p.pipe) if c > 1] if schedule == "interleaved" else [1]
+            chunks = [c for c in _divisors(L // p.pipe) if c > 1] if schedule == "interleaved" else [1]
             for count in _options(fixed, "parallel.chunks", chunks):
                 yield zero, schedule, count
 
@@ -222,6 +222,10 @@ def why_nothing_fits(found: Found, gpu: str, gpus: int, taken: float, fixed: Map
 
 def _options(fixed: Mapping[str, Any], key: str, otherwise: Any) -> list[Any]:
     return [fixed[key]] if fixed.get(key, -1) != -1 else list(otherwise)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _reason(error: ValueError) -> str:

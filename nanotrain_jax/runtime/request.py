@@ -48,8 +48,10 @@ def refuse(error: Exception) -> int:
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks; control characters, which a terminal would obey, as escapes."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    """Text without line breaks, and without the middle of what is very long; control characters, which a terminal would
+    obey, as escapes."""
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
+    return line if len(line) < 2000 else f"{line[:1000]} ... {line[-900:]}"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
