@@ -66,7 +66,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What a YAML file and overrides ask for, as plain nested data; not validated. Raises ValueError or OSError."""
+    """What a YAML file and overrides ask for, as plain nested data; not validated. Raises ValueError or OSError.
+
+    Sections that begin with _ are left out: they hold what others merge (`_base: &base {...}`, `<<: *base`).
+    """
     path = Path(expanded(str(path)))
     try:
         with open(path, "rb") as file:
@@ -80,7 +83,7 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     tree = _yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: a config is a mapping of sections, not a {type(tree).__name__}")
-    return nested(overrides, tree)
+    return nested(overrides, {key: part for key, part in tree.items() if not str(key).startswith("_")})
 
 
 def _another_config(path: Path) -> str:
