@@ -67,12 +67,8 @@ def text_of(line: bytes, field: str) -> tuple[str | None, bytes | str]:
     text = record.get(field) if isinstance(record, dict) else None
     if isinstance(text, str):
         return None, text.encode("utf-8", "surrogatepass")  # half a surrogate pair: invalid UTF-8, replaced later
-    found = (
-        f"an object with {', '.join(map(repr, list(record)[:20])) or 'no keys'}"
-        if isinstance(record, dict)
-        else "no object"
-    )
-    return NO_TEXT, f"no text under {field!r}, but {found}; name the key of the text with --field"
+    found = f"with the keys {[*record][:20]}" if isinstance(record, dict) else "that is no object"
+    return NO_TEXT, f"no text under {field!r} in a line {found}; name the key of the text with --field"
 
 
 def parquet_documents(path: Path, field: str) -> Iterator[bytes]:

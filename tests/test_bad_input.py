@@ -65,12 +65,7 @@ def here(tmp_path, monkeypatch, capsys):
     (tmp_path / "home").mkdir()
     (tmp_path / "base.yaml").write_text(BASE)
     (tmp_path / "mesh.yaml").write_text(BASE.replace("parallel: {data: 1}", ""))
-    files = {
-        "empty.yaml": b"",
-        "latin.yaml": b"train: {steps: \xe9}",
-        "nul.yaml": b"a\0b",
-        "text.txt": b"some text " * 99,
-    }
+    files = {"empty.yaml": b"", "latin.yaml": b"train: {steps: \xe9}", "nul.yaml": b"a\0b", "text.txt": b"text " * 99}
     files |= {"broken.jsonl": b'{"text": "fine"}\n{"text"\n', "deep.jsonl": b"[" * 100_000}
     files["cut.jsonl.gz"] = gzip.compress(b'{"text": "fine"}\n' * 99)[:-20]
     for name, content in files.items():
@@ -298,11 +293,9 @@ def test_a_plan_is_asked_for_at_random(here, config, overrides, choose, gpus):
 
 @pytest.mark.long
 @FUZZ
-@given(
-    CONFIG, OVERRIDES, COUNT, st.sampled_from(["--processes", "--max-restarts", "--hosts", "--host", "--join-timeout"])
-)
+@given(CONFIG, OVERRIDES, COUNT, st.sampled_from(["processes", "max-restarts", "hosts", "host", "join-timeout"]))
 def test_a_launch_is_asked_for_at_random(here, config, overrides, count, option):
-    answers(here, "launch", option, count, "--", "--config", config, *overrides)
+    answers(here, "launch", f"--{option}", count, "--", "--config", config, *overrides)
 
 
 @pytest.mark.long
@@ -314,14 +307,9 @@ def test_a_run_of_any_size_is_asked_for(here, layout):
 
 @pytest.mark.long
 @FUZZ
-@given(
-    st.sampled_from(["base.yaml", "mesh.yaml"]),
-    LAYOUT,
-    st.sampled_from(["1", "2", "8", "64", "1024", "65536"]),
-    st.booleans(),
-)
-def test_a_plan_of_any_size_is_asked_for(here, config, layout, gpus, choose):
-    answers(here, "plan", "--config", config, "--gpus", gpus, *["--choose"] * choose, *layout)
+@given(st.sampled_from(["base.yaml", "mesh.yaml"]), LAYOUT, st.integers(0, 16), st.booleans())
+def test_a_plan_of_any_size_is_asked_for(here, config, layout, power, choose):
+    answers(here, "plan", "--config", config, "--gpus", str(2**power), *["--choose"] * choose, *layout)
 
 
 @pytest.mark.long
@@ -334,22 +322,9 @@ def test_a_config_of_random_characters_is_read(here, content):
 
 @pytest.mark.long
 @FUZZ
-@given(
-    st.lists(st.binary(max_size=40) | VALUES.map(lambda text: json.dumps({"text": text}).encode()), max_size=5),
-    COUNT,
-    st.booleans(),
-)
+@given(st.lists(st.binary(max_size=40) | VALUES.map(json.dumps).map(str.encode), max_size=5), COUNT, st.booleans())
 def test_lines_of_random_bytes_are_prepared(here, lines, size, skip):
-    (here.folder / "random.jsonl").write_bytes(b"\n".join(lines))
-    out = here.folder / "out"
-    shutil.rmtree(out, ignore_errors=True)
-    answers(
-        here,
-        "prepare_data",
-        "random.jsonl",
-        "--out",
-        str(out),
-        "--tokenizer",
-        f"train-bpe:{size}",
-        *["--skip-bad"] * skip,
-    )
+    (here.folder / "random.jsonl").write_bytes(b"".join(b'{"text": %b}\n' % line for line in lines))
+    shutil.rmtree(here.folder / "out", ignore_errors=True)
+    more = ["--skip-bad"] if skip else []
+    answers(here, "prepare_data", "random.jsonl", "--out", "out", "--tokenizer", f"train-bpe:{size}", *more)

@@ -197,7 +197,7 @@ def test_a_config_that_is_not_there_is_named_with_those_that_are(tmp_path, monke
     for path, remedy in (("quikstart.yaml", "did you mean .*configs/quickstart.yaml"), ("x.yaml", "llama3_8b")):
         with pytest.raises(OSError, match=rf"--config {path} cannot be read \(No such file or directory\); .*{remedy}"):
             request.load(path)
-    with pytest.raises(OSError, match="cannot be read .Is a directory"):
+    with pytest.raises(OSError, match="Is a directory"):
         request.load(tmp_path)
 
 
