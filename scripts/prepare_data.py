@@ -23,7 +23,6 @@ from rich.progress import track
 from nanotrain_jax.runtime import corpus, request
 
 KINDS = ".txt", ".jsonl", ".jsonl.gz", ".parquet"
-BROKEN, NO_TEXT = "not valid JSON", "no text in the field"  # kinds of bad lines
 
 
 def documents(paths: list[Path], field: str, skipped: Counter[str] | None) -> Iterator[bytes]:
@@ -41,34 +40,42 @@ def documents(paths: list[Path], field: str, skipped: Counter[str] | None) -> It
 
 
 def json_documents(path: Path, field: str, skipped: Counter[str] | None) -> Iterator[bytes]:
-    """The text of each line. Raises ValueError or OSError. skipped: as in `documents`."""
+    """The text of each line that is not blank. Raises ValueError or OSError. skipped: as in `documents`."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
-                kind, text = text_of(line, field)
-                if kind is None:
-                    yield text
-                elif skipped is None:
-                    raise ValueError(f"{path}:{number}: {text}, or leave such lines out with --skip-bad")
-                else:
-                    skipped[kind] += 1
+                try:
+                    text = text_of(line, field) if line.strip() else b""
+                except BadLine as error:
+                    if skipped is None:
+                        raise ValueError(f"{path}:{number}: {error}, or leave out such lines with --skip-bad") from None
+                    skipped[error.kind] += 1
+                    continue
+                yield text
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is damaged or cut short ({error}); fetch or write it again") from None
 
 
-def text_of(line: bytes, field: str) -> tuple[str | None, bytes | str]:
-    """-> (None, text of a line of JSON), or (kind of the mistake, what is wrong and what to do). Blank: no text."""
-    if not line.strip():
-        return None, b""
+class BadLine(ValueError):
+    """A line of .jsonl without a text. kind: what it is counted as."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+def text_of(line: bytes, field: str) -> bytes:
+    """The text of a line of JSON. Raises BadLine."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return BROKEN, f"not valid JSON ({getattr(error, 'msg', error)}); mend the line"
+        raise BadLine("not valid JSON", f"not valid JSON ({getattr(error, 'msg', error)}); mend the line") from None
     text = record.get(field) if isinstance(record, dict) else None
-    if isinstance(text, str):
-        return None, text.encode("utf-8", "surrogatepass")  # half a surrogate pair: invalid UTF-8, replaced later
-    found = f"with the keys {[*record][:20]}" if isinstance(record, dict) else "that is no object"
-    return NO_TEXT, f"no text under {field!r} in a line {found}; name the key of the text with --field"
+    if not isinstance(text, str):
+        found = f"with the keys {[*record][:20]}" if isinstance(record, dict) else "that is no object"
+        what = f"no text under {field!r} in a line {found}; name the key of the text with --field"
+        raise BadLine(f"no text under {field!r}", what)
+    return text.encode("utf-8", "surrogatepass")  # half a pair of surrogates stays: invalid UTF-8, which is counted
 
 
 def parquet_documents(path: Path, field: str) -> Iterator[bytes]:

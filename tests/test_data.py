@@ -268,13 +268,13 @@ def test_bad_lines_are_left_out_and_counted_by_kind(tmp_path):
         assert (done.returncode, done.stderr) == (0, "")
         assert "in 2 documents" in done.stdout
         assert "left out 2 lines: not valid JSON\n" in done.stdout
-        assert "left out 3 lines: no text in the field\n" in done.stdout
+        assert "left out 3 lines: no text under 'text'\n" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text"', "not valid JSON (Expecting ':' delimiter); mend the line, or leave such lines out with --skip-bad"),
+        ('{"text"', "not valid JSON (Expecting ':' delimiter); mend the line, or leave out such lines with --skip-bad"),
         (
             '{"a": 1}',
             "no text under 'text' in a line with the keys ['a']; name the key of the text with --field, or leave",
