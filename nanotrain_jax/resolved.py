@@ -56,11 +56,11 @@ def check_optimizer(config: Config) -> None:
     o = config.optimizer
     if o.min_lr > o.lr:
         raise ValueError(f"optimizer.min_lr={o.min_lr} is above optimizer.lr={o.lr}; lower it")
-    if o.warmup_steps > o.decay_steps and o.schedule != "constant":
-        source = "" if o.decay_steps != config.train.steps else " (train.steps, where it is null)"
+    # A short trial of a long run (train.steps=10) ends in its warm-up, and is no mistake.
+    if o.warmup_steps > o.decay_steps != config.train.steps and o.schedule != "constant":
         raise ValueError(
-            f"optimizer.warmup_steps={o.warmup_steps} is more than optimizer.decay_steps={o.decay_steps}{source}: the "
-            f"decay would end before it begins; use at most {o.decay_steps}, or more steps"
+            f"optimizer.warmup_steps={o.warmup_steps} is more than optimizer.decay_steps={o.decay_steps}: "
+            f"the decay would end before it begins; use at most {o.decay_steps} steps of warm-up, or more of decay"
         )
 
 

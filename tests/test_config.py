@@ -6,10 +6,10 @@ import pytest
 import yaml
 from conftest import resolved, small
 
-from nanotrain_jax import capacity, plan
+from nanotrain_jax import capacity, plan, words
 from nanotrain_jax import config as configs
 from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import request
+from nanotrain_jax.runtime import data, request
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 AXES = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
@@ -165,11 +165,18 @@ def test_a_tilde_is_the_home_directory_in_every_path(tmp_path, monkeypatch):
 
 
 def test_a_warm_up_longer_than_the_decay_is_refused(tmp_path):
-    steps = ["optimizer.warmup_steps=30", "train.steps=20"]
-    with pytest.raises(ValueError, match=r"optimizer.warmup_steps=30 is more than optimizer.decay_steps=20 \(train"):
+    steps = ["optimizer.warmup_steps=30", "optimizer.decay_steps=20"]
+    with pytest.raises(ValueError, match=r"optimizer.warmup_steps=30 is more than optimizer.decay_steps=20"):
         resolve(load(tmp_path, "", *steps), AXES, 257)
     for remedy in "optimizer.decay_steps=30", "optimizer.warmup_steps=20", "optimizer.schedule=constant":
         resolve(load(tmp_path, "", *steps, remedy), AXES, 257)
+
+
+def test_a_short_trial_of_a_config_may_end_in_the_warm_up_and_says_so(text_files):
+    changes = {"optimizer": {"warmup_steps": 30}, "train": {"steps": 3}, "data": {"source": f"text:{text_files}"}}
+    config, mesh = resolved(small(**changes))
+    lines = words.introduction(config, mesh, data.load(config.data), [])
+    assert "warning: the run ends within the warm-up: optimizer.warmup_steps=30 > train.steps" in lines
 
 
 def test_near_divisors_are_the_nearest_and_huge_numbers_have_some_at_once():
