@@ -26,6 +26,7 @@ from nanotrain_jax.runtime.host import Host
 from nanotrain_jax.runtime.leader import LOOPBACK, Leader, Rules
 from nanotrain_jax.runtime.link import GRACE
 
+MOST = 1024  # processes of a host
 RUN = ("-m", "nanotrain_jax.train")
 
 
@@ -97,6 +98,8 @@ def divide(count: int | None, simulate: int, hosts: int) -> list[list[str]]:
     """
     gpus = [] if simulate else processes.gpus_here()
     count = count or len(gpus) or 1
+    if count > MOST:
+        raise ValueError(f"--processes {count}: a host starts at most {MOST}; use one per GPU, or fewer")
     if len(gpus) % count:
         raise ValueError(f"--processes {count} does not divide the {len(gpus)} GPUs of this host")
     if simulate % (count * hosts):

@@ -140,7 +140,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv)
-    files, out, name = [Path(file) for file in asked.files], Path(asked.out), asked.tokenizer
+    files = [Path(file) for file in asked.files]
+    out, name = Path(asked.out), asked.tokenizer
     skipped = Counter() if asked.skip_bad else None
 
     def texts(task):

@@ -22,6 +22,9 @@ from nanotrain_jax.config import Config
 from nanotrain_jax.fields import expanded, retold
 
 MOST_BYTES = 1 << 18  # of a config file
+BRIEF = reprlib.Repr()  # of values in messages
+BRIEF.maxlevel = 2
+BRIEF.maxstring = BRIEF.maxother = BRIEF.maxlong = 120
 CONFIGS = Path(__file__).parents[2] / "configs"  # of this repository, where it is installed from one
 
 
@@ -73,13 +76,14 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     path = Path(expanded(str(path)))
     try:
         with open(path, "rb") as file:
-            text = file.read(MOST_BYTES + 1).decode("utf-8")
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"{path} is larger than {MOST_BYTES} bytes, which no config is; give a YAML file")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8 ({error}); give a YAML file") from None
     except OSError as error:
         raise retold(error, f"--config {path} cannot be read ({error.strerror}); {_another_config(path)}") from None
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"{path} is larger than {MOST_BYTES} bytes, which no config is; give a YAML file")
     tree = _yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: a config is a mapping of sections, not a {type(tree).__name__}")
@@ -148,9 +152,7 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except (yaml.YAMLError, RecursionError):
             raise
-        except (
-            Exception
-        ):  # whatever a constructor of PyYAML lets through for `!!int foo`, `!!timestamp x`, 5,000 digits
+        except Exception:  # PyYAML lets what its constructors raise through: `!!int foo`, `!!timestamp x`, 5,000 digits
             problem = f"{_shown(node.value)} is no {node.tag.removeprefix('tag:yaml.org,2002:')}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
@@ -204,13 +206,9 @@ def _one_line(error: ValidationError) -> str:
 def _shown(value: Any) -> str:
     """repr of a value, shortened."""
     try:
-        return _BRIEF.repr(value)
+        return BRIEF.repr(value)
     except ValueError:  # Python writes no number of more than 4,300 digits
         return "a number of thousands of digits"
-
-
-_BRIEF = reprlib.Repr()
-_BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxlong, _BRIEF.maxother = 2, 120, 60, 120
 
 
 def _suggest(key: str) -> str:
