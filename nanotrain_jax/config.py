@@ -8,15 +8,26 @@ one line that names the value, the rule and the remedy.
 from __future__ import annotations
 
 import re
-from math import lcm
+from math import isqrt, lcm
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Folder = Annotated[str, Field(min_length=1)]
+from nanotrain_jax.fields import (
+    Axis,
+    Choice,
+    Count,
+    Layers,
+    Path,
+    Positive,
+    Seed,
+    Sequences,
+    Source,
+    Tokens,
+    Vocabulary,
+    Width,
+)
+
 Pair = Field(strict=False)  # YAML has lists where we want tuples
 
 
@@ -34,15 +45,15 @@ class Model(_Section):
     family: Literal["llama", "gpt2"] = _key(
         "llama", "llama: RMSNorm, rotary, SwiGLU; gpt2: LayerNorm, learned positions, GELU, biases"
     )
-    num_layers: Positive = _key(4, "transformer layers")
-    d_model: Positive = _key(128, "width of the residual stream")
-    num_heads: Positive = _key(4, "query heads; head dim = d_model / num_heads")
-    num_kv_heads: Positive | None = _key(None, "key and value heads (grouped-query attention); null: num_heads")
-    d_ff: Positive | None = _key(
+    num_layers: Layers = _key(4, "transformer layers")
+    d_model: Width = _key(128, "width of the residual stream")
+    num_heads: Width = _key(4, "query heads; head dim = d_model / num_heads")
+    num_kv_heads: Width | None = _key(None, "key and value heads (grouped-query attention); null: num_heads")
+    d_ff: Width | None = _key(
         None, "hidden width of the MLP; null: 4 d_model (gpt2), 8/3 d_model rounded up to 256 (llama)"
     )
-    vocab_size: Positive | None = _key(None, "rows of the embedding; null: taken from the tokenizer")
-    max_seq_len: Positive | None = _key(None, "longest sequence the model accepts; null: data.seq_len")
+    vocab_size: Vocabulary | None = _key(None, "rows of the embedding; null: taken from the tokenizer")
+    max_seq_len: Tokens | None = _key(None, "longest sequence the model accepts; null: data.seq_len")
     rope_theta: float = _key(10000.0, "base of the rotary frequencies (llama)", gt=0)
     norm_eps: float = _key(1e-5, "epsilon of the norms", gt=0)
     tie_embeddings: bool | None = _key(None, "use the embedding as output head; null: true for gpt2, false for llama")
@@ -74,20 +85,20 @@ class Model(_Section):
 class Parallel(_Section):
     """How many devices each mesh axis has."""
 
-    data: int = _key(-1, "data-parallel devices; -1: whatever devices remain")
-    replica: int = _key(1, "groups of data-parallel devices (replicas of the whole)")
-    tensor: int = _key(1, "tensor-parallel devices: heads, d_ff and vocabulary are split over them")
+    data: Axis = _key(-1, "data-parallel devices; -1: whatever devices remain")
+    replica: Axis = _key(1, "groups of data-parallel devices (replicas of the whole)")
+    tensor: Axis = _key(1, "tensor-parallel devices: heads, d_ff and vocabulary are split over them")
     sequence_parallel: bool = _key(True, "with tensor: activations between its matmuls are split over tokens")
-    pipe: int = _key(1, "pipeline stages: layers are split over them")
+    pipe: Axis = _key(1, "pipeline stages: layers are split over them")
     schedule: Literal["gpipe", "1f1b", "1f1b_lean", "interleaved", "zero_bubble", "zb_h1", "zb_h2"] = _key(
         "1f1b", "what a stage does when; parallel/schedule.py compares them"
     )
-    chunks: Positive = _key(1, "with schedule=interleaved: pieces of the model on each stage")
+    chunks: Layers = _key(1, "with schedule=interleaved: pieces of the model on each stage")
     idle: Literal["skip", "mask"] = _key(
         "skip", "a stage without work in a tick does none, or computes (both ends of the model too) and throws away"
     )
-    context: int = _key(1, "context-parallel devices (only 1 so far)")
-    zero: Literal[0, 1, 2, 3] = _key(
+    context: Axis = _key(1, "context-parallel devices (only 1 so far)")
+    zero: Annotated[Literal[0, 1, 2, 3], Choice] = _key(
         0, "shard over data: 1 optimizer state, 2 and gradients, 3 and parameters (ZeRO); 0: nothing"
     )
     grad_reduce: Literal["after_backward", "per_layer"] = _key(
@@ -96,9 +107,11 @@ class Parallel(_Section):
     prefetch: bool = _key(
         False, "zero 3 on GPUs, one microbatch: gather the weights of the next layer while a layer computes"
     )
-    bucket_mb: float = _key(25.0, "arrays smaller than this are scattered and gathered together, in flat buckets", ge=0)
+    bucket_mb: float = _key(
+        25.0, "arrays smaller than this are scattered and gathered together, in flat buckets", ge=0, le=1e6
+    )
     persist_below: Count = _key(10_000, "parameters with fewer elements (per layer) stay whole at zero 1-3")
-    microbatches: Positive = _key(
+    microbatches: Sequences = _key(
         1, "pieces of the local batch, run one after the other; gradients are reduced once per step"
     )
 
@@ -161,11 +174,13 @@ class Memory(_Section):
     offload_activations: Literal["none", "host"] = _key(
         "none", "where what remat=selective, full or block:N keeps waits for the backward"
     )
-    nvme_dir: str | None = _key(None, "offload_optimizer=nvme: folder on a fast disk of this machine, of one run alone")
+    nvme_dir: Path | None = _key(
+        None, "offload_optimizer=nvme: folder on a fast disk of this machine, of one run alone"
+    )
 
     @model_validator(mode="after")
     def _policy(self) -> Memory:
-        if not re.fullmatch(r"none|selective|full|block:[1-9]\d*", self.remat):
+        if not re.fullmatch(r"none|selective|full|block:[1-9]\d{0,6}", self.remat):
             raise ValueError(f"memory.remat={self.remat!r} is unknown; use none, selective, full or block:N")
         if self.offload_optimizer == "nvme" and not self.nvme_dir:
             raise ValueError("memory.offload_optimizer='nvme' needs a folder for its files; set memory.nvme_dir")
@@ -178,15 +193,20 @@ class Memory(_Section):
 
 
 class Data(_Section):
-    """What is read."""
+    """What is read. Documents are joined, an end token after each, and cut into sequences of seq_len tokens; no
+    attention mask separates the documents of a sequence."""
 
-    source: str = _key(
+    source: Source = _key(
         "stdlib",
         'stdlib (Python\'s own library, as text) | "text:GLOB" | "tokens:DIR" (scripts/prepare_data.py) | synthetic',
     )
-    tokenizer: str | None = _key(None, "bytes | path of a tokenizer.json; null: bytes, or what made the token files")
-    batch_size: Positive = _key(32, "sequences per step, over all devices")
-    seq_len: Positive = _key(256, "tokens per sequence")
+    tokenizer: Path | None = _key(
+        None,
+        "bytes | path of a tokenizer.json, as in a Hugging Face model repository; null: bytes, or what made the token "
+        "files",
+    )
+    batch_size: Sequences = _key(32, "sequences per step, over all devices")
+    seq_len: Tokens = _key(256, "tokens per sequence, which may span documents: attention sees all of them")
     seed: Seed = _key(0, "order of the training sequences")
     val_fraction: float = _key(0.05, "share of the text held out, in whole documents; 0: none", ge=0, lt=1)
     verify: bool = _key(True, "check the checksum of token files before training")
@@ -225,13 +245,13 @@ class Train(_Section):
 class Checkpoint(_Section):
     """What is kept."""
 
-    dir: Folder | None = _key(None, "where checkpoints go; null: <logging.dir>/checkpoints")
+    dir: Path | None = _key(None, "where checkpoints go; null: <logging.dir>/checkpoints")
     every: Count = _key(100, "steps between checkpoints (one more at the end and on SIGTERM or Ctrl-C); 0: never any")
     keep: Positive = _key(3, "newest checkpoints kept")
     asynchronous: bool = Field(
         default=True, alias="async", description="write in the background while training goes on"
     )
-    resume: str = _key(
+    resume: Path = _key(
         "auto", "auto: newest checkpoint in dir, if any | never | path of another run's checkpoints to begin from"
     )
     verify: bool = _key(True, "compare a checkpoint with its checksums before it is used; damaged: the one before it")
@@ -240,7 +260,7 @@ class Checkpoint(_Section):
 class Logging(_Section):
     """What people look at."""
 
-    dir: Folder | None = _key(None, "where the run is written; null: runs/<name of the config file>")
+    dir: Path | None = _key(None, "where the run is written; null: runs/<name of the config file>")
     tensorboard: bool = _key(True, "write TensorBoard files")
     progress: Literal["auto", "bar", "lines", "none"] = _key("auto", "auto: a bar on a terminal, plain lines elsewhere")
 
@@ -313,6 +333,12 @@ def fits_flash(model: Model, compute: str) -> bool:
 
 def near_divisors(number: int, wanted: int) -> str:
     """The divisors of number on either side of wanted."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below, above = [d for d in divisors if d < wanted][-1:], [d for d in divisors if d > wanted][:1]
+    found = divisors(number)
+    below, above = [d for d in found if d < wanted][-1:], [d for d in found if d > wanted][:1]
     return " or ".join(map(str, below + above))
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of number in order; above 10**10 those below 10**5, and what they divide number into."""
+    small = [d for d in range(1, min(isqrt(number), 10**5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

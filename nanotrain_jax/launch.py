@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -25,6 +26,7 @@ from nanotrain_jax.runtime.host import Host
 from nanotrain_jax.runtime.leader import LOOPBACK, Leader, Rules
 from nanotrain_jax.runtime.link import GRACE
 
+MOST = 1024  # processes of a host
 RUN = ("-m", "nanotrain_jax.train")
 
 
@@ -41,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         place, _, port = (here.coordinator if here.count > 1 else f"{LOOPBACK}:0").rpartition(":")
         listener = socket.create_server(("" if here.count > 1 else place, int(port))) if here.index == 0 else None
     except (ValueError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return request.refuse(error)
     if listener:
         port = listener.getsockname()[1]
         rules = Rules(here.count, options.max_restarts, options.elastic, options.join_timeout)
@@ -59,12 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     """-> the launcher's own options, and the run's: config, overrides. Exits with 2 if they are wrong."""
-    parser = argparse.ArgumentParser(
+    parser = request.Parser(
         prog="python -m nanotrain_jax.launch",
         usage="%(prog)s [options] -- --config FILE [section.key=value ...]",
         description="Start, watch and restart the processes of a run.",
     )
-    parser.error = lambda message: parser.exit(2, f"error: {message}; --help tells more\n")
     number = lambda least: lambda text: _number(text, least)
     parser.add_argument("--processes", type=number(1), help="on this host; default: one per GPU, or 1")
     parser.add_argument("--max-restarts", type=number(0), default=3, help="default: %(default)s")
@@ -79,16 +79,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     parser.add_argument("--join-timeout", type=number(1), default=300, help="seconds to wait for hosts; %(default)s")
     own, rest = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     options = parser.parse_args(own)
-    of_run = argparse.ArgumentParser(prog="... --", add_help=False)
-    of_run.error = parser.error
+    of_run = request.Parser(prog="... --", add_help=False)
     of_run.add_argument("--config", required=True)
     of_run.add_argument("overrides", nargs="*")
     return options, of_run.parse_intermixed_args(rest)
 
 
 def _number(text: str, least: int) -> int:
-    if not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least} (at most 999999)")
     return int(text)
 
 
@@ -99,6 +98,8 @@ def divide(count: int | None, simulate: int, hosts: int) -> list[list[str]]:
     """
     gpus = [] if simulate else processes.gpus_here()
     count = count or len(gpus) or 1
+    if count > MOST:
+        raise ValueError(f"--processes {count}: a host starts at most {MOST}; use one per GPU, or fewer")
     if len(gpus) % count:
         raise ValueError(f"--processes {count} does not divide the {len(gpus)} GPUs of this host")
     if simulate % (count * hosts):

@@ -78,9 +78,9 @@ def make(
     sizes = tuple(asked.values())
     needed = math.prod(sizes)
     if needed > len(devices):
+        simulated = f", or runtime.simulate={needed} to try it on this machine's CPU" if needed <= 4096 else ""
         raise ValueError(
-            f"mesh {named} needs {needed} devices but there are {len(devices)}; use a smaller mesh, "
-            f"or runtime.simulate={needed} to try it on this machine's CPU"
+            f"mesh {named} needs {needed} devices but there are {len(devices)}; use a smaller mesh{simulated}"
         )
     idle = sorted({d.process_index for d in devices} - {d.process_index for d in devices[:needed]})
     if idle:

@@ -49,29 +49,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return plan(asked, console)
     except (ValueError, OSError, topology.NoCompiler) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return request.refuse(error)
 
 
 def command_line() -> argparse.ArgumentParser:
     """The options."""
-    parser = argparse.ArgumentParser(
+    parser = request.Parser(
         prog="python -m nanotrain_jax.plan",
         description="Estimate, choose and compile the layout of a training run, on a machine without a GPU.",
         epilog=CODES,
     )
-    parser.error = lambda message: parser.exit(2, f"error: {message}; --help tells more\n")
+    path = request.path_argument
     parser.add_argument("--config", required=True, help="YAML file; see configs/")
     kinds = ", ".join(hardware.GPUS)
     own = "a YAML file with the figures of another (those of hardware.Gpu; `like: h100` gives those left out)"
-    parser.add_argument("--gpu", help=f"{kinds}, or {own} (default: h100; cpu with runtime.simulate)")
+    parser.add_argument("--gpu", type=path, help=f"{kinds}, or {own} (default: h100; cpu with runtime.simulate)")
     parser.add_argument("--gpus", type=int, help="number of GPUs (default: those of the config's mesh)")
     parser.add_argument("--choose", action="store_true", help="search for the best layout, whatever the config has")
-    parser.add_argument("--write", metavar="FILE", help="write the config with the layout that was planned")
+    parser.add_argument("--write", type=path, metavar="FILE", help="write the config with the layout that was planned")
     parser.add_argument("--compile", action="store_true", help="compile the real step and set it beside the estimate")
     parser.add_argument("--explain", action="store_true", help="the formulas with this model's numbers put in")
-    parser.add_argument("--report", metavar="DIR", help="write DIR/index.html")
-    parser.add_argument("--json", metavar="FILE", help="write all numbers; - is the standard output")
+    parser.add_argument("--report", type=path, metavar="DIR", help="write DIR/index.html")
+    parser.add_argument("--json", type=path, metavar="FILE", help="write all numbers; - is the standard output")
     parser.add_argument(
         "--memory-fraction",
         type=float,
@@ -233,10 +232,7 @@ def vocabulary(config: Config) -> int | None:
     """How many ids the tokenizer has, where that can be known without reading the data. Raises ValueError, OSError."""
     if not config.data.source.startswith(("stdlib", "text:")):
         return None
-    path = config.data.tokenizer
-    if path in (None, "bytes"):
-        return corpus.byte_tokenizer().vocab_size
-    return corpus.json_tokenizer(Path(path).read_text(encoding="utf-8"), path).vocab_size
+    return corpus.tokenizer(config.data.tokenizer or "bytes").vocab_size
 
 
 def neutral(config: Config, vocab: int | None) -> Config:

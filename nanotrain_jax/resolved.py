@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nanotrain_jax.config import Config, near_divisors
+from nanotrain_jax.config import Config, divisors, near_divisors
+from nanotrain_jax.fields import SCHEDULE_CELLS
 from nanotrain_jax.parallel import chart
 
 
@@ -44,35 +45,54 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     check_pipe(config)
     check_offload(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
+    check_optimizer(config)
+    check_blocks(config)
+    check_batch(config)
+    return config
 
-    size = int(config.memory.remat.removeprefix("block:")) if config.memory.remat.startswith("block:") else 1
-    layers = m.num_layers // (axes["pipe"] * config.parallel.chunks)
-    if layers % size:
-        what = "model.num_layers" if layers == m.num_layers else "model.num_layers / (parallel.pipe x parallel.chunks)"
+
+def check_optimizer(config: Config) -> None:
+    """Raise ValueError unless the learning rates and their steps are in order."""
+    o = config.optimizer
+    if o.min_lr > o.lr:
+        raise ValueError(f"optimizer.min_lr={o.min_lr} is above optimizer.lr={o.lr}; lower it")
+    # A short trial of a long run (train.steps=10) ends in its warm-up, and is no mistake.
+    if o.warmup_steps > o.decay_steps != config.train.steps and o.schedule != "constant":
         raise ValueError(
-            f"memory.remat={config.memory.remat!r} does not divide {what}={layers}; "
+            f"optimizer.warmup_steps={o.warmup_steps} is more than optimizer.decay_steps={o.decay_steps}: "
+            f"the decay would end before it begins; use at most {o.decay_steps} steps of warm-up, or more of decay"
+        )
+
+
+def check_blocks(config: Config) -> None:
+    """Raise ValueError unless the blocks of memory.remat=block:N come out even on each stage."""
+    p, remat, L = config.parallel, config.memory.remat, config.model.num_layers
+    size = int(remat.removeprefix("block:")) if remat.startswith("block:") else 1
+    layers = L // (p.pipe * p.chunks)
+    if layers % size:
+        what = "model.num_layers" if layers == L else "model.num_layers / (parallel.pipe x parallel.chunks)"
+        raise ValueError(
+            f"memory.remat={remat!r} does not divide {what}={layers}; "
             f"use block:{near_divisors(layers, size).replace(' or ', ' or block:')}"
         )
-    shares = axes["replica"] * axes["data"] * config.parallel.microbatches
-    if d.batch_size % shares:
-        below = d.batch_size // shares * shares
+
+
+def check_batch(config: Config) -> None:
+    """Raise ValueError unless devices and microbatches get equal shares of the batch, in whole chunks of the loss."""
+    p, batch, chunk = config.parallel, config.data.batch_size, config.model.loss_chunk
+    shares = p.replica * p.data * p.microbatches
+    if batch % shares:
+        below = batch // shares * shares
         raise ValueError(
-            f"data.batch_size={d.batch_size} is not divisible by replica x data x microbatches = {axes['replica']} x "
-            f"{axes['data']} x {config.parallel.microbatches} = {shares}; use "
-            + (f"{below} or " if below else "")
-            + str(below + shares)
+            f"data.batch_size={batch} is not divisible by replica x data x microbatches = {p.replica} x {p.data} x "
+            f"{p.microbatches} = {shares}; use " + (f"{below} or " if below else "") + str(below + shares)
         )
-    tokens = d.batch_size // shares * d.seq_len
-    if m.loss_chunk and tokens % m.loss_chunk:
+    tokens = batch // shares * config.data.seq_len
+    if chunk and tokens % chunk:
         raise ValueError(
-            f"model.loss_chunk={m.loss_chunk} does not divide the {tokens} tokens of a device's microbatch; "
-            f"use {near_divisors(tokens, m.loss_chunk)}"
+            f"model.loss_chunk={chunk} does not divide the {tokens} tokens of a device's microbatch; "
+            f"use {near_divisors(tokens, chunk)}"
         )
-    if config.optimizer.min_lr > config.optimizer.lr:
-        raise ValueError(
-            f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}; lower it"
-        )
-    return config
 
 
 def check_tensor(config: Config) -> None:
@@ -87,7 +107,7 @@ def check_tensor(config: Config) -> None:
 
     found = " and ".join(misfits(p.tensor))
     if found:
-        *fitting, largest = (str(t) for t in range(1, N + 1) if not misfits(t))
+        *fitting, largest = (str(t) for t in divisors(N) if not misfits(t))
         remedy = (", ".join(fitting) + " or " if fitting else "") + largest
         hint = ", another data.seq_len, or parallel.sequence_parallel=false" if "seq_len" in found else ""
         raise ValueError(f"parallel.tensor={p.tensor} {found}; use {remedy}{hint}")
@@ -103,7 +123,7 @@ def check_pipe(config: Config) -> None:
     pieces = p.pipe * p.chunks
     if L % pieces:
         asked = f" x parallel.chunks = {p.pipe} x {p.chunks} = {pieces}" if p.chunks > 1 else f"={p.pipe}"
-        stages = " or ".join(str(n) for n in range(1 if p.chunks == 1 else 2, L + 1) if L % (n * p.chunks) == 0)
+        stages = " or ".join(str(n) for n in divisors(L) if L % (n * p.chunks) == 0 and (n > 1 or p.chunks == 1))
         layers = " or ".join(str(n) for n in (L // pieces * pieces, L // pieces * pieces + pieces) if n)
         remedy = f"parallel.pipe={stages}, or {layers} layers" if stages else f"{layers} layers"
         raise ValueError(f"parallel.pipe{asked} does not divide model.num_layers={L}; use {remedy}")
@@ -116,6 +136,12 @@ def check_pipe(config: Config) -> None:
         raise ValueError(
             f"memory.remat={config.memory.remat!r} with parallel.schedule={p.schedule}: the backward of a block of "
             "layers is a loop, which cannot be cut in two; use none, selective or full, or another schedule"
+        )
+    cells = (p.microbatches * p.chunks + pieces + p.pipe) * p.pipe
+    if cells > SCHEDULE_CELLS:
+        raise ValueError(
+            f"parallel.microbatches={p.microbatches} with parallel.pipe={p.pipe} and parallel.chunks={p.chunks} make a "
+            f"schedule of {cells} entries (ticks x stages), more than {SCHEDULE_CELLS}; use fewer of them"
         )
     try:
         chart.outline(p.schedule, p.pipe, p.microbatches, p.chunks)  # kept: a search asks again and again

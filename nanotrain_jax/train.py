@@ -27,8 +27,8 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from nanotrain_jax import capacity, processes, resume, stored
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import processes, resume, stored
 from nanotrain_jax import step as steps
 from nanotrain_jax.config import Config
 from nanotrain_jax.loop import Run, new_folder, train
@@ -39,13 +39,12 @@ from nanotrain_jax.runtime import checkpoint, data, nvme, request, restore, watc
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse arguments, train, and turn what is wrong with the request into one line and exit code 2."""
-    parser = argparse.ArgumentParser(
+    parser = request.Parser(
         prog="python -m nanotrain_jax.train",
         description="Train a transformer.",
         epilog="keys (override as section.key=value):\n\n" + request.describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.error = lambda message: parser.exit(2, f"error: {message}; --help tells more\n")
     parser.add_argument("--config", required=True, help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the file")
     arguments = parser.parse_intermixed_args(argv)
@@ -67,8 +66,7 @@ def refuse(error: Exception) -> int:
     """Tell what is wrong in one line on stderr; -> exit code 2. Raises it again if it may be gone at the next try."""
     if processes.may_pass(error):
         raise error
-    print("error: " + " ".join(str(error).split()), file=sys.stderr)
-    return 2
+    return request.refuse(error)
 
 
 @contextmanager
@@ -143,6 +141,7 @@ def build(config: Config, count: int) -> tuple[Config, Mesh, data.Dataset, steps
         print(f"reading data from {config.data.source} ...", flush=True)
     dataset = data.load(config.data, config.model.vocab_size)
     config = resolve(config, mesh.shape, dataset.vocab_size)
+    capacity.check(config, mesh)
     step = steps.build(config, mesh)
     if step.pieces:
         stored.store(config, step)  # which says what is wrong with its folder

@@ -21,6 +21,11 @@ def introduction(config: Config, mesh: Mesh, dataset: data.Dataset, notes: list[
         f"{config.data.source}: {len(dataset.train):,} training and {len(dataset.val):,} held-out sequences of "
         f"{config.data.seq_len} tokens; {config.data.batch_size} per step",
     ]
+    if config.optimizer.warmup_steps > config.train.steps:
+        warmup = config.optimizer.warmup_steps
+        lines.append(f"warning: the run ends within the warm-up: optimizer.warmup_steps={warmup} > train.steps")
+    if dataset.replaced:
+        lines.append(f"warning: {dataset.replaced:,} invalid pieces of UTF-8 in the text became U+FFFD")
     vocab, rows = config.model.vocab_size, padded_vocab(config.model.vocab_size, config.parallel.tensor)
     if rows > vocab:
         lines.append(f"vocabulary: {vocab:,} tokens padded to {rows:,}, for tensor {config.parallel.tensor}")

@@ -1,6 +1,6 @@
 """Text files -> a folder of memory-mapped tokens for `data.source=tokens:DIR`.
 
-    python scripts/prepare_data.py TEXT_FILES... --out DIR [--tokenizer bytes|train-bpe:32000|FILE]
+    python scripts/prepare_data.py TEXT_FILES... --out DIR [--tokenizer bytes|train-bpe:32000|FILE] [--skip-bad]
 
 .txt: a document per file (one file alone is cut at line ends into about a hundred); .jsonl, .jsonl.gz: a document per
 line; .parquet: a document per row. Exit codes: 0 done; 2 the request is wrong, told in one line on stderr; 1 anything
@@ -12,35 +12,70 @@ import gzip
 import json
 import re
 import sys
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import tokenizers
 from rich.progress import track
 
-from nanotrain_jax.runtime import corpus
+from nanotrain_jax.runtime import corpus, request
 
 KINDS = ".txt", ".jsonl", ".jsonl.gz", ".parquet"
 
 
-def documents(paths: list[Path], field: str) -> Iterator[bytes]:
-    """The texts of all files. Raises ValueError or OSError."""
+def documents(paths: list[Path], field: str, skipped: Counter[str] | None) -> Iterator[bytes]:
+    """The texts of all files. Raises ValueError or OSError.
+
+    skipped: counts bad lines of .jsonl by kind, and they are left out; None: the first one raises ValueError.
+    """
     if texts := [p for p in paths if p.suffix == ".txt"]:
         yield from corpus.text_documents(texts)
     for path in paths:
         if path.suffix == ".parquet":
             yield from parquet_documents(path, field)
         elif path.suffix != ".txt":
-            with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    if not line.strip():
-                        continue
-                    try:
-                        yield json.loads(line)[field].encode()
-                    except (ValueError, KeyError, TypeError, AttributeError):
-                        raise ValueError(
-                            f"{path}:{number} is not a JSON object with a text under {field!r}; use --field"
-                        ) from None
+            yield from json_documents(path, field, skipped)
+
+
+def json_documents(path: Path, field: str, skipped: Counter[str] | None) -> Iterator[bytes]:
+    """The text of each line that is not blank. Raises ValueError or OSError. skipped: as in `documents`."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    text = text_of(line, field) if line.strip() else b""
+                except BadLine as error:
+                    if skipped is None:
+                        raise ValueError(f"{path}:{number}: {error}, or leave out such lines with --skip-bad") from None
+                    skipped[error.kind] += 1
+                    continue
+                yield text
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged or cut short ({error}); fetch or write it again") from None
+
+
+class BadLine(ValueError):
+    """A line of .jsonl without a text. kind: what it is counted as."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+def text_of(line: bytes, field: str) -> bytes:
+    """The text of a line of JSON. Raises BadLine."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadLine("not valid JSON", f"not valid JSON ({getattr(error, 'msg', error)}); mend the line") from None
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        found = f"with the keys {[*record][:20]}" if isinstance(record, dict) else "that is no object"
+        what = f"no text under {field!r} in a line {found}; name the key of the text with --field"
+        raise BadLine(f"no text under {field!r}", what)
+    return text.encode("utf-8", "surrogatepass")  # half a pair of surrogates stays: invalid UTF-8, which is counted
 
 
 def parquet_documents(path: Path, field: str) -> Iterator[bytes]:
@@ -86,39 +121,56 @@ def train_bpe(texts: Iterator[bytes], size: str) -> corpus.Tokenizer:
     return corpus.json_tokenizer(model.to_str(), "the BPE just trained")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Turn text files into a folder of memory-mapped tokens.")
-    parser.add_argument("files", nargs="+", type=Path, help=", ".join(KINDS))
-    parser.add_argument("--out", required=True, type=Path, help="folder to write; must not exist")
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line. Exits with 2 if it is wrong."""
+    parser = request.Parser(description="Turn text files into a folder of memory-mapped tokens.")
+    path = request.path_argument
+    parser.add_argument("files", nargs="+", type=path, help=", ".join(KINDS))
+    parser.add_argument("--out", required=True, type=path, help="folder to write; must not exist")
     parser.add_argument(
-        "--tokenizer", default="bytes", help="bytes | train-bpe:SIZE | path of a tokenizer.json (default: bytes)"
+        "--tokenizer",
+        default="bytes",
+        type=path,
+        help="bytes (default) | train-bpe:SIZE | path of a tokenizer.json, as in a Hugging Face model repository",
     )
     parser.add_argument("--field", default="text", help="key or column that holds the text (default: text)")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--skip-bad", action="store_true", help="leave out and count bad lines of .jsonl")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked = arguments(argv)
+    files = [Path(file) for file in asked.files]
+    out, name = Path(asked.out), asked.tokenizer
+    skipped = Counter() if asked.skip_bad else None
+
+    def texts(task):
+        if skipped:
+            skipped.clear()  # of the pass that trained the tokenizer
+        return track(documents(files, asked.field, skipped), task, disable=not sys.stderr.isatty())
+
     try:
-        for path in arguments.files:
+        for path in files:
             if not path.name.endswith(KINDS):
                 raise ValueError(f"{path}: not one of {', '.join(KINDS)}; rename or convert it")
+            if path.is_dir():
+                raise ValueError(f"{path} is a folder; give the files in it")
             path.stat()
-        if arguments.out.exists():
-            raise ValueError(f"--out {arguments.out} exists already; remove it or choose another")
-
-        def texts(task):
-            return track(documents(arguments.files, arguments.field), task, disable=not sys.stderr.isatty())
-
-        name = arguments.tokenizer
+        if out.exists():
+            raise ValueError(f"--out {out} exists already; remove it or choose another")
         if name.startswith("train-bpe:"):
             tokenizer = train_bpe(texts("training the tokenizer"), name.removeprefix("train-bpe:"))
         else:
-            tokenizer = corpus.tokenizer(name)
-        header = corpus.write(arguments.out, texts("tokenizing"), tokenizer)
-    except (ValueError, OSError, EOFError) as error:  # EOFError: a .gz that was cut short
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    print(
-        f"{arguments.out}: {header['tokens']:,} tokens in {header['documents']:,} documents, "
-        f"{header['vocab_size']:,} ids ({header['tokenizer']}); train with data.source=tokens:{arguments.out}"
-    )
+            tokenizer = corpus.tokenizer(name, "--tokenizer", "bytes, train-bpe:SIZE")
+        header = corpus.write(out, texts("tokenizing"), tokenizer)
+    except (ValueError, OSError) as error:
+        return request.refuse(error)
+    told = [f"{out}: {header['tokens']:,} tokens in {header['documents']:,} documents, {header['vocab_size']:,} ids "]
+    told[0] += f"({header['tokenizer']}); train with data.source=tokens:{out}"
+    told += [f"left out {count:,} lines: {kind}" for kind, count in sorted((skipped or {}).items())]
+    if header["replaced"]:
+        told.append(f"{header['replaced']:,} invalid pieces of UTF-8 became U+FFFD")
+    print("\n".join(map(request.one_line, told)))
     return 0
 
 

@@ -13,6 +13,7 @@ PACKAGE = ROOT / "nanotrain_jax"
 
 # A file may import from lower floors only; __init__ stands on none.
 FLOORS = [
+    {"fields", "loading"},
     {
         "config", "mesh", "processes", "ops", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat",
         "parallel.pullback", "parallel.offload", "audit.hlo", "audit.hardware", "runtime.corpus", "runtime.durable",
@@ -29,7 +30,7 @@ FLOORS = [
     },
     {"runtime.restore", "state", "audit.offloaded"},
     {"piecewise", "audit.memory"},
-    {"step"},
+    {"step", "capacity"},
     {"stored", "words", "planner.estimate"},
     {"resume", "planner.search", "planner.compiled", "planner.explain", "planner.markup"},
     {"planner.page", "planner.tables", "planner.output"},
@@ -138,7 +139,7 @@ def test_the_public_names_exist_and_nothing_is_imported_before_it_is_used():
     code = (
         "import sys, nanotrain_jax\n"
         "assert not {'jax', 'flax', 'pydantic'} & set(sys.modules)\n"
-        "assert len(nanotrain_jax.__all__) <= 25\n"
+        "assert len(nanotrain_jax.__all__) <= 30\n"
         "assert all(getattr(nanotrain_jax, name) for name in nanotrain_jax.__all__)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

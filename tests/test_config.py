@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import resolved, small
 
+from nanotrain_jax import capacity, plan, words
 from nanotrain_jax import config as configs
 from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import request
+from nanotrain_jax.runtime import data, request
 
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 AXES = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
 
 
@@ -49,7 +52,7 @@ def test_a_resolved_config_survives_yaml(tmp_path):
     assert resolve(again, AXES, 257) == found
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_config_that_comes_along_can_run_on_the_mesh_that_it_names(path):
     found = request.load(path)
     assert min(found.parallel.axes.values()) >= 1
@@ -103,6 +106,18 @@ def test_sizes_left_out_follow_the_family(family, d_ff, tied, tmp_path):
             "model.num_heads=4 does not divide model.d_model=30; use 3 or 5",
         ),
         ("model: {d_model: 12, num_heads: 4}", "odd"),
+        ("parallel: {zero: true}", "parallel.zero=True: input should be an integer"),
+        ("parallel: {zero: 1.0}", "parallel.zero=1.0: input should be an integer"),
+        ("model: {num_layers: 10000000}", "model.num_layers=10000000: input should be less than or equal to 1000000"),
+        ("train: {steps: !!int many}", "'many' is no int"),
+        ("train: !!timestamp soon", "'soon' is no timestamp"),
+        ("train: {steps: " + "[" * 3000, "nested too deeply"),
+        ("model: 5", "model=5: model is a section of keys; write model.KEY=VALUE"),
+        (
+            "memory: {nvme_dir: ~nosuchuser/x}",
+            "memory.nvme_dir='~nosuchuser/x': there is no home directory ~nosuchuser",
+        ),
+        ("base: &base {d_model: 64}", "unknown key base"),
     ],
 )
 def test_what_cannot_be_meant_is_told_in_one_line(text, message, tmp_path):
@@ -110,6 +125,92 @@ def test_what_cannot_be_meant_is_told_in_one_line(text, message, tmp_path):
         load(tmp_path, text)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_merge_keys_give_a_section_what_another_has(tmp_path):
+    text = "_base: &base {num_layers: 3, d_model: 64}\nmodel: {<<: *base, d_model: 96}\n"
+    found = load(tmp_path, text, "model.num_heads=2").model
+    assert (found.num_layers, found.d_model, found.num_heads) == (3, 96, 2)
+    with pytest.raises(ValueError, match="key 'd_model' stands twice"):
+        load(tmp_path, text.replace("*base", "*base, d_model: 1"))
+
+
+def test_mappings_that_merge_each_other_many_times_stay_small(tmp_path):
+    lines = ["_0: &a0 {steps: 5}"]
+    lines += [f"_{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 30)]
+    assert load(tmp_path, "\n".join([*lines, "train: {<<: *a29}"])).train.steps == 5
+
+
+def test_no_key_takes_a_bool_for_a_number_or_a_word():
+    for section, field in configs.Config.model_fields.items():
+        for name, key in field.annotation.model_fields.items():
+            if "bool" not in str(key.annotation):
+                with pytest.raises(ValueError, match=f"{section}.{key.alias or name}"):
+                    request.parse({section: {key.alias or name: True}})
+
+
+def test_a_tilde_is_the_home_directory_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "name.yaml").write_text("model: {vocab_size: 61}\ndata: {source: synthetic}\nparallel: {data: 1}\n")
+    keys = "memory.nvme_dir", "data.tokenizer", "checkpoint.dir", "checkpoint.resume", "logging.dir"
+    overrides = [*(f"{key}=~/x" for key in keys), "memory.offload_optimizer=nvme", "data.source=text:~/*.txt"]
+    found = request.load("~/name.yaml", overrides)
+    for section, name in (key.split(".") for key in keys):
+        assert getattr(getattr(found, section), name) == f"{tmp_path}/x"
+    assert found.data.source == f"text:{tmp_path}/*.txt"
+    assert request.load("~/name.yaml", ["data.source=tokens:~/x"]).data.source == f"tokens:{tmp_path}/x"
+    plan.main(["--config", "~/name.yaml", "--write", "~/w.yaml", "--json", "~/j.json", "--report", "~/report"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["j.json", "name.yaml", "report", "w.yaml"]
+
+
+def test_a_warm_up_longer_than_the_decay_is_refused(tmp_path):
+    steps = ["optimizer.warmup_steps=30", "optimizer.decay_steps=20"]
+    with pytest.raises(ValueError, match=r"optimizer.warmup_steps=30 is more than optimizer.decay_steps=20"):
+        resolve(load(tmp_path, "", *steps), AXES, 257)
+    for remedy in "optimizer.decay_steps=30", "optimizer.warmup_steps=20", "optimizer.schedule=constant":
+        resolve(load(tmp_path, "", *steps, remedy), AXES, 257)
+
+
+def test_a_short_trial_of_a_config_may_end_in_the_warm_up_and_says_so(text_files):
+    changes = {"optimizer": {"warmup_steps": 30}, "train": {"steps": 3}, "data": {"source": f"text:{text_files}"}}
+    config, mesh = resolved(small(**changes))
+    lines = words.introduction(config, mesh, data.load(config.data), [])
+    assert "warning: the run ends within the warm-up: optimizer.warmup_steps=30 > train.steps" in lines
+
+
+def test_near_divisors_are_the_nearest_and_huge_numbers_have_some_at_once():
+    for number in range(1, 200):
+        plain = [d for d in range(1, number + 1) if number % d == 0]
+        assert configs.divisors(number) == plain
+        for wanted in range(1, 200):
+            near = [d for d in plain if d < wanted][-1:] + [d for d in plain if d > wanted][:1]
+            assert configs.near_divisors(number, wanted) == " or ".join(map(str, near))
+    assert configs.near_divisors(2**62, 1000) == "512 or 1024"
+
+
+def test_a_model_that_no_memory_holds_is_refused_before_it_is_built():
+    config, mesh = resolved(small())
+    capacity.check(config, mesh)
+    for section, changes, what in (
+        ("model", {"num_layers": 10**6, "d_model": 2**15, "d_ff": 2**15}, "weights and optimizer state"),
+        ("data", {"seq_len": 2**20}, "a step"),
+    ):
+        with pytest.raises(ValueError, match=f"{what} would take about .* GB on 8 simulated devices"):
+            capacity.check(config.replace(section, **changes), mesh)
+
+
+def test_a_config_that_is_not_there_is_named_with_those_that_are(tmp_path, monkeypatch):
+    for path, remedy in (("quikstart.yaml", "did you mean .*configs/quickstart.yaml"), ("x.yaml", "llama3_8b")):
+        with pytest.raises(OSError, match=rf"--config {path} cannot be read \(No such file or directory\); .*{remedy}"):
+            request.load(path)
+    with pytest.raises(OSError, match="Is a directory"):
+        request.load(tmp_path)
+
+
+def test_what_configs_and_help_say_is_so():
+    assert not [path for path in CONFIGS if "to come" in path.read_text()]
+    assert "may span documents" in request.describe()
 
 
 def test_several_mistakes_are_counted(tmp_path):

@@ -18,6 +18,7 @@ import pytest
 from conftest import resolved, small
 
 from nanotrain_jax import step as steps
+from nanotrain_jax import words
 from nanotrain_jax.runtime import corpus, data, request
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "prepare_data.py"
@@ -100,6 +101,14 @@ def test_an_epoch_visits_every_sequence_once_and_the_next_epoch_does_so_in_anoth
     every = sorted(tuple(windows[i][:-1]) for i in range(epoch))
     assert sorted(seen[:epoch]) == every == sorted(seen[epoch:])
     assert seen[:epoch] != seen[epoch:]
+
+
+def test_a_batch_of_one_sequence_comes_too():
+    config, mesh = resolved(small(data={"batch_size": 1}, parallel={"data": 1}))
+    found = corpus.build(DOCUMENTS, corpus.byte_tokenizer())
+    windows = data.Windows(found, np.arange(60), 16)
+    batches = list(islice(data.batches(windows, steps.build(config, mesh).batch, seed=0), 3))
+    assert len({tuple(np.asarray(batch["inputs"])[0]) for batch in batches}) == 3
 
 
 def test_inputs_and_targets_are_one_token_apart(step):
@@ -240,13 +249,80 @@ def test_preparing_writes_all_or_nothing(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.jsonl", "y.jsonl.gz", "z.parquet"]
 
 
+BAD_LINES = [
+    '{"text": "one"}',
+    '{"text"',
+    "",
+    '{"title": 1}',
+    '{"text": 5}',
+    "[1]",
+    '{"text": "two \\ud800"}',
+    "[" * 9999,
+]
+
+
+def test_bad_lines_are_left_out_and_counted_by_kind(tmp_path):
+    (tmp_path / "x.jsonl").write_text("\n".join(BAD_LINES))
+    for tokenizer in "bytes", "train-bpe:300":
+        done = prepare(tmp_path / "x.jsonl", "--out", tmp_path / tokenizer, "--tokenizer", tokenizer, "--skip-bad")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "in 2 documents" in done.stdout
+        assert "left out 2 lines: not valid JSON\n" in done.stdout
+        assert "left out 3 lines: no text under 'text'\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text"', "not valid JSON (Expecting ':' delimiter); mend the line, or leave out such lines with --skip-bad"),
+        (
+            '{"a": 1}',
+            "no text under 'text' in a line with the keys ['a']; name the key of the text with --field, or leave",
+        ),
+        ("[1]", "no text under 'text' in a line that is no object; name"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_mistake(line, message, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n' + line)
+    done = prepare(tmp_path / "x.jsonl", "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"x.jsonl:2: {message}" in done.stderr
+
+
+def test_invalid_utf_8_that_a_tokenizer_sees_replaced_is_counted(tmp_path):
+    for name, text in (("a", b"caf\xe9 \xff\xfe"), ("b", "caf\u00e9 \ufffd".encode()), ("c", b"\xe2\x82")):
+        (tmp_path / f"{name}.txt").write_bytes(text * 3)
+    files = sorted(tmp_path.glob("*.txt"))
+    done = prepare(*files, "--out", tmp_path / "bytes")
+    assert "UTF-8" not in done.stdout
+    done = prepare(*files, "--out", tmp_path / "bpe", "--tokenizer", "train-bpe:300")
+    assert "12 invalid pieces of UTF-8 became U+FFFD\n" in done.stdout
+    source = {"source": f"text:{tmp_path}/*.txt", "seq_len": 4, "val_fraction": 0}
+    dataset = load(**source, tokenizer=f"{tmp_path}/bpe/tokenizer.json")
+    config, mesh = resolved(small())
+    assert dataset.replaced == 12
+    assert "12 invalid pieces of UTF-8" in words.introduction(config, mesh, dataset, [])
+    assert load(**source).replaced == 0
+
+
+def test_a_tokenizer_that_is_no_file_is_told_what_there_is():
+    remedy = r"the path of a tokenizer.json \(a Hugging Face model repository has one\)"
+    with pytest.raises(
+        OSError, match=rf"data.tokenizer='gpt2' cannot be read \(No such file .*; give bytes, or {remedy}"
+    ):
+        load(source="stdlib", tokenizer="gpt2")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["missing.txt"], "missing.txt"),
         (["book.pdf"], "not one of .txt"),
         (["a.txt", "--tokenizer", "train-bpe:9"], "at least 257"),
-        (["a.txt", "--tokenizer", "nowhere.json"], "nowhere.json"),
+        (
+            ["a.txt", "--tokenizer", "gpt2"],
+            "--tokenizer='gpt2' cannot be read (No such file or directory); give bytes, ",
+        ),
         (["a.txt", "--tokenizer", "a.txt"], "not a tokenizer.json"),
         (["empty.txt"], "no text"),
         (["a.txt", "--out", "taken"], "exists already"),

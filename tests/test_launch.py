@@ -347,6 +347,7 @@ OF_RUN = ["--", "--config", "x.yaml"]
     ("arguments", "message"),
     [
         (["--processes", "0", *OF_RUN], "argument --processes: '0' is not a number of at least 1"),
+        (["--processes", "99999", *OF_RUN], "--processes 99999: a host starts at most 1024; use one per GPU, or fewer"),
         ([*OF_RUN, "model.num_layer=3"], "did you mean model.num_layers"),
         (["--processes", "3", *OF_RUN], "runtime.simulate=8 devices cannot be divided among 3 processes"),
         (["--hosts", "2", *OF_RUN], "--leader and --host not set; set all of --leader, --hosts, --host, or none"),

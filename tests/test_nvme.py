@@ -244,7 +244,7 @@ BASE = [
     "model.vocab_size=64", "model.num_layers=4", "model.d_model=32", "model.num_heads=2", "data.seq_len=32",
     "data.batch_size=8", "precision.compute=float32", "runtime.simulate=8", "parallel.data=2", "parallel.zero=3",
     "logging.progress=none", "parallel.persist_below=0", "logging.tensorboard=false", "checkpoint.every=3",
-    "optimizer.decay_steps=9", "train.log_every=1",
+    "optimizer.schedule=constant", "train.log_every=1",
 ]  # fmt: skip
 PIPED = "parallel.pipe=2", "parallel.schedule=interleaved", "parallel.chunks=2", "parallel.microbatches=2"
 

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import tokenizers
 
+from nanotrain_jax.fields import retold
+
 FORMAT = "nanotrain_jax tokens 1"
 DOCUMENT = np.dtype([("end", "<i8"), ("key", "<u8")])
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # names of the token that closes a document, by preference
@@ -43,13 +45,17 @@ class Tokenizer(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Documents one after the other: document i is tokens[ends[i-1]:ends[i]]; keys are 64-bit hashes of their texts."""
+    """Documents one after the other: document i is tokens[ends[i-1]:ends[i]]; keys are 64-bit hashes of their texts.
+
+    replaced: invalid pieces of UTF-8 for which the tokenizer saw U+FFFD.
+    """
 
     tokens: np.ndarray
     ends: np.ndarray
     keys: np.ndarray
     tokenizer: str
     vocab_size: int
+    replaced: int = 0
 
     @property
     def fingerprint(self) -> str:
@@ -101,9 +107,20 @@ def json_tokenizer(text: str, origin: str) -> Tokenizer:
     return Tokenizer(name, max(model.get_vocab().values(), default=0) + 1, encode, end, text)
 
 
-def tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the path of a tokenizer.json. Raises ValueError, or OSError if the file cannot be read."""
-    return byte_tokenizer() if name == "bytes" else json_tokenizer(Path(name).read_text(), repr(name))
+def tokenizer(name: str, key: str = "data.tokenizer", others: str = "bytes") -> Tokenizer:
+    """`bytes`, or the path of a tokenizer.json. Raises ValueError or OSError that name the key and what it takes.
+
+    others: what the key takes beside a path.
+    """
+    if name == "bytes":
+        return byte_tokenizer()
+    remedy = f"give {others}, or the path of a tokenizer.json (a Hugging Face model repository has one)"
+    try:
+        return json_tokenizer(Path(name).read_text(encoding="utf-8"), repr(name))
+    except OSError as error:
+        raise retold(error, f"{key}={name!r} cannot be read ({error.strerror}); {remedy}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{key}={name!r} is not a tokenizer.json (not UTF-8); {remedy}") from None
 
 
 def stdlib_documents() -> Iterator[bytes]:
@@ -139,26 +156,38 @@ def text_documents(paths: Sequence[str | Path]) -> Iterator[bytes]:
         start = stop
 
 
-def encoded(documents: Iterable[bytes], tokenizer: Tokenizer, at_once: int = 256) -> Iterator[tuple[np.ndarray, int]]:
-    """-> (token ids with the closing id, hash of the text) of each document that is not empty."""
+def encoded(
+    documents: Iterable[bytes], tokenizer: Tokenizer, at_once: int = 256
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """-> (token ids with the closing id, hash of the text, `replaced` pieces) of each document that is not empty."""
     documents = (d for d in documents if d)
     while texts := list(islice(documents, at_once)):
         for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
             if tokenizer.end is not None:
                 ids = np.append(ids, np.uint32(tokenizer.end))
             key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-            yield ids.astype(tokenizer.dtype), key
+            yield ids.astype(tokenizer.dtype), key, 0 if tokenizer.text is None else replaced(text)
+
+
+def replaced(text: bytes) -> int:
+    """How many invalid pieces of UTF-8 decoding with errors="replace" puts U+FFFD for."""
+    try:
+        text.decode()
+        return 0
+    except UnicodeDecodeError:
+        return text.decode(errors="replace").count("\ufffd") - text.count("\ufffd".encode())
 
 
 def build(documents: Iterable[bytes], tokenizer: Tokenizer) -> Corpus:
     """Tokenize documents in memory."""
-    pieces, keys = [], []
-    for ids, key in encoded(documents, tokenizer):
+    pieces, keys, wrong = [], [], 0
+    for ids, key, count in encoded(documents, tokenizer):
         pieces.append(ids)
         keys.append(key)
+        wrong += count
     ends = np.cumsum([len(p) for p in pieces], dtype=np.int64)
     tokens = np.concatenate(pieces) if pieces else np.zeros(0, tokenizer.dtype)
-    return Corpus(tokens, ends, np.asarray(keys, np.uint64), tokenizer.name, tokenizer.vocab_size)
+    return Corpus(tokens, ends, np.asarray(keys, np.uint64), tokenizer.name, tokenizer.vocab_size, wrong)
 
 
 def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) -> dict:
@@ -173,10 +202,10 @@ def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) 
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
     try:
-        rows, end = [], 0
+        rows, end, wrong = [], 0, 0
         with open(partial / "tokens.bin", "wb") as file:
-            for ids, key in encoded(documents, tokenizer):
-                end += len(ids)
+            for ids, key, count in encoded(documents, tokenizer):
+                end, wrong = end + len(ids), wrong + count
                 rows.append((end, key))
                 file.write(ids.tobytes())
         if not rows:
@@ -191,6 +220,7 @@ def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) 
             "dtype": tokenizer.dtype.str,
             "tokens": end,
             "documents": len(rows),
+            "replaced": wrong,
             "sha256": {name: _digest(partial / name) for name in ("tokens.bin", "documents.npy")},
         }
         (partial / "header.json").write_text(json.dumps(header, indent=2) + "\n")

@@ -5,6 +5,7 @@ The order of training sequences is a function of (seed, position) alone: to resu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,13 +65,14 @@ class Synthetic:
 
 
 class Dataset(NamedTuple):
-    """Training and held-out sequences (val may be empty), and what tells them from others."""
+    """Training and held-out sequences (val may be empty), and what tells them from others. replaced: see Corpus."""
 
     train: Windows | Synthetic
     val: Windows | Synthetic
     tokenizer: str | None
     vocab_size: int | None
     fingerprint: str
+    replaced: int = 0
 
 
 def load(config: Data, vocab_size: int | None = None) -> Dataset:
@@ -115,7 +117,7 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
                 f"{config.seq_len} needs at least {need}; change val_fraction (0: hold out nothing), or use more text"
             )
     fingerprint = f"{corpus.fingerprint} val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
-    return Dataset(train, val, corpus.tokenizer, corpus.vocab_size, fingerprint)
+    return Dataset(train, val, corpus.tokenizer, corpus.vocab_size, fingerprint, corpus.replaced)
 
 
 def tokenizer_file(config: Data) -> Path | None:
@@ -147,7 +149,8 @@ class Rows:
         self.source, self.position, self.size, self.rows = source, position, size, rows
 
     def __len__(self) -> int:
-        return (len(self.source) - self.position) // self.size * len(self.rows)
+        whole = (len(self.source) - self.position) // self.size * len(self.rows)
+        return min(whole, sys.maxsize // 2)  # an endless source has sys.maxsize items, and grain adds to the length
 
     def __getitem__(self, i: int) -> np.ndarray:
         batch, row = divmod(int(i), len(self.rows))

@@ -1,0 +1,57 @@
+"""Types of the config's keys: integers with upper bounds, and paths in which `~` is the home directory.
+
+The bounds are far above every real model and run: what is beyond is a typing error, and would overflow or never end.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+
+def expanded(path: str) -> str:
+    """A path with the home directory in place of `~` or `~user`. Raises ValueError."""
+    if "\0" in path:
+        raise ValueError(f"the path {path!r} holds the character NUL; leave it out")
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        user = path.partition("/")[0]
+        raise ValueError(f"there is no home directory {user}; write ./{user} for a folder of this name")
+    return found
+
+
+def retold(error: OSError, text: str) -> OSError:
+    """An OSError that says text and has the errno of another, which tells whether it may pass."""
+    told = OSError(text)
+    told.errno = error.errno
+    return told
+
+
+def _expanded_source(source: str) -> str:
+    kind, _, where = source.partition(":")
+    return f"{kind}:{expanded(where)}" if kind in ("text", "tokens") else source
+
+
+def _not_a_bool(value: Any) -> Any:
+    if isinstance(value, bool | float):  # true and 1.0 equal 1, which is all that a Literal asks
+        raise ValueError("input should be an integer")
+    return value
+
+
+INT32 = 2**31 - 1  # what counters of steps and tokens hold on a device
+Positive = Annotated[int, Field(gt=0, le=INT32)]
+Count = Annotated[int, Field(ge=0, le=INT32)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Layers = Annotated[int, Field(gt=0, le=10**6)]
+Width = Annotated[int, Field(gt=0, le=2**24)]  # of activations; heads
+Vocabulary = Annotated[int, Field(gt=0, le=2**27)]
+Tokens = Annotated[int, Field(gt=0, le=2**30)]  # of a sequence
+Sequences = Annotated[int, Field(gt=0, le=2**18)]  # of a batch
+Axis = Annotated[int, Field(le=2**20)]  # devices of a mesh axis, or -1
+Choice = BeforeValidator(_not_a_bool)  # of a Literal of numbers
+SCHEDULE_CELLS = 2**18  # ticks x stages of a pipeline schedule: 64 stages with 3,900 microbatches, 256 with 512
+
+Path = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(expanded)]
+Source = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_expanded_source)]
