@@ -73,7 +73,7 @@ def here(tmp_path, monkeypatch, capsys):
     (tmp_path / "folder.yaml").mkdir()
     monkeypatch.setattr(train.meshes, "configure", lambda *settings: None)
     monkeypatch.setattr(train.processes, "initialize", lambda *settings: None)
-    monkeypatch.setattr(train.checkpoint, "agree", accept)
+    monkeypatch.setattr(train.restore, "agree", accept)
     monkeypatch.setattr(launch, "Leader", accept)
     monkeypatch.setattr(launch, "Host", accept)
     mains = {"train": train.main, "plan": plan.main, "launch": launch.main, "prepare_data": prepare_data.main}

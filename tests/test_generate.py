@@ -27,7 +27,7 @@ def weights(family, split=model.ONE_DEVICE):
     """A resolved config and weights of a size at which each token depends on those before."""
     config, _ = resolved(small(family, model={"tie_embeddings": False}))  # tied ones repeat a token
     params = model.init(config.model, 0, split)
-    return config, jax.tree.map(lambda w: np.asarray(w * 8 if w.ndim > 2 else w), params)
+    return config, jax.tree.map(lambda w: np.asarray(w * 8 if w.ndim > 1 else w), params)
 
 
 def generated(params, config, **how):
@@ -102,7 +102,8 @@ def runs(tmp_path_factory):
     bpe.train_from_iterator([text], vocab_size=300, special_tokens=["<|endoftext|>"])
     bpe.save(str(folder / "bpe.json"))
     tree = {
-        "model": {"num_layers": 4, "d_model": 32, "num_heads": 2, "d_ff": 64},
+        "model": {"num_layers": 4, "d_model": 32, "num_heads": 2, "d_ff": 64}
+        | {"rope_theta": oracle.THETA, "norm_eps": oracle.NORM_EPS},
         "precision": {"compute": "float32"},
         "data": {"source": f"text:{folder}/text.txt", "batch_size": 8, "seq_len": 32},
         "optimizer": {"lr": 3e-2, "schedule": "constant"},
