@@ -264,7 +264,7 @@ CONFIG = st.sampled_from(["base.yaml"] * 8 + ["mesh.yaml"] * 4 + ["empty.yaml", 
 OVERRIDES = st.lists(OVERRIDE, max_size=4)
 COUNT = st.one_of(st.integers(-2, 70).map(str), NUMBERS.map(str), VALUES)
 FUZZ = settings(
-    max_examples=400,
+    max_examples=150,
     derandomize=True,
     deadline=None,
     database=None,

@@ -266,7 +266,7 @@ def test_a_process_that_is_halted_is_named_within_the_timeout(config_file, tmp_p
     assert int(seconds) <= 8 + 2
     assert re.search(rf"\[0\]   process 1 on \S+ \(pid {pid}\) is silent for \d+ s .*: at step \d+, phase \w+", err)
     assert re.search(r"\[0\]   process 0 on \S+ \(pid \d+\), which tells this, is at step \d+, phase \w+", err)
-    assert re.search(r"train\.py\", line \d+ in train", err)
+    assert re.search(r"loop\.py\", line \d+ in \w+", err)
     assert f"process 1 on host 0 (pid {pid}) is halted (SIGSTOP)" in err
 
 
@@ -473,8 +473,8 @@ def script(name):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_run_goes_on_bitwise_with_any_other_layout_and_number_of_processes(capsys):
-    assert script("compare_restores").main([]) == 0
-    assert capsys.readouterr().out.count("bitwise equal") >= 2 * 20
+    assert script("compare_restores").main(["--first", "12"]) == 0  # every axis and ZeRO stage; 1, 2, 4 processes
+    assert capsys.readouterr().out.count("bitwise equal") >= 2 * 11
 
 
 @pytest.mark.long
