@@ -22,12 +22,13 @@ def check(config: Config, mesh: Mesh) -> None:
         config = config.replace("model", attention="xla")
     else:
         share, name = 1, f"one {devices[0].device_kind}"
-        there = (devices[0].memory_stats() or {}).get("bytes_limit", float("inf"))
+        there = (devices[0].memory_stats() or {}).get("bytes_limit") or float("inf")
         state -= sum(size for part, size in memory.on_host(config).items() if part in ("params", "optimizer"))
     step = sum(memory.peak(config)[1].values())
     for what, size, limit in (("weights and optimizer state", state, there), ("a step", step, SLACK * there)):
         if size * share > limit:
             raise ValueError(
-                f"{what} would take about {size * share / 1e9:,.0f} GB on {name}, which have {there / 1e9:,.0f} GB; "
-                "use a smaller model, batch or sequence, or more devices (python -m nanotrain_jax.plan says what fits)"
+                f"{what} would take about {size * share / 1e9:,.0f} GB on {name}, more than the {there / 1e9:,.0f} GB "
+                "there are; use a smaller model, batch or sequence, or more devices (python -m nanotrain_jax.plan says "
+                "what fits)"
             )

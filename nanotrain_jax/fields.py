@@ -51,7 +51,7 @@ Tokens = Annotated[int, Field(gt=0, le=2**30)]  # of a sequence
 Sequences = Annotated[int, Field(gt=0, le=2**18)]  # of a batch
 Axis = Annotated[int, Field(le=2**20)]  # devices of a mesh axis, or -1
 Choice = BeforeValidator(_not_a_bool)  # of a Literal of numbers
-SCHEDULE_CELLS = 2**18  # ticks x stages of a pipeline schedule: 64 stages with 3,900 microbatches, 256 with 512
+SCHEDULE_CELLS = 2**20  # ticks x stages of a pipeline schedule: 128 stages with 8,000 microbatches
 
 Path = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(expanded)]
 Source = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_expanded_source)]

@@ -32,6 +32,7 @@ from nanotrain_jax import model
 from nanotrain_jax.config import Config
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.runtime import corpus, data, request
+from nanotrain_jax.runtime.checkpoint import latest_step
 from nanotrain_jax.runtime.restore import load_params
 
 COLDEST = 1e-6  # a temperature below is 0
@@ -107,7 +108,7 @@ def load(run: Path, step: int | None) -> tuple[Any, Config, corpus.Tokenizer]:
         jax.config.update("jax_platforms", "cpu")
     tokenizer = tokenizer_of(run, of_run)
     own = run / "checkpoints"  # also where the folder was moved
-    params, config = load_params(own if own.is_dir() else of_run.checkpoint.dir, step)
+    params, config = load_params(own if latest_step(own) is not None else of_run.checkpoint.dir, step)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids, but the model {config.model.vocab_size}: it is another "
@@ -122,8 +123,9 @@ def tokenizer_of(run: Path, config: Config) -> corpus.Tokenizer:
         raise ValueError(
             f"--run={str(run)!r} was trained with data.source=synthetic, which is no text; give another run"
         )
-    kept = run / data.TOKENIZER
-    path = kept if kept.exists() else data.tokenizer_file(config.data)
+    kept, own = run / data.TOKENIZER, data.tokenizer_file(config.data)
+    is_bytes = own is None and not config.data.source.startswith("tokens:")  # a folder of tokens may be gone by now
+    path = kept if kept.exists() and not is_bytes else own
     return corpus.tokenizer(str(path or "bytes"))
 
 

@@ -53,11 +53,11 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[i
         writer.say(words.introduction(config, run.mesh, run.dataset, run.notes))
         if number < config.train.steps:
             number = Loop(run, folder, files, writer, watch).run_steps(stopped)
-        else:
+        elif writer.active:
             writer.last |= curves.last(folder / "metrics.jsonl", number)
         watch.at("end", number)
         bigram = None
-        if "val_loss" in writer.last and writer.active:
+        if "val_loss" in writer.last:  # on all processes: none is to wait for another at the end
             bigram = data.bigram_loss(run.dataset, config.train.eval_steps * config.data.batch_size)
         writer.finish(words.title(config, run.mesh), bigram)
         writer.say(words.summary(config, writer.last, bigram, number))
@@ -169,8 +169,6 @@ def make_ready(run: Run, folder: Path) -> None:
         tokenizer = data.tokenizer_file(run.config.data)
         if tokenizer:  # with it the folder is all that `generate` needs
             (folder / data.TOKENIZER).write_bytes(tokenizer.read_bytes())
-        else:
-            (folder / data.TOKENIZER).unlink(missing_ok=True)
 
 
 def new_folder(key: str, path: str) -> Path:

@@ -126,7 +126,7 @@ def kind_of_gpu(asked: str | None, config: Config) -> str:
         return hardware.SIMULATED if config.runtime.simulate else "h100"
     if Path(asked).suffix not in (".yaml", ".yml"):
         return asked
-    hardware.add(Path(asked).stem, request.read(asked))
+    hardware.add(Path(asked).stem, request.read(asked, option="--gpu"))
     return Path(asked).stem
 
 
@@ -186,7 +186,8 @@ def compile_until_it_fits(planned: Planned, console: Console) -> Planned:
         except RuntimeError as error:
             failed = error
             reason = " ".join(str(error).split())[:200]
-            console.print(f"cannot be compiled: {search.words(e.config)} ({reason})", soft_wrap=True, markup=False)
+            if planned.found:
+                console.print(f"cannot be compiled: {search.words(e.config)} ({reason})", soft_wrap=True, markup=False)
             continue
         if compiled["peak_bytes"] <= e.limit_bytes:
             return planned._replace(estimate=e, compiled=compiled, too_large=tuple(too_large))

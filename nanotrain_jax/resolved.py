@@ -140,8 +140,8 @@ def check_pipe(config: Config) -> None:
     cells = (p.microbatches * p.chunks + pieces + p.pipe) * p.pipe
     if cells > SCHEDULE_CELLS:
         raise ValueError(
-            f"parallel.microbatches={p.microbatches} with parallel.pipe={p.pipe} and parallel.chunks={p.chunks} make a "
-            f"schedule of {cells} entries (ticks x stages), more than {SCHEDULE_CELLS}; use fewer of them"
+            f"a schedule of {cells} entries (ticks x stages) is more than {SCHEDULE_CELLS}: use less than "
+            f"parallel.microbatches={p.microbatches}, parallel.pipe={p.pipe} or parallel.chunks={p.chunks}"
         )
     try:
         chart.outline(p.schedule, p.pipe, p.microbatches, p.chunks)  # kept: a search asks again and again

@@ -40,7 +40,7 @@ def fill(files: nvme.Store, step: Step, config: Config, start: tuple[Path, int] 
     to that of a run that begins. -> how that was done, in a few words. Raises OSError."""
     if start and files.holds(digest):
         return "as the checkpoint left it"
-    damage = f" ({nvme.MANIFEST} was damaged)" * files.damaged
+    damage = f" ({nvme.MANIFEST} could not be used)" * files.damaged
     files.make()
     for name, p in step.pieces.items():
         if start is None:

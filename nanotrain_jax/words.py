@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from nanotrain_jax.audit import cost, memory
 from nanotrain_jax.config import Config, padded_vocab
 from nanotrain_jax.parallel import chart, schedule
-from nanotrain_jax.runtime import data
+from nanotrain_jax.runtime import checkpoint, data
 
 
 def introduction(config: Config, mesh: Mesh, dataset: data.Dataset, notes: list[str]) -> str:
@@ -81,7 +81,7 @@ def summary(config: Config, last: dict[str, Any], bigram: float | None, number: 
     lines.append(f"  in {config.logging.dir}/: loss.png, metrics.jsonl, config.yaml")
     if config.logging.tensorboard:
         lines.append(f"  TensorBoard       pip install tensorboard; tensorboard --logdir {folder}/tensorboard")
-    if config.checkpoint.every:
+    if config.checkpoint.every and checkpoint.latest_step(config.checkpoint.dir) is not None:
         again = "" if config.checkpoint.resume == "never" else f" (the same command goes on from step {number})"
         lines.append(f"  checkpoints       {config.checkpoint.dir}{again}")
         if config.data.source != "synthetic":

@@ -98,7 +98,7 @@ def test_sizes_left_out_follow_the_family(family, d_ff, tied, tmp_path):
             "precision.loss_scale='big' is unknown; use none, dynamic or a number above 0",
         ),
         ("precision: {loss_scale: 0}", "precision.loss_scale=0"),
-        ("- a\n- b", "a mapping of sections"),
+        ("- a\n- b", "is a list; write a mapping"),
         ("a: [", "not valid YAML"),
         ("train: {steps: 1}\ntrain: {seed: 2}", "key 'train' stands twice"),
         (

@@ -262,7 +262,7 @@ def test_a_checkpoint_of_one_mode_goes_on_in_another_and_files_are_used_again_wh
     manifest = tmp_path / "disk" / "manifest.json"
     whole = manifest.read_bytes()
     manifest.write_bytes(whole[:50] + bytes([whole[50] ^ 128]) + whole[51:])
-    assert go("run", 12, *disk, *PIPED) == ["rebuilt from the checkpoint (manifest.json was damaged)"]
+    assert go("run", 12, *disk, *PIPED) == ["rebuilt from the checkpoint (manifest.json could not be used)"]
     assert go("plain", 12) == []
     found, plain = ([r["loss"] for r in records(tmp_path / folder)] for folder in ("run", "plain"))
     np.testing.assert_allclose(found, plain, rtol=2e-6)

@@ -413,6 +413,7 @@ def test_a_compiler_that_fails_is_told_in_one_line_and_ends_with_1(monkeypatch, 
     def fails(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED:\n  out of memory")
 
+    monkeypatch.setattr(plan.topology, "check_compiler", lambda gpu: None)
     monkeypatch.setattr(plan.compiler, "compile_step", fails)
     monkeypatch.setattr(plan.meshes, "configure", lambda **_: None)
     assert run("--config", ROOT / "configs/gpt2_124m.yaml", "--compile") == 1

@@ -242,7 +242,7 @@ def test_a_gpu_with_one_s_own_figures(tmp_path, no_more_gpus):
         ("like: h1\n", "gpu='h1' is unknown; use a100-40"),
         ("like: [h100]\n", "gpu=\"['h100']\" is unknown; use a100-40"),
         ("peak_flops: 1e15\n", "gpu file mine: kind, matmul, memory_bytes, "),
-        ("- 1\n", "mine.yaml: a config is a mapping"),
+        ("- 1\n", "mine.yaml is a list; write a mapping"),
     ],
 )
 def test_a_file_of_figures_that_is_wrong_is_told_in_one_line(text, message, tmp_path, capsys, no_more_gpus):

@@ -150,9 +150,9 @@ def _figure(name: str, key: str, value: Any) -> Any:
     """The value of a figure as `Gpu` has it. Raises ValueError."""
     kind = get_type_hints(Gpu)[key]
     if kind is str:
-        if isinstance(value, str) and value:
+        if isinstance(value, str) and re.fullmatch(r"[\w .+-]+", value):
             return value
-        raise ValueError(f"gpu file {name}: {key}={value!r}: must be text")
+        raise ValueError(f"gpu file {name}: {key}={value!r}: must be letters, digits, spaces and . + -")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < 1e30 or (key == "matmul" and value > 1):
         raise ValueError(

@@ -103,9 +103,7 @@ def writing(config: Checkpoint) -> Iterator[Save]:
         try:
             yield
         except Exception as error:
-            # What the disk says reaches us as a ValueError of tensorstore.
-            found = re.search(r"os_error_code='(\d+)'", str(error))
-            code = int(found[1]) if found else getattr(error, "errno", None)
+            code = os_error_code(error)
             if code is None or code in PASSING:
                 raise
             raise full(os.strerror(code)) from None
@@ -180,6 +178,12 @@ def set_aside(folder: str | Path, steps: Iterable[int]) -> None:
                     (root / part).rename(root / DAMAGED / step / part)
 
     together(move if jax.process_index() == 0 else lambda: None)
+
+
+def os_error_code(error: Exception) -> int | None:
+    """The errno of an error, which tensorstore has only in its text; None if it has none."""
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(found[1]) if found else getattr(error, "errno", None)
 
 
 def latest_step(folder: str | Path) -> int | None:

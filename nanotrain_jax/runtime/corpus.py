@@ -245,6 +245,7 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
         dtype, count = np.dtype(header["dtype"]), int(header["tokens"])
         sums = {name: str(header["sha256"][name]) for name in ("tokens.bin", "documents.npy")}
         name, vocab = str(header["tokenizer"]), int(header["vocab_size"])
+        replaced = int(header.get("replaced", 0))  # folders of older versions do not tell
         if dtype not in (np.dtype("<u2"), np.dtype("<u4")):
             raise ValueError(f"dtype {dtype}")
         size = (folder / "tokens.bin").stat().st_size
@@ -266,7 +267,7 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
         raise ValueError(
             f"{folder}/tokens.bin holds id {tokens.max()}, but its header says vocab_size={vocab}; {remedy}"
         )
-    return Corpus(tokens, documents["end"].copy(), documents["key"].copy(), name, vocab)
+    return Corpus(tokens, documents["end"].copy(), documents["key"].copy(), name, vocab, replaced)
 
 
 def _digest(path: Path) -> str:

@@ -68,8 +68,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config.replace("checkpoint", dir=str(Path(config.checkpoint.dir or run / "checkpoints")))
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read(path: str | Path, overrides: Sequence[str] = (), option: str = "--config") -> dict[str, Any]:
     """What a YAML file and overrides ask for, as plain nested data; not validated. Raises ValueError or OSError.
+
+    option: which gave the path, for messages.
 
     Sections that begin with _ are left out: they hold what others merge (`_base: &base {...}`, `<<: *base`).
     """
@@ -83,10 +85,11 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8 ({error}); give a YAML file") from None
     except OSError as error:
-        raise retold(error, f"--config {path} cannot be read ({error.strerror}); {_another_config(path)}") from None
+        remedy = _another_config(path) if option == "--config" else "give a YAML file"
+        raise retold(error, f"{option} {path} cannot be read ({error.strerror}); {remedy}") from None
     tree = _yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
-        raise ValueError(f"{path}: a config is a mapping of sections, not a {type(tree).__name__}")
+        raise ValueError(f"{option} {path} is a {type(tree).__name__}; write a mapping")
     return nested(overrides, {key: part for key, part in tree.items() if not str(key).startswith("_")})
 
 

@@ -6,6 +6,7 @@ checkpoint that is whole but holds another tree is not damaged; that error says 
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +19,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from nanotrain_jax.config import Checkpoint, Config
-from nanotrain_jax.processes import everyone, may_pass, refuse, together
+from nanotrain_jax.processes import PASSING, everyone, may_pass, refuse, together
 from nanotrain_jax.runtime import checksums, request
 from nanotrain_jax.runtime.checkpoint import (
     SUMS,
     apart_folder,
     finished,
     latest_step,
+    os_error_code,
     path_name,
     shapes,
 )
@@ -33,6 +35,7 @@ from nanotrain_jax.runtime.compatibility import Meta
 T = TypeVar("T")
 CANDIDATES = 50  # newest checkpoints that are tried
 NAMED_AT_MOST = 3  # arrays in an error message
+OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)  # of this process, not of the checkpoint
 
 
 class Unreadable(ValueError):
@@ -87,8 +90,8 @@ def find(config: Checkpoint) -> Path | None:
 def newest(folder: str | Path, verify: bool, use: Callable[[int], T]) -> tuple[int, T, dict[int, str]]:
     """-> the newest whole checkpoint of a folder, use(its step), and what is wrong with newer ones.
 
-    A checkpoint is whole if its files equal their checksums and use(step) does not raise Unreadable. Of one without
-    checksums (its run ended before they were made) all arrays must be readable. verify=False leaves it to use(step).
+    A checkpoint is whole if its files equal their checksums and use(step) does not raise Unreadable. verify=False, and
+    one without checksums (its run ended before they were made), leave it to use(step).
     All processes return the same. Raises ValueError if no checkpoint is whole, and what else use(step) raises.
     """
     damaged: dict[int, str] = {}
@@ -109,31 +112,24 @@ def newest(folder: str | Path, verify: bool, use: Callable[[int], T]) -> tuple[i
 def _damage(folder: str | Path, step: int) -> str:
     """What is wrong with the files of a checkpoint, on any process; "" if nothing.
 
-    Each process looks at its share: files that have checksums are compared with them; otherwise every array is read
-    once, before all processes restore together, where one that fails would leave the others waiting.
+    Each process compares its share of the files with their checksums. Where there are none, reading the state tells,
+    and arrays that were written one at a time, which are not read with it, are read once.
     """
     root = Path(folder).absolute()
     sums, mine = root / SUMS / str(step), (jax.process_index(), jax.process_count())
-    if all(everyone("recorded" if checksums.recorded(sums) else "")):
-        found = checksums.damage(root, sums, *mine)
+    if not all(everyone("recorded" if checksums.recorded(sums) else "")):
+        found = _unreadable_apart(folder, step)
     else:
-        found = _unreadable(folder, step, *mine)
+        found = checksums.damage(root, sums, *mine)
     return next(filter(None, everyone(found)), "")
 
 
-def _unreadable(folder: str | Path, step: int, index: int, count: int) -> str:
-    """Why a process's share of the arrays of a checkpoint cannot be read; "" if it can. Reads one array at a time."""
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process{index}"
-    )
-    state = Path(folder).absolute() / str(step) / "state"
+def _unreadable_apart(folder: str | Path, step: int) -> str:
+    """Why an array that was written one at a time cannot be read; "" if all can."""
     try:
-        with _readable(folder, step), ocp.StandardCheckpointer(multiprocessing_options=alone) as files:
-            for where in (state, *sorted(apart_folder(folder, step).glob("*"))):
-                leaves, tree = jax.tree.flatten(files.metadata(where).item_metadata.tree)
-                for i in range(index, len(leaves), count):
-                    one = [np.empty(x.shape, x.dtype) if i == j else None for j, x in enumerate(leaves)]
-                    files.restore(where, tree.unflatten(one), strict=False)
+        with _readable(folder, step), ocp.StandardCheckpointer(multiprocessing_options=_alone()) as files:
+            for where in sorted(apart_folder(folder, step).glob("*")):
+                files.restore(where, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), _metadata(where)))
     except Unreadable as error:
         return error.reason
     return ""
@@ -149,9 +145,17 @@ def _attempt(use: Callable[[int], T], step: int) -> tuple[T | None, str]:
     return used, next(filter(None, everyone(problem)), "")
 
 
+def _alone() -> ocp.options.MultiprocessingOptions:
+    """Read without waiting for other processes: where one of them cannot, all fall back, and none hangs."""
+    index = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process{index}"
+    )
+
+
 def read_meta(folder: str | Path, step: int) -> Meta:
     """What was saved beside the state. Raises Unreadable."""
-    options = ocp.CheckpointManagerOptions(create=False, read_only=True)
+    options = ocp.CheckpointManagerOptions(create=False, read_only=True, multiprocessing_options=_alone())
     with _readable(folder, step), ocp.CheckpointManager(Path(folder).absolute(), options=options) as manager:
         return Meta.model_validate(manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta)
 
@@ -198,7 +202,7 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def _metadata(where: Path) -> Any:
     """The tree of what was saved to a folder, with a description of each array."""
-    with ocp.StandardCheckpointer() as files:
+    with ocp.StandardCheckpointer(multiprocessing_options=_alone()) as files:
         return files.metadata(where).item_metadata.tree
 
 
@@ -207,7 +211,7 @@ def _restore(where: Path, tree: Any, wanted: dict[str, Any]) -> dict[str, jax.Ar
     asked = jax.tree_util.tree_map_with_path(lambda path, _: wanted.get(path_name(path)), tree)
     if not jax.tree.leaves(asked):
         return {}
-    with ocp.StandardCheckpointer() as files:
+    with ocp.StandardCheckpointer(multiprocessing_options=_alone()) as files:
         return dict(_leaves(files.restore(where, asked, strict=False)))
 
 
@@ -285,7 +289,8 @@ def _readable(folder: str | Path, step: int) -> Iterator[None]:
     except (jax.errors.JaxRuntimeError, MemoryError):  # of a device, another process or this machine
         raise
     except Exception as error:
-        if may_pass(error):
+        code = os_error_code(error)
+        if may_pass(error) or code in PASSING or code in OURS:
             raise
         text = " ".join(str(error).split())[:100]
         raise Unreadable(folder, step, f"it cannot be read ({type(error).__name__}: {text})") from None
