@@ -130,7 +130,6 @@ class Loop:
             self.writer.write(self.evaluate())
             self.writer.start_clock()
         if every and self.number % every == 0:
-            self.writer.settle()
             self.save(write)
             self.writer.start_clock()
 
@@ -144,8 +143,9 @@ class Loop:
         return sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums)
 
     def save(self, write: checkpoint.Save) -> None:
-        """Save a checkpoint of the step taken last."""
+        """Save a checkpoint of the step taken last, whose metrics are written first: a resume does not repeat it."""
         run, files, number = self.run, self.files, self.number
+        self.writer.write()
         self.watch.at("checkpoint", number)
         position = run.position + (number - self.first) * run.config.data.batch_size
         meta = {

@@ -257,6 +257,17 @@ def test_a_stop_signal_saves_and_exits_with_0(number, config_file, tmp_path):
     assert (tmp_path / "run" / "loss.png").exists()
 
 
+def test_the_metrics_of_a_step_are_written_before_its_checkpoint(config_file, tmp_path, monkeypatch):
+    run, seen, save = tmp_path / "run", [], loop.Loop.save
+
+    def look(self, write):
+        save(self, lambda number, *state: seen.append((number, records(run)[-1]["step"])) or write(number, *state))
+
+    monkeypatch.setattr(loop.Loop, "save", look)
+    assert main(config_file, f"logging.dir={run}", "train.steps=12", "train.eval_every=0") == 0
+    assert seen == [(5, 5), (10, 10), (12, 12)]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("where", ["device", "nvme"])
 def test_ten_kills_at_random_moments_lose_nothing_and_end_in_bitwise_the_same_run(where, config_file, tmp_path):
