@@ -7,7 +7,6 @@ one line that names the value, the rule and the remedy.
 
 from __future__ import annotations
 
-import re
 from math import isqrt, lcm
 from typing import Annotated, Any, Literal
 
@@ -20,6 +19,7 @@ from nanotrain_jax.fields import (
     Layers,
     Path,
     Positive,
+    Remat,
     Seed,
     Sequences,
     Source,
@@ -178,10 +178,14 @@ class Memory(_Section):
         None, "offload_optimizer=nvme: folder on a fast disk of this machine, of one run alone"
     )
 
+    @property
+    def rematerialization(self) -> Remat:
+        """memory.remat as a value."""
+        return Remat.parse(self.remat)
+
     @model_validator(mode="after")
     def _policy(self) -> Memory:
-        if not re.fullmatch(r"none|selective|full|block:[1-9]\d{0,6}", self.remat):
-            raise ValueError(f"memory.remat={self.remat!r} is unknown; use none, selective, full or block:N")
+        Remat.parse(self.remat)
         if self.offload_optimizer == "nvme" and not self.nvme_dir:
             raise ValueError("memory.offload_optimizer='nvme' needs a folder for its files; set memory.nvme_dir")
         if self.nvme_dir and self.offload_optimizer != "nvme":

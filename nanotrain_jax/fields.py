@@ -6,7 +6,8 @@ The bounds are far above every real model and run: what is beyond is a typing er
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+import re
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -55,3 +56,26 @@ SCHEDULE_CELLS = 2**20  # ticks x stages of a pipeline schedule: 128 stages with
 
 Path = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(expanded)]
 Source = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_expanded_source)]
+
+
+class Remat(NamedTuple):
+    """What layers keep for their backward (`parallel/remat.py` explains the policies)."""
+
+    policy: Literal["none", "selective", "full", "block"]
+    block: int = 1  # layers that are computed again together
+
+    @classmethod
+    def parse(cls, text: str) -> Remat:
+        """The value of memory.remat. Raises ValueError."""
+        if not re.fullmatch(r"none|selective|full|block:[1-9]\d{0,6}", text):
+            raise ValueError(f"memory.remat={text!r} is unknown; use none, selective, full or block:N")
+        policy, _, block = text.partition(":")
+        return cls(policy, int(block or 1))
+
+    def __str__(self) -> str:
+        return f"block:{self.block}" if self.policy == "block" else self.policy
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether whole layers are computed again."""
+        return self.policy in ("full", "block")

@@ -20,7 +20,7 @@ FLOORS = [
         "runtime.watchdog", "runtime.link", "runtime.curves", "runtime.profiling",
     },
     {
-        "parallel.tensor", "parallel.context", "parallel.update", "parallel.compress", "runtime.optim", "runtime.data",
+        "execution", "parallel.tensor", "parallel.context", "parallel.update", "parallel.compress", "runtime.optim", "runtime.data",
         "runtime.checksums", "runtime.compatibility", "runtime.metrics", "runtime.request", "runtime.nvme",
         "runtime.leader", "runtime.host", "parallel.chart", "parallel.loops", "audit.topology", "audit.copies",
     },
