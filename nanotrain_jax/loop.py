@@ -13,13 +13,15 @@ import jax
 import yaml
 from jax.sharding import Mesh
 
-from nanotrain_jax import processes, stored, words
-from nanotrain_jax import step as steps
+from nanotrain_jax import processes, words
 from nanotrain_jax.audit import cost, hardware, hlo, memory
 from nanotrain_jax.config import Config
+from nanotrain_jax.nvme import checkpointing
+from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.processes import together
-from nanotrain_jax.runtime import checkpoint, compatibility, curves, data, metrics, nvme, watchdog
+from nanotrain_jax.runtime import checkpoint, compatibility, curves, data, metrics, watchdog
 from nanotrain_jax.runtime.profiling import Profile, profiling
+from nanotrain_jax.step import build as steps
 
 
 class Run(NamedTuple):
@@ -38,7 +40,7 @@ class Run(NamedTuple):
     tokens: int  # seen so far
 
 
-def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[int], bool]) -> None:
+def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], bool]) -> None:
     """Train until the last step or until stopped(step); then save, and say what there is in config.logging.dir, folder.
 
     Of a run that has taken its last step already, only print the summary. files: those of memory.nvme_dir, if it is
@@ -66,7 +68,7 @@ def train(run: Run, folder: Path, files: nvme.Store | None, stopped: Callable[[i
 class Loop:
     """The steps of a run, and what comes between them."""
 
-    def __init__(self, run: Run, folder: Path, files: nvme.Store | None, writer: metrics.Writer, watch: watchdog.Watch):
+    def __init__(self, run: Run, folder: Path, files: Store | None, writer: metrics.Writer, watch: watchdog.Watch):
         self.run, self.folder, self.files, self.writer, self.watch = run, folder, files, writer, watch
         self.config, self.state = run.config, run.state
         self.first = self.number = self.saved = int(run.state.step)
@@ -102,8 +104,8 @@ class Loop:
         self.writer.say(f"compiled in {time.perf_counter() - started:.1f} s")
         check_offload(run, hlo.memory(train_step)["host_bytes"])
         if files:
-            train_step = stored.train(files, step, train_step)
-            how = stored.fill(files, step, run.config, run.start, run.meta and run.meta.nvme)
+            train_step = checkpointing.train(files, step, train_step)
+            how = checkpointing.fill(files, step, run.config, run.start, run.meta and run.meta.nvme)
             self.writer.say(f"master weights and moments: {files.nbytes / 1e9:.3g} GB in {files.folder}, {how}")
         return train_step
 
@@ -114,7 +116,7 @@ class Loop:
         self.watch.at("data", self.number)
         batch = next(batches)
         self.watch.at("dispatch", self.number)
-        self.state, values = train_step(self.state, batch)
+        self.state, values, _ = train_step(self.state, batch)
         self.watch.at("step", self.number)
         self.writer.step(self.number, values)
         if self.files or profile.ends(self.number):
@@ -155,7 +157,7 @@ class Loop:
             "tokens": run.tokens + (number - self.first) * run.config.data.batch_size * run.config.data.seq_len,
             "nvme": files and files.seal(),
         }
-        apart = (stored.arrays(files, run.step, run.config), files.nbytes) if files else ()
+        apart = (checkpointing.arrays(files, run.step, run.config), files.nbytes) if files else ()
         write(number, run.step.in_layer_order(self.state), meta, *apart)
         self.saved = number
 

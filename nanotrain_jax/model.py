@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -28,8 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
-from nanotrain_jax.config import Model, fits_flash, padded_vocab
+from nanotrain_jax.config import Config, Model, fits_flash, padded_vocab
+from nanotrain_jax.models import contract
 from nanotrain_jax.ops import add, gelu, normalize, project, rotate, swiglu
 from nanotrain_jax.parallel import remat, tensor
 from nanotrain_jax.parallel.collectives import position
@@ -228,7 +231,7 @@ class Decoder(nnx.Module):
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         layer, weights = nnx.split(self.layers)
         run = lambda x_BTD, weights: nnx.merge(layer, weights)(x_BTD, len(tokens_BT))
-        x_BTD = remat.scan(run, self.ends.embed(tokens_BT), weights, "none", False)
+        x_BTD = remat.scan(run, self.ends.embed(tokens_BT), weights, remat.Policy())
         return self.ends.logits(x_BTD)
 
 
@@ -348,3 +351,40 @@ def attention_kernel(config: Model, dtype: jnp.dtype, device: jax.Device) -> str
 def is_decayed(path: tuple) -> bool:
     """Whether weight decay applies to the parameter at this tree path: not to gains, biases and learned positions."""
     return not path[-1].key.startswith(("gain", "bias", "positions"))
+
+
+def build(config: Config, mesh: Mesh) -> contract.Model:
+    """The decoder of a resolved config, as the training step takes it."""
+    p = config.parallel
+    kernel = attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
+    decoder = config.model.model_copy(update={"attention": kernel})
+    # Where a whole layer is computed again, it has just gathered what its backward needs.
+    regather = config.memory.rematerialization.policy != "full"
+    split = Split("tensor", p.tensor, p.sequence_parallel, regather) if p.tensor > 1 else ONE_DEVICE
+    graphs, shapes = abstract(decoder, split)
+    sequences = config.data.batch_size // (p.replica * p.data * p.microbatches)
+
+    def initialize(seed: int, order: Sequence[int] | None = None, put: Callable | None = None) -> dict:
+        return init(decoder, seed, split, order, put)
+
+    def first(ends: dict, batch: dict) -> jax.Array:
+        return nnx.merge(graphs.ends, ends).embed(batch["inputs"])
+
+    def layer(weights: dict, x_BTD: jax.Array) -> jax.Array:
+        return nnx.merge(graphs.layer, weights)(x_BTD, sequences)
+
+    def last(ends: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
+        return nnx.merge(graphs.ends, ends).loss(x_BTD, batch["targets"])
+
+    return contract.Model(
+        shapes=shapes,
+        rules=rules(decoder, split, "pipe" if p.pipe > 1 else None),
+        init=initialize,
+        first=first,
+        layer=layer,
+        last=last,
+        used_by_first=used_by_embed,
+        used_by_last=used_by_loss,
+        is_decayed=is_decayed,
+        has_partial_gradient=partial(has_partial_gradient, split=split),
+    )

@@ -13,7 +13,7 @@ from nanotrain_jax import model
 from nanotrain_jax.config import Config, Optimizer
 from nanotrain_jax.runtime import compatibility, data, optim, restore
 from nanotrain_jax.runtime.compatibility import Meta
-from nanotrain_jax.step import State, Step
+from nanotrain_jax.step.build import State, Step
 
 
 class Resumed(NamedTuple):

@@ -27,14 +27,16 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from nanotrain_jax import capacity, processes, resume, stored
+from nanotrain_jax import capacity, processes, resume
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import step as steps
 from nanotrain_jax.config import Config
 from nanotrain_jax.loop import Run, new_folder, train
+from nanotrain_jax.nvme import checkpointing
+from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.processes import together
 from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import checkpoint, data, nvme, request, restore, watchdog
+from nanotrain_jax.runtime import checkpoint, data, request, restore, watchdog
+from nanotrain_jax.step import build as steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,19 +145,19 @@ def build(config: Config, count: int) -> tuple[Config, Mesh, data.Dataset, steps
     config = resolve(config, mesh.shape, dataset.vocab_size)
     capacity.check(config, mesh)
     step = steps.build(config, mesh)
-    if step.pieces:
-        stored.store(config, step)  # which says what is wrong with its folder
+    if config.memory.offload_optimizer == "nvme":
+        checkpointing.store(config, step)  # which says what is wrong with its folder
     return config, mesh, dataset, step
 
 
 @contextmanager
-def files_of(run: Run) -> Iterator[nvme.Store | None]:
+def files_of(run: Run) -> Iterator[stores.Store | None]:
     """The files of its optimizer state, of this run alone, where it rests in files. Raises OSError."""
-    if not run.step.pieces:
+    if run.config.memory.offload_optimizer != "nvme":
         yield None
         return
     folder = new_folder("memory.nvme_dir", run.config.memory.nvme_dir)
-    with checkpoint.alone("memory.nvme_dir", folder), nvme.opened(stored.store(run.config, run.step)) as files:
+    with checkpoint.alone("memory.nvme_dir", folder), stores.opened(checkpointing.store(run.config, run.step)) as files:
         yield files
 
 

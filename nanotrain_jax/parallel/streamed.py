@@ -17,81 +17,119 @@ more than it uses.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.loops import as_stored, get, put
 from nanotrain_jax.parallel.offload import on_host, to_device
-from nanotrain_jax.parallel.pullback import pullback
+from nanotrain_jax.parallel.pullback import Pullback, pullback
 
 Tree = Any  # a pytree of arrays
 
 
+class Sums(NamedTuple):
+    """What microbatches have added up to."""
+
+    loss: jax.Array
+    ends: tuple[Tree, Tree]
+    layers: Tree
+
+
 def run_layers(
-    first: Callable[[Tree, Tree], jax.Array],
-    layer: Callable[[Tree, Tree, jax.Array], jax.Array],
-    last: Callable[[Tree, jax.Array, Tree], jax.Array],
-    ends: tuple[Tree, Tree],
-    layers: Tree,
+    model: LayeredModel,
     microbatches: Tree,
-    inputs: Callable[[Tree], Tree],
-    settle: Callable[..., tuple[Tree, Tree]],
-    settle_layer: Callable[[Tree], Tree],
-) -> tuple[jax.Array, tuple[Tree, Tree], Tree]:
-    """-> loss, gradients (of what first takes, of what last takes), of layers: over microbatches[M ...], summed in
-    float32; local to a device.
+    add_ends: Callable[[tuple, tuple | None], tuple],
+    add_layer: Callable[[Tree], Tree],
+) -> Sums:
+    """-> loss, gradients (of what first takes, of what last takes), gradients of layers: summed over microbatches[M ...]
+    in float32; local to a device.
 
-    first, layer, last, layers, inputs: as `pipeline.run_schedule` takes them, for one stage. ends: what first and what
-    last take. settle, settle_layer: functions of the gradients of ends (and what there is of them already), of a layer,
-    that send to the host what is to rest there.
+    model.ends: a pair, what first and what last take. add_ends(gradients, earlier ones or None), add_layer(gradients):
+    put gradients into the memory where they wait for the update.
     """
-    count, M = len(jax.tree.leaves(layers)[0]), len(jax.tree.leaves(microbatches)[0])
-    exact = (lambda grads: jax.tree.map(lambda g: g.astype(jnp.float32), grads)) if M > 1 else lambda grads: grads
-
-    def microbatch(sums: Tree, batch: Tree) -> tuple:
-        """sums (loss, gradients of ends, of layers) with what this microbatch adds; None: what it makes."""
-        earlier_loss, earlier_ends, earlier_layers = sums or (None, None, None)
-        x, coming = first(ends[0], batch), _fetched(layers, jnp.zeros((), jnp.int32))
-        weights = _row(layers, coming, jnp.zeros((), jnp.int32))
-        back = pullback(layer, weights, inputs(weights), x)
-
-        def forward(carry: tuple, i: jax.Array) -> tuple[tuple, list]:
-            x, here = carry
-            coming, weights = _fetched(layers, jnp.minimum(i + 1, count - 1)), _row(layers, here, i)
-            x, kept = back.forward(weights, inputs(weights), x)
-            return (x, coming), kept
-
-        (x, coming), kept = lax.scan(forward, (x, coming), jnp.arange(count))
-        loss, pull = jax.vjp(lambda end, x: last(end, x, batch), ends[1], x)
-        of_end, g = pull(jnp.ones_like(loss))
-
-        def backward(carry: tuple, i: jax.Array) -> tuple[tuple, Tree]:
-            g, here, sums = carry
-            coming = _fetched((layers, kept), jnp.maximum(i - 1, 0))
-            weights, kept_here = _row((layers, kept), here, i)
-            grads, g = back.whole(kept_here, weights, inputs(weights), g)
-            if sums is None:
-                return (g, coming, None), settle_layer(exact(grads))
-            earlier = to_device(jax.tree.map(lambda s: get(s, i), sums))
-            grads = settle_layer(jax.tree.map(jnp.add, earlier, exact(grads)))
-            return (g, coming, jax.tree.map(lambda s, grad: put(s, i, grad), sums, grads)), None
-
-        begin = g, coming + _fetched(kept, jnp.full((), count - 1, jnp.int32)), earlier_layers
-        (g, _, of_layers), made = lax.scan(backward, begin, jnp.arange(count), reverse=True)
-        _, pull = jax.vjp(lambda begin: first(begin, batch), ends[0])
-        of_ends = exact((pull(g)[0], of_end))
-        if sums is None:
-            return loss, settle(of_ends), made
-        return earlier_loss + loss, settle(of_ends, earlier_ends), of_layers
-
-    sums = microbatch(None, jax.tree.map(lambda x: x[0], microbatches))
-    if M > 1:
+    count = len(jax.tree.leaves(microbatches)[0])
+    run = partial(_microbatch, model, add_ends, add_layer, count > 1)
+    sums = run(None, jax.tree.map(lambda x: x[0], microbatches))
+    if count > 1:
         others = jax.tree.map(lambda x: x[1:], microbatches)
-        sums, _ = lax.scan(lambda sums, batch: (microbatch(sums, batch), None), sums, others)
+        sums, _ = lax.scan(lambda sums, batch: (run(sums, batch), None), sums, others)
     return sums
+
+
+def _microbatch(
+    model: LayeredModel, add_ends: Callable, add_layer: Callable, in_float32: bool, sums: Sums | None, batch: Tree
+) -> Sums:
+    """sums with what this microbatch adds; None: what it makes."""
+    of_first, of_last = model.ends
+    x = model.first(of_first, batch)
+    back, x, kept, fetched = _forward(model, x)
+    loss, pull = jax.vjp(lambda ends, x: model.last(ends, x, batch), of_last, x)
+    last_grads, g = pull(jnp.ones_like(loss))
+    earlier = sums and sums.layers
+
+    def add(grads: Tree, earlier: Tree | None) -> Tree:
+        grads = _exact(grads, in_float32)
+        return add_layer(grads if earlier is None else jax.tree.map(jnp.add, earlier, grads))
+
+    g, layers = _backward(model, back, (kept, fetched), g, (earlier, add))
+    _, pull = jax.vjp(lambda ends: model.first(ends, batch), of_first)
+    ends = _exact((pull(g)[0], last_grads), in_float32)
+    if sums is None:
+        return Sums(loss, add_ends(ends, None), layers)
+    return Sums(sums.loss + loss, add_ends(ends, sums.ends), layers)
+
+
+def _exact(grads: Tree, in_float32: bool) -> Tree:
+    return jax.tree.map(lambda g: g.astype(jnp.float32), grads) if in_float32 else grads
+
+
+def _forward(model: LayeredModel, x: jax.Array) -> tuple[Pullback, jax.Array, list, list]:
+    """-> the backward of a layer, x after all layers, what each kept, and the last layer's weights on the device."""
+    count = len(jax.tree.leaves(model.layers)[0])
+    zeroth = jnp.zeros((), jnp.int32)
+    fetched = _fetched(model.layers, zeroth)
+    weights = _row(model.layers, fetched, zeroth)
+    back = pullback(model.layer, weights, model.inputs(weights), x)
+
+    def turn(carry: tuple, i: jax.Array) -> tuple[tuple, list]:
+        x, fetched = carry
+        coming = _fetched(model.layers, jnp.minimum(i + 1, count - 1))
+        weights = _row(model.layers, fetched, i)
+        x, kept = back.forward(weights, model.inputs(weights), x)
+        return (x, coming), kept
+
+    (x, fetched), kept = lax.scan(turn, (x, fetched), jnp.arange(count))
+    return back, x, kept, fetched
+
+
+def _backward(model: LayeredModel, back: Pullback, stored: tuple, g: jax.Array, adding: tuple) -> tuple:
+    """-> gradient of the first layer's input, gradients of all layers.
+
+    stored: what layers kept, and the last layer's weights. adding: earlier gradients of layers, or None, and the
+    function that adds those of a layer to them.
+    """
+    kept, fetched = stored
+    earlier, add = adding
+    count = len(jax.tree.leaves(model.layers)[0])
+
+    def turn(carry: tuple, i: jax.Array) -> tuple[tuple, Tree]:
+        g, fetched, sums = carry
+        coming = _fetched((model.layers, kept), jnp.maximum(i - 1, 0))
+        weights, kept_here = _row((model.layers, kept), fetched, i)
+        grads, g = back.whole(kept_here, weights, model.inputs(weights), g)
+        if sums is None:
+            return (g, coming, None), add(grads, None)
+        grads = add(grads, to_device(jax.tree.map(lambda s: get(s, i), sums)))
+        return (g, coming, jax.tree.map(lambda s, grad: put(s, i, grad), sums, grads)), None
+
+    begin = g, fetched + _fetched(kept, jnp.full((), count - 1, jnp.int32)), earlier
+    (g, _, sums), made = lax.scan(turn, begin, jnp.arange(count), reverse=True)
+    return g, made if earlier is None else sums
 
 
 def _fetched(stacks: Tree, i: jax.Array) -> list:

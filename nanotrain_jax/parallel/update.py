@@ -8,7 +8,6 @@ other arrays in pieces that are no larger than a layer. Bytes, for each array th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,82 +50,106 @@ def global_norm(grads: Tree) -> jax.Array:
     return jnp.sqrt(everywhere + all_reduce(split, [axis for axis in AXES if axis in over]))
 
 
-def clipped(grads: Tree, clip: float, scale: jax.Array | float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """-> global norm before clipping (float32), whether it is finite, factor, of gradients of the loss times scale.
+class Clip(NamedTuple):
+    """What the global norm says about a step's gradients."""
 
-    Times factor they are those of the loss, with a global norm of at most clip (0: never clipped; arXiv 1211.5063).
-    """
-    norm = global_norm(grads) / scale
-    factor = jnp.minimum(1.0, clip / (norm + 1e-6)) if clip else 1.0
-    return norm, jnp.isfinite(norm), jnp.asarray(factor / scale, jnp.float32)
+    norm: jax.Array  # float32, before clipping
+    is_finite: jax.Array  # bool
+    factor: jax.Array  # float32; gradients times factor are those of the loss, clipped
+
+
+def clip_by_global_norm(grads: Tree, largest: float, loss_scale: jax.Array | float) -> Clip:
+    """For gradients of the loss times loss_scale. largest: global norm after clipping (arXiv 1211.5063); 0: any."""
+    norm = global_norm(grads) / loss_scale
+    factor = jnp.minimum(1.0, largest / (norm + 1e-6)) if largest else 1.0
+    return Clip(norm, jnp.isfinite(norm), jnp.asarray(factor / loss_scale, jnp.float32))
 
 
 def update(
-    optimizer: optax.GradientTransformation,
-    weights: Tree,
-    grads: Tree,
-    opt: Opt,
-    factor: jax.Array,
-    finite: jax.Array,
-    far: Tree,
+    optimizer: optax.GradientTransformation, weights: Tree, grads: Tree, opt: Opt, clip: Clip, on_host: Tree
 ) -> tuple[Tree, Opt]:
-    """-> weights, in the dtype they rest in, and optimizer state, after a step with grads times factor.
+    """-> weights, in the dtype in which they are stored, and optimizer state, after a step with clipped gradients.
 
-    Unless finite, they come back untouched. weights and grads: {"layers": arrays stacked along a leading dim, ...}.
-    far: whether an array's state, and perhaps the array itself, rests on the host.
+    Both stay as they are where gradients are not finite. weights and grads: {"layers": arrays stacked along a leading
+    dim, ...}. on_host: whether an array's state, and perhaps the array itself, is in host memory.
     """
-
-    def step(weights: Tree, master: Tree, moments: Tree, grads: Tree) -> tuple[Tree, Tree, Tree]:
-        exact = weights if master is None else master
-        updates, new = optimizer.update(jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads), moments, exact)
-        new = optax.apply_updates(exact, updates), new
-        updated, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (exact, moments))
-        stored = jax.tree.map(lambda new, old: new.astype(old.dtype), updated, weights)
-        return stored, None if master is None else updated, moments
-
-    if not any(jax.tree.leaves(far)):
-        weights, master, moments = step(weights, opt.master, opt.moments, grads)
+    if not any(jax.tree.leaves(on_host)):
+        weights, master, moments = _apply(optimizer, clip, (weights, opt.master, opt.moments), grads)
         return weights, Opt(master, moments)
 
-    def moments_of(f: Callable, scalars: Callable, *trees: Tree) -> Tree:
-        return optax.tree_utils.tree_map_params(optimizer, f, *trees, transform_non_params=scalars)
+    nothing = jax.tree.map(lambda _: None, weights)
+    counts = without_arrays(optimizer, opt.moments)  # the number of steps: the same for every piece
 
-    nothing, dropped, same = jax.tree.map(lambda _: None, weights), lambda _: None, lambda x: x
-    scalars = moments_of(dropped, same, opt.moments)  # the number of steps: the same for every piece
+    def piece(values: tuple, grads: Tree) -> tuple:
+        weights, master, moments = values
+        weights, master, moments = _apply(optimizer, clip, (weights, master, merge(moments, counts)), grads)
+        return weights, master, without_counts(optimizer, moments)
 
-    def piece(values: Tree, grads: Tree) -> Tree:
-        weights, master, moments = step(*values[:2], merged(values[2], scalars), grads)
-        return weights, master, moments_of(same, dropped, moments)
-
-    streamed = [
-        x for x, is_far in zip(*map(jax.tree.leaves, (weights["layers"], far["layers"])), strict=True) if is_far
-    ]
-    parts = next(n for n in (PARTS, 2, 1) if n == 1 or all(x.shape[1] % n == 0 for x in streamed))
-    limit = max(sum(x.size // len(x) for x in streamed) // parts, 1)
-    found = nothing, opt.master and nothing, step(nothing, None, scalars, nothing)[2]
-    for kind, mine in groups(far).items():
-        values = only(weights, mine), only(opt.master, mine), moments_of(_if, dropped, opt.moments, mine)
-        given = only(grads, mine)
+    parts, layer_size = _parts_of_layers(weights["layers"], on_host["layers"])
+    updated = nothing, opt.master and nothing, _apply(optimizer, clip, (nothing, None, counts), nothing)[2]
+    for group, members in groups(on_host).items():
+        moments = moments_of(optimizer, opt.moments, members)
+        values = select(weights, members), select(opt.master, members), moments
+        group_grads = select(grads, members)
         first = jax.tree.leaves(values)[0]
-        if kind == "near":
-            new = piece(values, given)
-        elif kind == "layers":
-            cut, whole = partial(_cut, parts=parts), partial(_whole, parts=parts)
-            new = offload.stream(piece, *jax.tree.map(cut, (values, given)), len(first) * parts, factor)
-            new = jax.tree.map(whole, new)
+        if group == "device":
+            new = piece(values, group_grads)
+        elif group == "layers":
+            cut = jax.tree.map(partial(_cut, parts=parts), (values, group_grads))
+            new = offload.stream(piece, *cut, len(first) * parts, clip.factor)
+            new = jax.tree.map(partial(_whole, parts=parts), new)
         else:
-            new = offload.stream(piece, values, given, offload.pieces(first.size, len(first), limit), factor)
-        found = merged(found, new)
-    return found[0], Opt(*found[1:])
+            count = offload.pieces(first.size, len(first), layer_size)
+            new = offload.stream(piece, values, group_grads, count, clip.factor)
+        updated = merge(updated, new)
+    return updated[0], Opt(*updated[1:])
 
 
-def groups(far: Tree) -> dict[str, Tree]:
-    """What is updated together, as trees of booleans: what is near; far layers; each of the others that are far."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(far)
-    names = [
-        "near" if not is_far else "layers" if path[0].key == "layers" else ".".join(str(key.key) for key in path)
-        for path, is_far in leaves
-    ]
+def _apply(optimizer: optax.GradientTransformation, clip: Clip, values: tuple, grads: Tree) -> tuple:
+    """(weights, master weights, moments) after a step with these gradients, or as they are if not finite."""
+    weights, master, moments = values
+    exact = weights if master is None else master
+    scaled = jax.tree.map(lambda g: g.astype(jnp.float32) * clip.factor, grads)
+    updates, new = optimizer.update(scaled, moments, exact)
+    new = optax.apply_updates(exact, updates), new
+    updated, moments = jax.tree.map(lambda new, old: jnp.where(clip.is_finite, new, old), new, (exact, moments))
+    stored = jax.tree.map(lambda new, old: new.astype(old.dtype), updated, weights)
+    return stored, None if master is None else updated, moments
+
+
+def _parts_of_layers(layers: Tree, on_host: Tree) -> tuple[int, int]:
+    """-> into how many parts each layer is cut to be streamed, and the elements of a part."""
+    streamed = [x for x, is_on_host in zip(*map(jax.tree.leaves, (layers, on_host)), strict=True) if is_on_host]
+    parts = next(n for n in (PARTS, 2, 1) if n == 1 or all(x.shape[1] % n == 0 for x in streamed))
+    return parts, max(sum(x.size // len(x) for x in streamed) // parts, 1)
+
+
+def moments_of(optimizer: optax.GradientTransformation, moments: Tree, members: Tree) -> Tree:
+    """The arrays of optax's state that belong to some of the parameters; None in place of others and of counts."""
+    return optax.tree_utils.tree_map_params(optimizer, _if, moments, members, transform_non_params=lambda _: None)
+
+
+def without_counts(optimizer: optax.GradientTransformation, moments: Tree) -> Tree:
+    """optax's state with None in place of its counts of steps."""
+    return optax.tree_utils.tree_map_params(optimizer, lambda x: x, moments, transform_non_params=lambda _: None)
+
+
+def without_arrays(optimizer: optax.GradientTransformation, moments: Tree) -> Tree:
+    """optax's state with None in place of its arrays: its counts of steps."""
+    return optax.tree_utils.tree_map_params(optimizer, lambda _: None, moments, transform_non_params=lambda x: x)
+
+
+def groups(streamed: Tree) -> dict[str, Tree]:
+    """What is updated together, as trees of booleans: all that is not streamed ("device"), the streamed layers
+    ("layers"), and each other array that is streamed (its path)."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(streamed)
+
+    def name(path: tuple, is_streamed: bool) -> str:
+        if not is_streamed:
+            return "device"
+        return "layers" if path[0].key == "layers" else ".".join(str(key.key) for key in path)
+
+    names = [name(path, is_streamed) for path, is_streamed in leaves]
     return {group: tree.unflatten([name == group for name in names]) for group in dict.fromkeys(names)}
 
 
@@ -144,11 +167,11 @@ def _if(x: jax.Array, here: bool) -> jax.Array | None:
     return x if here else None
 
 
-def only(tree: Tree, chosen: Tree) -> Tree:
+def select(tree: Tree, chosen: Tree) -> Tree:
     """The leaves of tree that are chosen, None for the others."""
     return tree and jax.tree.map(_if, tree, chosen, is_leaf=lambda x: x is None)
 
 
-def merged(first: Tree, second: Tree) -> Tree:
+def merge(first: Tree, second: Tree) -> Tree:
     """What is None in first from second."""
     return jax.tree.map(lambda x, y: y if x is None else x, first, second, is_leaf=lambda x: x is None)

@@ -1,12 +1,13 @@
 """How parameters, gradients and optimizer state live on the devices that share a batch (ZeRO, arXiv 1910.02054).
 
-A stage is five pure functions; `step.py` calls them in this order, all but the first inside `shard_map`:
+A stage is six pure functions; the step calls them in this order, all but the first inside `shard_map`:
 
-    storage(specs, dims)           where parameters, and where master weights and moments rest: PartitionSpecs
-    inputs(stored, dims)           what the loss is differentiated with respect to
-    gather(stored, inputs, ...)    what the model computes with; layer by layer, as its scan reaches it
-    reduce(grads, stored, ...)     what the backward left on this device -> sums over all devices
-    update(...)                    one optimizer step on what this device stores
+    storage(specs, dims)              PartitionSpecs of parameters, and of master weights and moments
+    inputs(stored, dims)              what the loss is differentiated with respect to
+    gather(stored, inputs, sums, ...) what the model computes with; layer by layer, as its loop reaches it
+    reduce(grads, stored, shards)     what the backward left on this device -> sums over all devices
+    own(stored, dims)                 the weights that this device updates
+    share(updated, shards)            updated weights -> what is stored
 
 with N devices along `data`, Psi parameters:
 
@@ -38,7 +39,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax.mesh import AXES, BATCH_AXES
@@ -52,7 +52,6 @@ from nanotrain_jax.parallel.collectives import (
     reduce_scatter,
     varying_axes,
 )
-from nanotrain_jax.parallel.update import Opt, update
 from nanotrain_jax.sharding import abstract
 
 Tree = Any  # a pytree of arrays
@@ -63,17 +62,25 @@ class Zero(NamedTuple):
     """One stage of sharding, as pure functions (see the top of this file)."""
 
     storage: Callable[..., tuple[Tree, Tree]]
-    inputs: Callable[..., Tree]
-    gather: Callable[..., Tree]
-    reduce: Callable[..., Tree]
-    update: Callable[..., Any]
+    inputs: Callable[[Tree, Tree], Tree]
+    gather: Callable[[Tree, Tree, Tree | None, Shards], Tree]
+    reduce: Callable[[Tree, Tree, Shards], Tree]
+    own: Callable[[Tree, Tree], Tree]
+    share: Callable[[Tree, Shards], Tree]
 
 
-class Wire(NamedTuple):
-    """How things travel: gradients in which dtype; small arrays together, up to how many bytes (as stored)."""
+class Communication(NamedTuple):
+    """How arrays travel between devices."""
 
-    dtype: jnp.dtype
-    bucket: float
+    dtype: jnp.dtype  # of gradients on the wire
+    bucket_bytes: float  # arrays are sent together up to this size, as stored
+
+
+class Shards(NamedTuple):
+    """What ZeRO shards over data, and how it travels."""
+
+    dims: Tree  # of each array the dim that is sharded, or WHOLE
+    communication: Communication
 
 
 def shard_dims(
@@ -159,43 +166,40 @@ def _taps(stored: Tree, dims: Tree, whole: bool, already: bool = False) -> Tree:
     return jax.tree.map(tap, stored, dims)
 
 
-def _in_buckets(
-    move: Callable[..., Sequence], wire: Wire, dims: Tree, weights: Tree, *more: Tree, shards: bool
-) -> Tree:
-    """The tree of move(dims, weights, *more), called with the leaves of one bucket at a time.
+def _in_buckets(move: Callable[..., Sequence], shards: Shards, sent: Tree, *more: Tree, are_shards: bool) -> Tree:
+    """-> the tree of move(dims, arrays, *others), called with the arrays of one bucket at a time.
 
-    In a bucket either all are WHOLE or none is, all are varying over the same axes and rest in the same memory. shards:
-    those that are not WHOLE are given as shards.
+    sent: what travels. more: trees like it, or with None. Arrays of one bucket are alike: all sharded or all whole,
+    varying over the same axes, in the same memory. are_shards: what is sharded is given as shards.
     """
-    leaves, tree = jax.tree.flatten(weights)
-    rows = list(zip(tree.flatten_up_to(dims), leaves, *map(tree.flatten_up_to, more), strict=True))
-    kinds, results = {}, {}
+    leaves, tree = jax.tree.flatten(sent)
+    rows = list(zip(tree.flatten_up_to(shards.dims), leaves, *map(tree.flatten_up_to, more), strict=True))
+    kinds: dict[tuple, list[int]] = {}
+    results: dict[int, Any] = {}
     for i, (d, *arrays) in enumerate(rows):
         kind = (x is not None and (varying_axes(x), offload.on_host(x)) for x in arrays)
         kinds.setdefault((d == WHOLE, *kind), []).append(i)
     for (whole, *_), alike in kinds.items():
-        pieces = jax.lax.axis_size("data") if shards and not whole else 1
-        for bucket in buckets([leaves[i].nbytes * pieces for i in alike], wire.bucket):
+        pieces = jax.lax.axis_size("data") if are_shards and not whole else 1
+        for bucket in buckets([leaves[i].nbytes * pieces for i in alike], shards.communication.bucket_bytes):
             indices = [alike[j] for j in bucket]
             results |= zip(indices, move(*zip(*(rows[i] for i in indices), strict=True)), strict=True)
     return jax.tree.unflatten(tree, [results[i] for i in range(len(leaves))])
 
 
-def _as_is(stored: Tree, inputs: Tree, sums: None, dims: Tree, wire: Wire) -> Tree:
+def _as_is(stored: Tree, inputs: Tree, sums: None, shards: Shards) -> Tree:
     """ZERO[0], ZERO[1]: the weights. Moves nothing."""
     return inputs
 
 
-def _tapped(
-    stored: Tree, taps: Tree, sums: Tree | None, dims: Tree, wire: Wire, whole: bool, stored_sharded: bool
-) -> Tree:
-    """The whole weights, such that their gradient leaves through taps, reduced in the wire's dtype.
+def _tapped(stored: Tree, taps: Tree, sums: Tree | None, shards: Shards, whole: bool, stored_sharded: bool) -> Tree:
+    """The whole weights, such that their gradient leaves through taps, reduced in the dtype of communication.
 
     forward, stage 3     w[... D] = all_gather(w[... D/data])                            (N-1)/N
     backward             g[... D/data] = reduce_scatter(g[... D] + sums[... D])          (N-1)/N
     backward, stage 0    g[... D] = all_reduce(g[... D] + sums[... D])                   2 (N-1)/N
 
-    Weights that rest on the host come to the device first, in the forward and again in the backward.
+    Weights in host memory come to the device first, in the forward and again in the backward.
 
     sums: local gradients of earlier microbatches, if any, which leave together with this one's.
     """
@@ -210,7 +214,7 @@ def _tapped(
         def backward(sums: tuple, grads: list) -> tuple:
             if sums[0] is not None:
                 grads = [g.astype(jnp.float32) + s for g, s in zip(grads, sums, strict=True)]
-            grads = [g.astype(wire.dtype) for g in grads]
+            grads = [g.astype(shards.communication.dtype) for g in grads]
             if whole:
                 grads = all_reduce(grads, BATCH_AXES)
             elif sharded:
@@ -222,83 +226,73 @@ def _tapped(
         return gathered(weights, taps, sums)
 
     sums = jax.tree.map(lambda _: None, stored) if sums is None else sums
-    return _in_buckets(together, wire, dims, stored, taps, sums, shards=stored_sharded)
+    return _in_buckets(together, shards, stored, taps, sums, are_shards=stored_sharded)
 
 
-def _reduce(grads: Tree, stored: Tree, dims: Tree, wire: Wire, scatter: bool) -> Tree:
-    """Sums over all devices that hold a part of a gradient: in the wire's dtype, where anything moves.
+def _reduce(grads: Tree, stored: Tree, shards: Shards, stored_sharded: bool) -> Tree:
+    """Sums over all devices that hold a part of a gradient: in the dtype of communication, where anything moves.
 
     stage 0          g[... D] {local} -> all_reduce over replica, data, context          2 (N-1)/N
-    stage 1          g[... D] {local} -> reduce_scatter over data -> g[... D/data]       (N-1)/N   (scatter)
+    stage 1          g[... D] {local} -> reduce_scatter over data -> g[... D/data]       (N-1)/N
     stages 2 and 3   g[... D/data], scattered in the backward                            nothing
     stages 1 to 3    shards -> all_reduce over replica and context
-    PER_LAYER[0]     all-reduced in the backward                                         nothing
+    PER_LAYER        reduced in the backward                                             nothing
 
-    Their types tell: the all-reduce is over all axes that a gradient varies over and its parameter (or shard) does not,
-    so at every stage also over another axis (tensor), if parameters that are the same there have local gradients. What
-    rests on the host has nothing to be summed any more (`settled`).
+    Types and shapes tell what is left to do. The all-reduce is over all axes that a gradient varies over and its
+    parameter (or shard) does not, so at every stage also over another axis (tensor), if parameters that are the same
+    there have local gradients. Gradients in host memory are complete (`accumulate_on_host`).
     """
+
+    def is_local(g: jax.Array, w: jax.Array, d: int) -> bool:
+        return d != WHOLE and not stored_sharded and g.shape == w.shape
 
     def together(dims: tuple, grads: tuple, stored: tuple) -> list:
         if offload.on_host(grads[0]):
             return list(grads)
         own = varying_axes(stored[0]).union(() if dims[0] == WHOLE else ("data",))
-        scatters = scatter and dims[0] != WHOLE
         over = [axis for axis in AXES if axis in varying_axes(grads[0]) - own]
+        scatters = is_local(grads[0], stored[0], dims[0])
         if scatters or any(jax.lax.axis_size(axis) > 1 for axis in over):
-            grads = [g.astype(wire.dtype) for g in grads]
+            grads = [g.astype(shards.communication.dtype) for g in grads]
         if scatters:
             grads = reduce_scatter(grads, "data", dims)
             over = [axis for axis in over if axis in varying_axes(grads[0])]
         return all_reduce(list(grads), over)
 
-    return _in_buckets(together, wire, dims, grads, stored, shards=not scatter)
+    are_local = any(jax.tree.leaves(jax.tree.map(is_local, grads, stored, shards.dims)))
+    return _in_buckets(together, shards, grads, stored, are_shards=not are_local)
 
 
-def settled(grads: Tree, stored: Tree, dims: Tree, far: Tree, earlier: Tree | None = None) -> Tree:
-    """Gradients as a backward leaves them, added to earlier ones; those that are far, and complete, to the host.
+def accumulate_on_host(grads: Tree, stored: Tree, dims: Tree, on_host: Tree, earlier: Tree | None = None) -> Tree:
+    """Gradients as a backward leaves them, added to earlier ones: in host memory where on_host and complete.
 
-    far: at stages 2 and 3 alone. Complete: no other device adds to them in `reduce`. What is added to moves there and
-    back, what is not once.
+    on_host: at stages 2 and 3 alone. Complete: no other device adds to them in `reduce`. Earlier gradients come to the
+    device and go back, else each gradient goes once.
     """
 
-    def one(g: jax.Array, w: jax.Array, d: int, far: bool, earlier: jax.Array | None) -> jax.Array:
+    def one(g: jax.Array, w: jax.Array, d: int, on_host: bool, earlier: jax.Array | None) -> jax.Array:
         own = varying_axes(w).union(() if d == WHOLE else ("data",))
         left = [axis for axis in AXES if axis in varying_axes(g) - own]
-        if not far or any(jax.lax.axis_size(axis) > 1 for axis in left):
+        if not on_host or any(jax.lax.axis_size(axis) > 1 for axis in left):
             return g if earlier is None else earlier + g
         g = all_reduce(g, left)  # over one device each: nothing moves between devices
         return offload.to_host(g) if earlier is None else offload.add(earlier, g)
 
-    return jax.tree.map(one, grads, stored, dims, far, earlier or jax.tree.map(lambda _: None, grads))
+    return jax.tree.map(one, grads, stored, dims, on_host, earlier or jax.tree.map(lambda _: None, grads))
 
 
-def _update(
-    optimizer: optax.GradientTransformation,
-    stored: Tree,
-    grads: Tree,
-    opt: Opt,
-    dims: Tree,
-    wire: Wire,
-    factor: jax.Array,
-    finite: jax.Array,
-    far: Tree,
-    stored_sharded: bool,
-) -> tuple[Tree, Opt]:
-    """-> stored parameters, optimizer state, after a step with grads times factor; untouched unless finite.
+def _own(stored: Tree, dims: Tree, whole: bool) -> Tree:
+    """The part of the weights that this device has gradients of. Moves nothing. whole: weights are stored as that."""
+    return stored if whole else jax.tree.map(lambda w, d: w if d == WHOLE else own_shard(w, "data", d), stored, dims)
 
-    Each device updates what it has the gradients of; where parameters are stored whole but updated in shards (stages 1
-    and 2), the new weights are all-gathered in the dtype they rest in. factor, finite, far: see `parallel/update.py`.
-    """
 
-    def own(w: jax.Array, d: int) -> jax.Array:
-        return w if d == WHOLE or stored_sharded else own_shard(w, "data", d)
+def _share(updated: Tree, shards: Shards, whole: bool) -> Tree:
+    """Stages 1 and 2: w[... D] = all_gather(w[... D/data]) in the dtype of storage, (N-1)/N. Else nothing moves."""
 
-    def share(dims: tuple, weights: tuple) -> list:
-        return weights if dims[0] == WHOLE or stored_sharded else all_gather(weights, "data", dims, invarying=True)
+    def together(dims: tuple, weights: tuple) -> Sequence:
+        return weights if dims[0] == WHOLE or whole else all_gather(weights, "data", dims, invarying=True)
 
-    mine, opt = update(optimizer, jax.tree.map(own, stored, dims), grads, opt, factor, finite, far)
-    return _in_buckets(share, wire, dims, mine, shards=True), opt
+    return _in_buckets(together, shards, updated, are_shards=True)
 
 
 def _stage(params_sharded: bool, state_sharded: bool, in_backward: bool) -> Zero:
@@ -310,8 +304,9 @@ def _stage(params_sharded: bool, state_sharded: bool, in_backward: bool) -> Zero
         ),
         inputs=partial(_taps, whole=whole, already=params_sharded) if in_backward else _weights,
         gather=partial(_tapped, whole=whole, stored_sharded=params_sharded) if in_backward else _as_is,
-        reduce=partial(_reduce, scatter=state_sharded and not in_backward),
-        update=partial(_update, stored_sharded=params_sharded),
+        reduce=partial(_reduce, stored_sharded=params_sharded),
+        own=partial(_own, whole=params_sharded),
+        share=partial(_share, whole=params_sharded),
     )
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import step as steps
 from nanotrain_jax.audit import copies, cost, hardware, hlo, topology
 from nanotrain_jax.config import Config
-from nanotrain_jax.piecewise import Pieces, lower, of_one
+from nanotrain_jax.nvme import update as nvme
+from nanotrain_jax.nvme.store import AT_A_TIME
 from nanotrain_jax.planner.estimate import Estimate
-from nanotrain_jax.runtime import nvme
+from nanotrain_jax.step import build as steps
 
 COPIES = {"to_device_bytes": "to device", "to_host_bytes": "to host"}
 
@@ -37,7 +37,7 @@ def compile_step(config: Config, gpu: str) -> dict[str, Any]:
     text, turns, memory = compiled.as_text(), cost.turns(config), hlo.memory(compiled)
     if gpu == hardware.SIMULATED:  # whose compiler tells no peak
         memory["peak_bytes"] = memory["argument_bytes"] + memory["temp_bytes"]
-    if step.pieces:
+    if nvme.groups(step.plan):
         memory["peak_bytes"] = max(memory["peak_bytes"], update_bytes(step, compiled))
     return {
         **memory,
@@ -53,14 +53,14 @@ def update_bytes(step: steps.Step, compiled: jax.stages.Compiled) -> int:
     """Of a device, while the largest piece of what the step has left is updated: all that the step returned, and
     pieces: one to compute with, its results, the next one, and those that wait to be written."""
 
-    def of_piece(pieces: Pieces) -> int:
-        arrays = jax.tree.leaves(of_one(pieces.state, pieces.count))
+    def of_piece(group: nvme.Group) -> int:
+        arrays = jax.tree.leaves(nvme.of_one(group.state, group.count))
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
-    largest = max(step.pieces.values(), key=of_piece)
+    largest = max(nvme.groups(step.plan).values(), key=of_piece)
     size = of_piece(largest)
-    temp = hlo.memory(lower(largest, step.state.params, compiled.out_info[2]).compile())["temp_bytes"]
-    return compiled.memory_analysis().output_size_in_bytes + temp + (3 + nvme.AT_A_TIME) * size
+    temp = hlo.memory(nvme.lower(largest, step.state.params, compiled.out_info[2]).compile())["temp_bytes"]
+    return compiled.memory_analysis().output_size_in_bytes + temp + (3 + AT_A_TIME) * size
 
 
 def estimated(e: Estimate) -> dict[str, float]:

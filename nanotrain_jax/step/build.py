@@ -1,0 +1,152 @@
+"""The training step on one page, and the package's one `shard_map`.
+
+`train` is the order of the papers: gather and run (`gradients.py`), reduce, clip, update. Each of these says what it
+moves; besides them only the loss is summed over devices, one scalar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from nanotrain_jax.config import Config
+from nanotrain_jax.parallel import pipeline
+from nanotrain_jax.parallel import schedule as schedules
+from nanotrain_jax.parallel.collectives import all_reduce, gpu_options
+from nanotrain_jax.parallel.update import clip_by_global_norm, select
+from nanotrain_jax.sharding import layout
+from nanotrain_jax.step import forward
+from nanotrain_jax.step import plan as plans
+from nanotrain_jax.step import state as states
+from nanotrain_jax.step.gradients import GRADIENTS
+from nanotrain_jax.step.optimizer import Pending, apply_update, metrics, next_state
+from nanotrain_jax.step.plan import Plan
+from nanotrain_jax.step.state import REPLICATED, State
+
+Tree = Any  # a pytree of arrays
+BATCH = layout("B/replica,data T/context")
+
+
+class Step(NamedTuple):
+    """Compiled functions, and the shapes and shardings of their arguments (ShapeDtypeStructs).
+
+    init() -> State
+    train(State, batch) -> State, metrics, Pending; consumes (donates) its State. Pending is None, unless optimizer
+        state is in files (memory.offload_optimizer=nvme): then what `nvme` has to update before the next step
+    evaluate(params, batch) -> sum of losses in nats, number of targets
+    in_layer_order(State) -> State, its stacked layers in the order of the model, as checkpoints have them
+    in_stage_order(State) -> State, as the others take it; consumes (donates) its State
+    The two orders differ only with several chunks on a stage: then the former is a second State, else the same one.
+
+    batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0.
+    metrics: float32 scalars loss (mean over the batch, in nats per token), grad_norm (before clipping) and lr, and the
+    int32 skipped_steps so far; with loss scaling also loss_scale, by which this step's loss was multiplied.
+    """
+
+    plan: Plan
+    init: Callable[[], State]
+    train: Callable[[State, Tree], tuple[State, dict[str, jax.Array], Pending | None]]
+    evaluate: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
+    state: State
+    batch: Tree
+    in_layer_order: Callable[[State], State]
+    in_stage_order: Callable[[State], State]
+
+
+def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array], Pending | None]:
+    """One step on this device's shards of state and batch."""
+    scale = state.scale.value if state.scale else 1.0
+    loss, grads = GRADIENTS[plan.execution](plan, state.params, microbatched(plan, batch), scale / plan.targets)
+    grads = plan.zero.reduce(grads, state.params, plan.shards)
+    loss = all_reduce(loss, plan.loss_axes)
+    clip = clip_by_global_norm(grads, plan.config.optimizer.grad_clip, scale)
+    params, opt, pending = apply_update(plan, state, grads, clip)
+    after = next_state(plan, state, params, opt, clip.is_finite)
+    return after, metrics(plan, state, after, loss, clip), pending
+
+
+def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+    """-> sum of losses, number of targets of a batch."""
+    params = forward.local(plan, params)
+    microbatches = microbatched(plan, batch)
+    p = plan.config.parallel
+    if p.pipe > 1:
+        schedule = schedules.forward_only(p.pipe, p.microbatches, p.chunks)
+        sums = pipeline.run_forward(schedule, forward.layered(plan, params), microbatches, idle=p.idle)
+    else:
+        inputs = plan.zero.inputs(params, plan.shards.dims)
+        sums = lax.map(lambda batch: forward.loss(plan, plan.zero, params, batch, inputs), microbatches)
+        sums = jax.tree.map(lambda x: x.sum(0), sums)
+    return all_reduce(sums, plan.loss_axes)
+
+
+def microbatched(plan: Plan, batch: Tree) -> Tree:
+    """x[B ...] -> x[M B/M ...] for each leaf."""
+    M = plan.config.parallel.microbatches
+    return jax.tree.map(lambda x: x.reshape(M, x.shape[0] // M, *x.shape[1:]), batch)
+
+
+def build(config: Config, mesh: Mesh) -> Step:
+    """The step of a resolved config on a mesh. Nothing is computed or allocated before its functions are called."""
+    plan = plans.make(config, mesh)
+    state_specs, state = (states.in_step(plan, tree) for tree in states.abstract(plan))
+    batch_specs = {"inputs": BATCH, "targets": BATCH}
+    tokens = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), jnp.int32)
+    outputs = state_specs, REPLICATED, pending_specs(plan)
+    run_train = on_mesh(mesh, partial(train, plan), (state_specs, batch_specs), outputs)
+    run_evaluate = on_mesh(mesh, partial(evaluate, plan), (state_specs.params, batch_specs), REPLICATED)
+    options = compiler_options(plan)
+    p = config.parallel
+    return Step(
+        plan=plan,
+        init=jax.jit(lambda: states.in_step(plan, states.init(plan)), out_shardings=shardings(state)),
+        train=jax.jit(run_train, donate_argnums=0, compiler_options=options),
+        evaluate=jax.jit(run_evaluate, compiler_options=options if is_offloaded(config) else None),
+        state=state,
+        batch=jax.tree.map(partial(states.placed, mesh, tokens), batch_specs),
+        in_layer_order=states.in_order(state, p.pipe, p.chunks) if p.chunks > 1 else unchanged,
+        in_stage_order=states.in_order(state, p.chunks, p.pipe, donate=(0,)) if p.chunks > 1 else unchanged,
+    )
+
+
+def on_mesh(mesh: Mesh, function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
+    """function of local shards -> function of whole arrays."""
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
+
+
+def pending_specs(plan: Plan) -> Pending | None:
+    """PartitionSpecs of what `train` leaves to update: gradients have the layout of their optimizer state."""
+    if all(jax.tree.leaves(plan.in_step)):
+        return None
+    _, opt_specs = plan.zero.storage(plan.specs, plan.shards.dims)
+    outside = jax.tree.map(lambda in_step: not in_step, plan.in_step)
+    return Pending(select(opt_specs, outside), REPLICATED, REPLICATED)
+
+
+def compiler_options(plan: Plan) -> dict | None:
+    """XLA's options for the training program; only GPUs have any."""
+    if plan.mesh.devices.flat[0].platform != "gpu":
+        return None
+    p = plan.config.parallel
+    return gpu_options(p.bucket_mb, p.prefetch, p.pipe > 1, is_offloaded(plan.config))
+
+
+def is_offloaded(config: Config) -> bool:
+    """Whether optimizer state or activations leave the device."""
+    return config.memory.offload_optimizer != "none" or config.memory.offload_activations == "host"
+
+
+def shardings(tree: Tree) -> Tree:
+    """Of ShapeDtypeStructs."""
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def unchanged(state: State) -> State:
+    """The state, whose layers are in the order of the model."""
+    return state

@@ -1,0 +1,134 @@
+"""The ways to make gradients: one function for each `Execution`, all with one signature.
+
+    (plan, params, microbatches[M ...], scale) -> loss, gradients
+
+loss is the sum over this device's targets times scale. gradients are those of it: local sums, or what the backward has
+reduced of them; `zero.reduce` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nanotrain_jax.execution import Execution
+from nanotrain_jax.mesh import BATCH_AXES
+from nanotrain_jax.parallel import offload, pipeline, streamed
+from nanotrain_jax.parallel import schedule as schedules
+from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.layered_model import LayeredModel
+from nanotrain_jax.parallel.zero import PER_LAYER, accumulate_on_host
+from nanotrain_jax.step import forward
+from nanotrain_jax.step.plan import Plan
+
+Tree = Any  # a pytree of arrays
+
+
+def by_autodiff(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
+    """Microbatches one after the other, each a scan over layers that JAX differentiates."""
+    params = forward.local(plan, params)
+
+    def objective(inputs: Tree, batch: Tree) -> jax.Array:
+        return forward.loss(plan, plan.zero, params, batch, inputs)[0] * scale
+
+    return accumulate(objective, plan.zero.inputs(params, plan.shards.dims), microbatches)
+
+
+def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
+    """The same; the backward of the last microbatch sends each layer's gradients with those of earlier microbatches."""
+    params = forward.local(plan, params)
+    last = PER_LAYER[plan.config.parallel.zero]
+    loss = 0.0
+    sums = None
+    weights = params
+    if plan.config.parallel.microbatches > 1:
+        loss, sums = by_autodiff(plan, params, jax.tree.map(lambda x: x[:-1], microbatches), scale)
+        weights = wait_for(sums, params)  # not both at a time
+
+    def objective(inputs: Tree, batch: Tree) -> jax.Array:
+        return forward.loss(plan, last, weights, batch, inputs, sums)[0] * scale
+
+    inputs = last.inputs(params, plan.shards.dims)
+    last_loss, grads = accumulate(objective, inputs, jax.tree.map(lambda x: x[-1:], microbatches))
+    return loss + last_loss, grads
+
+
+def accumulate(
+    objective: Callable[[Tree, Tree], jax.Array], inputs: Tree, microbatches: Tree
+) -> tuple[jax.Array, Tree]:
+    """-> loss, gradients of the inputs, summed in float32 over microbatches[M ...]. Only one's activations are alive.
+
+    objective(inputs, microbatch) is this device's contribution to the loss. Moves nothing that its backward does not:
+    gradients with respect to what is varying over the batch axes stay local.
+    """
+
+    def one(sums: Tree, microbatch: Tree) -> tuple[Tree, None]:
+        loss, grads = jax.value_and_grad(objective)(inputs, microbatch)
+        return jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, (loss, grads)), None
+
+    if len(jax.tree.leaves(microbatches)[0]) == 1:
+        return jax.value_and_grad(objective)(inputs, jax.tree.map(lambda x: x[0], microbatches))
+    zero = as_varying(jnp.zeros(()), BATCH_AXES)
+    zeros = zero, jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), inputs)
+    return lax.scan(one, zeros, microbatches)[0]
+
+
+def wait_for(first: Tree, second: Tree) -> Tree:
+    """second, of which no leaf can be used before the same leaf of first is there."""
+
+    def wait(x: jax.Array, y: jax.Array) -> jax.Array:
+        return lax.optimization_barrier((x, as_varying(y, sorted(varying_axes(x)))))[1]
+
+    return jax.tree.map(wait, first, second)
+
+
+def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
+    """A loop over layers by hand: weights come from host memory one layer ahead, gradients leave behind."""
+    uses = plan.model.used_by_first, plan.model.used_by_last
+    dims = plan.shards.dims
+    on_host = plan.host_memory.gradients
+    model = scaled(forward.layered(plan, forward.local(plan, params)), scale)
+    model = model._replace(ends=tuple(use(model.ends) for use in uses))
+    ends = [[use(tree["ends"]) for use in uses] for tree in (params, dims, on_host)]
+
+    def add_ends(grads: tuple, earlier: tuple | None) -> tuple:
+        return tuple(map(accumulate_on_host, grads, *ends, earlier or (None, None)))
+
+    def add_layer(grads: Tree) -> Tree:
+        return accumulate_on_host(grads, params["layers"], plan.layer_shards.dims, on_host["layers"])
+
+    loss, (of_first, of_last), of_layers = streamed.run_layers(model, microbatches, add_ends, add_layer)
+    shared = {name: jax.tree.map(offload.add, of_first[name], of_last[name]) for name in of_first if name in of_last}
+    return loss, {"ends": of_first | of_last | shared, "layers": _unblocked(plan, params, of_layers)}
+
+
+def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
+    """A pipeline schedule: each stage runs its layers on the microbatches that the schedule says."""
+    p = plan.config.parallel
+    schedule = schedules.make(p.schedule, p.pipe, p.microbatches, p.chunks)
+    model = scaled(forward.layered(plan, forward.local(plan, params)), scale)
+    loss, (of_ends, of_layers) = pipeline.run_schedule(schedule, model, microbatches, idle=p.idle)
+    return loss, {"ends": of_ends, "layers": _unblocked(plan, params, of_layers)}
+
+
+def scaled(model: LayeredModel, scale: jax.Array | float) -> LayeredModel:
+    """The model whose `last` gives the sum of losses times scale."""
+    return model._replace(last=lambda ends, x, batch: model.last(ends, x, batch)[0] * scale)
+
+
+def _unblocked(plan: Plan, params: Tree, of_layers: Tree) -> Tree:
+    """Gradients of blocks of layers [L/N N ...] -> of layers [L ...]"""
+    like = plan.zero.inputs(params["layers"], plan.shards.dims["layers"])
+    return jax.tree.map(lambda g, w: g.reshape(w.shape), of_layers, like)
+
+
+GRADIENTS = {
+    Execution.AUTODIFF: by_autodiff,
+    Execution.PER_LAYER: per_layer,
+    Execution.OFFLOADED: offloaded,
+    Execution.PIPELINE: pipelined,
+}
