@@ -361,30 +361,30 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
     # Where a whole layer is computed again, it has just gathered what its backward needs.
     regather = config.memory.rematerialization.policy != "full"
     split = Split("tensor", p.tensor, p.sequence_parallel, regather) if p.tensor > 1 else ONE_DEVICE
-    graphs, shapes = abstract(decoder, split)
+    graphs, _ = abstract(decoder, split)
     sequences = config.data.batch_size // (p.replica * p.data * p.microbatches)
 
     def initialize(seed: int, order: Sequence[int] | None = None, put: Callable | None = None) -> dict:
         return init(decoder, seed, split, order, put)
 
-    def first(ends: dict, batch: dict) -> jax.Array:
-        return nnx.merge(graphs.ends, ends).embed(batch["inputs"])
+    def first(weights: dict, batch: dict, run: Callable) -> jax.Array:
+        return nnx.merge(graphs.ends, weights["ends"]).embed(batch["inputs"])
 
     def layer(weights: dict, x_BTD: jax.Array) -> jax.Array:
         return nnx.merge(graphs.layer, weights)(x_BTD, sequences)
 
-    def last(ends: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
-        return nnx.merge(graphs.ends, ends).loss(x_BTD, batch["targets"])
+    def last(weights: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
+        return nnx.merge(graphs.ends, weights["ends"]).loss(x_BTD, batch["targets"])
 
     return contract.Model(
-        shapes=shapes,
-        rules=rules(decoder, split, "pipe" if p.pipe > 1 else None),
         init=initialize,
         first=first,
         layer=layer,
         last=last,
-        used_by_first=used_by_embed,
-        used_by_last=used_by_loss,
+        rules=rules(decoder, split, "pipe" if p.pipe > 1 else None),
+        used_by_first=lambda weights: {"ends": used_by_embed(weights["ends"])},
+        used_by_last=lambda weights: {"ends": used_by_loss(weights["ends"])},
         is_decayed=is_decayed,
         has_partial_gradient=partial(has_partial_gradient, split=split),
+        is_padded=is_padded,
     )

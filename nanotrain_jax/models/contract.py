@@ -2,50 +2,98 @@
 
 A model is a stack of alike layers, with something before and something after it:
 
-    x = first(weights["ends"], batch)                        embedding, an encoder, ...
-    x = layer(weights["layers"][i], x)   for i in 0 .. L-1   each layer keeps the shape and dtype of x
-    sum of losses, count = last(weights["ends"], x, batch)   norm, head, loss
+    x = first(ends, batch, run)                       embedding, an encoder, ...
+    x = layer(weights[i], x)    for i in 0 .. L-1     each layer keeps shape and dtype of x
+    sum of losses, count = last(ends, x, batch)       norm, head, loss
 
-Weights are a dict {"ends": ..., "layers": ...} of nested dicts of arrays; those under "layers" carry a leading dim L.
-The functions run inside `shard_map` on the local shards that `rules` describe, on one microbatch of this device.
+The functions run inside `shard_map` (check_vma=True) on this device's shards, on one of its microbatches. ZeRO, remat,
+offload, pipeline stages and the optimizer are the step's business. Tensor parallelism is the model's: rules say what is
+split over tensor, and `column`, `row`, `enter`, `leave` compute with it.
+
+Weights are a dict. Under "layers" every array has a leading dim L. All else is `ends`: nested dicts of arrays, for
+`first` and `last`. Further stacks of layers, an encoder's for instance, have keys of their own beside "layers", and a
+leading dim as well; `first` runs one with x = run("encoder", layer, x), layer by layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from nanotrain_jax.sharding import Rules
 
 Tree = Any  # a pytree of arrays
+LAYERS = "layers"
+
+
+def split_layers(weights: Tree) -> tuple[Tree, Tree]:
+    """Weights, or a tree like them -> ends (all but the layers), layers."""
+    return {key: tree for key, tree in weights.items() if key != LAYERS}, weights[LAYERS]
+
+
+def join_layers(ends: Tree, layers: Tree) -> Tree:
+    """The inverse of `split_layers`."""
+    return ends | {LAYERS: layers}
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
     """A model as the step sees it.
 
-    shapes           ShapeDtypeStructs of the weights, in float32
-    rules            the layout of each weight over the mesh axes pipe (the dim L) and tensor
-    init             init(seed, order, put) -> weights in float32; the same seed gives the same values on every mesh.
-                     order: which layer each row of the stacked weights is; None: in order.
-                     put: applied to one layer at a time, before layers are stacked; None: nothing
-    used_by_first    of a tree like weights["ends"], what `first` uses, and
-    used_by_last     what `last` does. Tied weights are in both
-    is_decayed       tree path of a weight -> whether weight decay applies to it
-    has_partial_gradient   tree path of a weight that every device along tensor stores -> whether its gradient on each
-                     is a partial sum, because they see other tokens or other heads
+    init        init(seed, order=None, put=None) -> weights in float32; the same seed gives the same values on every
+                mesh. order: which layer each row of the stacked weights is; None: in order. put: applied to the weights
+                of each layer before they are stacked. See `initializer`
+    rules       the layout of each weight over the mesh axes pipe (dim L of layers) and tensor
+    stacks      keys of further stacks of layers
+    used_by_first, used_by_last   of a tree like `ends`, what `first` and what `last` uses: gathered only there
+    is_decayed  tree path of a weight -> whether weight decay applies to it
+    has_partial_gradient   tree path of a weight that all devices along tensor store -> whether its gradient on each is
+                a partial sum: then it is summed once per step. Where False, JAX sums it at each use
+    is_padded   path of a weight ("params/ends/head_VD") -> whether its rows are padded to a multiple of tensor
     """
 
-    shapes: Tree
-    rules: Rules
     init: Callable[..., Tree]
-    first: Callable[[Tree, Tree], jax.Array]
+    first: Callable[[Tree, Tree, Callable], jax.Array]
     layer: Callable[[Tree, jax.Array], jax.Array]
     last: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array]]
-    used_by_first: Callable[[Tree], Tree]
-    used_by_last: Callable[[Tree], Tree]
-    is_decayed: Callable[[tuple], bool]
-    has_partial_gradient: Callable[[tuple], bool]
+    rules: Rules
+    stacks: tuple[str, ...] = ()
+    used_by_first: Callable[[Tree], Tree] = lambda ends: ends
+    used_by_last: Callable[[Tree], Tree] = lambda ends: ends
+    is_decayed: Callable[[tuple], bool] = lambda path: True
+    has_partial_gradient: Callable[[tuple], bool] = lambda path: False
+    is_padded: Callable[[str], bool] = lambda path: False
+
+    @cached_property
+    def shapes(self) -> Tree:
+        """ShapeDtypeStructs of the weights."""
+        return jax.eval_shape(lambda: self.init(0))
+
+
+def initializer(
+    ends: Callable[[jax.Array], Tree],
+    layer: Callable[[jax.Array], Tree],
+    num_layers: int,
+    stacks: Mapping[str, tuple[Callable[[jax.Array], Tree], int]] | None = None,
+) -> Callable[..., Tree]:
+    """-> `Model.init`. ends(key) -> weights outside of layers; layer(key) -> weights of one layer, without the dim L.
+
+    stacks: key -> (function like layer, number of layers) of each further stack.
+    """
+
+    def init(seed: int, order: Sequence[int] | None = None, put: Callable | None = None) -> Tree:
+        end_key, layer_key, stack_key = jax.random.split(jax.random.key(seed), 3)
+        keys = jax.random.split(layer_key, num_layers)
+        keys = keys if order is None else keys[jnp.asarray(order)]
+        layers = jax.vmap(layer)(keys) if put is None else jax.lax.map(lambda key: put(layer(key)), keys)
+        weights = {"ends": ends(end_key)}
+        for i, (name, (one, count)) in enumerate((stacks or {}).items()):
+            weights[name] = jax.vmap(one)(jax.random.split(jax.random.fold_in(stack_key, i), count))
+        return join_layers(weights, layers)
+
+    return init

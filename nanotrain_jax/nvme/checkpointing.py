@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from nanotrain_jax import model
 from nanotrain_jax.config import Config
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.nvme.store import Store
@@ -52,7 +51,7 @@ def fill(files: Store, step: Step, config: Config, start: tuple[Path, int] | Non
             continue
         for number, abstract in enumerate(_one_by_one(step, group)):
             try:
-                (x,) = jax.tree.leaves(restore.read_state(*start, abstract, model.is_padded))
+                (x,) = jax.tree.leaves(restore.read_state(*start, abstract, step.plan.model.is_padded))
             except ValueError as error:
                 raise OSError(str(error)) from None
             files.fill(name, number, np.asarray(x)[_rows(name, config)])

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from nanotrain_jax.models.contract import join_layers, split_layers
 from nanotrain_jax.parallel import offload, update
 from nanotrain_jax.parallel.update import Opt, merge, select, without_counts
 from nanotrain_jax.step.build import on_mesh, pending_specs, shardings
@@ -113,7 +114,8 @@ def _init(plan: Plan, members: Tree, stacked: Opt, count: int) -> Callable[[jax.
         order = jnp.asarray(layers_of_rows(plan.config))[jnp.arange(shards) * count + i]  # others are made whole
         made = plan.model.init(plan.config.train.seed, order, lambda layer: layer)
         master = select(made, members)
-        master["ends"] = jax.tree.map(partial(_rows_of_shards, shards, count, i), master["ends"])
+        ends, layers = split_layers(master)
+        master = join_layers(jax.tree.map(partial(_rows_of_shards, shards, count, i), ends), layers)
         zeros = jax.tree.map(jnp.zeros_like, master)
         return Opt(stacked.master and master, moments_like(plan, zeros, lambda _: None))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 
 from nanotrain_jax.mesh import BATCH_AXES
+from nanotrain_jax.models.contract import LAYERS, split_layers
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import as_varying
 from nanotrain_jax.parallel.layered_model import LayeredModel
@@ -33,16 +35,35 @@ def loss(plan: Plan, zero: Zero, params: Tree, batch: Tree, inputs: Tree, sums: 
     inputs: what is differentiated, from `zero.inputs`. sums: gradients of earlier microbatches, for `zero.gather`.
     """
     params = as_varying(params, BATCH_AXES)
-    sums = sums or {"ends": None, "layers": None}
-    ends = zero.gather(params["ends"], inputs["ends"], sums["ends"], plan.end_shards)
-    x = plan.model.first(ends, batch)
-    layers = params["layers"], inputs["layers"], sums["layers"]
-    x = remat.scan(partial(_layer, plan, zero), x, layers, plan.remat)
+    run = partial(run_stack, plan, zero, params, inputs, sums)
+    ends = gather_ends(plan, zero, params, inputs, sums)
+    x = plan.model.first(ends, batch, run)
+    x = run(LAYERS, plan.model.layer, x)
     return plan.model.last(ends, x, batch)
 
 
-def _layer(plan: Plan, zero: Zero, x: Tree, layer: tuple[Tree, Tree, Tree]) -> Tree:
-    return plan.model.layer(zero.gather(*layer, plan.layer_shards), x)
+def gather_ends(plan: Plan, zero: Zero, params: Tree, inputs: Tree, sums: Tree | None = None) -> Tree:
+    """The weights outside of stacks of layers, as `first` and `last` take them."""
+    stored, inputs, sums, dims = (outside_stacks(plan, tree) for tree in (params, inputs, sums, plan.shards.dims))
+    return zero.gather(stored, inputs, sums, plan.shards._replace(dims=dims))
+
+
+def outside_stacks(plan: Plan, tree: Tree | None) -> Tree | None:
+    """Of a tree like the parameters, what is not in a stack of layers."""
+    return tree and {key: part for key, part in tree.items() if key not in (LAYERS, *plan.model.stacks)}
+
+
+def run_stack(
+    plan: Plan, zero: Zero, params: Tree, inputs: Tree, sums: Tree | None, stack: str, layer: Callable, x: Tree
+) -> Tree:
+    """x after all layers of a stack, each gathered when it is its turn. Models call it as run(stack, layer, x)."""
+    layers = params[stack], inputs[stack], sums and sums[stack]
+    return remat.scan(partial(run_layer, plan.shards_of_layer(stack), zero, layer), x, layers, plan.remat)
+
+
+def run_layer(shards: Any, zero: Zero, layer: Callable, x: Tree, weights: tuple[Tree, Tree, Tree]) -> Tree:
+    """x after one layer. weights: stored, differentiated, and sums of gradients, as `zero.gather` takes them."""
+    return layer(zero.gather(*weights, shards), x)
 
 
 def layered(plan: Plan, params: Tree) -> LayeredModel:
@@ -51,24 +72,36 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     `first` and `last` gather the parameters they use, each for itself.
     """
     params = as_varying(params, plan.loss_axes)
-    zero, dims = plan.zero, plan.shards.dims
-    run, size = remat.unit(partial(_layer, plan, zero), plan.remat._replace(prefetch=False))
+    zero, model = plan.zero, plan.model
+    policy = plan.remat._replace(prefetch=False)
+    run, block = remat.unit(partial(run_layer, plan.shards_of_layer(), zero, model.layer), policy)
+    stored_ends, layers = split_layers(params)
+    end_dims, layer_dims = split_layers(plan.shards.dims)
 
-    def gathered(inputs: Tree, used: Any) -> Tree:
-        stored, inputs, shards = used(params["ends"]), used(inputs), used(dims["ends"])
-        return params["ends"] | zero.gather(stored, inputs, None, plan.end_shards._replace(dims=shards))
+    def gathered(inputs: Tree, used: Callable[[Tree], Tree]) -> Tree:
+        stored, inputs, dims = (outside_stacks(plan, used(tree)) for tree in (stored_ends, inputs, end_dims))
+        whole = zero.gather(stored, inputs, None, plan.shards._replace(dims=dims))
+        return merged_dicts(stored_ends, whole)
 
-    def first(ends: Tree, batch: Tree) -> Tree:
-        return plan.model.first(gathered(ends, plan.model.used_by_first), batch)
+    def first(inputs: Tree, batch: Tree) -> Tree:
+        run = partial(run_stack, plan, zero, stored_ends, inputs, None)
+        return model.first(gathered(inputs, model.used_by_first), batch, run)
 
-    def last(ends: Tree, x: Tree, batch: Tree) -> tuple:
-        return plan.model.last(gathered(ends, plan.model.used_by_last), x, batch)
+    def last(inputs: Tree, x: Tree, batch: Tree) -> tuple:
+        return model.last(gathered(inputs, model.used_by_last), x, batch)
 
     return LayeredModel(
         first=first,
         layer=lambda weights, inputs, x: run(x, (weights, inputs, None)),
         last=last,
-        ends=zero.inputs(params["ends"], dims["ends"]),
-        layers=remat.stacked(params["layers"], size),
-        inputs=lambda weights: zero.inputs(weights, dims["layers"] if size else plan.layer_shards.dims),
+        ends=zero.inputs(stored_ends, end_dims),
+        layers=remat.stacked(layers, block),
+        inputs=lambda weights: zero.inputs(weights, layer_dims if block else plan.shards_of_layer().dims),
     )
+
+
+def merged_dicts(first: Tree, second: Tree) -> Tree:
+    """first, with what second has in its place."""
+    if not isinstance(first, dict):
+        return second
+    return first | {key: merged_dicts(first[key], part) for key, part in second.items()}

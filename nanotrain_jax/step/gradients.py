@@ -17,6 +17,7 @@ from jax import lax
 
 from nanotrain_jax.execution import Execution
 from nanotrain_jax.mesh import BATCH_AXES
+from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
 from nanotrain_jax.parallel import offload, pipeline, streamed
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
@@ -88,22 +89,27 @@ def wait_for(first: Tree, second: Tree) -> Tree:
 
 def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
     """A loop over layers by hand: weights come from host memory one layer ahead, gradients leave behind."""
-    uses = plan.model.used_by_first, plan.model.used_by_last
-    dims = plan.shards.dims
-    on_host = plan.host_memory.gradients
     model = scaled(forward.layered(plan, forward.local(plan, params)), scale)
+    uses = plan.model.used_by_first, plan.model.used_by_last
     model = model._replace(ends=tuple(use(model.ends) for use in uses))
-    ends = [[use(tree["ends"]) for use in uses] for tree in (params, dims, on_host)]
+    stored, dims, on_host = (split_layers(tree) for tree in (params, plan.shards.dims, plan.host_memory.gradients))
+    ends = [[use(tree[0]) for use in uses] for tree in (stored, dims, on_host)]
 
     def add_ends(grads: tuple, earlier: tuple | None) -> tuple:
         return tuple(map(accumulate_on_host, grads, *ends, earlier or (None, None)))
 
     def add_layer(grads: Tree) -> Tree:
-        return accumulate_on_host(grads, params["layers"], plan.layer_shards.dims, on_host["layers"])
+        return accumulate_on_host(grads, stored[1], plan.shards_of_layer().dims, on_host[1])
 
     loss, (of_first, of_last), of_layers = streamed.run_layers(model, microbatches, add_ends, add_layer)
-    shared = {name: jax.tree.map(offload.add, of_first[name], of_last[name]) for name in of_first if name in of_last}
-    return loss, {"ends": of_first | of_last | shared, "layers": _unblocked(plan, params, of_layers)}
+    return loss, join_layers(added(of_first, of_last), _unblocked(plan, params, of_layers))
+
+
+def added(first: Tree, second: Tree) -> Tree:
+    """Two nested dicts as one, with the sum of what is in both (tied embeddings)."""
+    if not isinstance(first, dict):
+        return offload.add(first, second)
+    return first | {key: added(first[key], part) if key in first else part for key, part in second.items()}
 
 
 def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
@@ -112,7 +118,7 @@ def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     schedule = schedules.make(p.schedule, p.pipe, p.microbatches, p.chunks)
     model = scaled(forward.layered(plan, forward.local(plan, params)), scale)
     loss, (of_ends, of_layers) = pipeline.run_schedule(schedule, model, microbatches, idle=p.idle)
-    return loss, {"ends": of_ends, "layers": _unblocked(plan, params, of_layers)}
+    return loss, join_layers(of_ends, _unblocked(plan, params, of_layers))
 
 
 def scaled(model: LayeredModel, scale: jax.Array | float) -> LayeredModel:
@@ -122,7 +128,7 @@ def scaled(model: LayeredModel, scale: jax.Array | float) -> LayeredModel:
 
 def _unblocked(plan: Plan, params: Tree, of_layers: Tree) -> Tree:
     """Gradients of blocks of layers [L/N N ...] -> of layers [L ...]"""
-    like = plan.zero.inputs(params["layers"], plan.shards.dims["layers"])
+    like = plan.zero.inputs(params[LAYERS], plan.shards.dims[LAYERS])
     return jax.tree.map(lambda g, w: g.reshape(w.shape), of_layers, like)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from nanotrain_jax import model as decoder
 from nanotrain_jax.config import Config
 from nanotrain_jax.execution import Execution, execution, gradients_on_host
 from nanotrain_jax.mesh import BATCH_AXES
-from nanotrain_jax.models.contract import Model
+from nanotrain_jax.models.contract import LAYERS, Model
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.schedule import row_order
 from nanotrain_jax.parallel.zero import WHOLE, ZERO, Communication, Shards, Zero, shard_dims
@@ -39,7 +40,6 @@ class Plan:
 
     specs        PartitionSpecs over pipe and tensor; ZeRO adds data (`zero.storage`)
     shards       the dim that ZeRO shards over data of each array, and how shards travel
-    layer_shards the same of one layer, without the leading dim L
     layer_order  which layer each row of the stacked weights is; None: they are in order
     in_step      whether the step updates an array; else nvme does after the step, from state in files
     """
@@ -51,19 +51,17 @@ class Plan:
     optimizer: optax.GradientTransformation
     lr_schedule: optax.Schedule
     zero: Zero
-    shapes: Tree
     specs: Tree
     shards: Shards
-    layer_shards: Shards
     remat: remat.Policy
     layer_order: np.ndarray | None
     host_memory: HostMemory
     in_step: Tree
 
-    @property
-    def end_shards(self) -> Shards:
-        """`shards` of what is not in layers."""
-        return self.shards._replace(dims=self.shards.dims["ends"])
+    def shards_of_layer(self, stack: str = LAYERS) -> Shards:
+        """`shards` of one layer of a stack, without its leading dim."""
+        dims = jax.tree.map(lambda d: d if d == WHOLE else d - 1, self.shards.dims[stack])
+        return self.shards._replace(dims=dims)
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
@@ -81,10 +79,10 @@ def make(config: Config, mesh: Mesh) -> Plan:
     p = config.parallel
     model = decoder.build(config, mesh)
     over_mesh = specs(model.rules, model.shapes, mesh)
-    dims = shard_dims(model.shapes, p.data if p.zero else 1, p.persist_below, specs=over_mesh)
-    layer_dims = jax.tree.map(lambda d: d if d == WHOLE else d - 1, dims["layers"])
+    stacks = LAYERS, *model.stacks
+    dims = shard_dims(model.shapes, p.data if p.zero else 1, p.persist_below, stacks, over_mesh)
     communication = Communication(jnp.dtype(config.precision.grad_reduce), p.bucket_mb * 2**20)
-    is_large = large(model.shapes, p.persist_below)
+    is_large = large(model.shapes, p.persist_below, stacks)
     return Plan(
         config=config,
         mesh=mesh,
@@ -93,10 +91,8 @@ def make(config: Config, mesh: Mesh) -> Plan:
         optimizer=optim.build(config.optimizer, model.is_decayed),
         lr_schedule=optim.schedule(config.optimizer),
         zero=ZERO[p.zero],
-        shapes=model.shapes,
         specs=over_mesh,
         shards=Shards(dims, communication),
-        layer_shards=Shards(layer_dims, communication),
         remat=remat.Policy(
             config.memory.rematerialization, p.zero == 3, p.prefetch, config.memory.offload_activations == "host"
         ),
@@ -106,11 +102,11 @@ def make(config: Config, mesh: Mesh) -> Plan:
     )
 
 
-def large(shapes: Tree, persist_below: int) -> Tree:
-    """Whether an array is worth moving: from persist_below elements on, of one layer if it is stacked."""
+def large(shapes: Tree, persist_below: int, stacks: Sequence[str]) -> Tree:
+    """Whether an array is worth moving: from persist_below elements on, of one layer if it is in a stack."""
 
     def is_large(path: tuple, x: jax.ShapeDtypeStruct) -> bool:
-        return x.size // (x.shape[0] if path[0].key == "layers" else 1) >= persist_below
+        return x.size // (x.shape[0] if path[0].key in stacks else 1) >= persist_below
 
     return jax.tree_util.tree_map_with_path(is_large, shapes)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from nanotrain_jax.models.contract import join_layers, split_layers
 from nanotrain_jax.parallel import offload
 from nanotrain_jax.parallel.update import Opt, select
 from nanotrain_jax.runtime import optim
@@ -57,15 +58,14 @@ def _made_where_it_is_kept(plan: Plan, make: Callable) -> tuple[Tree, Tree, Tree
     def send(x: jax.Array, on_host: bool) -> jax.Array:
         return offload.to_host(x) if on_host else x
 
-    def parts(weights: Tree, key: str) -> tuple[Tree, Tree, Tree]:
+    def parts(weights: Tree, part: int) -> tuple[Tree, Tree, Tree]:
         zeros = jax.tree.map(jnp.zeros_like, weights)
         made = _cast(weights, dtype), weights, zeros
-        places = host.params, host.optimizer, host.optimizer
-        return tuple(jax.tree.map(send, x, place[key]) for x, place in zip(made, places, strict=True))
+        places = (split_layers(tree)[part] for tree in (host.params, host.optimizer, host.optimizer))
+        return tuple(jax.tree.map(send, x, place) for x, place in zip(made, places, strict=True))
 
-    made = make(lambda layer: parts(layer, "layers"))
-    both = zip(parts(made["ends"], "ends"), made["layers"], strict=True)
-    params, master, zeros = ({"ends": ends, "layers": layers} for ends, layers in both)
+    ends, layers = split_layers(make(lambda layer: parts(layer, 1)))
+    params, master, zeros = map(join_layers, parts(ends, 0), layers)
     return params, master, zeros
 
 
@@ -108,7 +108,7 @@ def select_opt(plan: Plan, opt: Opt) -> Opt:
 
 def moments_like(plan: Plan, params: Tree, scalar: Callable) -> Any:
     """A tree like optax's state, with params in place of each tree of them, and scalar(x) in place of other leaves."""
-    state = jax.eval_shape(plan.optimizer.init, plan.shapes)
+    state = jax.eval_shape(plan.optimizer.init, plan.model.shapes)
     return optax.tree_utils.tree_map_params(plan.optimizer, lambda _, x: x, state, params, transform_non_params=scalar)
 
 
