@@ -19,7 +19,7 @@ from nanotrain_jax.audit import hlo
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import as_varying
 from nanotrain_jax.parallel.pipeline import run_forward
-from nanotrain_jax.parallel.pullback import pullback
+from nanotrain_jax.parallel.pullback import split_vjp
 
 D, F, V, T = 8, 16, 11, 5
 NAMES = [*schedules.SCHEDULES]
@@ -337,33 +337,37 @@ def matmuls(f, *arguments):
     return count(jax.make_jaxpr(f)(*arguments).jaxpr)
 
 
+def of_inputs(weights, inputs, x):
+    """The layer as a function of what is differentiated."""
+    return layer(inputs, x)
+
+
 @pytest.mark.parametrize(("policy", "again"), [(None, 0), ("full", 1)])
 def test_a_cut_backward_computes_nothing_twice(policy, again):
     """Two matmuls for the gradient of x, two for the weights; of what is computed again each part has what it needs."""
     weights = jax.tree.map(lambda w: w[0], a_model(1)[1])
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, D)), jnp.float32)
-    kernel = lambda weights, inputs, x: layer(inputs, x)
-    back = pullback(jax.checkpoint(kernel) if policy else kernel, weights, weights, x)
-    y, kept = back.forward(weights, weights, x)
+    vjp = split_vjp(jax.checkpoint(of_inputs) if policy else of_inputs, weights, weights, x)
+    y, residuals = vjp.forward(weights, weights, x)
     g = jnp.cos(y)
-    whole, whole_x = back.whole(kept, weights, weights, g)
-    early_x, handed = back.early(kept, weights, weights, g)
-    only_late = [k if i in back.late_keeps else None for i, k in enumerate(kept)]
-    late = back.late(only_late, weights, weights, handed)
-    np.testing.assert_array_equal(early_x, whole_x)
-    jax.tree.map(np.testing.assert_array_equal, late, whole)
-    assert matmuls(back.early, kept, weights, weights, g) == 2 + again
-    assert matmuls(lambda handed: back.late(only_late, weights, weights, handed), handed) == 2 + again
-    assert matmuls(back.whole, kept, weights, weights, g) == 4 + 2 * again
+    whole, whole_x = vjp.backward(residuals, weights, weights, g)
+    split_x, handed = vjp.backward_x(residuals, weights, weights, g)
+    kept = [k if i in vjp.residuals_for_weights else None for i, k in enumerate(residuals)]
+    split = vjp.backward_weights(kept, weights, weights, handed)
+    np.testing.assert_array_equal(split_x, whole_x)
+    jax.tree.map(np.testing.assert_array_equal, split, whole)
+    assert matmuls(vjp.backward_x, residuals, weights, weights, g) == 2 + again
+    assert matmuls(lambda handed: vjp.backward_weights(kept, weights, weights, handed), handed) == 2 + again
+    assert matmuls(vjp.backward, residuals, weights, weights, g) == 4 + 2 * again
     if not again:  # of each matmul the input and the gradient of the output wait; that of the gain is made at once
-        sizes = sorted(x.size for x in [*handed, *(kept[i] for i in back.late_keeps)])
+        sizes = sorted(x.size for x in [*handed, *(residuals[i] for i in vjp.residuals_for_weights)])
         assert sizes == sorted([D, 2 * T * D, 2 * T * F, 2 * T * D, 2 * T * F])
 
 
 def test_weights_are_not_kept():
     weights = jax.tree.map(lambda w: w[0], a_model(1)[1])
     x = jnp.ones((2, T, D))
-    for kernel, sizes in ((layer, None), (jax.checkpoint(layer), [x.size])):
-        back = pullback(lambda weights, inputs, x, kernel=kernel: kernel(inputs, x), weights, weights, x)
-        assert not {k.shape for k in back.kept} & {w.shape for w in weights.values()}
-        assert sizes is None or [k.size for k in back.kept] == sizes
+    for function, sizes in ((of_inputs, None), (jax.checkpoint(of_inputs), [x.size])):
+        residuals = split_vjp(function, weights, weights, x).residuals
+        assert not {k.shape for k in residuals} & {w.shape for w in weights.values()}
+        assert sizes is None or [k.size for k in residuals] == sizes

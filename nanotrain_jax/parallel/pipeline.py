@@ -32,7 +32,7 @@ from jax import lax
 
 from nanotrain_jax.parallel import chart, loops
 from nanotrain_jax.parallel.collectives import as_varying, position, shift, varying_axes
-from nanotrain_jax.parallel.pullback import pullback
+from nanotrain_jax.parallel.pullback import split_vjp
 from nanotrain_jax.parallel.schedule import Schedule, arrivals, buffers
 
 Tree = Any  # a pytree of arrays
@@ -129,9 +129,11 @@ def run_schedule(
     zeroth = jnp.zeros((), jnp.int32)
     x_like, alike = _type_of_x(first, layer, (ends, microbatch_of(zeroth)), weights_of(zeroth), axis)
     typed_layer = lambda weights, inputs, x: alike(layer(weights, inputs, x))
-    back = pullback(typed_layer, *weights_of(zeroth), x_like)
-    long = back.late_keeps if has_late else []  # which of what a layer keeps waits for W, and which only for B
-    short = [k for k in (back.early_keeps if has_late else range(len(back.kept))) if k not in long]
+    vjp = split_vjp(typed_layer, *weights_of(zeroth), x_like)
+    long = (
+        vjp.residuals_for_weights if has_late else []
+    )  # which of what a layer keeps waits for W, and which only for B
+    short = [k for k in (vjp.residuals_for_x if has_late else range(len(vjp.residuals))) if k not in long]
 
     def place(name: str, unit: jax.Array, i: jax.Array) -> jax.Array:
         """Where in a ring the i-th layer of a chunk has its arrays."""
@@ -147,7 +149,7 @@ def run_schedule(
         """What a layer kept, None where it is not needed any more."""
         found = dict(zip(long, load(rest.late, place("late", unit, i)), strict=True))
         found |= zip(short, load(rest.backward, place("backward", unit, i)), strict=True)
-        return [found.get(k) for k in range(len(back.kept))]
+        return [found.get(k) for k in range(len(vjp.residuals))]
 
     def forward(unit: jax.Array, rest: Rest) -> Rest:
         def work(_: jax.Array, x: jax.Array, rings: tuple) -> tuple[jax.Array, tuple]:
@@ -156,7 +158,7 @@ def run_schedule(
 
             def step(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
                 x, (backward, late) = carry
-                x, kept = back.forward(*weights_of(layer_of(unit, i)), x)
+                x, kept = vjp.forward(*weights_of(layer_of(unit, i)), x)
                 backward = store(backward, place("backward", unit, i), [kept[k] for k in short])
                 late = store(late, place("late", unit, i), [kept[k] for k in long])
                 return (x, (backward, late)), None
@@ -186,9 +188,9 @@ def run_schedule(
                 g, of_layers, handed = carry
                 at, kept = layer_of(unit, i), kept_by(rest, unit, i)
                 if has_late:
-                    g, parts = back.early(kept, *weights_of(at), g)
+                    g, parts = vjp.backward_x(kept, *weights_of(at), g)
                     return (g, of_layers, store(handed, place("handed", unit, i), parts)), None
-                grads, g = back.whole(kept, *weights_of(at), g)
+                grads, g = vjp.backward(kept, *weights_of(at), g)
                 return (g, _add_at(of_layers, at, grads, added, unit >= 0), handed), None
 
             is_last = (stage == last_stage) & (unit >= (C - 1) * M)
@@ -206,7 +208,7 @@ def run_schedule(
         def work(_: jax.Array, nothing: tuple, of_layers: Tree) -> tuple[tuple, Tree]:
             def step(of_layers: Tree, i: jax.Array) -> tuple[Tree, None]:
                 at, handed = layer_of(unit, i), load(rest.handed, place("handed", unit, i))
-                grads = back.late(kept_by(rest, unit, i), *weights_of(at), handed)
+                grads = vjp.backward_weights(kept_by(rest, unit, i), *weights_of(at), handed)
                 return _add_at(of_layers, at, grads, added, unit >= 0), None
 
             return nothing, lax.scan(step, of_layers, jnp.arange(n))[0]
@@ -241,9 +243,9 @@ def run_schedule(
         g=loops.zeros(x_like, axis),
         inputs=loops.zeros(x_like, axis, plan["inputs"].count + 1),
         gradients=loops.zeros(x_like, axis, plan["gradients"].count + 1),
-        backward=room("backward", [back.kept[k] for k in short]),
-        late=room("late", [back.kept[k] for k in long]),
-        handed=room("handed", back.handed if has_late else []),
+        backward=room("backward", [vjp.residuals[k] for k in short]),
+        late=room("late", [vjp.residuals[k] for k in long]),
+        handed=room("handed", vjp.handed if has_late else []),
         sums=((loops.zeros(loss, axis, dtype=jnp.float32), of_ends), of_layers),
     )
     rest, _ = lax.scan(tick, rest, ticks)

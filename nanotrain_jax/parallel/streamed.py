@@ -1,7 +1,7 @@
 """Forward and backward through layers that rest in host memory, with the next layer on its way while one computes.
 
 Autodiff would fetch what a layer needs where it is used, and keep gradients on the device. Here each layer is run by
-its pullback (`pullback.py`), as in the pipeline, so the loop can be written out (ZeRO-Infinity, arXiv 2104.07857,
+its vjp (`pullback.py`), as in the pipeline, so the loop can be written out (ZeRO-Infinity, arXiv 2104.07857,
 section 6.2):
 
     forward     for i in 0 .. n-1:   next = to_device(weights[i + 1])
@@ -25,7 +25,7 @@ from jax import lax
 
 from nanotrain_jax.parallel.loops import as_stored, get, put
 from nanotrain_jax.parallel.offload import on_host, to_device
-from nanotrain_jax.parallel.pullback import pullback
+from nanotrain_jax.parallel.pullback import split_vjp
 
 Tree = Any  # a pytree of arrays
 
@@ -56,12 +56,12 @@ def run_layers(
         earlier_loss, earlier_ends, earlier_layers = sums or (None, None, None)
         x, coming = first(ends[0], batch), _fetched(layers, jnp.zeros((), jnp.int32))
         weights = _row(layers, coming, jnp.zeros((), jnp.int32))
-        back = pullback(layer, weights, inputs(weights), x)
+        vjp = split_vjp(layer, weights, inputs(weights), x)
 
         def forward(carry: tuple, i: jax.Array) -> tuple[tuple, list]:
             x, here = carry
             coming, weights = _fetched(layers, jnp.minimum(i + 1, count - 1)), _row(layers, here, i)
-            x, kept = back.forward(weights, inputs(weights), x)
+            x, kept = vjp.forward(weights, inputs(weights), x)
             return (x, coming), kept
 
         (x, coming), kept = lax.scan(forward, (x, coming), jnp.arange(count))
@@ -72,7 +72,7 @@ def run_layers(
             g, here, sums = carry
             coming = _fetched((layers, kept), jnp.maximum(i - 1, 0))
             weights, kept_here = _row((layers, kept), here, i)
-            grads, g = back.whole(kept_here, weights, inputs(weights), g)
+            grads, g = vjp.backward(kept_here, weights, inputs(weights), g)
             if sums is None:
                 return (g, coming, None), settle_layer(exact(grads))
             earlier = to_device(jax.tree.map(lambda s: get(s, i), sums))
