@@ -20,9 +20,11 @@ from nanotrain_jax import model, piecewise
 from nanotrain_jax import state as states
 from nanotrain_jax.config import Config
 from nanotrain_jax.mesh import BATCH_AXES
-from nanotrain_jax.parallel import offload, pipeline, remat, streamed
+from nanotrain_jax.parallel import offload, remat, streamed
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import all_reduce, as_varying, gpu_options, varying_axes
+from nanotrain_jax.parallel.layered_model import LayeredModel
+from nanotrain_jax.parallel.pipeline.executor import run_forward, run_schedule
 from nanotrain_jax.parallel.update import clipped, merged, only
 from nanotrain_jax.parallel.zero import PER_LAYER, ZERO, Wire, Zero, settled
 from nanotrain_jax.runtime import optim
@@ -57,17 +59,6 @@ class Step(NamedTuple):
     in_layer_order: Callable[[State], State]
     in_stage_order: Callable[[State], State]
     pieces: dict[str, piecewise.Pieces]
-
-
-class Stages(NamedTuple):
-    """The decoder as `pipeline.run_schedule` takes it; ends and inputs are what is differentiated."""
-
-    first: Callable[..., jax.Array]
-    layer: Callable[..., jax.Array]
-    last: Callable[..., tuple[jax.Array, jax.Array]]  # sum of losses, number of targets
-    ends: Tree
-    layers: Tree
-    inputs: Callable[[Tree], Tree]
 
 
 def accumulate(
@@ -155,8 +146,9 @@ def build(config: Config, mesh: Mesh) -> Step:
     def layer(zero: Zero, sequences: int, x_BTD: jax.Array, layer: tuple[Tree, Tree, Tree]) -> jax.Array:
         return nnx.merge(graphs.layer, zero.gather(*layer, layer_dims, wire))(x_BTD, sequences)
 
-    def staged(params: Tree, microbatches: Tree) -> Stages:
-        """The decoder, cut for loops by hand. Each end takes its own share of the parameters of both."""
+    def staged(params: Tree, microbatches: Tree) -> LayeredModel:
+        """The decoder; last returns the sum of losses and the number of targets. Each end takes its own share of the
+        parameters of both."""
         params, sequences = as_varying(params, ("pipe", *BATCH_AXES)[pipe == 1 :]), microbatches["inputs"].shape[1]
         run, size = remat.unit(
             partial(layer, zero, sequences), memory.remat, config.parallel.zero == 3, offload=host_activations
@@ -166,7 +158,7 @@ def build(config: Config, mesh: Mesh) -> Step:
             stored, inputs, ends_dims = map(used, (params["ends"], inputs, dims["ends"]))
             return nnx.merge(graphs.ends, params["ends"] | zero.gather(stored, inputs, None, ends_dims, wire))
 
-        return Stages(
+        return LayeredModel(
             first=lambda inputs, batch: ends(inputs, model.used_by_embed).embed(batch["inputs"]),
             layer=lambda weights, inputs, x_BTD: run(x_BTD, (weights, inputs, None)),
             last=lambda inputs, x_BTD, batch: ends(inputs, model.used_by_loss).loss(x_BTD, batch["targets"]),
@@ -182,8 +174,8 @@ def build(config: Config, mesh: Mesh) -> Step:
         scaled = lambda inputs, x_BTD, batch: s.last(inputs, x_BTD, batch)[0] * factor
         if pipe > 1:
             table = schedules.make(config.parallel.schedule, pipe, pieces, C)
-            mean_loss, (of_ends, of_layers) = pipeline.run_schedule(
-                table, s.first, s.layer, scaled, s.ends, s.layers, microbatches, s.inputs, idle=config.parallel.idle
+            mean_loss, (of_ends, of_layers) = run_schedule(
+                table, s._replace(last=scaled), microbatches, idle=config.parallel.idle
             )
         else:
             uses = model.used_by_embed, model.used_by_loss
@@ -255,16 +247,8 @@ def build(config: Config, mesh: Mesh) -> Step:
     def evaluate(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
         params, microbatches = local(params), split(batch, pieces)
         if pipe > 1:
-            s, table = staged(params, microbatches), schedules.forward_only(pipe, pieces, C)
-            sums = pipeline.run_forward(
-                table,
-                lambda batch: s.first(s.ends, batch),
-                lambda weights, x_BTD: s.layer(weights, s.inputs(weights), x_BTD),
-                lambda x_BTD, batch: s.last(s.ends, x_BTD, batch),
-                s.layers,
-                microbatches,
-                idle=config.parallel.idle,
-            )
+            table = schedules.forward_only(pipe, pieces, C)
+            sums = run_forward(table, staged(params, microbatches), microbatches, idle=config.parallel.idle)
         else:
             inputs = zero.inputs(params, dims)
             sums = lax.map(lambda microbatch: loss(zero, params, inputs, microbatch), microbatches)

@@ -44,7 +44,7 @@ def run_layers(
     """-> loss, gradients (of what first takes, of what last takes), of layers: over microbatches[M ...], summed in
     float32; local to a device.
 
-    first, layer, last, layers, inputs: as `pipeline.run_schedule` takes them, for one stage. ends: what first and what
+    first, layer, last, layers, inputs: as in `LayeredModel`, layer with inputs. ends: what first and what
     last take. settle, settle_layer: functions of the gradients of ends (and what there is of them already), of a layer,
     that send to the host what is to rest there.
     """
