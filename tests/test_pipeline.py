@@ -1,7 +1,6 @@
-"""The executor with somebody else's layers, and the backward of a layer as plain functions."""
+"""The pipeline executor with layers that know nothing of it."""
 
 import importlib.util
-from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from nanotrain_jax.audit import hlo
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import as_varying
 from nanotrain_jax.parallel.pipeline.executor import run_forward
-from nanotrain_jax.parallel.pullback import split_vjp
 
 D, F, V, T = 8, 16, 11, 5
 NAMES = [*schedules.SCHEDULES]
@@ -350,47 +348,3 @@ def test_masked_work_may_be_nan_where_no_microbatch_is():
     skip, mask = (pipelined(schedule, a_mesh(4), idle, normed)[0](ends, layers, tokens) for idle in ("skip", "mask"))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(skip))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), mask, skip)
-
-
-def matmuls(f, *arguments):
-    def count(jaxpr):
-        own = Counter(e.primitive.name for e in jaxpr.eqns)["dot_general"]
-        return own + sum(count(inner) for e in jaxpr.eqns for inner in jax.extend.core.jaxprs_in_params(e.params))
-
-    return count(jax.make_jaxpr(f)(*arguments).jaxpr)
-
-
-def of_inputs(weights, inputs, x):
-    """The layer as a function of what is differentiated."""
-    return layer(inputs, x)
-
-
-@pytest.mark.parametrize(("policy", "again"), [(None, 0), ("full", 1)])
-def test_a_cut_backward_computes_nothing_twice(policy, again):
-    """Two matmuls for the gradient of x, two for the weights; of what is computed again each part has what it needs."""
-    weights = jax.tree.map(lambda w: w[0], a_model(1)[1])
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, D)), jnp.float32)
-    vjp = split_vjp(jax.checkpoint(of_inputs) if policy else of_inputs, weights, weights, x)
-    y, residuals = vjp.forward(weights, weights, x)
-    g = jnp.cos(y)
-    whole, whole_x = vjp.backward(residuals, weights, weights, g)
-    split_x, handed = vjp.backward_x(residuals, weights, weights, g)
-    kept = [k if i in vjp.residuals_for_weights else None for i, k in enumerate(residuals)]
-    split = vjp.backward_weights(kept, weights, weights, handed)
-    np.testing.assert_array_equal(split_x, whole_x)
-    jax.tree.map(np.testing.assert_array_equal, split, whole)
-    assert matmuls(vjp.backward_x, residuals, weights, weights, g) == 2 + again
-    assert matmuls(lambda handed: vjp.backward_weights(kept, weights, weights, handed), handed) == 2 + again
-    assert matmuls(vjp.backward, residuals, weights, weights, g) == 4 + 2 * again
-    if not again:  # of each matmul the input and the gradient of the output wait; that of the gain is made at once
-        sizes = sorted(x.size for x in [*handed, *(residuals[i] for i in vjp.residuals_for_weights)])
-        assert sizes == sorted([D, 2 * T * D, 2 * T * F, 2 * T * D, 2 * T * F])
-
-
-def test_weights_are_not_kept():
-    weights = jax.tree.map(lambda w: w[0], a_model(1)[1])
-    x = jnp.ones((2, T, D))
-    for function, sizes in ((of_inputs, None), (jax.checkpoint(of_inputs), [x.size])):
-        residuals = split_vjp(function, weights, weights, x).residuals
-        assert not {k.shape for k in residuals} & {w.shape for w in weights.values()}
-        assert sizes is None or [k.size for k in residuals] == sizes
