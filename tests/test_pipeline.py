@@ -2,6 +2,7 @@
 
 import importlib.util
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ def last(ends, x, tokens):
     return -jnp.take_along_axis(log_p, tokens[..., None], -1).sum()
 
 
-def one_device(ends, layers, tokens):
+def one_device(ends, layers, tokens, first=first, layer=layer, last=last):
     def of_one(tokens):
         x, _ = lax.scan(lambda x, weights: (layer(weights, x), None), first(ends, tokens), layers)
         return last(ends, x, tokens)
@@ -83,7 +84,7 @@ def a_mesh(pipe, data=1):
     return jax.make_mesh((pipe, data), ("pipe", "data"), axis_types=types, devices=jax.devices()[: pipe * data])
 
 
-def pipelined(schedule, mesh, idle="skip", layer=layer):
+def pipelined(schedule, mesh, idle="skip", first=first, layer=layer, last=last):
     """(ends, layers in the order of the model, tokens) -> loss, gradients of ends, of layers."""
 
     def body(ends, layers, tokens):
@@ -237,7 +238,7 @@ def test_forwards_alone_give_the_loss_of_one_device(stages, microbatches, chunks
 
 def compiled(case, layer=layer, rows=64):
     arguments = (*a_model(8), some_tokens(case.microbatches, rows))
-    return pipelined(case.table, a_mesh(case.stages), case.idle, layer)[1].lower(*arguments).compile()
+    return pipelined(case.table, a_mesh(case.stages), case.idle, layer=layer)[1].lower(*arguments).compile()
 
 
 def temporary_bytes(case, layer=layer):
@@ -345,6 +346,29 @@ def test_masked_work_may_be_nan_where_no_microbatch_is():
     ends, layers = a_model(4)
     tokens = some_tokens(4, 2)
     schedule = schedules.make("zb_h1", 4, 4)
-    skip, mask = (pipelined(schedule, a_mesh(4), idle, normed)[0](ends, layers, tokens) for idle in ("skip", "mask"))
+    runs = (pipelined(schedule, a_mesh(4), idle, layer=normed)[0] for idle in ("skip", "mask"))
+    skip, mask = (run(ends, layers, tokens) for run in runs)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(skip))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), mask, skip)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1"])
+def test_an_auxiliary_loss_travels_with_the_activation(name):
+    def begin(ends, tokens):
+        return {"x": first(ends, tokens), "penalty": jnp.zeros(())}
+
+    def penalized(weights, x):
+        penalty = jnp.square(jnp.tanh(x["x"] @ weights["up"])).sum()
+        return {"x": layer(weights, x["x"]), "penalty": x["penalty"] + penalty}
+
+    def end(ends, x, tokens):
+        return last(ends, x["x"], tokens) + 0.1 * x["penalty"]
+
+    ends, layers = a_model(4)
+    tokens = some_tokens(4, 2)
+    functions = {"first": begin, "layer": penalized, "last": end}
+    loss, grads = pipelined(case_of(name, 2, 4).table, a_mesh(2, 2), **functions)[0](ends, layers, tokens)
+    of_one = partial(one_device, **functions)
+    true_loss, true_grads = jax.value_and_grad(of_one, argnums=(0, 1))(ends, layers, tokens)
+    np.testing.assert_allclose(loss, true_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), grads, true_grads)

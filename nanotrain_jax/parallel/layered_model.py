@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
 Tree = Any  # a pytree of arrays
 
 
@@ -17,7 +15,8 @@ class LayeredModel(NamedTuple):
     layer(weights, x) -> x                  one layer; weights: layers without their leading dim
     last(ends, x, microbatch) -> loss       after the last layer: a scalar, or for a forward alone a tree of scalars
 
-    x[B T D], or of any other shape and dtype, which every layer keeps. microbatch: any tree of arrays.
+    x[B T D], or any other array or tree of arrays of floats, of which every layer keeps structure, shapes and dtypes (a
+    router's auxiliary loss can travel with the activation). microbatch: any tree of arrays.
 
     ends: the weights of first and last, a tree. A weight that both use (tied embeddings) is in it once.
     layers[n ...]: the weights of the layers, stacked: each array has a leading dim of n layers.
@@ -28,9 +27,9 @@ class LayeredModel(NamedTuple):
     layer(weights, inputs, x) -> x          with inputs = model.inputs(weights)
     """
 
-    first: Callable[[Tree, Tree], jax.Array]
-    layer: Callable[..., jax.Array]
-    last: Callable[[Tree, jax.Array, Tree], Tree]
+    first: Callable[[Tree, Tree], Tree]
+    layer: Callable[..., Tree]
+    last: Callable[[Tree, Tree, Tree], Tree]
     ends: Tree
     layers: Tree
     inputs: Callable[[Tree], Tree] | None = None
@@ -39,6 +38,6 @@ class LayeredModel(NamedTuple):
         """What is differentiated in a layer with these weights."""
         return weights if self.inputs is None else self.inputs(weights)
 
-    def run_layer(self, weights: Tree, inputs: Tree, x: jax.Array) -> jax.Array:
+    def run_layer(self, weights: Tree, inputs: Tree, x: Tree) -> Tree:
         """One layer as a function of what is differentiated: inputs and x."""
         return self.layer(inputs, x) if self.inputs is None else self.layer(weights, inputs, x)

@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 Tree = Any  # a pytree of arrays
 Types = list[Any]  # of arrays, as `jax.typeof` gives them: shape, dtype, varying axes, memory space
-Layer = Callable[[Tree, Tree, jax.Array], jax.Array]  # (weights, inputs, x) -> y
+Layer = Callable[[Tree, Tree, Tree], Tree]  # (weights, inputs, x) -> y
 
 INLINED = ("checkpoint", "remat2", "pjit", "jit", "closed_call")  # calls that the cut goes through
 MATMULS = ("dot_general", "conv_general_dilated")
@@ -44,15 +44,16 @@ class SplitVjp:
     backward_x(residuals, weights, inputs, g)               -> gradient of x, handed
     backward_weights(residuals, weights, inputs, handed)    -> gradients of inputs
 
-    g is the gradient of y. The two parts use only some of the residuals; the others may be None.
+    x, y are trees of arrays, g the gradient of y. The two parts use only some of the residuals; the others may be None.
     """
 
     layer: Layer
     tree: Any  # the structure of what `jax.vjp` returns
     places: list[int | None]  # of each leaf of it: which leaf of (weights, inputs) it is; None: a residual
     residuals: Types
-    jaxpr: Jaxpr  # (residuals, weights, inputs, g) -> gradients of inputs, of x; calls inlined
+    jaxpr: Jaxpr  # flat: (residuals, weights, inputs, g) -> gradients of inputs, of x; calls inlined
     consts: list
+    gradients: int  # how many outputs are gradients of inputs
     parts: _Parts
 
     @property
@@ -68,85 +69,91 @@ class SplitVjp:
     @property
     def residuals_for_weights(self) -> list[int]:
         """Which residuals backward_weights uses."""
-        outputs = {v for v in self.jaxpr.outvars[:-1] if isinstance(v, Var)}
+        outputs = {v for v in self.jaxpr.outvars[: self.gradients] if isinstance(v, Var)}
         return self._where(_read_by(self.parts.for_weights) | outputs)
 
-    def forward(self, weights: Tree, inputs: Tree, x: jax.Array) -> tuple[jax.Array, list]:
+    def forward(self, weights: Tree, inputs: Tree, x: Tree) -> tuple[Tree, list]:
         """-> y, residuals"""
         y, vjp = _vjp(self.layer, weights, inputs, x)
         leaves = zip(jax.tree.leaves(vjp), self.places, strict=True)
         return y, [leaf for leaf, place in leaves if place is None]
 
-    def backward(self, residuals: Sequence, weights: Tree, inputs: Tree, g: jax.Array) -> tuple[Tree, jax.Array]:
+    def backward(self, residuals: Sequence, weights: Tree, inputs: Tree, g: Tree) -> tuple[Tree, Tree]:
         """-> gradients of inputs, of x"""
         return _backward(self.tree, self.places, residuals, (weights, inputs), g)
 
-    def backward_x(self, residuals: Sequence, weights: Tree, inputs: Tree, g: jax.Array) -> tuple[jax.Array, list]:
+    def backward_x(self, residuals: Sequence, weights: Tree, inputs: Tree, g: Tree) -> tuple[Tree, list]:
         """-> gradient of x, what backward_weights needs of it"""
-        values = self._values(residuals, weights, inputs) | {self.jaxpr.invars[-1]: g}
+        gradients, tree = jax.tree.flatten(g)
+        g_vars = self.jaxpr.invars[-len(gradients) :]
+        values = self._values(residuals, weights, inputs) | dict(zip(g_vars, gradients, strict=True))
         _run(self.parts.for_x, values)
-        return _read(values, self.jaxpr.outvars[-1]), [values[v] for v in self.parts.handed]
+        of_x = [_read(values, v) for v in self.jaxpr.outvars[self.gradients :]]
+        return tree.unflatten(of_x), [values[v] for v in self.parts.handed]
 
     def backward_weights(self, residuals: Sequence, weights: Tree, inputs: Tree, handed: Sequence) -> Tree:
         """-> gradients of inputs"""
         values = self._values(residuals, weights, inputs) | dict(zip(self.parts.handed, handed, strict=True))
         _run(self.parts.for_weights, values)
-        gradients = [_read(values, v) for v in self.jaxpr.outvars[:-1]]
+        gradients = [_read(values, v) for v in self.jaxpr.outvars[: self.gradients]]
         return jax.tree.structure(inputs).unflatten(gradients)
 
     def _values(self, residuals: Sequence, weights: Tree, inputs: Tree) -> dict[Var, Any]:
         """Variables of the jaxpr -> arrays; all but g."""
         arrays = [*self.consts, *residuals, *jax.tree.leaves((weights, inputs))]
-        return dict(zip([*self.jaxpr.constvars, *self.jaxpr.invars[:-1]], arrays, strict=True))
+        variables = [*self.jaxpr.constvars, *self.jaxpr.invars][: len(arrays)]
+        return dict(zip(variables, arrays, strict=True))
 
     def _where(self, used: set[Var]) -> list[int]:
         return [i for i, v in enumerate(self.jaxpr.invars[: len(self.residuals)]) if v in used]
 
 
-def split_vjp(layer: Layer, weights: Tree, inputs: Tree, x: jax.Array) -> SplitVjp:
+def split_vjp(layer: Layer, weights: Tree, inputs: Tree, x: Tree) -> SplitVjp:
     """The backward of layer(weights, inputs, x) -> y with respect to inputs and x, for arrays of these types."""
     traced: list[SplitVjp] = []
 
-    def trace(weights: Tree, inputs: Tree, x: jax.Array) -> None:
+    def trace(weights: Tree, inputs: Tree, x: Tree) -> None:
         traced.append(_trace(layer, weights, inputs, x))
 
     jax.eval_shape(trace, weights, inputs, x)
     return traced[0]
 
 
-def _trace(layer: Layer, weights: Tree, inputs: Tree, x: jax.Array) -> SplitVjp:
+def _trace(layer: Layer, weights: Tree, inputs: Tree, x: Tree) -> SplitVjp:
     y, vjp = _vjp(layer, weights, inputs, x)
     leaves, tree = jax.tree.flatten(vjp)
     known = jax.tree.leaves((weights, inputs))
     places = [next((i for i, weight in enumerate(known) if weight is leaf), None) for leaf in leaves]
     residuals = [leaf for leaf, place in zip(leaves, places, strict=True) if place is None]
 
-    def backward(residuals: list, weights: Tree, inputs: Tree, g: jax.Array) -> tuple[Tree, jax.Array]:
+    def backward(residuals: list, weights: Tree, inputs: Tree, g: Tree) -> tuple[Tree, Tree]:
         return _backward(tree, places, residuals, (weights, inputs), g)
 
     nested = jax.make_jaxpr(backward)(residuals, weights, inputs, y)
     flat = jax.tree.leaves((residuals, weights, inputs, y))
     closed = jax.make_jaxpr(lambda *arrays: _evaluate(nested.jaxpr, nested.consts, arrays))(*flat)
-    parts = _cut(closed.jaxpr, len(jax.tree.leaves(inputs)))
-    return SplitVjp(layer, tree, places, [*map(jax.typeof, residuals)], closed.jaxpr, closed.consts, parts)
+    gradients = len(jax.tree.leaves(inputs))
+    types = [jax.typeof(x) for x in residuals]
+    parts = _cut(closed.jaxpr, gradients, len(jax.tree.leaves(y)))
+    return SplitVjp(layer, tree, places, types, closed.jaxpr, closed.consts, gradients, parts)
 
 
-def _vjp(layer: Layer, weights: Tree, inputs: Tree, x: jax.Array) -> tuple[jax.Array, Callable]:
+def _vjp(layer: Layer, weights: Tree, inputs: Tree, x: Tree) -> tuple[Tree, Callable]:
     return jax.vjp(lambda inputs, x: layer(weights, inputs, x), inputs, x)
 
 
 def _backward(
     tree: Any, places: Sequence[int | None], residuals: Sequence, known: Tree, g: jax.Array
-) -> tuple[Tree, jax.Array]:
+) -> tuple[Tree, Tree]:
     """Call the function of structure tree, its leaves put together from residuals and known: (weights, inputs)."""
     known, residuals = jax.tree.leaves(known), iter(residuals)
     vjp = jax.tree.unflatten(tree, [next(residuals) if place is None else known[place] for place in places])
     return vjp(g)
 
 
-def _cut(jaxpr: Jaxpr, gradients: int) -> _Parts:
-    """Cut the equations: for x is what the last output needs, for weights the matmuls that it does not, and what uses
-    them. The outputs before the last are that many gradients of inputs.
+def _cut(jaxpr: Jaxpr, gradients: int, g_arrays: int) -> _Parts:
+    """Cut the equations: for x is what the outputs after the first (gradients) need, for weights the matmuls that they
+    do not, and what uses them. The last (g_arrays) inputs are g.
 
     Of what only these matmuls need, the second part also computes what takes no more bytes to be handed than its result
     would: a gather.
@@ -173,7 +180,7 @@ def _cut(jaxpr: Jaxpr, gradients: int) -> _Parts:
             late.add(i)
     for_x = [equation for i, equation in enumerate(jaxpr.eqns) if i not in late]
     for_weights = [equation for i, equation in enumerate(jaxpr.eqns) if i in late]
-    made = {v for equation in for_x for v in equation.outvars} | {jaxpr.invars[-1]}
+    made = {v for equation in for_x for v in equation.outvars} | set(jaxpr.invars[-g_arrays:])
     used = [*(v for equation in for_weights for v in _reads(equation)), *jaxpr.outvars[:gradients]]
     handed = dict.fromkeys(v for v in used if isinstance(v, Var) and v in made)
     return _Parts(for_x, for_weights, list(handed))

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import chart, loops
-from nanotrain_jax.parallel.collectives import as_varying, position, shift, varying_axes
+from nanotrain_jax.parallel.collectives import as_varying, position, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
-from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Stage, Sums, Tick, begin_chunk, tick
+from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Stage, Sums, Tick, begin_chunk, shifted, tick
 from nanotrain_jax.parallel.pullback import split_vjp
 from nanotrain_jax.parallel.schedule import Schedule, arrivals, buffers
 
@@ -72,7 +72,7 @@ def run_forward(
     carry = (
         zeros(stage.x_type),
         zeros(stage.x_type, count=stage.buffers["inputs"].count + 1),
-        jax.tree.map(zeros, _type_of_last(stage)),
+        zeros(_type_of_last(stage)),
     )
     return lax.scan(partial(_forward_tick, stage), carry, ticks)[0][2]
 
@@ -83,7 +83,7 @@ def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
     unit, x_arrives = now
     inputs = loops.put(inputs, stage.slot("inputs", x_arrives), x)
 
-    def run_layer(x: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+    def run_layer(x: Tree, i: jax.Array) -> tuple[Tree, None]:
         return stage.layer(*stage.weights(stage.row(unit, i)), x), None
 
     def work(_: jax.Array, values: tuple, nothing: tuple) -> tuple[tuple, tuple]:
@@ -98,18 +98,18 @@ def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
         return (x, sums), nothing
 
     (x, sums), _ = stage.when(unit >= 0, "forward", work, (loops.get(inputs, stage.slot("inputs", unit)), sums), ())
-    return (shift(x, stage.axis, 1, ring=stage.schedule.chunks > 1), inputs, sums), None
+    return (shifted(stage, x, 1), inputs, sums), None
 
 
 def _stage(schedule: Schedule | str, model: LayeredModel, microbatches: Tree, axis: str, idle: str) -> Stage:
     """This device's stage, without the backward of its layers. Raises ValueError where something does not fit."""
     schedule, layers_per_chunk = _fitted(schedule, model.layers, microbatches, axis, idle)
     ends, layers = as_varying((model.ends, model.layers), (axis,))
-    model, index = model._replace(ends=ends, layers=layers), position(axis)
+    index = position(axis)
     slots = {name: b._replace(slot=_column(b.slot, index)) for name, b in buffers(schedule).items()}
     return Stage(
         schedule=schedule,
-        model=model,
+        model=model._replace(ends=ends, layers=layers),
         microbatches=microbatches,
         axis=axis,
         idle=idle,
@@ -131,16 +131,16 @@ def _fitted(schedule: Schedule | str, layers: Tree, microbatches: Tree, axis: st
     return chart.fitted(schedule, stages, *shapes)
 
 
-def _type_of_x(model: LayeredModel, microbatches: Tree, axis: str) -> jax.ShapeDtypeStruct:
-    """The type of x before and after every layer: it varies over all axes that any x does."""
+def _type_of_x(model: LayeredModel, microbatches: Tree, axis: str) -> Tree:
+    """The types of x before and after every layer: each varies over all axes that it does anywhere."""
     weights, microbatch = (jax.tree.map(lambda x: x[0], tree) for tree in (model.layers, microbatches))
 
-    def after_a_layer(x_type: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        axes = sorted(varying_axes(x_type) | {axis})
+    def after_a_layer(x_type: Tree) -> Tree:
+        def typed(x: Tree) -> Tree:
+            return jax.tree.map(lambda x, t: as_varying(x, sorted(varying_axes(t) | {axis})), x, x_type)
 
-        def run(x: jax.Array) -> jax.Array:
-            y = model.run_layer(weights, model.inputs_of(weights), as_varying(x, axes))
-            return as_varying(y, axes)
+        def run(x: Tree) -> Tree:
+            return typed(model.run_layer(weights, model.inputs_of(weights), typed(x)))
 
         return jax.eval_shape(run, x_type)
 
@@ -159,12 +159,12 @@ def _initial_carry(stage: Stage) -> Carry:
 
     def ring(buffer: str, types: list) -> list:
         slots = stage.buffers[buffer].count + (stage.idle == "mask")
-        return [zeros(a, count=slots * stage.layers_per_chunk) for a in types]
+        return zeros(types, count=slots * stage.layers_per_chunk)
 
     rows = stage.schedule.chunks * stage.layers_per_chunk
     loss = _type_of_last(stage)
-    of_ends = jax.tree.map(partial(zeros, dtype=jnp.float32), stage.model.ends)
-    of_layers = jax.tree.map(partial(zeros, count=rows, dtype=jnp.float32), stage.weights(_first_row())[1])
+    of_ends = zeros(stage.model.ends, dtype=jnp.float32)
+    of_layers = zeros(stage.weights(_first_row())[1], count=rows, dtype=jnp.float32)
     types = stage.vjp.residuals
     return Carry(
         x=zeros(x_type),

@@ -1,7 +1,7 @@
 """One stage of a pipeline: forward, backward and weight gradients of a microbatch, and the tick that runs them.
 
 Each device along the pipe axis is a stage and runs its column of the schedule (`schedule.py`). In a tick, with x[B T D]
-the activation between layers and g its gradient:
+the activation between layers (an array or a tree of them) and g its gradient:
 
     shift(g, -1)   to the stage before: the g of the last tick; travels while F computes
     F              forward of a microbatch through the layers of a chunk; residuals go to a slot
@@ -52,7 +52,7 @@ class Stage:
     index: jax.Array  # which stage this is, 0 to P - 1
     buffers: dict[str, Buffer]  # `schedule.buffers`, slot[units + 1] of this stage: unit -1 finds the spare slot
     layers_per_chunk: int
-    x_type: jax.ShapeDtypeStruct
+    x_type: Tree  # of ShapeDtypeStruct
     vjp: SplitVjp | None = None  # of a layer; None: forward only
 
     @property
@@ -94,20 +94,20 @@ class Stage:
 
     def weights(self, row: jax.Array) -> tuple[Tree, Tree]:
         """-> the weights of a layer, what is differentiated in it"""
-        weights = jax.tree.map(lambda w: loops.get(w, row), self.model.layers)
+        weights = loops.get(self.model.layers, row)
         return weights, self.model.inputs_of(weights)
 
-    def first(self, ends: Tree, microbatch: Tree) -> jax.Array:
+    def first(self, ends: Tree, microbatch: Tree) -> Tree:
         """`model.first`, x of the one type that it has everywhere."""
         return self.typed(self.model.first(ends, microbatch))
 
-    def layer(self, weights: Tree, inputs: Tree, x: jax.Array) -> jax.Array:
+    def layer(self, weights: Tree, inputs: Tree, x: Tree) -> Tree:
         """`model.run_layer`, x of the one type that it has everywhere."""
         return self.typed(self.model.run_layer(weights, inputs, x))
 
-    def typed(self, x: jax.Array) -> jax.Array:
+    def typed(self, x: Tree) -> Tree:
         """x, varying over all axes that any activation varies over."""
-        return as_varying(x, sorted(varying_axes(self.x_type) | {self.axis}))
+        return jax.tree.map(lambda x, t: as_varying(x, sorted(varying_axes(t) | {self.axis})), x, self.x_type)
 
     def when(self, wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
         """work(turn, values, store) where wanted; else both as they are (`loops.when`)."""
@@ -141,10 +141,10 @@ class Sums(NamedTuple):
 class Carry(NamedTuple):
     """What a stage keeps from tick to tick. Slots: see `schedule.buffers`."""
 
-    x: jax.Array  # at the beginning of a tick what the stage before has sent; after F what goes to the next
-    g: jax.Array  # what goes to the stage before
-    inputs: jax.Array  # x[slots ...] waiting for F
-    gradients: jax.Array  # g[slots ...] waiting for B
+    x: Tree  # at the beginning of a tick what the stage before has sent; after F what goes to the next
+    g: Tree  # what goes to the stage before
+    inputs: Tree  # x[slots ...] waiting for F
+    gradients: Tree  # g[slots ...] waiting for B
     residuals: Residuals
     handed: list[jax.Array]  # [slots n ...] from B to W
     sums: Sums
@@ -152,15 +152,14 @@ class Carry(NamedTuple):
 
 def tick(stage: Stage, carry: Carry, now: Tick) -> tuple[Carry, None]:
     """One tick: shift g, F, shift x, B, W. A body for `lax.scan`."""
-    is_ring = stage.schedule.chunks > 1
-    g = shift(carry.g, stage.axis, -1, ring=is_ring)
+    g = shifted(stage, carry.g, -1)
     carry = carry._replace(inputs=loops.put(carry.inputs, stage.slot("inputs", now.x_arrives), carry.x))
     carry = forward(stage, now.forward, carry)
     # The output of the model's last chunk waits for its loss in the slot of its gradient.
     output_unit = jnp.where(stage.is_last(now.forward), now.forward, -1)
     gradients = loops.put(carry.gradients, stage.slot("gradients", output_unit), carry.x)
     gradients = loops.put(gradients, stage.slot("gradients", now.g_arrives), g)
-    carry = carry._replace(x=shift(carry.x, stage.axis, 1, ring=is_ring), gradients=gradients)
+    carry = carry._replace(x=shifted(stage, carry.x, 1), gradients=gradients)
     carry = backward(stage, now.backward, carry)
     for k in range(stage.schedule.weight.shape[-1]):
         carry = weight(stage, now.weight[k], carry)
@@ -168,15 +167,20 @@ def tick(stage: Stage, carry: Carry, now: Tick) -> tuple[Carry, None]:
     return carry._replace(x=x, g=g), None
 
 
+def shifted(stage: Stage, x: Tree, step: int) -> Tree:
+    """x of the stage that is step before this one; with several chunks the stages are a ring."""
+    return jax.tree.map(lambda x: shift(x, stage.axis, step, ring=stage.schedule.chunks > 1), x)
+
+
 def forward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
     """F: x of a unit through the layers of its chunk; their residuals go to its slots."""
 
-    def run_layer(carry: tuple[jax.Array, Residuals], i: jax.Array) -> tuple[tuple, None]:
+    def run_layer(carry: tuple[Tree, Residuals], i: jax.Array) -> tuple[tuple, None]:
         x, buffers = carry
         x, residuals = stage.vjp.forward(*stage.weights(stage.row(unit, i)), x)
         return (x, _keep(stage, buffers, residuals, unit, i)), None
 
-    def work(_: jax.Array, x: jax.Array, buffers: Residuals) -> tuple[jax.Array, Residuals]:
+    def work(_: jax.Array, x: Tree, buffers: Residuals) -> tuple[Tree, Residuals]:
         x = begin_chunk(stage, unit, x)
         return lax.scan(run_layer, (x, buffers), jnp.arange(stage.layers_per_chunk))[0]
 
@@ -185,10 +189,10 @@ def forward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
     return carry._replace(x=x, residuals=residuals)
 
 
-def begin_chunk(stage: Stage, unit: jax.Array, x: jax.Array) -> jax.Array:
+def begin_chunk(stage: Stage, unit: jax.Array, x: Tree) -> Tree:
     """The input of the unit's chunk: from `model.first` where the chunk begins the model, else x."""
 
-    def work(turn: jax.Array, _: jax.Array, nothing: tuple) -> tuple[jax.Array, tuple]:
+    def work(turn: jax.Array, _: Tree, nothing: tuple) -> tuple[Tree, tuple]:
         return stage.first(stage.model.ends, stage.microbatch(unit + turn)), nothing
 
     return stage.when(stage.is_first(unit), "first", work, x, ())[0]
@@ -197,24 +201,24 @@ def begin_chunk(stage: Stage, unit: jax.Array, x: jax.Array) -> jax.Array:
 def backward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
     """B: g of a unit back through the layers of its chunk. Adds gradients; those of layers unless W makes them."""
 
-    def run_layer(turn: tuple[jax.Array, Tree, list], i: jax.Array) -> tuple[tuple, None]:
+    def run_layer(turn: tuple[Tree, Tree, list], i: jax.Array) -> tuple[tuple, None]:
         g, sums, handed = turn
-        row, residuals = stage.row(unit, i), _kept(stage, carry.residuals, unit, i)
+        row = stage.row(unit, i)
+        residuals = _kept(stage, carry.residuals, unit, i)
         if stage.is_split:
             g, parts = stage.vjp.backward_x(residuals, *stage.weights(row), g)
-            return (g, sums, _store(handed, _place(stage, "handed", unit, i), parts)), None
+            return (g, sums, loops.put(handed, _place(stage, "handed", unit, i), parts)), None
         gradients, g = stage.vjp.backward(residuals, *stage.weights(row), g)
         return (g, _added_at(stage, sums, row, gradients, unit >= 0), handed), None
 
-    def work(_: jax.Array, g: jax.Array, store: tuple[Sums, list]) -> tuple[jax.Array, tuple]:
+    def work(_: jax.Array, g: Tree, store: tuple[Sums, list]) -> tuple[Tree, tuple]:
         sums, handed = store
         is_last = stage.is_last(unit)
-        is_first = (stage.index == 0) & (unit >= 0) & (unit < stage.schedule.microbatches)
-        last, first = partial(_backward_last, stage, unit, is_last), partial(_backward_first, stage, unit, is_first)
-        g, ends = stage.when(is_last, "last", last, g, sums.ends)
+        is_first = (stage.index == 0) & (unit >= 0) & (unit < stage.schedule.microbatches)  # masked, unit may be -1
+        g, ends = stage.when(is_last, "last", partial(_backward_last, stage, unit, is_last), g, sums.ends)
         layers = jnp.arange(stage.layers_per_chunk)
         (g, of_layers, handed), _ = lax.scan(run_layer, (g, sums.layers, handed), layers, reverse=True)
-        g, ends = stage.when(is_first, "first", first, g, ends)
+        g, ends = stage.when(is_first, "first", partial(_backward_first, stage, unit, is_first), g, ends)
         return g, (Sums(ends, of_layers), handed)
 
     g = loops.get(carry.gradients, stage.slot("gradients", unit))
@@ -223,8 +227,8 @@ def backward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
 
 
 def _backward_last(
-    stage: Stage, unit: jax.Array, wanted: jax.Array, turn: jax.Array, x: jax.Array, sums: tuple
-) -> tuple[jax.Array, tuple]:
+    stage: Stage, unit: jax.Array, wanted: jax.Array, turn: jax.Array, x: Tree, sums: tuple
+) -> tuple[Tree, tuple]:
     """The loss of a unit and its backward to the last layer's x -> gradient of x, sums (loss, gradients of ends)."""
     microbatch = stage.microbatch(unit + turn)
     loss, vjp = jax.vjp(lambda ends, x: stage.model.last(ends, x, microbatch), stage.model.ends, x)
@@ -233,20 +237,22 @@ def _backward_last(
 
 
 def _backward_first(
-    stage: Stage, unit: jax.Array, wanted: jax.Array, turn: jax.Array, g: jax.Array, sums: tuple
-) -> tuple[jax.Array, tuple]:
+    stage: Stage, unit: jax.Array, wanted: jax.Array, turn: jax.Array, g: Tree, sums: tuple
+) -> tuple[Tree, tuple]:
     """The backward of a unit from the first layer's x to ends -> g, sums (loss, gradients of ends)."""
     microbatch = stage.microbatch(unit + turn)
     _, vjp = jax.vjp(lambda ends: stage.first(ends, microbatch), stage.model.ends)
+    (gradients,) = vjp(jax.tree.map(lambda g: g + jnp.asarray(turn, g.dtype), g))
     loss, of_ends = sums
-    return g, (loss, _added(stage, of_ends, *vjp(g + jnp.asarray(turn, g.dtype)), wanted))
+    return g, (loss, _added(stage, of_ends, gradients, wanted))
 
 
 def weight(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
     """W: the gradients of the weights of a unit's chunk, from residuals and what B handed over."""
 
     def run_layer(sums: Tree, i: jax.Array) -> tuple[Tree, None]:
-        row, handed = stage.row(unit, i), _load(carry.handed, _place(stage, "handed", unit, i))
+        row = stage.row(unit, i)
+        handed = _load(carry.handed, _place(stage, "handed", unit, i))
         residuals = _kept(stage, carry.residuals, unit, i)
         gradients = stage.vjp.backward_weights(residuals, *stage.weights(row), handed)
         return _added_at(stage, sums, row, gradients, unit >= 0), None
@@ -263,10 +269,6 @@ def _place(stage: Stage, buffer: str, unit: jax.Array, i: jax.Array) -> jax.Arra
     return stage.slot(buffer, unit) * stage.layers_per_chunk + i
 
 
-def _store(rings: list, place: jax.Array, arrays: list) -> list:
-    return [loops.put(ring, place, array) for ring, array in zip(rings, arrays, strict=True)]
-
-
 def _load(rings: list, place: jax.Array) -> list:
     return [loops.as_stored(loops.get(ring, place)) for ring in rings]
 
@@ -275,8 +277,8 @@ def _keep(stage: Stage, buffers: Residuals, residuals: list, unit: jax.Array, i:
     """The buffers with the residuals of the i-th layer of the unit's chunk."""
     backward, late = ([residuals[k] for k in kept] for kept in (stage.kept_for_backward, stage.kept_for_weight))
     return Residuals(
-        backward=_store(buffers.backward, _place(stage, "backward", unit, i), backward),
-        late=_store(buffers.late, _place(stage, "late", unit, i), late),
+        backward=loops.put(buffers.backward, _place(stage, "backward", unit, i), backward),
+        late=loops.put(buffers.late, _place(stage, "late", unit, i), late),
     )
 
 
@@ -302,5 +304,4 @@ def _added(stage: Stage, sums: Tree, gradients: Tree, wanted: jax.Array) -> Tree
 
 def _added_at(stage: Stage, sums: Tree, row: jax.Array, gradients: Tree, wanted: jax.Array) -> Tree:
     """sums[C n ...] with gradients added at a row."""
-    new = _added(stage, jax.tree.map(lambda s: loops.get(s, row), sums), gradients, wanted)
-    return jax.tree.map(lambda s, x: loops.put(s, row, x), sums, new)
+    return loops.put(sums, row, _added(stage, loops.get(sums, row), gradients, wanted))
