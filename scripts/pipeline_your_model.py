@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax import as_varying, layer_order, run_schedule
+from nanotrain_jax import LayeredModel, as_varying, layer_order, run_schedule
 from nanotrain_jax import mesh as meshes
 from nanotrain_jax.parallel import schedule as schedules
 
@@ -58,7 +58,8 @@ def main() -> None:
 
     def pipelined(embed: nnx.State, layers: nnx.State, tokens: jax.Array) -> tuple:
         embed, layers = as_varying((embed, layers), "data")  # else gradients arrive summed over data
-        loss, (of_embed, of_layers) = run_schedule(schedule, first, layer, last, embed, layers, tokens)
+        model = LayeredModel(first, layer, last, embed, layers)
+        loss, (of_embed, of_layers) = run_schedule(schedule, model, tokens)
         return *lax.psum((loss, of_embed), ("pipe", "data")), lax.psum(of_layers, "data")
 
     in_specs = (P(), P("pipe"), P(None, "data"))

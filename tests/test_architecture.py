@@ -16,8 +16,8 @@ FLOORS = [
     {"fields", "loading"},
     {
         "config", "mesh", "processes", "ops", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat",
-        "parallel.pullback", "parallel.offload", "audit.hlo", "audit.hardware", "runtime.corpus", "runtime.durable",
-        "runtime.watchdog", "runtime.link", "runtime.curves", "runtime.profiling",
+        "parallel.pullback", "parallel.offload", "parallel.layered_model", "audit.hlo", "audit.hardware",
+        "runtime.corpus", "runtime.durable", "runtime.watchdog", "runtime.link", "runtime.curves", "runtime.profiling",
     },
     {
         "execution", "parallel.tensor", "parallel.context", "parallel.update", "parallel.compress", "runtime.optim", "runtime.data",
@@ -25,10 +25,10 @@ FLOORS = [
         "runtime.leader", "runtime.host", "parallel.chart", "parallel.loops", "audit.topology", "audit.copies",
     },
     {
-        "runtime.checkpoint", "model", "resolved", "parallel.zero", "parallel.pipeline", "parallel.streamed",
+        "runtime.checkpoint", "model", "resolved", "parallel.zero", "parallel.pipeline.stage", "parallel.streamed",
         "parallel.gantt", "audit.cost",
     },
-    {"runtime.restore", "state", "audit.offloaded"},
+    {"runtime.restore", "state", "audit.offloaded", "parallel.pipeline.executor"},
     {"piecewise", "audit.memory"},
     {"step", "capacity"},
     {"stored", "words", "planner.estimate"},

@@ -1,9 +1,10 @@
-"""The executor with somebody else's layers, and the backward of a layer as plain functions."""
+"""The pipeline executor with layers that know nothing of it."""
 
 import importlib.util
-from collections import Counter
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +15,41 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax import layer_order, run_schedule, state
+from nanotrain_jax import LayeredModel, layer_order, run_schedule, state
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import as_varying
-from nanotrain_jax.parallel.pipeline import run_forward
-from nanotrain_jax.parallel.pullback import pullback
+from nanotrain_jax.parallel.pipeline.executor import run_forward
 
 D, F, V, T = 8, 16, 11, 5
 NAMES = [*schedules.SCHEDULES]
 
 
+class Case(NamedTuple):
+    """A schedule, and how it is run."""
+
+    schedule: str
+    stages: int
+    microbatches: int
+    chunks: int = 1
+    idle: str = "skip"
+
+    @property
+    def table(self):
+        return schedules.make(self.schedule, self.stages, self.microbatches, self.chunks)
+
+
+def case_of(name, stages, microbatches):
+    """A schedule by name, with two chunks if it can have several."""
+    return Case(name, stages, microbatches, chunks=2 if name == "interleaved" else 1)
+
+
 def a_model(layers, seed=0):
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32)
+
+    def draw(*shape):
+        return jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32)
+
     ends = {"embedding": draw(V, D), "head": draw(V, D)}
     return ends, {"up": draw(layers, D, F), "down": draw(layers, F, D), "gain": 1 + draw(layers, D)}
 
@@ -49,7 +71,7 @@ def last(ends, x, tokens):
     return -jnp.take_along_axis(log_p, tokens[..., None], -1).sum()
 
 
-def one_device(ends, layers, tokens):
+def one_device(ends, layers, tokens, first=first, layer=layer, last=last):
     def of_one(tokens):
         x, _ = lax.scan(lambda x, weights: (layer(weights, x), None), first(ends, tokens), layers)
         return last(ends, x, tokens)
@@ -62,18 +84,14 @@ def a_mesh(pipe, data=1):
     return jax.make_mesh((pipe, data), ("pipe", "data"), axis_types=types, devices=jax.devices()[: pipe * data])
 
 
-def pipelined(schedule, mesh, idle="skip", layer=layer):
+def pipelined(schedule, mesh, idle="skip", first=first, layer=layer, last=last):
     """(ends, layers in the order of the model, tokens) -> loss, gradients of ends, of layers."""
 
     def body(ends, layers, tokens):
         ends, layers = as_varying((ends, layers), ("data",))
-        loss, (of_ends, of_layers) = run_schedule(schedule, first, layer, last, ends, layers, tokens, idle=idle)
-        everywhere = lambda g: lax.psum(g, ("pipe", "data"))
-        return (
-            everywhere(loss),
-            jax.tree.map(everywhere, of_ends),
-            jax.tree.map(lambda g: lax.psum(g, "data"), of_layers),
-        )
+        model = LayeredModel(first, layer, last, ends, layers)
+        loss, (of_ends, of_layers) = run_schedule(schedule, model, tokens, idle=idle)
+        return *lax.psum((loss, of_ends), ("pipe", "data")), lax.psum(of_layers, "data")
 
     specs = (P(), P("pipe"), P(None, "data"))
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(P(), P(), P("pipe"))))
@@ -87,43 +105,41 @@ def pipelined(schedule, mesh, idle="skip", layer=layer):
 
 
 # Together each schedule at 2, 4, 8 stages, with P, 2 P, 4 P and odd numbers of microbatches.
-RUNS = [  # name, stages, microbatches, chunks, idle
-    ("gpipe", 8, 3, 1, "skip"),
-    ("1f1b", 1, 3, 1, "skip"),
-    ("1f1b", 4, 3, 1, "skip"),
-    ("1f1b", 2, 5, 1, "mask"),
-    ("1f1b_lean", 4, 7, 1, "mask"),
-    ("interleaved", 2, 4, 4, "skip"),
-    ("zero_bubble", 4, 16, 1, "skip"),
-    ("zb_h1", 4, 5, 1, "mask"),
-    ("zb_h2", 2, 3, 1, "mask"),
+RUNS = [
+    Case("gpipe", stages=8, microbatches=3),
+    Case("1f1b", stages=1, microbatches=3),
+    Case("1f1b", stages=4, microbatches=3),
+    Case("1f1b", stages=2, microbatches=5, idle="mask"),
+    Case("1f1b_lean", stages=4, microbatches=7, idle="mask"),
+    Case("interleaved", stages=2, microbatches=4, chunks=4),
+    Case("zero_bubble", stages=4, microbatches=16),
+    Case("zb_h1", stages=4, microbatches=5, idle="mask"),
+    Case("zb_h2", stages=2, microbatches=3, idle="mask"),
 ]
 MORE = [
-    ("gpipe", 2, 2, 1, "skip"),
-    ("gpipe", 4, 8, 1, "mask"),
-    ("1f1b", 8, 32, 1, "skip"),
-    ("1f1b_lean", 2, 8, 1, "skip"),
-    ("1f1b_lean", 8, 16, 1, "skip"),
-    ("interleaved", 4, 8, 2, "mask"),
-    ("interleaved", 8, 8, 1, "skip"),
-    ("interleaved", 1, 3, 2, "skip"),
-    ("zero_bubble", 2, 5, 1, "mask"),
-    ("zero_bubble", 8, 21, 1, "skip"),
-    ("zb_h1", 2, 2, 1, "skip"),
-    ("zb_h1", 8, 16, 1, "skip"),
-    ("zb_h2", 4, 9, 1, "skip"),
-    ("zb_h2", 8, 32, 1, "skip"),
+    Case("gpipe", stages=2, microbatches=2),
+    Case("gpipe", stages=4, microbatches=8, idle="mask"),
+    Case("1f1b", stages=8, microbatches=32),
+    Case("1f1b_lean", stages=2, microbatches=8),
+    Case("1f1b_lean", stages=8, microbatches=16),
+    Case("interleaved", stages=4, microbatches=8, chunks=2, idle="mask"),
+    Case("interleaved", stages=8, microbatches=8),
+    Case("interleaved", stages=1, microbatches=3, chunks=2),
+    Case("zero_bubble", stages=2, microbatches=5, idle="mask"),
+    Case("zero_bubble", stages=8, microbatches=21),
+    Case("zb_h1", stages=2, microbatches=2),
+    Case("zb_h1", stages=8, microbatches=16),
+    Case("zb_h2", stages=4, microbatches=9),
+    Case("zb_h2", stages=8, microbatches=32),
 ]
 
 
 @pytest.mark.parametrize("case", cover(RUNS, MORE))
 def test_any_schedule_gives_the_loss_and_gradients_of_one_device(case):
-    name, stages, microbatches, chunks, idle = case
-    data = 2 if stages in (2, 4) else 1
+    data = 2 if case.stages in (2, 4) else 1
     ends, layers = a_model(8)
-    tokens = some_tokens(microbatches, 2)
-    schedule = schedules.make(name, stages, microbatches, chunks)
-    loss, grads = pipelined(schedule, a_mesh(stages, data), idle)[0](ends, layers, tokens)
+    tokens = some_tokens(case.microbatches, 2)
+    loss, grads = pipelined(case.table, a_mesh(case.stages, data), case.idle)[0](ends, layers, tokens)
     true_loss, true_grads = jax.value_and_grad(one_device, argnums=(0, 1))(ends, layers, tokens)
     np.testing.assert_allclose(loss, true_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), grads, true_grads)
@@ -162,8 +178,8 @@ def test_gradients_of_what_is_replicated_over_data_arrive_summed_over_it():
     tokens = some_tokens(3, 4)
 
     def body(ends, layers, tokens):
-        loss, (of_ends, of_layers) = run_schedule("1f1b", first, layer, last, ends, layers, tokens)
-        return lax.psum(loss, ("pipe", "data")), jax.tree.map(lambda g: lax.psum(g, "pipe"), of_ends), of_layers
+        loss, (of_ends, of_layers) = run_schedule("1f1b", LayeredModel(first, layer, last, ends, layers), tokens)
+        return lax.psum(loss, ("pipe", "data")), lax.psum(of_ends, "pipe"), of_layers
 
     specs = (P(), P("pipe"), P(None, "data"))
     run = jax.jit(jax.shard_map(body, mesh=a_mesh(2, 2), in_specs=specs, out_specs=(P(), P(), P("pipe"))))
@@ -194,8 +210,7 @@ def test_schedules_agree_bitwise_because_all_sum_microbatches_in_order(idle):
     tokens = some_tokens(16, 2)
     found = {}
     for name in NAMES:
-        schedule = schedules.make(name, 4, 16, 2 if name == "interleaved" else 1)
-        found[name] = pipelined(schedule, a_mesh(4, 2), idle)[0](ends, layers, tokens)
+        found[name] = pipelined(case_of(name, 4, 16).table, a_mesh(4, 2), idle)[0](ends, layers, tokens)
     for name in NAMES[1:]:
         jax.tree.map(np.testing.assert_array_equal, found[name], found[NAMES[0]])
 
@@ -206,10 +221,12 @@ def test_forwards_alone_give_the_loss_of_one_device(stages, microbatches, chunks
     tokens = some_tokens(microbatches, 2)
     schedule = schedules.forward_only(stages, microbatches, chunks)
 
+    def loss_and_count(ends, x, tokens):
+        return last(ends, x, tokens), tokens.size
+
     def body(ends, layers, tokens):
-        begin, end = lambda tokens: first(ends, tokens), lambda x, tokens: (last(ends, x, tokens), tokens.size)
-        ends = as_varying(ends, ("pipe",))
-        return lax.psum(run_forward(schedule, begin, layer, end, layers, tokens), "pipe")
+        model = LayeredModel(first, layer, loss_and_count, ends, layers)
+        return lax.psum(run_forward(schedule, model, tokens), "pipe")
 
     mesh = a_mesh(stages)
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(), P("pipe"), P()), out_specs=P()))
@@ -219,10 +236,13 @@ def test_forwards_alone_give_the_loss_of_one_device(stages, microbatches, chunks
     assert count == tokens.size
 
 
-def compiled(name, stages, microbatches, chunks=1, idle="skip", layer=layer, rows=64, layers=8):
-    schedule = schedules.make(name, stages, microbatches, chunks)
-    arguments = (*a_model(layers), some_tokens(microbatches, rows))
-    return schedule, pipelined(schedule, a_mesh(stages), idle, layer)[1].lower(*arguments).compile()
+def compiled(case, layer=layer, rows=64):
+    arguments = (*a_model(8), some_tokens(case.microbatches, rows))
+    return pipelined(case.table, a_mesh(case.stages), case.idle, layer=layer)[1].lower(*arguments).compile()
+
+
+def temporary_bytes(case, layer=layer):
+    return compiled(case, layer).memory_analysis().temp_size_in_bytes
 
 
 def turns(schedule):
@@ -234,8 +254,9 @@ def turns(schedule):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tick_has_two_permutes_and_none_stands_in_a_branch(name):
-    schedule, program = compiled(name, 4, 12, 2 if name == "interleaved" else 1, rows=2)
-    found = hlo.collectives(program.as_text(), {"pipe": 4, "data": 1}, turns(schedule))
+    case = case_of(name, 4, 12)
+    schedule = case.table
+    found = hlo.collectives(compiled(case, rows=2).as_text(), {"pipe": 4, "data": 1}, turns(schedule))
     permutes = [c for c in found if c.operation == "permute"]
     assert [c.count for c in permutes] == [schedule.ticks] * 2
     assert not any("at_most_once" in c.source for c in permutes)
@@ -244,13 +265,12 @@ def test_a_tick_has_two_permutes_and_none_stands_in_a_branch(name):
 
 @pytest.mark.parametrize("name", cover(["1f1b", "interleaved", "zero_bubble"], ["1f1b_lean", "zb_h1", "zb_h2"]))
 def test_temporary_memory_does_not_grow_with_the_number_of_microbatches(name):
-    sizes = [compiled(name, 2, M, 2 if name == "interleaved" else 1)[1].memory_analysis() for M in (8, 16, 64)]
-    temp = [size.temp_size_in_bytes for size in sizes]
+    temp = [temporary_bytes(case_of(name, 2, M)) for M in (8, 16, 64)]
     assert max(temp) < 1.01 * min(temp)
 
 
 def test_gpipe_holds_every_microbatch():
-    temp = [compiled("gpipe", 2, M)[1].memory_analysis().temp_size_in_bytes for M in (8, 64)]
+    temp = [temporary_bytes(Case("gpipe", 2, M)) for M in (8, 64)]
     assert temp[1] > 6 * temp[0]
 
 
@@ -258,8 +278,7 @@ def test_gpipe_holds_every_microbatch():
 def test_temporary_memory_falls_as_rematerialisation_gets_stronger(name):
     some = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
     full = jax.checkpoint(layer)
-    chunks = 2 if name == "interleaved" else 1
-    temp = [compiled(name, 2, 8, chunks, layer=f)[1].memory_analysis().temp_size_in_bytes for f in (layer, some, full)]
+    temp = [temporary_bytes(case_of(name, 2, 8), f) for f in (layer, some, full)]
     assert temp[0] > 1.2 * temp[1] > 1.4 * temp[2]
 
 
@@ -268,18 +287,18 @@ def useful_flops(layers, microbatches, rows):
     return 3 * tokens * (layers * 2 * 2 * D * F + 2 * D * V)
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zb_h1", 1)])
-def test_executed_flops_are_the_useful_ones(name, chunks):
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zero_bubble", "zb_h1"])
+def test_executed_flops_are_the_useful_ones(name):
     """Each slot's matmuls, times how often the table takes it: forward once, backward once, no part of it twice."""
-    schedule, program = compiled(name, 4, 12, chunks)
-    found = hlo.matmul_flops(program.as_text(), turns(schedule))
+    case = case_of(name, 4, 12)
+    found = hlo.matmul_flops(compiled(case).as_text(), turns(case.table))
     assert found == pytest.approx(useful_flops(8 // 4, 12, 64), rel=1e-9)
 
 
 def test_masked_stages_compute_in_every_tick():
-    schedule, program = compiled("1f1b", 4, 12, idle="mask")
-    assert hlo.matmul_flops(program.as_text()) == pytest.approx(
-        useful_flops(8 // 4, 12, 64) * schedule.ticks / 12, rel=1e-9
+    case = Case("1f1b", 4, 12, idle="mask")
+    assert hlo.matmul_flops(compiled(case).as_text()) == pytest.approx(
+        useful_flops(8 // 4, 12, 64) * case.table.ticks / 12, rel=1e-9
     )
 
 
@@ -304,11 +323,14 @@ def test_what_does_not_fit_is_told():
         with pytest.raises(ValueError, match=message):
             pipelined(schedule, a_mesh(stages))[1](ends, layers, some_tokens(microbatches, 2))
     tokens = some_tokens(4, 2)
+
+    def body(ends, layers, tokens):
+        return run_schedule("1f1b", LayeredModel(first, layer, last, ends, layers), tokens)[0]
+
     for wrong, spec, message in (
         (layers, P(), r"layers are the same on every stage; shard their leading dim over the stages: P\('pipe'\)"),
         (layers | {"gain": jnp.ones((4, D))}, P("pipe"), "layers: arrays have 2 and 3 rows on a stage; give every"),
     ):
-        body = lambda *args: run_schedule("1f1b", first, layer, last, *args)[0]
         with pytest.raises(ValueError, match=message):
             jax.shard_map(body, mesh=a_mesh(2), in_specs=(P(), spec, P()), out_specs=P("pipe"))(ends, wrong, tokens)
     with pytest.raises(ValueError, match="idle='masked' is unknown; use skip or mask"):
@@ -324,46 +346,29 @@ def test_masked_work_may_be_nan_where_no_microbatch_is():
     ends, layers = a_model(4)
     tokens = some_tokens(4, 2)
     schedule = schedules.make("zb_h1", 4, 4)
-    skip, mask = (pipelined(schedule, a_mesh(4), idle, normed)[0](ends, layers, tokens) for idle in ("skip", "mask"))
+    runs = (pipelined(schedule, a_mesh(4), idle, layer=normed)[0] for idle in ("skip", "mask"))
+    skip, mask = (run(ends, layers, tokens) for run in runs)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(skip))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), mask, skip)
 
 
-def matmuls(f, *arguments):
-    def count(jaxpr):
-        own = Counter(e.primitive.name for e in jaxpr.eqns)["dot_general"]
-        return own + sum(count(inner) for e in jaxpr.eqns for inner in jax.extend.core.jaxprs_in_params(e.params))
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1"])
+def test_an_auxiliary_loss_travels_with_the_activation(name):
+    def begin(ends, tokens):
+        return {"x": first(ends, tokens), "penalty": jnp.zeros(())}
 
-    return count(jax.make_jaxpr(f)(*arguments).jaxpr)
+    def penalized(weights, x):
+        penalty = jnp.square(jnp.tanh(x["x"] @ weights["up"])).sum()
+        return {"x": layer(weights, x["x"]), "penalty": x["penalty"] + penalty}
 
+    def end(ends, x, tokens):
+        return last(ends, x["x"], tokens) + 0.1 * x["penalty"]
 
-@pytest.mark.parametrize(("policy", "again"), [(None, 0), ("full", 1)])
-def test_a_cut_backward_computes_nothing_twice(policy, again):
-    """Two matmuls for the gradient of x, two for the weights; of what is computed again each part has what it needs."""
-    weights = jax.tree.map(lambda w: w[0], a_model(1)[1])
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, D)), jnp.float32)
-    kernel = lambda weights, inputs, x: layer(inputs, x)
-    back = pullback(jax.checkpoint(kernel) if policy else kernel, weights, weights, x)
-    y, kept = back.forward(weights, weights, x)
-    g = jnp.cos(y)
-    whole, whole_x = back.whole(kept, weights, weights, g)
-    early_x, handed = back.early(kept, weights, weights, g)
-    only_late = [k if i in back.late_keeps else None for i, k in enumerate(kept)]
-    late = back.late(only_late, weights, weights, handed)
-    np.testing.assert_array_equal(early_x, whole_x)
-    jax.tree.map(np.testing.assert_array_equal, late, whole)
-    assert matmuls(back.early, kept, weights, weights, g) == 2 + again
-    assert matmuls(lambda handed: back.late(only_late, weights, weights, handed), handed) == 2 + again
-    assert matmuls(back.whole, kept, weights, weights, g) == 4 + 2 * again
-    if not again:  # of each matmul the input and the gradient of the output wait; that of the gain is made at once
-        sizes = sorted(x.size for x in [*handed, *(kept[i] for i in back.late_keeps)])
-        assert sizes == sorted([D, 2 * T * D, 2 * T * F, 2 * T * D, 2 * T * F])
-
-
-def test_weights_are_not_kept():
-    weights = jax.tree.map(lambda w: w[0], a_model(1)[1])
-    x = jnp.ones((2, T, D))
-    for kernel, sizes in ((layer, None), (jax.checkpoint(layer), [x.size])):
-        back = pullback(lambda weights, inputs, x, kernel=kernel: kernel(inputs, x), weights, weights, x)
-        assert not {k.shape for k in back.kept} & {w.shape for w in weights.values()}
-        assert sizes is None or [k.size for k in back.kept] == sizes
+    ends, layers = a_model(4)
+    tokens = some_tokens(4, 2)
+    functions = {"first": begin, "layer": penalized, "last": end}
+    loss, grads = pipelined(case_of(name, 2, 4).table, a_mesh(2, 2), **functions)[0](ends, layers, tokens)
+    of_one = partial(one_device, **functions)
+    true_loss, true_grads = jax.value_and_grad(of_one, argnums=(0, 1))(ends, layers, tokens)
+    np.testing.assert_allclose(loss, true_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), grads, true_grads)

@@ -1,5 +1,7 @@
 """The decoder, pipelined: the numbers of one device, the bytes of the papers."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 import pytest
@@ -18,82 +20,91 @@ from test_tensor_step import moves_what_the_papers_say
 
 from nanotrain_jax import step as steps
 
+
+class Layout(NamedTuple):
+    """The keys of a config that tests here vary."""
+
+    pipe: int
+    data: int = 1
+    tensor: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    microbatches: int = 4
+    zero: int = 0
+    family: str = "gpt2"
+    remat: str = "none"
+    idle: str = "skip"
+
+
 # Every schedule, stage of ZeRO and remat policy, with 2, 4 and 8 stages; in MORE every schedule with every number of
 # stages and every stage of ZeRO that it can have here.
-COVER = [  # pipe, data, tensor, schedule, chunks, microbatches, zero, family, remat, idle
-    (2, 2, 2, "gpipe", 1, 4, 2, "llama", "selective", "mask"),
-    (2, 2, 2, "interleaved", 2, 8, 1, "gpt2", "full", "skip"),
-    (4, 2, 1, "zb_h1", 1, 8, 3, "gpt2", "full", "skip"),
-    (4, 1, 2, "zero_bubble", 1, 16, 2, "gpt2", "none", "mask"),
-    (4, 1, 2, "1f1b_lean", 1, 4, 2, "llama", "block:2", "skip"),
-    (8, 1, 1, "1f1b", 1, 32, 0, "gpt2", "selective", "skip"),
+COVER = [
+    Layout(pipe=2, data=2, tensor=2, schedule="gpipe", zero=2, family="llama", remat="selective", idle="mask"),
+    Layout(pipe=2, data=2, tensor=2, schedule="interleaved", chunks=2, microbatches=8, zero=1, remat="full"),
+    Layout(pipe=4, data=2, schedule="zb_h1", microbatches=8, zero=3, remat="full"),
+    Layout(pipe=4, tensor=2, schedule="zero_bubble", microbatches=16, zero=2, idle="mask"),
+    Layout(pipe=4, tensor=2, schedule="1f1b_lean", zero=2, family="llama", remat="block:2"),
+    Layout(pipe=8, microbatches=32, remat="selective"),
 ]
 MORE = [
-    (2, 2, 2, "1f1b", 1, 4, 3, "gpt2", "none", "skip"),
-    (4, 2, 1, "zb_h2", 1, 16, 3, "llama", "none", "skip"),
-    (2, 2, 2, "zero_bubble", 1, 4, 3, "llama", "none", "skip"),
-    (2, 2, 2, "zb_h1", 1, 2, 1, "llama", "full", "mask"),
-    (2, 4, 1, "interleaved", 4, 4, 3, "llama", "selective", "mask"),
-    (2, 4, 1, "1f1b_lean", 1, 8, 0, "gpt2", "none", "skip"),
-    (2, 1, 4, "zb_h2", 1, 8, 0, "gpt2", "selective", "skip"),
-    (2, 4, 1, "zb_h1", 1, 8, 3, "gpt2", "selective", "skip"),
-    (2, 2, 2, "interleaved", 2, 4, 3, "gpt2", "block:2", "skip"),
-    (4, 2, 1, "1f1b", 1, 16, 1, "llama", "full", "mask"),
-    (4, 2, 1, "1f1b", 1, 8, 2, "gpt2", "none", "skip"),
-    (4, 2, 1, "gpipe", 1, 8, 3, "gpt2", "block:2", "skip"),
-    (4, 2, 1, "interleaved", 2, 4, 0, "gpt2", "none", "skip"),
-    (4, 2, 1, "interleaved", 2, 16, 2, "llama", "full", "skip"),
-    (4, 2, 1, "zb_h1", 1, 8, 2, "llama", "selective", "skip"),
-    (4, 2, 1, "zb_h2", 1, 8, 1, "gpt2", "full", "mask"),
-    (8, 1, 1, "1f1b", 1, 2, 2, "llama", "none", "skip"),  # fewer microbatches than stages
-    (8, 1, 1, "gpipe", 1, 16, 1, "llama", "full", "skip"),
-    (8, 1, 1, "gpipe", 1, 8, 0, "gpt2", "none", "skip"),
-    (8, 1, 1, "zero_bubble", 1, 8, 0, "llama", "none", "skip"),
-    (8, 1, 1, "zero_bubble", 1, 32, 1, "gpt2", "full", "skip"),
-    (8, 1, 1, "zb_h1", 1, 16, 0, "gpt2", "none", "skip"),
-    (8, 1, 1, "zb_h2", 1, 16, 2, "llama", "selective", "skip"),
-    (8, 1, 1, "1f1b_lean", 1, 8, 3, "llama", "none", "mask"),
-    (8, 1, 1, "1f1b_lean", 1, 16, 1, "gpt2", "full", "skip"),
-    (8, 1, 1, "interleaved", 1, 8, 3, "llama", "none", "skip"),
+    Layout(pipe=2, data=2, tensor=2, zero=3),
+    Layout(pipe=4, data=2, schedule="zb_h2", microbatches=16, zero=3, family="llama"),
+    Layout(pipe=2, data=2, tensor=2, schedule="zero_bubble", zero=3, family="llama"),
+    Layout(
+        pipe=2, data=2, tensor=2, schedule="zb_h1", microbatches=2, zero=1, family="llama", remat="full", idle="mask"
+    ),
+    Layout(pipe=2, data=4, schedule="interleaved", chunks=4, zero=3, family="llama", remat="selective", idle="mask"),
+    Layout(pipe=2, data=4, schedule="1f1b_lean", microbatches=8),
+    Layout(pipe=2, tensor=4, schedule="zb_h2", microbatches=8, remat="selective"),
+    Layout(pipe=2, data=4, schedule="zb_h1", microbatches=8, zero=3, remat="selective"),
+    Layout(pipe=2, data=2, tensor=2, schedule="interleaved", chunks=2, zero=3, remat="block:2"),
+    Layout(pipe=4, data=2, microbatches=16, zero=1, family="llama", remat="full", idle="mask"),
+    Layout(pipe=4, data=2, microbatches=8, zero=2),
+    Layout(pipe=4, data=2, schedule="gpipe", microbatches=8, zero=3, remat="block:2"),
+    Layout(pipe=4, data=2, schedule="interleaved", chunks=2),
+    Layout(pipe=4, data=2, schedule="interleaved", chunks=2, microbatches=16, zero=2, family="llama", remat="full"),
+    Layout(pipe=4, data=2, schedule="zb_h1", microbatches=8, zero=2, family="llama", remat="selective"),
+    Layout(pipe=4, data=2, schedule="zb_h2", microbatches=8, zero=1, remat="full", idle="mask"),
+    Layout(pipe=8, microbatches=2, zero=2, family="llama"),  # fewer microbatches than stages
+    Layout(pipe=8, schedule="gpipe", microbatches=16, zero=1, family="llama", remat="full"),
+    Layout(pipe=8, schedule="gpipe", microbatches=8),
+    Layout(pipe=8, schedule="zero_bubble", microbatches=8, family="llama"),
+    Layout(pipe=8, schedule="zero_bubble", microbatches=32, zero=1, remat="full"),
+    Layout(pipe=8, schedule="zb_h1", microbatches=16),
+    Layout(pipe=8, schedule="zb_h2", microbatches=16, zero=2, family="llama", remat="selective"),
+    Layout(pipe=8, schedule="1f1b_lean", microbatches=8, zero=3, family="llama", idle="mask"),
+    Layout(pipe=8, schedule="1f1b_lean", microbatches=16, zero=1, remat="full"),
+    Layout(pipe=8, schedule="interleaved", microbatches=8, zero=3, family="llama"),
 ]
 
 
-def piped(pipe, data, tensor, schedule, chunks, microbatches, zero, family, remat, idle, **more):
-    parallel = {
-        "pipe": pipe,
-        "data": data,
-        "tensor": tensor,
-        "schedule": schedule,
-        "chunks": chunks,
-        "microbatches": microbatches,
-        "zero": zero,
-        "idle": idle,
-        "persist_below": 64,
-    }
-    return small(family, model={"num_layers": 8}, parallel=parallel | more, memory={"remat": remat})
+def piped(layout, **more):
+    parallel = layout._asdict() | {"persist_below": 64} | more
+    family, remat = parallel.pop("family"), parallel.pop("remat")
+    return small(family, model={"num_layers": 8}, parallel=parallel, memory={"remat": remat})
 
 
 @pytest.mark.parametrize("layout", cover(COVER, MORE))
 def test_the_pipelined_decoder_equals_the_oracle_and_moves_what_the_papers_say(layout, expected):
-    equals_the_oracle(piped(*layout), expected)
-    if layout[-1] == "skip":  # masked stages also move what they throw away
-        moves_what_the_papers_say(piped(*layout))
+    equals_the_oracle(piped(layout), expected)
+    if layout.idle == "skip":  # masked stages also move what they throw away
+        moves_what_the_papers_say(piped(layout))
 
 
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
-        ((2, 2, 1, "zb_h1", 1, 4, 2, "gpt2", "none", "skip"), {"replica": 2, "bucket_mb": 0.0}),
-        ((2, 1, 4, "interleaved", 2, 4, 3, "gpt2", "none", "skip"), {"sequence_parallel": False}),
+        (Layout(pipe=2, data=2, schedule="zb_h1", zero=2), {"replica": 2, "bucket_mb": 0.0}),
+        (Layout(pipe=2, tensor=4, schedule="interleaved", chunks=2, zero=3), {"sequence_parallel": False}),
     ],
 )
 def test_replicas_and_whole_activations_go_with_stages(layout, more, expected):
-    equals_the_oracle(piped(*layout, **more), expected)
-    moves_what_the_papers_say(piped(*layout, **more))
+    equals_the_oracle(piped(layout, **more), expected)
+    moves_what_the_papers_say(piped(layout, **more))
 
 
 def test_tied_embeddings_of_a_llama_learn_at_both_ends(expected):
-    tree = piped(2, 2, 2, "zb_h2", 1, 8, 2, "llama", "none", "skip")
+    tree = piped(Layout(pipe=2, data=2, tensor=2, schedule="zb_h2", microbatches=8, zero=2, family="llama"))
     tree["model"]["tie_embeddings"] = True
     equals_the_oracle(tree, expected)
     moves_what_the_papers_say(tree)
@@ -111,12 +122,12 @@ def test_chunked_losses_and_clipped_gradients_go_with_stages():
 @pytest.mark.parametrize(
     "layout",
     [
-        (4, 2, 1, "1f1b", 1, 8, 3, "gpt2", "none", "skip"),
-        (2, 2, 2, "interleaved", 2, 4, 0, "llama", "full", "mask"),
+        Layout(pipe=4, data=2, microbatches=8, zero=3),
+        Layout(pipe=2, data=2, tensor=2, schedule="interleaved", chunks=2, family="llama", remat="full", idle="mask"),
     ],
 )
 def test_evaluation_gives_the_loss_of_training_and_counts_targets(layout):
-    config, mesh = resolved(piped(*layout))
+    config, mesh = resolved(piped(layout))
     step = steps.build(config, mesh)
     (tokens,) = random_tokens(config)
     batch, state = on_devices(tokens, step), step.init()
@@ -136,13 +147,24 @@ def test_evaluation_gives_the_loss_of_training_and_counts_targets(layout):
 @pytest.mark.parametrize(
     ("layout", "compute", "error"),
     [
-        ((2, 2, 2, "zero_bubble", 1, 4, 1, "llama", "none", "skip"), "bfloat16", 2**-8),
-        pytest.param((4, 2, 1, "1f1b", 1, 8, 3, "llama", "full", "skip"), "bfloat16", 2**-8, marks=pytest.mark.long),
-        ((2, 2, 2, "interleaved", 2, 4, 2, "llama", "selective", "skip"), "float16", 2**-11),
+        (Layout(pipe=2, data=2, tensor=2, schedule="zero_bubble", zero=1, family="llama"), "bfloat16", 2**-8),
+        pytest.param(
+            Layout(pipe=4, data=2, microbatches=8, zero=3, family="llama", remat="full"),
+            "bfloat16",
+            2**-8,
+            marks=pytest.mark.long,
+        ),
+        (
+            Layout(
+                pipe=2, data=2, tensor=2, schedule="interleaved", chunks=2, zero=2, family="llama", remat="selective"
+            ),
+            "float16",
+            2**-11,
+        ),
     ],
 )
 def test_16_bit_runs_stay_near_float32(layout, compute, error, expected):
-    tree = piped(*layout)
+    tree = piped(layout)
     tree["precision"] = {"compute": compute, "loss_scale": "dynamic" if compute == "float16" else "none"}
     stays_near_the_oracle(tree, expected, error)
 
@@ -150,14 +172,14 @@ def test_16_bit_runs_stay_near_float32(layout, compute, error, expected):
 @jax.numpy_dtype_promotion("standard")
 @pytest.mark.parametrize(("zero", "schedule"), [pytest.param(0, "1f1b", marks=pytest.mark.long), (3, "zb_h1")])
 def test_an_overflow_on_one_stage_skips_the_step_on_all(zero, schedule):
-    tree = piped(4, 2, 1, schedule, 1, 4, zero, "llama", "none", "skip")
+    tree = piped(Layout(pipe=4, data=2, schedule=schedule, zero=zero, family="llama"))
     tree["precision"] = {"compute": "float16", "loss_scale": "dynamic"}
     skips_an_overflow(tree)
 
 
 def test_each_stage_stores_its_layers_and_the_program_does_not_grow_with_microbatches():
     def built(microbatches):
-        config, mesh = resolved(piped(4, 2, 1, "1f1b", 1, microbatches, 1, "llama", "none", "skip"))
+        config, mesh = resolved(piped(Layout(pipe=4, data=2, microbatches=microbatches, zero=1, family="llama")))
         step = steps.build(config, mesh)
         return step, len(step.train.lower(step.state, step.batch).as_text().splitlines())
 

@@ -38,14 +38,14 @@ def when(idle: str, wanted: jax.Array, what: str, work: Callable, values: Tree, 
     return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), new, values), store
 
 
-def get(x: jax.Array, i: jax.Array) -> jax.Array:
-    """x[n ...] -> x[i]; i = -1 is the last."""
-    return lax.dynamic_index_in_dim(x, i, keepdims=False)
+def get(stack: Tree, i: jax.Array) -> Tree:
+    """stack[n ...] -> stack[i] of each array; i = -1 is the last."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), stack)
 
 
-def put(x: jax.Array, i: jax.Array, value: jax.Array) -> jax.Array:
-    """x[n ...] with value at i; i = -1 is the last."""
-    return lax.dynamic_update_index_in_dim(x, value, i, 0)
+def put(stack: Tree, i: jax.Array, value: Tree) -> Tree:
+    """stack[n ...] with value at i, each array; i = -1 is the last."""
+    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, i, 0), stack, value)
 
 
 def as_stored(x: jax.Array) -> jax.Array:
@@ -53,11 +53,15 @@ def as_stored(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
-def zeros(like: Any, axis: str, count: int | None = None, dtype: Any = None) -> jax.Array:
-    """Zeros of a type, count of them (None: one, without a dim for it), varying over axis as well.
+def zeros(like: Tree, axis: str, count: int | None = None, dtype: Any = None) -> Tree:
+    """Zeros of each type of a tree, count of them (None: one, without a dim for it), varying over axis as well.
 
-    Of a type that rests on the host: there, one after the other, so that they are never whole on the device.
+    Of a type in host memory: there, one after the other, so that they are never whole on the device.
     """
+    return jax.tree.map(lambda x: _zeros(x, axis, count, dtype), like)
+
+
+def _zeros(like: Any, axis: str, count: int | None, dtype: Any) -> jax.Array:
     shape = like.shape if count is None or on_host(like) else (count, *like.shape)
     x = as_varying(jnp.zeros(shape, dtype or like.dtype), sorted(varying_axes(like) | {axis}))
     if not on_host(like):

@@ -1,154 +1,189 @@
-"""The backward of a layer as plain functions of arrays, for loops that run it by hand: much later, or in two parts.
+"""The backward of a layer as functions of arrays, for loops that run it later than its forward, or in two parts.
 
-`jax.vjp` runs a layer and returns a pullback that holds what the layer's rematerialisation keeps. Here the arrays in it
-are taken out, so that they can wait in a buffer, and put back in. Those that are the weights are told by identity and
-not kept twice.
+`jax.vjp` runs a layer and returns a function of its residuals: what the layer's rematerialisation keeps. Here the
+residuals are taken out of it, so that they can wait in a buffer, and put back. Residuals that are weights of the layer
+(compared by identity) are not kept a second time.
 
-The two parts (arXiv 2401.10241, section 2) are the pullback's jaxpr cut along its data flow: `early` is what the
-gradient of x depends on, `late` the matmuls that it does not depend on, which are gradients of weights, and what only
-they need. Nothing is computed in both. The cut does not go through loops: a layer that has one inside makes all in
-`early`, gradients of weights too, and hands them over.
+The split backward (zero-bubble, arXiv 2401.10241, section 2) is the jaxpr of this function cut along its data flow:
+`backward_x` is what the gradient of x depends on; `backward_weights` is the matmuls that it does not depend on, which
+make gradients of weights, and what only they need. Nothing is computed in both. Loops are not cut: a layer with a loop
+inside makes its gradients of weights in `backward_x`, and `backward_weights` returns them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 Tree = Any  # a pytree of arrays
-Types = list[Any]  # of arrays, as `jax.typeof` says: shape, dtype, the axes it varies over, the memory it rests in
+Types = list[Any]  # of arrays, as `jax.typeof` gives them: shape, dtype, varying axes, memory space
+Layer = Callable[[Tree, Tree, Tree], Tree]  # (weights, inputs, x) -> y
 
-INLINED = ("checkpoint", "remat2", "pjit", "jit", "closed_call")  # the cut goes through them
+INLINED = ("checkpoint", "remat2", "pjit", "jit", "closed_call")  # calls that the cut goes through
 MATMULS = ("dot_general", "conv_general_dilated")
 
 
-class Pullback(NamedTuple):
-    """Functions of the arrays of one layer; kept and handed are lists of arrays.
-
-    forward(weights, inputs, x)              -> y, kept
-    whole(kept, weights, inputs, g)          -> gradients of inputs, of x
-    early(kept, weights, inputs, g)          -> gradient of x, handed
-    late(kept, weights, inputs, handed)      -> gradients of inputs
-    """
-
-    kept: Types
-    handed: Types
-    early_keeps: list[int]  # which of kept early uses
-    late_keeps: list[int]
-    forward: Callable[..., tuple[jax.Array, list]]
-    whole: Callable[..., tuple[Tree, jax.Array]]
-    early: Callable[..., tuple[jax.Array, list]]
-    late: Callable[..., Tree]
-
-
-def pullback(
-    layer: Callable[[Tree, Tree, jax.Array], jax.Array], weights: Tree, inputs: Tree, x: jax.Array
-) -> Pullback:
-    """The backward of layer(weights, inputs, x) -> y with respect to inputs and x, at arrays of these types.
-
-    early and late take kept in full, and use only early_keeps and late_keeps of it: the others may be None.
-    """
-
-    def run(weights: Tree, inputs: Tree, x: jax.Array) -> tuple:
-        y, pull = jax.vjp(lambda inputs, x: layer(weights, inputs, x), inputs, x)
-        leaves, tree = jax.tree.flatten(pull)
-        known = jax.tree.leaves((weights, inputs))
-        return y, leaves, tree, [next((i for i, w in enumerate(known) if w is leaf), None) for leaf in leaves]
-
-    place, tree, graph, types = [], None, None, []  # place: of each leaf which of weights and inputs it is, if one
-
-    def put_back(kept: Sequence, weights: Tree, inputs: Tree) -> Callable:
-        known, kept = jax.tree.leaves((weights, inputs)), iter(kept)
-        return jax.tree.unflatten(tree, [next(kept) if i is None else known[i] for i in place])
-
-    def whole(kept: Sequence, weights: Tree, inputs: Tree, g: jax.Array) -> tuple[Tree, jax.Array]:
-        return put_back(kept, weights, inputs)(g)
-
-    def look(weights: Tree, inputs: Tree, x: jax.Array) -> None:
-        nonlocal tree, graph
-        y, leaves, tree, place[:] = run(weights, inputs, x)
-        kept = [leaf for leaf, i in zip(leaves, place, strict=True) if i is None]
-        types[:] = map(jax.typeof, kept)
-        graph = jax.make_jaxpr(whole)(kept, weights, inputs, y)
-        flat = lambda *arrays: _evaluate(graph.jaxpr, graph.consts, arrays)
-        graph = jax.make_jaxpr(flat)(*jax.tree.leaves((kept, weights, inputs, y)))
-
-    jax.eval_shape(look, weights, inputs, x)
-    cut = _cut(graph.jaxpr, len(jax.tree.leaves(inputs)))
-    structure = jax.tree.structure(inputs)
-    first, own = graph.jaxpr.invars[: len(types)], graph.jaxpr.invars[len(types) : -1]
-
-    def forward(weights: Tree, inputs: Tree, x: jax.Array) -> tuple[jax.Array, list]:
-        y, leaves, *_ = run(weights, inputs, x)
-        return y, [leaf for leaf, i in zip(leaves, place, strict=True) if i is None]
-
-    def environment(kept: Sequence, weights: Tree, inputs: Tree) -> dict[Var, Any]:
-        values = [*graph.consts, *kept, *jax.tree.leaves((weights, inputs))]
-        return dict(zip([*graph.jaxpr.constvars, *first, *own], values, strict=True))
-
-    def early(kept: Sequence, weights: Tree, inputs: Tree, g: jax.Array) -> tuple[jax.Array, list]:
-        values = environment(kept, weights, inputs) | {graph.jaxpr.invars[-1]: g}
-        _run(cut.early, values)
-        return _read(values, graph.jaxpr.outvars[-1]), [values[v] for v in cut.handed]
-
-    def late(kept: Sequence, weights: Tree, inputs: Tree, handed: Sequence) -> Tree:
-        values = environment(kept, weights, inputs) | dict(zip(cut.handed, handed, strict=True))
-        _run(cut.late, values)
-        return structure.unflatten([_read(values, v) for v in graph.jaxpr.outvars[:-1]])
-
-    reads = lambda equations: {v for equation in equations for v in _reads(equation)}
-    where = lambda used: [i for i, v in enumerate(first) if v in used]
-    outputs = {v for v in graph.jaxpr.outvars[:-1] if isinstance(v, Var)}
-    return Pullback(
-        kept=types,
-        handed=[v.aval for v in cut.handed],
-        early_keeps=where(reads(cut.early)),
-        late_keeps=where(reads(cut.late) | outputs),
-        forward=forward,
-        whole=whole,
-        early=early,
-        late=late,
-    )
-
-
 class _Parts(NamedTuple):
-    early: list[JaxprEqn]
-    late: list[JaxprEqn]
-    handed: list[Var]
+    """The equations of a backward, cut in two."""
+
+    for_x: list[JaxprEqn]
+    for_weights: list[JaxprEqn]
+    handed: list[Var]  # from the first part to the second
 
 
-def _cut(jaxpr: Jaxpr, grads: int) -> _Parts:
-    """Cut the equations: early is what the last output needs, late the matmuls that it does not, and what uses them.
+@dataclass(frozen=True)
+class SplitVjp:
+    """The forward and backward of one layer; residuals and handed are lists of arrays.
 
-    Of what only late needs, late also computes what takes no more to be handed than its result would: a gather.
+    forward(weights, inputs, x)                             -> y, residuals
+    backward(residuals, weights, inputs, g)                 -> gradients of inputs, of x
+    backward_x(residuals, weights, inputs, g)               -> gradient of x, handed
+    backward_weights(residuals, weights, inputs, handed)    -> gradients of inputs
+
+    x, y are trees of arrays, g the gradient of y. The two parts use only some of the residuals; the others may be None.
     """
-    outputs = [v for v in jaxpr.outvars[:grads] if isinstance(v, Var)]
-    needed, rest = {v for v in jaxpr.outvars[grads:] if isinstance(v, Var)}, []
+
+    layer: Layer
+    tree: Any  # the structure of what `jax.vjp` returns
+    places: list[int | None]  # of each leaf of it: which leaf of (weights, inputs) it is; None: a residual
+    residuals: Types
+    jaxpr: Jaxpr  # flat: (residuals, weights, inputs, g) -> gradients of inputs, of x; calls inlined
+    consts: list
+    gradients: int  # how many outputs are gradients of inputs
+    parts: _Parts
+
+    @property
+    def handed(self) -> Types:
+        """What backward_x makes for backward_weights."""
+        return [v.aval for v in self.parts.handed]
+
+    @property
+    def residuals_for_x(self) -> list[int]:
+        """Which residuals backward_x uses."""
+        return self._where(_read_by(self.parts.for_x))
+
+    @property
+    def residuals_for_weights(self) -> list[int]:
+        """Which residuals backward_weights uses."""
+        outputs = {v for v in self.jaxpr.outvars[: self.gradients] if isinstance(v, Var)}
+        return self._where(_read_by(self.parts.for_weights) | outputs)
+
+    def forward(self, weights: Tree, inputs: Tree, x: Tree) -> tuple[Tree, list]:
+        """-> y, residuals"""
+        y, vjp = _vjp(self.layer, weights, inputs, x)
+        leaves = zip(jax.tree.leaves(vjp), self.places, strict=True)
+        return y, [leaf for leaf, place in leaves if place is None]
+
+    def backward(self, residuals: Sequence, weights: Tree, inputs: Tree, g: Tree) -> tuple[Tree, Tree]:
+        """-> gradients of inputs, of x"""
+        return _backward(self.tree, self.places, residuals, (weights, inputs), g)
+
+    def backward_x(self, residuals: Sequence, weights: Tree, inputs: Tree, g: Tree) -> tuple[Tree, list]:
+        """-> gradient of x, what backward_weights needs of it"""
+        gradients, tree = jax.tree.flatten(g)
+        g_vars = self.jaxpr.invars[-len(gradients) :]
+        values = self._values(residuals, weights, inputs) | dict(zip(g_vars, gradients, strict=True))
+        _run(self.parts.for_x, values)
+        of_x = [_read(values, v) for v in self.jaxpr.outvars[self.gradients :]]
+        return tree.unflatten(of_x), [values[v] for v in self.parts.handed]
+
+    def backward_weights(self, residuals: Sequence, weights: Tree, inputs: Tree, handed: Sequence) -> Tree:
+        """-> gradients of inputs"""
+        values = self._values(residuals, weights, inputs) | dict(zip(self.parts.handed, handed, strict=True))
+        _run(self.parts.for_weights, values)
+        gradients = [_read(values, v) for v in self.jaxpr.outvars[: self.gradients]]
+        return jax.tree.structure(inputs).unflatten(gradients)
+
+    def _values(self, residuals: Sequence, weights: Tree, inputs: Tree) -> dict[Var, Any]:
+        """Variables of the jaxpr -> arrays; all but g."""
+        arrays = [*self.consts, *residuals, *jax.tree.leaves((weights, inputs))]
+        variables = [*self.jaxpr.constvars, *self.jaxpr.invars][: len(arrays)]
+        return dict(zip(variables, arrays, strict=True))
+
+    def _where(self, used: set[Var]) -> list[int]:
+        return [i for i, v in enumerate(self.jaxpr.invars[: len(self.residuals)]) if v in used]
+
+
+def split_vjp(layer: Layer, weights: Tree, inputs: Tree, x: Tree) -> SplitVjp:
+    """The backward of layer(weights, inputs, x) -> y with respect to inputs and x, for arrays of these types."""
+    traced: list[SplitVjp] = []
+
+    def trace(weights: Tree, inputs: Tree, x: Tree) -> None:
+        traced.append(_trace(layer, weights, inputs, x))
+
+    jax.eval_shape(trace, weights, inputs, x)
+    return traced[0]
+
+
+def _trace(layer: Layer, weights: Tree, inputs: Tree, x: Tree) -> SplitVjp:
+    y, vjp = _vjp(layer, weights, inputs, x)
+    leaves, tree = jax.tree.flatten(vjp)
+    known = jax.tree.leaves((weights, inputs))
+    places = [next((i for i, weight in enumerate(known) if weight is leaf), None) for leaf in leaves]
+    residuals = [leaf for leaf, place in zip(leaves, places, strict=True) if place is None]
+
+    def backward(residuals: list, weights: Tree, inputs: Tree, g: Tree) -> tuple[Tree, Tree]:
+        return _backward(tree, places, residuals, (weights, inputs), g)
+
+    nested = jax.make_jaxpr(backward)(residuals, weights, inputs, y)
+    flat = jax.tree.leaves((residuals, weights, inputs, y))
+    closed = jax.make_jaxpr(lambda *arrays: _evaluate(nested.jaxpr, nested.consts, arrays))(*flat)
+    gradients = len(jax.tree.leaves(inputs))
+    types = [jax.typeof(x) for x in residuals]
+    parts = _cut(closed.jaxpr, gradients, len(jax.tree.leaves(y)))
+    return SplitVjp(layer, tree, places, types, closed.jaxpr, closed.consts, gradients, parts)
+
+
+def _vjp(layer: Layer, weights: Tree, inputs: Tree, x: Tree) -> tuple[Tree, Callable]:
+    return jax.vjp(lambda inputs, x: layer(weights, inputs, x), inputs, x)
+
+
+def _backward(
+    tree: Any, places: Sequence[int | None], residuals: Sequence, known: Tree, g: jax.Array
+) -> tuple[Tree, Tree]:
+    """Call the function of structure tree, its leaves put together from residuals and known: (weights, inputs)."""
+    known, residuals = jax.tree.leaves(known), iter(residuals)
+    vjp = jax.tree.unflatten(tree, [next(residuals) if place is None else known[place] for place in places])
+    return vjp(g)
+
+
+def _cut(jaxpr: Jaxpr, gradients: int, g_arrays: int) -> _Parts:
+    """Cut the equations: for x is what the outputs after the first (gradients) need, for weights the matmuls that they
+    do not, and what uses them. The last (g_arrays) inputs are g.
+
+    Of what only these matmuls need, the second part also computes what takes no more bytes to be handed than its result
+    would: a gather.
+    """
+    outputs = {v for v in jaxpr.outvars[:gradients] if isinstance(v, Var)}
+    needed = {v for v in jaxpr.outvars[gradients:] if isinstance(v, Var)}
+    not_for_x = []
     for i, equation in reversed(list(enumerate(jaxpr.eqns))):
         if needed.intersection(equation.outvars):
             needed.update(_reads(equation))
         else:
-            rest.insert(0, i)
+            not_for_x.insert(0, i)
     late, made_late = set(), set()
-    for i in rest:
+    for i in not_for_x:
         equation = jaxpr.eqns[i]
         if equation.primitive.name in MATMULS or made_late.intersection(_reads(equation)):
             late.add(i)
             made_late.update(equation.outvars)
-    for i in reversed(rest):
+    for i in reversed(not_for_x):
         takes, makes = set(_reads(jaxpr.eqns[i])), set(jaxpr.eqns[i].outvars)
-        users = [j for j in rest if makes.intersection(_reads(jaxpr.eqns[j]))]
+        users = [j for j in not_for_x if makes.intersection(_reads(jaxpr.eqns[j]))]
         is_small = sum(map(_bytes, takes - set(jaxpr.constvars))) <= sum(map(_bytes, makes))
         if users and late.issuperset(users) and is_small and not makes.intersection(outputs):
             late.add(i)
-    first = [e for i, e in enumerate(jaxpr.eqns) if i not in late]
-    second = [e for i, e in enumerate(jaxpr.eqns) if i in late]
-    made = {v for e in first for v in e.outvars} | {jaxpr.invars[-1]}
-    used = [*(v for e in second for v in _reads(e)), *outputs]
-    return _Parts(first, second, list(dict.fromkeys(v for v in used if v in made)))
+    for_x = [equation for i, equation in enumerate(jaxpr.eqns) if i not in late]
+    for_weights = [equation for i, equation in enumerate(jaxpr.eqns) if i in late]
+    made = {v for equation in for_x for v in equation.outvars} | set(jaxpr.invars[-g_arrays:])
+    used = [*(v for equation in for_weights for v in _reads(equation)), *jaxpr.outvars[:gradients]]
+    handed = dict.fromkeys(v for v in used if isinstance(v, Var) and v in made)
+    return _Parts(for_x, for_weights, list(handed))
 
 
 def _bytes(v: Var) -> int:
@@ -159,25 +194,33 @@ def _reads(equation: JaxprEqn) -> list[Var]:
     return [v for v in equation.invars if isinstance(v, Var)]
 
 
+def _read_by(equations: Sequence[JaxprEqn]) -> set[Var]:
+    return {v for equation in equations for v in _reads(equation)}
+
+
 def _read(values: dict[Var, Any], v: Var | Literal) -> Any:
     return v.val if isinstance(v, Literal) else values[v]
 
 
 def _run(equations: Sequence[JaxprEqn], values: dict[Var, Any]) -> None:
-    """Evaluate equations one after the other; calls are opened, barriers left out."""
+    """Evaluate equations in order, from and into values."""
     for equation in equations:
-        arguments, name = [_read(values, v) for v in equation.invars], equation.primitive.name
-        if name == "optimization_barrier":
-            results = arguments
-        elif name in INLINED:
-            inner = equation.params["jaxpr"]
-            results = _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", []), arguments)
-        else:
-            with equation.ctx.manager:
-                params = equation.primitive.get_bind_params(equation.params)
-                results = equation.primitive.bind(*arguments, **params)
-            results = results if equation.primitive.multiple_results else [results]
-        values.update(zip(equation.outvars, results, strict=True))
+        arguments = [_read(values, v) for v in equation.invars]
+        values.update(zip(equation.outvars, _results(equation, arguments), strict=True))
+
+
+def _results(equation: JaxprEqn, arguments: list) -> Sequence:
+    """Evaluate one equation; calls are inlined, barriers dropped."""
+    name = equation.primitive.name
+    if name == "optimization_barrier":
+        return arguments
+    if name in INLINED:
+        inner = equation.params["jaxpr"]
+        return _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", []), arguments)
+    with equation.ctx.manager:
+        params = equation.primitive.get_bind_params(equation.params)
+        results = equation.primitive.bind(*arguments, **params)
+    return results if equation.primitive.multiple_results else [results]
 
 
 def _evaluate(jaxpr: Jaxpr, consts: Sequence, arguments: Sequence) -> list:

@@ -1,7 +1,7 @@
 """Forward and backward through layers that rest in host memory, with the next layer on its way while one computes.
 
 Autodiff would fetch what a layer needs where it is used, and keep gradients on the device. Here each layer is run by
-its pullback (`pullback.py`), as in the pipeline, so the loop can be written out (ZeRO-Infinity, arXiv 2104.07857,
+its vjp (`pullback.py`), as in the pipeline, so the loop can be written out (ZeRO-Infinity, arXiv 2104.07857,
 section 6.2):
 
     forward     for i in 0 .. n-1:   next = to_device(weights[i + 1])
@@ -27,7 +27,7 @@ from jax import lax
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.loops import as_stored, get, put
 from nanotrain_jax.parallel.offload import on_host, to_device
-from nanotrain_jax.parallel.pullback import Pullback, pullback
+from nanotrain_jax.parallel.pullback import SplitVjp, split_vjp
 
 Tree = Any  # a pytree of arrays
 
@@ -67,7 +67,7 @@ def _microbatch(
     """sums with what this microbatch adds; None: what it makes."""
     of_first, of_last = model.ends
     x = model.first(of_first, batch)
-    back, x, kept, fetched = _forward(model, x)
+    vjp, x, kept, fetched = _forward(model, x)
     loss, pull = jax.vjp(lambda ends, x: model.last(ends, x, batch), of_last, x)
     last_grads, g = pull(jnp.ones_like(loss))
     earlier = sums and sums.layers
@@ -76,7 +76,7 @@ def _microbatch(
         grads = _exact(grads, in_float32)
         return add_layer(grads if earlier is None else jax.tree.map(jnp.add, earlier, grads))
 
-    g, layers = _backward(model, back, (kept, fetched), g, (earlier, add))
+    g, layers = _backward(model, vjp, (kept, fetched), g, (earlier, add))
     _, pull = jax.vjp(lambda ends: model.first(ends, batch), of_first)
     ends = _exact((pull(g)[0], last_grads), in_float32)
     if sums is None:
@@ -88,26 +88,26 @@ def _exact(grads: Tree, in_float32: bool) -> Tree:
     return jax.tree.map(lambda g: g.astype(jnp.float32), grads) if in_float32 else grads
 
 
-def _forward(model: LayeredModel, x: jax.Array) -> tuple[Pullback, jax.Array, list, list]:
+def _forward(model: LayeredModel, x: jax.Array) -> tuple[SplitVjp, jax.Array, list, list]:
     """-> the backward of a layer, x after all layers, what each kept, and the last layer's weights on the device."""
     count = len(jax.tree.leaves(model.layers)[0])
     zeroth = jnp.zeros((), jnp.int32)
     fetched = _fetched(model.layers, zeroth)
     weights = _row(model.layers, fetched, zeroth)
-    back = pullback(model.layer, weights, model.inputs(weights), x)
+    vjp = split_vjp(model.layer, weights, model.inputs(weights), x)
 
     def turn(carry: tuple, i: jax.Array) -> tuple[tuple, list]:
         x, fetched = carry
         coming = _fetched(model.layers, jnp.minimum(i + 1, count - 1))
         weights = _row(model.layers, fetched, i)
-        x, kept = back.forward(weights, model.inputs(weights), x)
+        x, kept = vjp.forward(weights, model.inputs(weights), x)
         return (x, coming), kept
 
     (x, fetched), kept = lax.scan(turn, (x, fetched), jnp.arange(count))
-    return back, x, kept, fetched
+    return vjp, x, kept, fetched
 
 
-def _backward(model: LayeredModel, back: Pullback, stored: tuple, g: jax.Array, adding: tuple) -> tuple:
+def _backward(model: LayeredModel, vjp: SplitVjp, stored: tuple, g: jax.Array, adding: tuple) -> tuple:
     """-> gradient of the first layer's input, gradients of all layers.
 
     stored: what layers kept, and the last layer's weights. adding: earlier gradients of layers, or None, and the
@@ -121,7 +121,7 @@ def _backward(model: LayeredModel, back: Pullback, stored: tuple, g: jax.Array, 
         g, fetched, sums = carry
         coming = _fetched((model.layers, kept), jnp.maximum(i - 1, 0))
         weights, kept_here = _row((model.layers, kept), fetched, i)
-        grads, g = back.whole(kept_here, weights, model.inputs(weights), g)
+        grads, g = vjp.backward(kept_here, weights, model.inputs(weights), g)
         if sums is None:
             return (g, coming, None), add(grads, None)
         grads = add(grads, to_device(jax.tree.map(lambda s: get(s, i), sums)))

@@ -16,9 +16,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from nanotrain_jax.config import Config
-from nanotrain_jax.parallel import pipeline
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import all_reduce, gpu_options
+from nanotrain_jax.parallel.pipeline.executor import run_forward
 from nanotrain_jax.parallel.update import clip_by_global_norm, select
 from nanotrain_jax.sharding import layout
 from nanotrain_jax.step import forward
@@ -78,7 +78,7 @@ def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, jax.Arra
     p = plan.config.parallel
     if p.pipe > 1:
         schedule = schedules.forward_only(p.pipe, p.microbatches, p.chunks)
-        sums = pipeline.run_forward(schedule, forward.layered(plan, params), microbatches, idle=p.idle)
+        sums = run_forward(schedule, forward.layered(plan, params), microbatches, idle=p.idle)
     else:
         inputs = plan.zero.inputs(params, plan.shards.dims)
         sums = lax.map(lambda batch: forward.loss(plan, plan.zero, params, batch, inputs), microbatches)

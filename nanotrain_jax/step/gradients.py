@@ -18,10 +18,11 @@ from jax import lax
 from nanotrain_jax.execution import Execution
 from nanotrain_jax.mesh import BATCH_AXES
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
-from nanotrain_jax.parallel import offload, pipeline, streamed
+from nanotrain_jax.parallel import offload, streamed
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
+from nanotrain_jax.parallel.pipeline.executor import run_schedule
 from nanotrain_jax.parallel.zero import PER_LAYER, accumulate_on_host
 from nanotrain_jax.step import forward
 from nanotrain_jax.step.plan import Plan
@@ -117,7 +118,7 @@ def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     p = plan.config.parallel
     schedule = schedules.make(p.schedule, p.pipe, p.microbatches, p.chunks)
     model = scaled(forward.layered(plan, forward.local(plan, params)), scale)
-    loss, (of_ends, of_layers) = pipeline.run_schedule(schedule, model, microbatches, idle=p.idle)
+    loss, (of_ends, of_layers) = run_schedule(schedule, model, microbatches, idle=p.idle)
     return loss, join_layers(of_ends, _unblocked(plan, params, of_layers))
 
 

@@ -1,0 +1,189 @@
+"""Pipeline parallelism: one `lax.scan` over the ticks of a schedule, any schedule.
+
+For use inside any `shard_map` (with check_vma=True). What a stage does in a tick, and what it moves: `stage.py`.
+
+idle="skip": a stage without work in a tick computes nothing. All devices of a stage take the same branch, so a layer
+may have collectives over other axes (on CPU no permutes). On GPU each branch synchronizes with the host.
+idle="mask": a stage without work computes on zeros, both ends of the model included, and discards it into a spare slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nanotrain_jax.parallel import chart, loops
+from nanotrain_jax.parallel.collectives import as_varying, position, varying_axes
+from nanotrain_jax.parallel.layered_model import LayeredModel
+from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Stage, Sums, Tick, begin_chunk, shifted, tick
+from nanotrain_jax.parallel.pullback import split_vjp
+from nanotrain_jax.parallel.schedule import Schedule, arrivals, buffers
+
+Tree = Any  # a pytree of arrays
+
+
+def run_schedule(
+    schedule: Schedule | str, model: LayeredModel, microbatches: Tree, axis: str = "pipe", idle: str = "skip"
+) -> tuple[jax.Array, tuple[Tree, Tree]]:
+    """-> loss, (gradients of ends, of layers) in float32, summed over microbatches[M ...]; local to a device.
+
+    schedule: a table (`schedule.make`), or the name of one with one chunk per stage: "1f1b".
+
+    model.layers[chunks * layers of a chunk, ...]: the weights of this stage, chunk after chunk. With several chunks
+    these are not neighbors in the model: weights stacked in model order and sharded over pipe would run in a wrong
+    order, and no check can see that. Shard w[order] instead, with order = `schedule.layer_order(schedule, layers)`; the
+    gradients have the same order (scripts/pipeline_your_model.py).
+
+    axis: the mesh axis of stages. idle: skip or mask (see the top of this file). Moves 2 x per tick and device.
+
+    Sum loss and gradients of ends over pipe: only the last stage has the former, the first and the last the latter. Do
+    not sum gradients over an axis over which ends or layers are invarying (data, if they are replicated over it): they
+    arrive summed over it. JAX sums them at each use; to sum once per step, cast ends and layers with `as_varying`
+    before the call and sum after it. Raises ValueError if the schedule is not in order, or does not fit axis, layers
+    and microbatches.
+    """
+    stage = _stage(schedule, model, microbatches, axis, idle)
+    chart.validate(stage.schedule)
+    vjp = split_vjp(stage.layer, *stage.weights(_first_row()), stage.x_type)
+    stage = replace(stage, vjp=vjp)
+    table = stage.schedule
+    columns = (table.forward, table.backward, table.weight, *arrivals(table))
+    ticks = Tick(*(_column(table, stage.index) for table in columns))
+    carry, _ = lax.scan(partial(tick, stage), _initial_carry(stage), ticks)
+    loss, of_ends = carry.sums.ends
+    return loss, (of_ends, carry.sums.layers)
+
+
+def run_forward(
+    schedule: Schedule, model: LayeredModel, microbatches: Tree, axis: str = "pipe", idle: str = "skip"
+) -> Tree:
+    """-> what model.last returns, a tree of scalars, summed over microbatches; only the last stage has it.
+
+    schedule: `forward_only`. Moves x once per tick and device. axis, idle, errors: as `run_schedule`.
+    """
+    stage = _stage(schedule, model, microbatches, axis, idle)
+    ticks = tuple(_column(table, stage.index) for table in (schedule.forward, arrivals(schedule)[0]))
+    zeros = partial(loops.zeros, axis=axis)
+    carry = (
+        zeros(stage.x_type),
+        zeros(stage.x_type, count=stage.buffers["inputs"].count + 1),
+        zeros(_type_of_last(stage)),
+    )
+    return lax.scan(partial(_forward_tick, stage), carry, ticks)[0][2]
+
+
+def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
+    """One tick of a forward alone. carry: x, inputs[slots ...], sums of what model.last returns; now: units."""
+    x, inputs, sums = carry
+    unit, x_arrives = now
+    inputs = loops.put(inputs, stage.slot("inputs", x_arrives), x)
+
+    def run_layer(x: Tree, i: jax.Array) -> tuple[Tree, None]:
+        return stage.layer(*stage.weights(stage.row(unit, i)), x), None
+
+    def work(_: jax.Array, values: tuple, nothing: tuple) -> tuple[tuple, tuple]:
+        x, sums = values
+        x, _ = lax.scan(run_layer, begin_chunk(stage, unit, x), jnp.arange(stage.layers_per_chunk))
+
+        def finish(turn: jax.Array, sums: Tree, nothing: tuple) -> tuple[Tree, tuple]:
+            made = stage.model.last(stage.model.ends, x, stage.microbatch(unit + turn))
+            return jax.tree.map(jnp.add, sums, made), nothing
+
+        sums, _ = stage.when(stage.is_last(unit), "last", finish, sums, ())
+        return (x, sums), nothing
+
+    (x, sums), _ = stage.when(unit >= 0, "forward", work, (loops.get(inputs, stage.slot("inputs", unit)), sums), ())
+    return (shifted(stage, x, 1), inputs, sums), None
+
+
+def _stage(schedule: Schedule | str, model: LayeredModel, microbatches: Tree, axis: str, idle: str) -> Stage:
+    """This device's stage, without the backward of its layers. Raises ValueError where something does not fit."""
+    schedule, layers_per_chunk = _fitted(schedule, model.layers, microbatches, axis, idle)
+    ends, layers = as_varying((model.ends, model.layers), (axis,))
+    index = position(axis)
+    slots = {name: b._replace(slot=_column(b.slot, index)) for name, b in buffers(schedule).items()}
+    return Stage(
+        schedule=schedule,
+        model=model._replace(ends=ends, layers=layers),
+        microbatches=microbatches,
+        axis=axis,
+        idle=idle,
+        index=index,
+        buffers=slots,
+        layers_per_chunk=layers_per_chunk,
+        x_type=_type_of_x(model, microbatches, axis),
+    )
+
+
+def _fitted(schedule: Schedule | str, layers: Tree, microbatches: Tree, axis: str, idle: str) -> tuple[Schedule, int]:
+    """-> the schedule, made if it was a name, and the number of layers of a chunk (`chart.fitted`)."""
+    if idle not in ("skip", "mask"):
+        raise ValueError(f"idle={idle!r} is unknown; use skip or mask")
+    stages = lax.axis_size(axis)
+    if stages > 1 and not all(axis in varying_axes(w) for w in jax.tree.leaves(layers)):
+        raise ValueError(f"layers are the same on every stage; shard their leading dim over the stages: P({axis!r})")
+    shapes = ([x.shape for x in jax.tree.leaves(tree)] for tree in (layers, microbatches))
+    return chart.fitted(schedule, stages, *shapes)
+
+
+def _type_of_x(model: LayeredModel, microbatches: Tree, axis: str) -> Tree:
+    """The types of x before and after every layer: each varies over all axes that it does anywhere."""
+    weights, microbatch = (jax.tree.map(lambda x: x[0], tree) for tree in (model.layers, microbatches))
+
+    def after_a_layer(x_type: Tree) -> Tree:
+        def typed(x: Tree) -> Tree:
+            return jax.tree.map(lambda x, t: as_varying(x, sorted(varying_axes(t) | {axis})), x, x_type)
+
+        def run(x: Tree) -> Tree:
+            return typed(model.run_layer(weights, model.inputs_of(weights), typed(x)))
+
+        return jax.eval_shape(run, x_type)
+
+    return after_a_layer(after_a_layer(jax.eval_shape(model.first, model.ends, microbatch)))
+
+
+def _type_of_last(stage: Stage) -> Tree:
+    """The types of what model.last returns."""
+    last = stage.model.last
+    return jax.eval_shape(lambda x: last(stage.model.ends, x, stage.microbatch(_first_row())), stage.x_type)
+
+
+def _initial_carry(stage: Stage) -> Carry:
+    """Zeros: empty buffers and sums."""
+    zeros, x_type = partial(loops.zeros, axis=stage.axis), stage.x_type
+
+    def ring(buffer: str, types: list) -> list:
+        slots = stage.buffers[buffer].count + (stage.idle == "mask")
+        return zeros(types, count=slots * stage.layers_per_chunk)
+
+    rows = stage.schedule.chunks * stage.layers_per_chunk
+    loss = _type_of_last(stage)
+    of_ends = zeros(stage.model.ends, dtype=jnp.float32)
+    of_layers = zeros(stage.weights(_first_row())[1], count=rows, dtype=jnp.float32)
+    types = stage.vjp.residuals
+    return Carry(
+        x=zeros(x_type),
+        g=zeros(x_type),
+        inputs=zeros(x_type, count=stage.buffers["inputs"].count + 1),
+        gradients=zeros(x_type, count=stage.buffers["gradients"].count + 1),
+        residuals=Residuals(
+            backward=ring("backward", [types[k] for k in stage.kept_for_backward]),
+            late=ring("late", [types[k] for k in stage.kept_for_weight]),
+        ),
+        handed=ring("handed", stage.vjp.handed if stage.is_split else []),
+        sums=Sums((zeros(loss, dtype=jnp.float32), of_ends), of_layers),
+    )
+
+
+def _first_row() -> jax.Array:
+    return jnp.zeros((), jnp.int32)
+
+
+def _column(table: Any, stage: jax.Array) -> jax.Array:
+    """table[ticks P ...] -> that of this stage [ticks ...]"""
+    return loops.get(jnp.swapaxes(jnp.asarray(table), 0, 1), stage)
