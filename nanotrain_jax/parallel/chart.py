@@ -85,7 +85,8 @@ def validate(schedule: Schedule) -> None:
     when = {kind: ticks_of(table, units) for kind, table in kinds.items()}
 
     def after(kind: str, unit: int, s: int, other: str, sender: tuple[int, int], same_tick: bool) -> None:
-        t, made = when[kind][unit, s], when[other][sender]
+        t = when[kind][unit, s]
+        made = when[other][sender]
         if made > t or (made == t and not same_tick):
             mark = _name(schedule, sender[0])
             raise ValueError(
@@ -168,7 +169,8 @@ def stats(schedule: Schedule, F: Time = 1, dX: Time = 1, W: Time = 1) -> Stats:
     """
     if not (schedule.backward != IDLE).any():
         raise ValueError("a schedule without a backward has no bubble; give one that trains")
-    C, M, split = schedule.chunks, schedule.microbatches, schedule.weight.size > 0
+    C = schedule.chunks
+    split = schedule.weight.size > 0
     counts = _counts(schedule)
     costs = (F, dX, W) if split else (F, dX + W, 0)
     share: Any = Fraction(1, C) if all(isinstance(c, int | Fraction) for c in costs) else 1 / C
@@ -177,12 +179,13 @@ def stats(schedule: Schedule, F: Time = 1, dX: Time = 1, W: Time = 1) -> Stats:
         return sum((int(n) * c for n, c in zip(row, costs, strict=True)), 0 * F)
 
     length = [max(price(row) for row in tick) * share for tick in counts]
-    work = M * (F + dX + W)
+    work = schedule.microbatches * (F + dX + W)
     bubbles = []
     for s in range(schedule.stages):
         busy = counts[:, s].any(-1).nonzero()[0]
         bubbles.append(sum(length[busy[0] : busy[-1] + 1]) - work)
-    begun, done = (schedule.forward != IDLE).cumsum(0), counts[..., 2 if split else 1].cumsum(0)
+    begun = (schedule.forward != IDLE).cumsum(0)
+    done = counts[..., 2 if split else 1].cumsum(0)
     in_flight = [int(n) for n in (begun - np.vstack([np.zeros_like(done[:1]), done[:-1]])).max(0)]
     masked = schedule.ticks * share * (sum(costs[:2]) + schedule.weight.shape[-1] * costs[2]) / work
     return Stats(
