@@ -17,7 +17,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nanotrain_jax import processes
 from nanotrain_jax.config import Config
@@ -65,18 +65,17 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
         usage="%(prog)s [options] -- --config FILE [section.key=value ...]",
         description="Start, watch and restart the processes of a run.",
     )
-    number = lambda least: lambda text: _number(text, least)
-    parser.add_argument("--processes", type=number(1), help="on this host; default: one per GPU, or 1")
-    parser.add_argument("--max-restarts", type=number(0), default=3, help="default: %(default)s")
+    parser.add_argument("--processes", type=_at_least(1), help="on this host; default: one per GPU, or 1")
+    parser.add_argument("--max-restarts", type=_at_least(0), default=3, help="default: %(default)s")
     parser.add_argument(
         "--elastic",
         action="store_true",
         help="go on without what was lost: on fewer processes, a smaller data axis, the same batch",
     )
-    parser.add_argument("--hosts", type=number(1), help="number of hosts; default: as Slurm, ... say, or 1")
-    parser.add_argument("--host", type=number(0), help="which of them this is, from 0")
+    parser.add_argument("--hosts", type=_at_least(1), help="number of hosts; default: as Slurm, ... say, or 1")
+    parser.add_argument("--host", type=_at_least(0), help="which of them this is, from 0")
     parser.add_argument("--leader", help="host:port of host 0, where the launchers meet")
-    parser.add_argument("--join-timeout", type=number(1), default=300, help="seconds to wait for hosts; %(default)s")
+    parser.add_argument("--join-timeout", type=_at_least(1), default=300, help="seconds to wait for hosts; %(default)s")
     own, rest = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     options = parser.parse_args(own)
     of_run = request.Parser(prog="... --", add_help=False)
@@ -85,10 +84,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     return options, of_run.parse_intermixed_args(rest)
 
 
-def _number(text: str, least: int) -> int:
-    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least} (at most 999999)")
-    return int(text)
+def _at_least(least: int) -> Callable[[str], int]:
+    """The type of an argument that is a number. It raises ArgumentTypeError."""
+
+    def number(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least} (at most 999999)")
+        return int(text)
+
+    return number
 
 
 def divide(count: int | None, simulate: int, hosts: int) -> list[list[str]]:
@@ -120,20 +124,22 @@ def restarted(config: Config, before: int, left: int, devices: int) -> tuple[int
     on = ["checkpoint.resume=auto"] if config.checkpoint.resume == "never" else []
     if left == before:
         return left, on
-    p, batch = config.parallel, config.data.batch_size
+    p = config.parallel
+    batch = config.data.batch_size
+    chunk = config.model.loss_chunk or 1  # divides the tokens of a device's microbatch
     devices = config.runtime.simulate // before or devices
     axes = p.axes
     given = math.prod(size for size in axes.values() if size > 0)
     axes = {axis: size if size > 0 else before * devices // given for axis, size in axes.items()}  # -1: the rest
     others = math.prod(axes.values()) // axes["data"]
     for now in range(left, 0, -1):
-        data, rest = divmod(now * devices, others)
-        if rest or not data or batch % (axes["replica"] * data):
+        data, remainder = divmod(now * devices, others)
+        if remainder or not data or batch % (axes["replica"] * data):
             continue
-        least, shares = -(-p.microbatches * (before * devices // others) // data), batch // (axes["replica"] * data)
-        tokens = lambda m, shares=shares: shares // m * config.data.seq_len  # of a device's microbatch
-        fit = [m for m in range(least, shares + 1) if shares % m == 0 and m % axes["pipe"] == 0]
-        fit = [m for m in fit if not config.model.loss_chunk or tokens(m) % config.model.loss_chunk == 0]
+        rows = batch // (axes["replica"] * data)  # of a device
+        least = -(-p.microbatches * (before * devices // others) // data)
+        fit = [m for m in range(least, rows + 1) if rows % m == 0 and m % axes["pipe"] == 0]
+        fit = [m for m in fit if rows // m * config.data.seq_len % chunk == 0]
         if fit:
             on += [f"runtime.simulate={now * devices}"] if config.runtime.simulate else []
             on += ["parallel.prefetch=false"] if p.prefetch and fit[0] > 1 else []

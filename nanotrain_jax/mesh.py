@@ -29,21 +29,26 @@ def configure(simulate: int = 0, deterministic: bool = False, compile_cache: str
     Raises ValueError if JAX has already started with another number of devices.
     """
     if simulate:
-        jax.config.update("jax_platforms", "cpu")
-        try:
-            jax.config.update("jax_num_cpu_devices", simulate)
-        except RuntimeError:
-            if len(jax.devices()) != simulate:
-                raise ValueError(
-                    f"runtime.simulate={simulate} came too late: JAX already runs with {len(jax.devices())} devices; "
-                    "configure the mesh before anything else uses JAX"
-                ) from None
+        _simulate(simulate)
     host_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
     os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_gb))
     if deterministic:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     if compile_cache:
         jax.config.update("jax_compilation_cache_dir", compile_cache)
+
+
+def _simulate(count: int) -> None:
+    """Have JAX pretend that the CPU is so many devices. Raises ValueError if it runs with another number already."""
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        if len(jax.devices()) != count:
+            raise ValueError(
+                f"runtime.simulate={count} came too late: JAX already runs with {len(jax.devices())} devices; "
+                "configure the mesh before anything else uses JAX"
+            ) from None
 
 
 def make(

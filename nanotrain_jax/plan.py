@@ -185,9 +185,7 @@ def compile_until_it_fits(planned: Planned, console: Console) -> Planned:
             compiled = compiler.compile_step(e.config, e.gpu)
         except RuntimeError as error:
             failed = error
-            reason = " ".join(str(error).split())[:200]
-            if planned.found:
-                console.print(f"cannot be compiled: {search.words(e.config)} ({reason})", soft_wrap=True, markup=False)
+            _say_uncompiled(planned, e, error, console)
             continue
         if compiled["peak_bytes"] <= e.limit_bytes:
             return planned._replace(estimate=e, compiled=compiled, too_large=tuple(too_large))
@@ -198,6 +196,13 @@ def compile_until_it_fits(planned: Planned, console: Console) -> Planned:
         raise failed
     e, compiled = min(too_large, key=lambda one: one[1]["peak_bytes"])
     return planned._replace(estimate=e, compiled=compiled, too_large=tuple(too_large) if planned.found else ())
+
+
+def _say_uncompiled(planned: Planned, e: Estimate, error: RuntimeError, console: Console) -> None:
+    """Say for which candidate of a search the compiler fails, and why."""
+    if planned.found:
+        reason = " ".join(str(error).split())[:200]
+        console.print(f"cannot be compiled: {search.words(e.config)} ({reason})", soft_wrap=True, markup=False)
 
 
 def write(

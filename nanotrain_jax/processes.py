@@ -124,14 +124,18 @@ def my_gpus(found: Process, env: Mapping[str, str] = os.environ) -> list[int]:
     Those of a host are divided among its processes, unless Slurm has already. Raises ValueError if that is uneven.
     """
     gpus = len(gpus_here(env))
-    slurm = lambda key: int("0" + re.search(r"\d*$", env.get(key, ""))[0])  # 4, or a100:4
-    divided = gpus < slurm("SLURM_GPUS_ON_NODE") or gpus <= slurm("SLURM_GPUS_PER_TASK")
+    divided = gpus < _slurm_number("SLURM_GPUS_ON_NODE", env) or gpus <= _slurm_number("SLURM_GPUS_PER_TASK", env)
     if found.local_count == 1 or gpus < found.local_count or (divided and launcher(env) is None):
         return []
     if gpus % found.local_count:
         raise ValueError(f"the {gpus} GPUs of a host cannot be divided among its {found.local_count} processes")
     each = gpus // found.local_count
     return list(range(found.local_index * each, (found.local_index + 1) * each))
+
+
+def _slurm_number(key: str, env: Mapping[str, str]) -> int:
+    """The number that a variable of Slurm's ends in, say 4 or a100:4; 0 if there is none."""
+    return int("0" + re.search(r"\d*$", env.get(key, ""))[0])
 
 
 def launcher(env: Mapping[str, str] = os.environ) -> int | None:

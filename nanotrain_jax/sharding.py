@@ -86,7 +86,8 @@ def layout(text: str) -> PartitionSpec:
     A dim may be split over several axes, major first: "B/replica,data". Raises ValueError on a word that is not
     `dim` or `dim/axis[,axis]`, and on a mesh axis used twice.
     """
-    entries, used = [], set()
+    entries = []
+    used: set[str] = set()
     for word in text.split():
         match = re.fullmatch(r"(\w+)(?:/(\w+(?:,\w+)*))?", word)
         if not match:
@@ -94,10 +95,10 @@ def layout(text: str) -> PartitionSpec:
                 f"layout {text!r}: {word!r} is not of the form dim or dim/axis; write e.g. 'D/data F/tensor'"
             )
         axes = tuple(match[2].split(",")) if match[2] else ()
-        for axis in axes:
-            if axis in used:
-                raise ValueError(f"layout {text!r}: mesh axis {axis!r} is used twice; an axis can split one dim only")
-            used.add(axis)
+        twice = next((axis for i, axis in enumerate(axes) if axis in {*used, *axes[:i]}), None)
+        if twice:
+            raise ValueError(f"layout {text!r}: mesh axis {twice!r} is used twice; an axis can split one dim only")
+        used.update(axes)
         entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
     return PartitionSpec(*entries)
 
@@ -247,8 +248,16 @@ def _numbers(part: str | frozenset[str]) -> str:
     return f"{{{found[0]}..{found[-1]}}}" if is_range else f"{{{','.join(found)}}}"
 
 
-def _table(rules: Rules | Sequence[tuple]) -> list[tuple[str, re.Pattern, str | PartitionSpec, PartitionSpec]]:
-    """Of each rule its pattern, that as a regular expression, its layout as it was given and as a PartitionSpec."""
+class _Rule(NamedTuple):
+    """A rule, parsed."""
+
+    pattern: str
+    path: re.Pattern  # of the parameters that the pattern covers
+    layout: str | PartitionSpec  # as it was given
+    spec: PartitionSpec
+
+
+def _table(rules: Rules | Sequence[tuple]) -> list[_Rule]:
     pairs = rules.pairs if isinstance(rules, Rules) else rules
     form = "a pair of a pattern and a layout; write e.g. ('up/kernel', 'D F/tensor')"
     if not isinstance(pairs, Iterable) or isinstance(pairs, str):
@@ -259,7 +268,7 @@ def _table(rules: Rules | Sequence[tuple]) -> list[tuple[str, re.Pattern, str | 
         if types not in ([str, str], [str, PartitionSpec]):
             raise ValueError(f"rule {pair!r} is not {form}")
         pattern, laid = pair
-        table.append((pattern, _ending(pattern), laid, layout(laid) if isinstance(laid, str) else laid))
+        table.append(_Rule(pattern, _ending(pattern), laid, layout(laid) if isinstance(laid, str) else laid))
     return table
 
 
@@ -267,29 +276,36 @@ def _match(
     rules: Rules | Sequence[tuple], params: Tree, mesh: Mesh | None
 ) -> tuple[list[PartitionSpec], list[tuple[str, str]]]:
     """-> the spec of each leaf, and the problems found: path, and the rest of the line."""
-    found, problems, table, path = [], [], _table(rules), ""
-    idle = {pattern: None for pattern, *_ in table}
+    table = _table(rules)
+    unused = {rule.pattern: None for rule in table}
+    found = []
+    problems = []
+    path = ""
     for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract(params))[0]:
-        path, spec = _path(keys), PartitionSpec()
-        rule = next((rule for rule in table if rule[1].fullmatch(path)), None)
+        path = _path(keys)
+        rule = next((rule for rule in table if rule.path.fullmatch(path)), None)
         if rule:
-            pattern, _, laid, spec = rule
-            idle.pop(pattern, None)
-            spec = spec if leaf.ndim else PartitionSpec()
-            says = f" {leaf.shape}: rule {pattern!r} says {laid!r}"
-            names_all = len(spec) == leaf.ndim or (isinstance(laid, PartitionSpec) and len(spec) < leaf.ndim)
-            if leaf.ndim and not names_all:
-                problems.append((path, f"{says}, {len(spec)} dims; name all {leaf.ndim}"))
-            elif mesh is not None:
-                problems += [(path, f"{says}, but {problem}") for problem in _misfits(leaf.shape, spec, mesh)]
-        elif leaf.ndim:
-            whole = " ".join("D" * leaf.ndim)
-            problems.append((path, f" {leaf.shape}: no rule covers it; add one, with {whole!r} to keep it whole"))
-        found.append(spec)
+            unused.pop(rule.pattern, None)
+        found.append(rule.spec if rule and leaf.ndim else PartitionSpec())
+        problems += [(path, f" {leaf.shape}: {problem}") for problem in _problems(rule, leaf.shape, mesh)]
     if not isinstance(rules, Rules) or not rules.optional:
         hint = f"paths are like {path!r}, and the first rule counts"
-        problems += [("", f"rule {pattern!r} lays out no parameter; {hint}") for pattern in idle]
+        problems += [("", f"rule {pattern!r} lays out no parameter; {hint}") for pattern in unused]
     return found, problems
+
+
+def _problems(rule: _Rule | None, shape: tuple[int, ...], mesh: Mesh | None) -> list[str]:
+    """What is wrong with the rule for a parameter, or with having none. Scalars need none."""
+    if not shape:
+        return []
+    if rule is None:
+        whole = " ".join("D" * len(shape))
+        return [f"no rule covers it; add one, with {whole!r} to keep it whole"]
+    says = f"rule {rule.pattern!r} says {rule.layout!r}"
+    named = len(rule.spec)
+    if named > len(shape) or (named < len(shape) and isinstance(rule.layout, str)):
+        return [f"{says}, {named} dims; name all {len(shape)}"]
+    return [] if mesh is None else [f"{says}, but {problem}" for problem in _misfits(shape, rule.spec, mesh)]
 
 
 def _ending(pattern: str) -> re.Pattern:

@@ -130,20 +130,28 @@ def walk(program: Program, turns: Turns = NO_TURNS) -> Iterator[tuple[str, int, 
 def _walk(program: Program, name: str, times: Number, turns: Turns = NO_TURNS) -> Iterator[tuple[str, int, Number]]:
     for index, i in enumerate(program.computations[name]):
         yield name, index, times
-        called = CALLED.findall(i.attributes)
-        for names in BRANCHES.findall(i.attributes):
-            called += [n.strip().lstrip("%") for n in names.split(",") if n.strip()]
-        inner = times
-        if i.opcode == "while":
-            trips, once = TRIPS.search(i.attributes), AT_MOST_ONCE.search(i.attributes)
-            if once and not trips:
-                inner = times * turns.get(once[1], 1)
-            elif not trips and any(map(_matters, (p for c in called for p in _everything(program, c)))):
-                raise ValueError(f"loop {i.name} runs an unknown number of times; audit a program with static loops")
-            else:
-                inner = times * int(trips[1]) if trips else 0
-        for other in called:
+        inner = times * _turns_of(program, i, turns) if i.opcode == "while" else times
+        for other in _called(i):
             yield from _walk(program, other, inner, turns)
+
+
+def _called(i: Instruction) -> list[str]:
+    """The computations that an instruction calls."""
+    branches = [name.strip() for names in BRANCHES.findall(i.attributes) for name in names.split(",")]
+    return CALLED.findall(i.attributes) + [name.lstrip("%") for name in branches if name]
+
+
+def _turns_of(program: Program, loop: Instruction, turns: Turns) -> Number:
+    """How often a loop runs; 0 if that is unknown and does not matter."""
+    trips = TRIPS.search(loop.attributes)
+    if trips:
+        return int(trips[1])
+    at_most_once = AT_MOST_ONCE.search(loop.attributes)
+    if at_most_once:
+        return turns.get(at_most_once[1], 1)
+    if any(_matters(i) for name in _called(loop) for i in _everything(program, name)):
+        raise ValueError(f"loop {loop.name} runs an unknown number of times; audit a program with static loops")
+    return 0
 
 
 def _everything(program: Program, name: str) -> Iterator[Instruction]:
@@ -191,18 +199,26 @@ def meanwhile(program: Program, name: str, index: int) -> list[tuple[str, int]]:
     """(computation, index) of what is scheduled between the start of a collective, or of a copy, and its done."""
     block = program.computations[name]
     starter = block[index]
-    if not starter.opcode.endswith("-start"):  # wrapped in an async-start, or not asynchronous at all
-        for outer, block in program.computations.items():
-            for k, i in enumerate(block):
-                if i.opcode == "async-start" and name in CALLED.findall(i.attributes):
-                    return meanwhile(program, outer, k)
-        return []
+    if not starter.opcode.endswith("-start"):
+        wrapper = _wrapper(program, name)
+        return meanwhile(program, *wrapper) if wrapper else []
     if '"is_sync":true' in starter.attributes:
         return []
     last = next(
         (k for k, i in enumerate(block) if i.opcode.endswith("-done") and starter.name in i.operands), len(block)
     )  # else it ends in another turn of the loop
     return [(name, k) for k in range(index + 1, last)]
+
+
+def _wrapper(program: Program, name: str) -> tuple[str, int] | None:
+    """-> (computation, index) of the async-start that runs a computation; None if none does."""
+    starts = (
+        (outer, k)
+        for outer, block in program.computations.items()
+        for k, i in enumerate(block)
+        if i.opcode == "async-start" and name in CALLED.findall(i.attributes)
+    )
+    return next(starts, None)
 
 
 def _axes(attributes: str, axes: Mapping[str, int]) -> tuple[str, ...]:

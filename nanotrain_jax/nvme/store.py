@@ -62,6 +62,11 @@ class Block(NamedTuple):
     def stop(self) -> int:
         return self.start + int(np.prod(self.shape)) * self.dtype.itemsize
 
+    @property
+    def padded_stop(self) -> int:
+        """Where the next block of the file begins."""
+        return -(-self.stop // ALIGN) * ALIGN
+
 
 class Array(NamedTuple):
     """An array of a piece: what it is, and for each device its block."""
@@ -257,10 +262,9 @@ class Store:
 
     def _write(self, piece: tuple[str, int], state: Tree) -> None:
         for array, x in zip(self._arrays[piece[0]], jax.tree.leaves(state), strict=True):
-            for shard in x.addressable_shards:
-                block = array.blocks[shard.device]
-                if block.device == shard.device:
-                    self._view(piece, block, "r+")[...] = np.asarray(shard.data)
+            own = [shard for shard in x.addressable_shards if array.blocks[shard.device].device == shard.device]
+            for shard in own:
+                self._view(piece, array.blocks[shard.device], "r+")[...] = np.asarray(shard.data)
 
     def _view(self, piece: tuple[str, int], block: Block, mode: str) -> np.ndarray:
         """The block in its file, mapped as long as the result lives."""
@@ -321,21 +325,27 @@ def _arrays(stack: Stack) -> list[Array]:
     ends: dict[jax.Device, int] = {}
     arrays = []
     for x in jax.tree.leaves(stack.state):
-        shape = (x.shape[0] // stack.count, *x.shape[1:])
-        found, blocks = {}, {}
-        for device, index in sorted(x.sharding.devices_indices_map(shape).items(), key=lambda d: d[0].id):
-            key = str(index)
-            if key not in found:
-                block = Block(device, ends.get(device, 0), x.sharding.shard_shape(shape), np.dtype(x.dtype))
-                found[key], ends[device] = block, -(-block.stop // ALIGN) * ALIGN
-            blocks[device] = found[key]
-        arrays.append(Array(shape, x.sharding, blocks))
+        like = jax.ShapeDtypeStruct((x.shape[0] // stack.count, *x.shape[1:]), x.dtype, sharding=x.sharding)
+        blocks = _blocks(like, ends)
+        ends |= {block.device: block.padded_stop for block in blocks.values()}
+        arrays.append(Array(like.shape, like.sharding, blocks))
     return arrays
+
+
+def _blocks(x: jax.ShapeDtypeStruct, starts: dict[jax.Device, int]) -> dict[jax.Device, Block]:
+    """-> the block of each device. starts: where that of an array begins in the file of a device (0 by default)."""
+    owners: dict[str, jax.Device] = {}  # part of the array -> the first device that has it
+    blocks: dict[jax.Device, Block] = {}
+    for device, index in sorted(x.sharding.devices_indices_map(x.shape).items(), key=lambda d: d[0].id):
+        owner = owners.setdefault(str(index), device)
+        new = Block(device, starts.get(device, 0), x.sharding.shard_shape(x.shape), np.dtype(x.dtype))
+        blocks[device] = new if owner == device else blocks[owner]
+    return blocks
 
 
 def _sizes(arrays: Sequence[Array]) -> dict[jax.Device, int]:
     """The size of each device's file of a piece."""
     sizes: dict[jax.Device, int] = {}
     for block in (block for array in arrays for block in array.blocks.values()):
-        sizes[block.device] = max(sizes.get(block.device, 0), -(-block.stop // ALIGN) * ALIGN)
+        sizes[block.device] = max(sizes.get(block.device, 0), block.padded_stop)
     return sizes

@@ -46,7 +46,10 @@ class Outline(NamedTuple):
     def time(self, F: float, B: float, W: float) -> float:
         """From the first tick to the last, where one chunk of one microbatch takes so long; B without W."""
         costs = (F, B, W) if self.weights else (F, B + W, 0.0)
-        price = lambda work: sum(n * cost for n, cost in zip(work, costs, strict=True))
+
+        def price(work: tuple[int, int, int]) -> float:
+            return sum(n * cost for n, cost in zip(work, costs, strict=True))
+
         return sum(number * max(map(price, kind)) for kind, number in self.kinds.items())
 
 
@@ -72,24 +75,18 @@ def _counts(schedule: Schedule) -> np.ndarray:
 def validate(schedule: Schedule) -> None:
     """Raise ValueError, with the table drawn and the place marked, unless each unit of each stage is forwarded once,
     goes back once (and has the gradients of its weights made once), always after what it needs."""
-    units, P = schedule.chunks * schedule.microbatches, schedule.stages
+    units = schedule.chunks * schedule.microbatches
+    P = schedule.stages
     kinds = {"F": schedule.forward, "B": schedule.backward}
     if schedule.weight.size:
         kinds["W"] = schedule.weight
     for kind, table in kinds.items():
-        if table.min() < IDLE or table.max() >= units:
-            strange = next(int(u) for u in table.flat if not IDLE <= u < units)
-            raise ValueError(f"{kind} of unit {strange}; units are 0 to {units - 1}, and {IDLE} is none")
-        for s in range(P):
-            work = table[:, s][table[:, s] != IDLE]
-            wrong = [u for u in range(units) if (work == u).sum() != 1]
-            if wrong:
-                text = f"stage {s} has {kind}{_name(schedule, wrong[0])} {(work == wrong[0]).sum()} times, not once"
-                raise ValueError(f"{text}\n{draw(schedule)}")
+        _each_unit_once(schedule, kind, table)
     when = {kind: ticks_of(table, units) for kind, table in kinds.items()}
 
     def after(kind: str, unit: int, s: int, other: str, sender: tuple[int, int], same_tick: bool) -> None:
-        t, made = when[kind][unit, s], when[other][sender]
+        t = when[kind][unit, s]
+        made = when[other][sender]
         if made > t or (made == t and not same_tick):
             mark = _name(schedule, sender[0])
             raise ValueError(
@@ -108,6 +105,20 @@ def validate(schedule: Schedule) -> None:
             after("B", unit, s, "B", behind, same_tick=False)
         if "W" in kinds:
             after("W", unit, s, "B", (unit, s), same_tick=True)
+
+
+def _each_unit_once(schedule: Schedule, kind: str, table: np.ndarray) -> None:
+    """Raise ValueError unless each stage has each unit once in the table of one kind of work."""
+    units = schedule.chunks * schedule.microbatches
+    if table.min() < IDLE or table.max() >= units:
+        strange = next(int(u) for u in table.flat if not IDLE <= u < units)
+        raise ValueError(f"{kind} of unit {strange}; units are 0 to {units - 1}, and {IDLE} is none")
+    for s in range(schedule.stages):
+        work = table[:, s][table[:, s] != IDLE]
+        wrong = [u for u in range(units) if (work == u).sum() != 1]
+        if wrong:
+            text = f"stage {s} has {kind}{_name(schedule, wrong[0])} {(work == wrong[0]).sum()} times, not once"
+            raise ValueError(f"{text}\n{draw(schedule)}")
 
 
 def fitted(
@@ -158,18 +169,23 @@ def stats(schedule: Schedule, F: Time = 1, dX: Time = 1, W: Time = 1) -> Stats:
     """
     if not (schedule.backward != IDLE).any():
         raise ValueError("a schedule without a backward has no bubble; give one that trains")
-    C, M, split = schedule.chunks, schedule.microbatches, schedule.weight.size > 0
+    C = schedule.chunks
+    split = schedule.weight.size > 0
     counts = _counts(schedule)
     costs = (F, dX, W) if split else (F, dX + W, 0)
     share: Any = Fraction(1, C) if all(isinstance(c, int | Fraction) for c in costs) else 1 / C
-    price = lambda row: sum((int(n) * c for n, c in zip(row, costs, strict=True)), 0 * F)
+
+    def price(row: np.ndarray) -> Time:
+        return sum((int(n) * c for n, c in zip(row, costs, strict=True)), 0 * F)
+
     length = [max(price(row) for row in tick) * share for tick in counts]
-    work = M * (F + dX + W)
+    work = schedule.microbatches * (F + dX + W)
     bubbles = []
     for s in range(schedule.stages):
         busy = counts[:, s].any(-1).nonzero()[0]
         bubbles.append(sum(length[busy[0] : busy[-1] + 1]) - work)
-    begun, done = (schedule.forward != IDLE).cumsum(0), counts[..., 2 if split else 1].cumsum(0)
+    begun = (schedule.forward != IDLE).cumsum(0)
+    done = counts[..., 2 if split else 1].cumsum(0)
     in_flight = [int(n) for n in (begun - np.vstack([np.zeros_like(done[:1]), done[:-1]])).max(0)]
     masked = schedule.ticks * share * (sum(costs[:2]) + schedule.weight.shape[-1] * costs[2]) / work
     return Stats(
@@ -198,12 +214,8 @@ def draw(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
         raise ValueError(f"{schedule.chunks} chunks cannot be drawn with one letter each; use at most 26")
     cells = []
     for s in range(schedule.stages):
-        row = []
-        for t in range(schedule.ticks):
-            work = [("F", schedule.forward[t, s]), ("B", schedule.backward[t, s])]
-            work += [("W", unit) for unit in schedule.weight[t, s]]
-            row.append("".join(k + _name(schedule, unit) for k, unit in work if unit != IDLE) or ".")
-        cells.append(row)
+        words = ("".join(k + _name(schedule, unit) for k, unit in schedule.work(t, s)) for t in range(schedule.ticks))
+        cells.append([word or "." for word in words])
     widths = [max(len(row[t]) for row in cells) for t in range(schedule.ticks)]
     lines = []
     for s, row in enumerate(cells):
@@ -221,24 +233,24 @@ def parse(text: str) -> Schedule:
     rows = [line.split("|")[-1].split() for line in text.strip().splitlines()]
     if len({len(row) for row in rows}) != 1:
         raise ValueError(f"stages have {sorted({len(row) for row in rows})} ticks; give all as many, with . for idle")
-    cells: list[list[list[tuple[str, int, int]]]] = []
-    for row in rows:
-        cells.append([])
-        for word in row:
-            if not re.fullmatch(r"\.|(F\d+[a-z]?)?(B\d+[a-z]?)?(W\d+[a-z]?)*", word):
-                raise ValueError(f"{word!r} is not the work of a tick; write e.g. F2B0, F1b, B3W3 or . for none")
-            work = re.findall(r"([FBW])(\d+)([a-z]?)", word)
-            cells[-1].append([(kind, int(m), ord(c or "a") - ord("a")) for kind, m, c in work])
+    cells = [[_work(word) for word in row] for row in rows]
     everything = [work for row in cells for cell in row for work in cell]
     if not everything:
         raise ValueError("there is no work in the table; write e.g. F2B0, F1b, B3W3 or . for none")
-    M, C = 1 + max(m for _, m, _ in everything), 1 + max(c for *_, c in everything)
+    M = 1 + max(m for _, m, _ in everything)
+    C = 1 + max(c for *_, c in everything)
     n = max(sum(kind == "W" for kind, *_ in cell) for row in cells for cell in row)
     tables = {kind: np.full((len(rows[0]), len(rows), max(n, 1)), IDLE) for kind in "FBW"}
-    for s, row in enumerate(cells):
-        for t, cell in enumerate(row):
-            seen = dict.fromkeys("FBW", 0)
-            for kind, m, c in cell:
-                tables[kind][t, s, seen[kind]] = c * M + m
-                seen[kind] += 1
+    for kind, table in tables.items():
+        for t, s in np.ndindex(table.shape[:2]):
+            units = [c * M + m for other, m, c in cells[s][t] if other == kind]
+            table[t, s, : len(units)] = units
     return Schedule(C, M, tables["F"][..., 0], tables["B"][..., 0], tables["W"][..., :n])
+
+
+def _work(word: str) -> list[tuple[str, int, int]]:
+    """A cell of the text form, say F2bB0 -> [("F", 2, 1), ("B", 0, 0)]: kind, microbatch, chunk. Raises ValueError."""
+    if not re.fullmatch(r"\.|(F\d+[a-z]?)?(B\d+[a-z]?)?(W\d+[a-z]?)*", word):
+        raise ValueError(f"{word!r} is not the work of a tick; write e.g. F2B0, F1b, B3W3 or . for none")
+    work = re.findall(r"([FBW])(\d+)([a-z]?)", word)
+    return [(kind, int(m), ord(c or "a") - ord("a")) for kind, m, c in work]

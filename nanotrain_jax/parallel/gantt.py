@@ -10,7 +10,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 
 from nanotrain_jax.parallel.chart import Time
-from nanotrain_jax.parallel.schedule import IDLE, Schedule
+from nanotrain_jax.parallel.schedule import Schedule
 
 COLORS = {"F": "#2f6db3", "B": "#f0a030", "W": "#2f9078"}  # told apart by the colour-blind, and in grey
 WAITS, LINES, INK, PALE = "#ececec", "#ffffff", "#222222", "#777777"
@@ -19,23 +19,20 @@ Costs = tuple[Time, Time, Time]  # of F, dX and W of a microbatch, through all c
 
 def bars(schedule: Schedule, costs: Costs) -> tuple[list[tuple[str, int, int, float, float]], list[float]]:
     """-> (kind, unit, stage, begin, length) of all work, and the borders of ticks."""
-    split, C = schedule.weight.size > 0, schedule.chunks
-    F, dX, W = (cost / C for cost in costs)
-    price = {"F": F, "B": dX if split else dX + W, "W": W}
-    found, borders = [], [0 * F]
+    F, dX, W = (cost / schedule.chunks for cost in costs)
+    price = {"F": F, "B": dX if schedule.weight.size else dX + W, "W": W}
+    found = []
+    borders = [0 * F]
     for t in range(schedule.ticks):
-        ends = [borders[-1]]
+        ends = []
         for s in range(schedule.stages):
-            now = borders[-1]
-            work = [("F", schedule.forward[t, s]), ("B", schedule.backward[t, s])]
-            work += [("W", unit) for unit in schedule.weight[t, s]]
-            for kind, unit in work:
-                if unit != IDLE:
-                    found.append((kind, int(unit), s, float(now), float(price[kind])))
-                    now += price[kind]
-            ends.append(now)
+            work = schedule.work(t, s)
+            *begins, end = itertools.accumulate((price[kind] for kind, _ in work), initial=borders[-1])
+            placed = zip(work, begins, strict=True)
+            found += [(kind, unit, s, float(begin), float(price[kind])) for (kind, unit), begin in placed]
+            ends.append(end)
         borders.append(max(ends))
-    return found, [float(b) for b in borders]
+    return found, [float(border) for border in borders]
 
 
 def shade(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:

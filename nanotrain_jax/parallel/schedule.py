@@ -54,6 +54,12 @@ class Schedule(NamedTuple):
         """Turns of the one loop that runs the table."""
         return self.forward.shape[0]
 
+    def work(self, tick: int, stage: int) -> list[tuple[str, int]]:
+        """-> F, B or W, and its unit: what a stage does in a tick, in the order in which it does so."""
+        work = [("F", self.forward[tick, stage]), ("B", self.backward[tick, stage])]
+        work += [("W", unit) for unit in self.weight[tick, stage]]
+        return [(kind, int(unit)) for kind, unit in work if unit != IDLE]
+
 
 class Buffer(NamedTuple):
     """Where each stage keeps something of each unit while it is needed."""
@@ -101,15 +107,17 @@ def zero_bubble(P: int, M: int) -> Schedule:
     """1F1B whose gradients of weights wait: at first nobody makes any, for P - 1 ticks longer than the first backward
     takes to the first stage; then a stage makes one in each tick, and two where it lacks the forward or the backward
     that others have."""
-    plain, first = _fused(P, M, 1), max(min(3 * (P - 1), M), P - 1)
-    weight, gone_back = np.full((plain.ticks, P, 2), IDLE), (plain.backward != IDLE).cumsum(0).tolist()
+    plain = _fused(P, M, 1)
+    first = max(min(3 * (P - 1), M), P - 1)
+    weight = np.full((plain.ticks, P, 2), IDLE)
+    gone_back = (plain.backward != IDLE).cumsum(0).tolist()
     for s in range(P):
         done = 0
         for t in range(first, plain.ticks):
             lacks = plain.forward[t, s] if t < M + P - 1 else plain.backward[t, s]  # what others do in this tick
-            for i in range(min(2 if lacks == IDLE else 1, gone_back[t][s] - done)):
-                weight[t, s, i] = done
-                done += 1
+            count = min(2 if lacks == IDLE else 1, gone_back[t][s] - done)
+            weight[t, s, :count] = range(done, done + count)
+            done += count
     return plain._replace(weight=weight[..., (weight != IDLE).any((0, 1))])
 
 
@@ -213,22 +221,9 @@ def _one_at_a_time(P: int, M: int, warm_up: Sequence[int], limit: int | None) ->
 
     limit: with gradients of weights on their own, made when a stage would wait, or when so many are in flight.
     """
-
-    def order(s: int) -> list[str]:
-        forwards, weights, kinds = min(warm_up[s], M), 0, ["F"] * min(warm_up[s], M)
-        for _ in range(M):
-            kinds.append("B")
-            if forwards < M:
-                if limit is not None and forwards - weights >= limit:
-                    kinds.append("W")
-                    weights += 1
-                kinds.append("F")
-                forwards += 1
-        return kinds
-
-    rest, done = [deque(order(s)) for s in range(P)], [dict.fromkeys("FBW", 0) for _ in range(P)]
+    planned = [deque(_order(M, warm_up[s], limit)) for s in range(P)]
+    done = [dict.fromkeys("FBW", 0) for _ in range(P)]
     when: dict[tuple[str, int, int], int] = {}
-    rows = []
 
     def ready(kind: str, s: int, t: int) -> bool:
         i = done[s][kind]
@@ -237,24 +232,45 @@ def _one_at_a_time(P: int, M: int, warm_up: Sequence[int], limit: int | None) ->
         source = ("F", s - 1) if kind == "F" else ("F", s) if s == P - 1 else ("B", s + 1)
         return source[1] < 0 or when.get((*source, i), t) < t
 
-    while any(done[s]["B" if limit is None else "W"] < M for s in range(P)):
-        row = []
-        for s in range(P):
-            if rest[s] and ready(rest[s][0], s, len(rows)):
-                row.append(rest[s].popleft())
-            else:
-                row.append("W" if ready("W", s, len(rows)) else "")
+    def next_work(s: int, t: int) -> str:
+        if planned[s] and ready(planned[s][0], s, t):
+            return planned[s].popleft()
+        return "W" if ready("W", s, t) else ""
+
+    def run_tick(t: int) -> list[str]:
+        row = [next_work(s, t) for s in range(P)]
         for s, kind in enumerate(row):
             if kind:
-                when[kind, s, done[s][kind]] = len(rows)
+                when[kind, s, done[s][kind]] = t
                 done[s][kind] += 1
-        rows.append(row)
+        return row
 
-    kinds, tables = np.array(rows), []
+    rows: list[list[str]] = []  # [ticks P]
+    while any(done[s]["B" if limit is None else "W"] < M for s in range(P)):
+        rows.append(run_tick(len(rows)))
+    kinds = np.array(rows)
+    tables = []
     for kind in "FBW":
         here = kinds == kind
         tables.append(np.where(here, here.cumsum(0) - 1, IDLE))
     return Schedule(1, M, tables[0], tables[1], tables[2][..., None][..., : 0 if limit is None else 1])
+
+
+def _order(M: int, warm_up: int, limit: int | None) -> list[str]:
+    """The order of a stage's work: warm_up forwards, then backward and forward in turns; W where limit is reached."""
+    forwards = min(warm_up, M)
+    weights = 0
+    kinds = ["F"] * forwards
+    for _ in range(M):
+        kinds.append("B")
+        if forwards == M:
+            continue
+        if limit is not None and forwards - weights >= limit:
+            kinds.append("W")
+            weights += 1
+        kinds.append("F")
+        forwards += 1
+    return kinds
 
 
 def ticks_of(table: np.ndarray, units: int) -> np.ndarray:
@@ -325,14 +341,20 @@ def _spans(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray, np.nda
 def _slots(begin: np.ndarray, end: np.ndarray, kept: np.ndarray) -> Buffer:
     """The lowest slot that is free from begin to end [units P], both included; none where nothing is kept."""
     units, P = begin.shape
-    slot, count = np.full((units + 1, P), IDLE), 0
+    slot = np.full((units + 1, P), IDLE)
     for s in range(P):
-        free_after: list[int] = []  # of each slot
-        for unit in np.argsort(begin[:, s], kind="stable"):
-            if not kept[unit, s]:
-                continue
-            here = next((i for i, t in enumerate(free_after) if t < begin[unit, s]), len(free_after))
-            free_after[here : here + 1] = [end[unit, s]]
-            slot[unit, s] = here
-        count = max(count, len(free_after))
+        slot[:units, s] = _slots_of_stage(begin[:, s], end[:, s], kept[:, s])
+    count = int(slot.max()) + 1  # IDLE is -1
     return Buffer(count, np.where(slot == IDLE, count, slot))
+
+
+def _slots_of_stage(begin: np.ndarray, end: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """-> slot[units], IDLE where nothing is kept."""
+    slot = np.full(begin.shape, IDLE)
+    busy_until: list[int] = []  # of each slot
+    for unit in np.argsort(begin, kind="stable"):
+        if kept[unit]:
+            free = next((i for i, t in enumerate(busy_until) if t < begin[unit]), len(busy_until))
+            busy_until[free : free + 1] = [end[unit]]
+            slot[unit] = free
+    return slot

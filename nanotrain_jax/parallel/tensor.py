@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -185,74 +187,121 @@ def cross_entropy(
 
         l[c V/tensor] = x[c D] head                         moves nothing; float32
         top[c] = all_max(max l)                             2 (t-1)/t c scalars
-        z[c], hit[c] = all_reduce(sum exp(l - top), l[target])     twice as many
+        sum[c], hit[c] = all_reduce(sum exp(l - top), l[target])   twice as many
         g[c V/tensor] = softmax(l) - onehot(target), and with it the gradients of x and head, at once
 
     so that no more than one chunk's logits exist, and none is computed twice; kept for the backward are the gradients
     of x[B T D] and, in float32, of head[V/tensor D]. Backward: that of x is a partial sum over tensor, which the
     backward of `enter` reduces. Raises ValueError if chunk does not divide B T.
     """
-    B, T, D = x_BTD.shape
-    V, tokens = head_VD.shape[0], B * T
+    B, T, _ = x_BTD.shape
+    tokens = B * T
     chunk = chunk or tokens
     if tokens % chunk:
         raise ValueError(f"chunk={chunk} does not divide the {B} x {T} tokens of a device; use a divisor of {tokens}")
     axes = () if axis is None else (axis,)
+    vocab_size = vocab_size or head_VD.shape[0] * (lax.axis_size(axis) if axes else 1)
     everywhere = sorted({*axes} | varying_axes(x_BTD) | varying_axes(head_VD) | varying_axes(targets_BT))
-    vocab_size = vocab_size or V * (lax.axis_size(axis) if axes else 1)
-    boost = 2.0**10 if x_BTD.dtype == jnp.float16 else 1.0  # float16 gradients meet the loss scale only in the backward
-
-    def counted(targets: jax.Array) -> jax.Array:
-        return (targets >= 0) & (targets < vocab_size)
-
-    def zero() -> jax.Array:
-        return as_varying(jnp.zeros(()), [name for name in everywhere if name not in axes])
-
-    def of_chunk(x_cD: jax.Array, head_VD: jax.Array, target_c: jax.Array) -> tuple:
-        """-> losses[c], and a function that makes the gradients of their sum, times boost."""
-        row_V = jnp.arange(V) + (position(axis) * V if axes else 0)
-        logits_cV = jnp.einsum("cD,VD->cV", x_cD, head_VD, preferred_element_type=jnp.float32)
-        logits_cV = jnp.where(row_V[None] < vocab_size, logits_cV, -jnp.inf)
-        counted_c = counted(target_c)
-        hit_cV = (row_V[None] == target_c[:, None]) & counted_c[:, None]
-        top_c = all_max(logits_cV.max(-1), axes)
-        exp_cV = jnp.exp(logits_cV - top_c[:, None])
-        z_c, hit_c = all_reduce((exp_cV.sum(-1), jnp.where(hit_cV, logits_cV, 0.0).sum(-1)), axes)
-        log_z_c = top_c + jnp.log(z_c)
-
-        def gradients() -> tuple[jax.Array, jax.Array]:
-            slope_c = jnp.where(counted_c, 1 + 2 * z_loss * log_z_c, 0.0)
-            g_cV = (slope_c / z_c)[:, None] * exp_cV - jnp.where(hit_cV, 1.0, 0.0)
-            g_cV = (boost * g_cV).astype(x_cD.dtype)
-            grad_VD = jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=jnp.float32)
-            return jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype), grad_VD
-
-        return jnp.where(counted_c, log_z_c - hit_c + z_loss * jnp.square(log_z_c), 0.0), gradients
-
-    def by_chunk(x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return x_BTD.reshape(-1, chunk, D), targets_BT.reshape(-1, chunk)
-
-    @jax.custom_vjp
-    def loss(x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
-        one = lambda total, xs: (total + of_chunk(xs[0], head_VD, xs[1])[0].sum(), None)
-        return lax.scan(one, zero(), by_chunk(x_BTD, targets_BT))[0]
-
-    def forward(x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> tuple:
-        def one(sums: tuple, xs: tuple) -> tuple:
-            losses_c, gradients = of_chunk(xs[0], head_VD, xs[1])
-            grad_cD, grad_VD = gradients()
-            return (sums[0] + losses_c.sum(), sums[1] + grad_VD), grad_cD
-
-        sums = zero(), as_varying(jnp.zeros((V, D), jnp.float32), everywhere)
-        (total, grad_VD), grad_cD = lax.scan(one, sums, by_chunk(x_BTD, targets_BT))
-        return total, (grad_cD.reshape(B, T, D), grad_VD, jnp.zeros((0,), head_VD.dtype))
-
-    def backward(kept: tuple, g: jax.Array) -> tuple:
-        grad_BTD, grad_VD, like = kept
-        g = g / boost
-        grad_BTD = (g * grad_BTD.astype(jnp.float32)).astype(grad_BTD.dtype)
-        return grad_BTD, (g * grad_VD).astype(like.dtype), None
-
-    loss.defvjp(forward, backward)
+    loss = _Loss(axes, vocab_size, chunk, z_loss, tuple(everywhere))
     x_BTD, head_VD = as_varying((x_BTD, head_VD), everywhere)
-    return loss(x_BTD, head_VD, targets_BT), counted(targets_BT).sum(dtype=jnp.int32)
+    return _sum_of_losses(loss, x_BTD, head_VD, targets_BT), loss.counts(targets_BT).sum(dtype=jnp.int32)
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """What `cross_entropy` computes, but for its arrays."""
+
+    axes: tuple[str, ...]  # the mesh axis that splits the vocabulary, or none
+    vocab_size: int
+    chunk: int  # tokens
+    z_loss: float
+    everywhere: tuple[str, ...]  # mesh axes over which any of the arrays varies
+
+    def counts(self, targets: jax.Array) -> jax.Array:
+        """True for each target that counts; the others are padding."""
+        return (targets >= 0) & (targets < self.vocab_size)
+
+    def chunks(self, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """-> x[n c D], targets[n c]: the tokens of a device, a chunk in each row."""
+        return x_BTD.reshape(-1, self.chunk, x_BTD.shape[-1]), targets_BT.reshape(-1, self.chunk)
+
+    def zero(self) -> jax.Array:
+        """The sum of no losses. It varies as a sum of losses does: each is summed over axes already."""
+        return as_varying(jnp.zeros(()), [name for name in self.everywhere if name not in self.axes])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_of_losses(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """The losses of all tokens, summed; both arrays vary over loss.everywhere."""
+
+    def add_chunk(total: jax.Array, chunk: tuple) -> tuple[jax.Array, None]:
+        x_cD, targets_c = chunk
+        return total + _losses(loss, x_cD, head_VD, targets_c)[0].sum(), None
+
+    return lax.scan(add_chunk, loss.zero(), loss.chunks(x_BTD, targets_BT))[0]
+
+
+def _sum_and_gradients(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> tuple:
+    """-> the sum, and its gradients, times `_gradient_scale`, as residuals of the backward."""
+
+    def add_chunk(sums: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
+        total, grad_VD = sums
+        x_cD, targets_c = chunk
+        losses_c, softmax = _losses(loss, x_cD, head_VD, targets_c)
+        grad_cD, grad_of_chunk_VD = _gradients(loss, softmax, x_cD, head_VD)
+        return (total + losses_c.sum(), grad_VD + grad_of_chunk_VD), grad_cD
+
+    sums = loss.zero(), as_varying(jnp.zeros(head_VD.shape, jnp.float32), loss.everywhere)
+    (total, grad_VD), grad_cD = lax.scan(add_chunk, sums, loss.chunks(x_BTD, targets_BT))
+    return total, (grad_cD.reshape(x_BTD.shape), grad_VD, jnp.zeros((0,), head_VD.dtype))
+
+
+def _scale_gradients(_: _Loss, residuals: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    """The backward: the gradients are made already; times g, that of the sum."""
+    grad_BTD, grad_VD, like_head = residuals
+    g = g / _gradient_scale(grad_BTD.dtype)
+    grad_BTD = (g * grad_BTD.astype(jnp.float32)).astype(grad_BTD.dtype)
+    return grad_BTD, (g * grad_VD).astype(like_head.dtype), None
+
+
+_sum_of_losses.defvjp(_sum_and_gradients, _scale_gradients)
+
+
+def _gradient_scale(dtype: jnp.dtype) -> float:
+    """Keeps gradients in float16 from underflow: made in the forward, they meet the loss scale only in the backward."""
+    return 2.0**10 if dtype == jnp.float16 else 1.0
+
+
+class _Softmax(NamedTuple):
+    """Of the tokens of a chunk: what the gradients of their losses need."""
+
+    counts_c: jax.Array
+    hit_cV: jax.Array  # whether this row is that of the target
+    exp_cV: jax.Array  # exp(logits - their maximum)
+    sum_c: jax.Array  # of exp_cV, over the whole vocabulary
+    log_z_c: jax.Array
+
+
+def _losses(loss: _Loss, x_cD: jax.Array, head_VD: jax.Array, targets_c: jax.Array) -> tuple[jax.Array, _Softmax]:
+    """-> losses[c] of the tokens of a chunk, 0 where a target does not count; and what `_gradients` takes."""
+    V = head_VD.shape[0]
+    row_V = jnp.arange(V) + (position(loss.axes[0]) * V if loss.axes else 0)
+    logits_cV = jnp.einsum("cD,VD->cV", x_cD, head_VD, preferred_element_type=jnp.float32)
+    logits_cV = jnp.where(row_V[None] < loss.vocab_size, logits_cV, -jnp.inf)
+    counts_c = loss.counts(targets_c)
+    hit_cV = (row_V[None] == targets_c[:, None]) & counts_c[:, None]
+    top_c = all_max(logits_cV.max(-1), loss.axes)
+    exp_cV = jnp.exp(logits_cV - top_c[:, None])
+    sum_c, hit_c = all_reduce((exp_cV.sum(-1), jnp.where(hit_cV, logits_cV, 0.0).sum(-1)), loss.axes)
+    log_z_c = top_c + jnp.log(sum_c)
+    losses_c = jnp.where(counts_c, log_z_c - hit_c + loss.z_loss * jnp.square(log_z_c), 0.0)
+    return losses_c, _Softmax(counts_c, hit_cV, exp_cV, sum_c, log_z_c)
+
+
+def _gradients(loss: _Loss, softmax: _Softmax, x_cD: jax.Array, head_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """-> the gradients of the summed losses of a chunk, times `_gradient_scale`: of x[c D], of head[V/tensor D]."""
+    slope_c = jnp.where(softmax.counts_c, 1 + 2 * loss.z_loss * softmax.log_z_c, 0.0)
+    g_cV = (slope_c / softmax.sum_c)[:, None] * softmax.exp_cV - jnp.where(softmax.hit_cV, 1.0, 0.0)
+    g_cV = (_gradient_scale(x_cD.dtype) * g_cV).astype(x_cD.dtype)
+    grad_VD = jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=jnp.float32)
+    return jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype), grad_VD

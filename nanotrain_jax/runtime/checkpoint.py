@@ -82,87 +82,105 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     last one. apart: trees like state, each of one array and None for the rest, which are made, written and dropped one
     after the other before it returns. Raises OSError, here or at the next save, if something cannot be written.
     """
-    root = Path(config.dir).absolute()
-    # (orbax's manager, which keeps the newest by itself, waits for all processes before it tells that one has failed.)
-    files = ocp.AsyncCheckpointer(
-        ocp.CompositeCheckpointHandler(), async_options=ocp.options.AsyncOptions(timeout_secs=LONGEST)
-    )
-    background, written = ThreadPoolExecutor(1), Future()
-    written.set_result(None)
+    writer = _Writer(config)
+    try:
+        yield writer.save
+        writer.wait()
+    except BaseException:
+        if jax.process_count() > 1:
+            raise  # what follows would wait for processes that may never come
+        writer.close()
+        raise
+    writer.close()
 
-    def full(reason: str) -> OSError:
-        newest = latest_step(config.dir)
-        rest = "the beginning" if newest is None else f"step {newest}"
+
+class _Writer:
+    """Writes the checkpoints of a run, one at a time, in the background. See `writing`."""
+
+    def __init__(self, config: Checkpoint):
+        self.config = config
+        self.root = Path(config.dir).absolute()
+        # (orbax's manager, which keeps the newest by itself, waits for all processes before it tells that one failed.)
+        options = ocp.options.AsyncOptions(timeout_secs=LONGEST)
+        self.files = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
+        self.background = ThreadPoolExecutor(1)
+        self.written: Future[None] = Future()
+        self.written.set_result(None)
+
+    def save(
+        self, step: int, state: Any, meta: dict[str, Any], apart: Iterable[Any] = (), apart_bytes: int = 0
+    ) -> None:
+        """Copy the state and begin to write it. Raises OSError if the last one could not be written, or this cannot."""
+        self.wait()
+        need = (sum(x.nbytes for x in jax.tree.leaves(state)) + apart_bytes) * 11 // 10 + (1 << 20)
+        together(lambda: self._make_room(need))
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+        for tree in apart:
+            with self._disk_errors(), ocp.StandardCheckpointer() as one:
+                one.save(apart_folder(self.root, step) / next(iter(shapes(tree))).replace("/", "."), tree)
+            del tree  # before the next one is made
+        with self._disk_errors():
+            self.files.save(self.root / str(step), args=items, force=True)
+            if not self.config.asynchronous:
+                self.files.wait_until_finished()
+        self.written = self.background.submit(self._finish, step)
+
+    def wait(self) -> None:
+        """Wait until the last one is written. Raises OSError."""
+        with self._disk_errors():
+            self.written.result()
+
+    def close(self) -> None:
+        """Wait for the background, and remove what is unfinished."""
+        self.background.shutdown()
+        with suppress(Exception):
+            self.files.close()
+            if jax.process_index() == 0:
+                _remove_leftovers(self.root)
+
+    def _finish(self, step: int) -> None:
+        """Once a checkpoint is written: make its checksums, and remove the oldest ones."""
+        root = self.root
+        self.files.wait_until_finished()
+        checksums.record(root, parts(step), root / SUMS / str(step), jax.process_index(), jax.process_count())
+        for old in finished(root)[self.config.keep :] if jax.process_index() == 0 else ():
+            (root / str(old)).rename(root / f"{old}{REMOVED}")  # what is half removed is no checkpoint
+            shutil.rmtree(root / f"{old}{REMOVED}", ignore_errors=True)
+
+    def _make_room(self, need: int) -> None:
+        if jax.process_index() == 0:
+            _remove_leftovers(self.root)
+            free = shutil.disk_usage(self.root).free
+            if free < need:
+                raise self._full(f"it needs {need:,} bytes and {free:,} are free")
+
+    def _full(self, reason: str) -> OSError:
+        newest = latest_step(self.root)
+        start = "the beginning" if newest is None else f"step {newest}"
         return OSError(
-            f"no checkpoint can be written to {config.dir}: {reason}; make room and start again: "
-            f"the run goes on from {rest}"
+            f"no checkpoint can be written to {self.config.dir}: {reason}; make room and start again: "
+            f"the run goes on from {start}"
         )
 
     @contextmanager
-    def disk_errors():
+    def _disk_errors(self) -> Iterator[None]:
+        """Say what to do about an error of the disk."""
         try:
             yield
         except Exception as error:
             code = os_error_code(error)
             if code is None or code in PASSING:
                 raise
-            raise full(os.strerror(code)) from None
+            raise self._full(os.strerror(code)) from None
 
-    def save(step: int, state: Any, meta: dict[str, Any], apart: Iterable[Any] = (), apart_bytes: int = 0) -> None:
-        nonlocal written
-        with disk_errors():
-            written.result()
-        need = (sum(x.nbytes for x in jax.tree.leaves(state)) + apart_bytes) * 11 // 10 + (1 << 20)
-        together(lambda: room(need))
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
-        for tree in apart:
-            with disk_errors(), ocp.StandardCheckpointer() as one:
-                one.save(apart_folder(config.dir, step) / next(iter(shapes(tree))).replace("/", "."), tree)
-            del tree  # before the next one is made
-        with disk_errors():
-            files.save(root / str(step), args=items, force=True)
-            if not config.asynchronous:
-                files.wait_until_finished()
-        written = background.submit(finish, step)
 
-    def finish(step: int) -> None:
-        files.wait_until_finished()
-        checksums.record(root, parts(step), root / SUMS / str(step), jax.process_index(), jax.process_count())
-        for old in finished(root)[config.keep :] if jax.process_index() == 0 else ():
-            (root / str(old)).rename(root / f"{old}{REMOVED}")  # what is half removed is no checkpoint
-            shutil.rmtree(root / f"{old}{REMOVED}", ignore_errors=True)
-
-    def room(need: int) -> None:
-        if jax.process_index() == 0:
-            clean()
-            if shutil.disk_usage(root).free < need:
-                raise full(f"it needs {need:,} bytes and {shutil.disk_usage(root).free:,} are free")
-
-    def clean() -> None:
-        """Remove what is of checkpoints that are no more, or never came to be."""
-        keep = {str(number) for number in finished(root)}
-        unfinished = (path for path in root.glob("*") if re.fullmatch(UNFINISHED, path.name))
-        for folder in [*unfinished, *(root / APART).glob("*"), *(root / SUMS).glob("*")]:
-            if folder.name not in keep:
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def close() -> None:
-        background.shutdown()
-        with suppress(Exception):
-            files.close()
-            if jax.process_index() == 0:
-                clean()
-
-    try:
-        yield save
-        with disk_errors():
-            written.result()
-    except BaseException:
-        if jax.process_count() > 1:
-            raise  # what follows would wait for processes that may never come
-        close()
-        raise
-    close()
+def _remove_leftovers(root: Path) -> None:
+    """Remove what is of checkpoints that were removed, or never finished."""
+    keep = {str(number) for number in finished(root)}
+    unfinished = (path for path in root.glob("*") if re.fullmatch(UNFINISHED, path.name))
+    for folder in [*unfinished, *(root / APART).glob("*"), *(root / SUMS).glob("*")]:
+        if folder.name not in keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_aside(folder: str | Path, steps: Iterable[int]) -> None:
@@ -170,12 +188,12 @@ def set_aside(folder: str | Path, steps: Iterable[int]) -> None:
     root = Path(folder).absolute()
 
     def move() -> None:
-        for step in map(str, steps):
-            shutil.rmtree(root / DAMAGED / step, ignore_errors=True)
-            for part in (step, f"{APART}/{step}", f"{SUMS}/{step}"):
-                if (root / part).exists():
-                    (root / DAMAGED / step / part).parent.mkdir(parents=True, exist_ok=True)
-                    (root / part).rename(root / DAMAGED / step / part)
+        for step in steps:
+            damaged = root / DAMAGED / str(step)
+            shutil.rmtree(damaged, ignore_errors=True)
+            for part in [part for part in (*parts(step), f"{SUMS}/{step}") if (root / part).exists()]:
+                (damaged / part).parent.mkdir(parents=True, exist_ok=True)
+                (root / part).rename(damaged / part)
 
     together(move if jax.process_index() == 0 else lambda: None)
 

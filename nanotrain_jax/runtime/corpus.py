@@ -161,12 +161,12 @@ def encoded(
 ) -> Iterator[tuple[np.ndarray, int, int]]:
     """-> (token ids with the closing id, hash of the text, `replaced` pieces) of each document that is not empty."""
     documents = (d for d in documents if d)
+    closing = np.array([] if tokenizer.end is None else [tokenizer.end], np.uint32)
     while texts := list(islice(documents, at_once)):
         for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
-            if tokenizer.end is not None:
-                ids = np.append(ids, np.uint32(tokenizer.end))
+            ids = np.append(ids, closing).astype(tokenizer.dtype)
             key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-            yield ids.astype(tokenizer.dtype), key, 0 if tokenizer.text is None else replaced(text)
+            yield ids, key, 0 if tokenizer.text is None else replaced(text)
 
 
 def replaced(text: bytes) -> int:

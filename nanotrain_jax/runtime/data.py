@@ -193,7 +193,9 @@ def _to_devices(inputs: np.ndarray, targets: np.ndarray, rows: np.ndarray, shape
     """inputs, targets: those rows of a batch that this process takes."""
 
     def place(mine: np.ndarray, whole: jax.ShapeDtypeStruct) -> jax.Array:
-        of_device = lambda index: mine[np.searchsorted(rows, np.arange(whole.shape[0])[index[0]]), index[1]]
+        def of_device(index: tuple[slice, ...]) -> np.ndarray:
+            return mine[np.searchsorted(rows, np.arange(whole.shape[0])[index[0]]), index[1]]
+
         return jax.make_array_from_callback(whole.shape, whole.sharding, of_device)
 
     return {"inputs": place(inputs, shapes["inputs"]), "targets": place(targets, shapes["targets"])}

@@ -54,34 +54,47 @@ class Host:
         threading.Thread(target=self._listen, args=[link], daemon=True).start()
         self._ready(link)
         try:
-            while True:
-                with suppress(queue.Empty):
-                    message = self.inbox.get(timeout=LOOK)
-                    if message["do"] == "start":
-                        self.round = message["round"]
-                        if self.stopping:  # it was said too late
-                            self._tell_failed(link, f"host {self.index} had not begun", True)
-                        else:
-                            self._start(message)
-                    else:
-                        self._stop()
-                        if message["do"] == "end":
-                            return message["code"]
-                        if self.elastic and message["host"] == self.index:  # else others have but lost them
-                            self.slots = [slot for slot in self.slots if all(slot is not lost for lost in self.lost)]
-                        self._ready(link)
-                if self.signals:
-                    self.signals.clear()
-                    if self.stopping:
-                        return 1
-                    self.stopping = True
-                    if not self.children:  # between two rounds
-                        self._ready(link)
-                    for child in self.children:
-                        child.process.send_signal(signal.SIGTERM)
-                self._look(link)
+            return self._follow(link)
         finally:
             self._stop()
+
+    def _follow(self, link: Link) -> int:
+        """Do what the leader says, hand signals on, and look after the processes, until the end; -> exit code."""
+        while True:
+            with suppress(queue.Empty):
+                message = self.inbox.get(timeout=LOOK)
+                if message["do"] == "end":
+                    return message["code"]
+                self._obey(link, message)
+            signalled = bool(self.signals)  # one may come at any moment
+            if signalled and self.stopping:  # it is the second
+                return 1
+            if signalled:
+                self.signals.clear()
+                self._terminate(link)
+            self._look(link)
+
+    def _obey(self, link: Link, message: Message) -> None:
+        """Start the processes of a round, or stop them and be ready for the next."""
+        if message["do"] == "start":
+            self.round = message["round"]
+            if self.stopping:  # the signal came before this message
+                self._tell_failed(link, f"host {self.index} had not begun", True)
+            else:
+                self._start(message)
+            return
+        self._stop()
+        if self.elastic and message["host"] == self.index:  # else the root cause is on another host
+            self.slots = [slot for slot in self.slots if all(slot is not lost for lost in self.lost)]
+        self._ready(link)
+
+    def _terminate(self, link: Link) -> None:
+        """Have the processes save and end."""
+        self.stopping = True
+        if not self.children:  # between two rounds
+            self._ready(link)
+        for child in self.children:
+            child.process.send_signal(signal.SIGTERM)
 
     def _join(self, leader: tuple[str, int], timeout: int) -> Link | None:
         until = time.monotonic() + timeout
@@ -89,10 +102,11 @@ class Host:
             try:
                 return Link(socket.create_connection(leader, timeout=5))
             except OSError as error:
-                if time.monotonic() > until:
-                    tell(f"cannot reach host 0 at {leader[0]}:{leader[1]} ({error}); is its launcher running?")
-                    return None
-                time.sleep(1)
+                reason = str(error)
+            if time.monotonic() > until:
+                tell(f"cannot reach host 0 at {leader[0]}:{leader[1]} ({reason}); is its launcher running?")
+                return None
+            time.sleep(1)
         return None
 
     def _listen(self, link: Link) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from nanotrain_jax.runtime.link import GRACE, LOOK, STOPPED, Link, Message, tell
 
@@ -51,30 +51,34 @@ class Leader:
         """Round after round, until the run is over."""
         threading.Thread(target=self._accept, daemon=True).start()
         try:
-            ready = self._gather()
-            first = now = sum(message["processes"] for message in ready.values())
-            overrides: list[str] = []
-            while True:
-                failed = self._round(ready, now, overrides)
-                if failed["code"] == 2:  # wrong, and will be so again
-                    raise Over(2, "")
-                if failed["stopping"]:
-                    raise Over(STOPPED, f"{failed['what']}, when it was told to stop")
-                if self.restarts == self.rules.max_restarts:
-                    raise Over(1, f"{failed['what']}; restarted {self.restarts} times, as often as --max-restarts says")
-                self.restarts += 1
-                tell(f"{failed['what']}; restart {self.restarts} of {self.rules.max_restarts}")
-                ready = self._gather()
-                left = sum(message["processes"] for message in ready.values())
-                now, overrides = self.plan(first, left, min(message["devices"] for message in ready.values()))
-                if now != first:
-                    tell(f"{now} processes instead of {first}: {' '.join(overrides)}")
+            self._rounds()
         except Exception as over:  # also of what is wrong here: nobody is to wait for ever
             code, why = over.args if isinstance(over, Over) else (1, str(over) or repr(over))
             if why:
                 tell(why)
             for _, link in sorted(self.links.items(), reverse=True):  # this host, which then ends, last
                 link.send(do="end", code=code)
+
+    def _rounds(self) -> NoReturn:
+        """Start, and start again after each failure. Raises Over."""
+        ready = self._gather()
+        first = now = sum(message["processes"] for message in ready.values())
+        overrides: list[str] = []
+        while True:
+            failed = self._round(ready, now, overrides)
+            if failed["code"] == 2:  # wrong, and will be so again
+                raise Over(2, "")
+            if failed["stopping"]:
+                raise Over(STOPPED, f"{failed['what']}, when it was told to stop")
+            if self.restarts == self.rules.max_restarts:
+                raise Over(1, f"{failed['what']}; restarted {self.restarts} times, as often as --max-restarts says")
+            self.restarts += 1
+            tell(f"{failed['what']}; restart {self.restarts} of {self.rules.max_restarts}")
+            ready = self._gather()
+            left = sum(message["processes"] for message in ready.values())
+            now, overrides = self.plan(first, left, min(message["devices"] for message in ready.values()))
+            if now != first:
+                tell(f"{now} processes instead of {first}: {' '.join(overrides)}")
 
     def _accept(self) -> None:
         while True:
@@ -97,26 +101,44 @@ class Leader:
 
     def _gather(self) -> dict[int, Message]:
         """Wait until all hosts are ready; an elastic run goes on without those that are gone. -> what they said."""
-        began, timeout = time.monotonic(), self.rules.join_timeout
-        stopping = lambda: any(message["stopping"] for message in dict(self.waiting).values())
-        while len(self.waiting) < self.rules.hosts and not stopping():
-            waited = time.monotonic() - began
-            if self.rules.elastic and self.restarts and self.waiting:
-                if waited > timeout or (waited > GRACE and set(self.waiting) >= set(self.links)):
-                    break
-            elif waited > timeout:
-                missing = sorted(set(range(self.rules.hosts)) - self.waiting.keys())
-                raise Over(1, f"hosts {missing} did not join within {timeout} s")
+        began = time.monotonic()
+        while len(self.waiting) < self.rules.hosts and not self._stopping():
+            if self._go_on_without(time.monotonic() - began):
+                break
             time.sleep(LOOK)
-        if stopping():
+        if self._stopping():
             raise Over(STOPPED, "")
         ready = {host: message for host, message in dict(self.waiting).items() if message["processes"]}
         if not ready:
             raise Over(1, "no process is left")
         return ready
 
+    def _stopping(self) -> bool:
+        """Whether a host that is ready has got a signal."""
+        return any(message["stopping"] for message in dict(self.waiting).values())
+
+    def _go_on_without(self, waited: float) -> bool:
+        """Whether to start without the hosts that are not ready after so many seconds.
+
+        Raises Over if it is too late for them, and the run needs all.
+        """
+        timeout = self.rules.join_timeout
+        if self.rules.elastic and self.restarts and self.waiting:
+            return waited > timeout or (waited > GRACE and set(self.waiting) >= set(self.links))
+        if waited > timeout:
+            missing = sorted(set(range(self.rules.hosts)) - self.waiting.keys())
+            raise Over(1, f"hosts {missing} did not join within {timeout} s")
+        return False
+
     def _round(self, ready: dict[int, Message], total: int, overrides: list[str]) -> Message:
-        """Start so many processes; -> what failed, once all hosts were told to stop. Raises Over if none did.
+        """Start total processes; -> what failed, once all hosts were told to stop. Raises Over if none did."""
+        failed = self._first_failure(self._start(ready, total, overrides))
+        for link in list(self.links.values()):
+            link.send(do="stop", host=failed["host"])
+        return failed
+
+    def _start(self, ready: dict[int, Message], total: int, overrides: list[str]) -> dict[int, Link | None]:
+        """Tell hosts to start total processes; -> these hosts, and the link to each (None: it is gone).
 
         Hosts with more processes come first: tensor groups stay within them where others have lost some.
         """
@@ -124,10 +146,10 @@ class Leader:
             port = free.getsockname()[1]
         order = sorted(ready, key=lambda host: (-ready[host]["processes"], host))
         address = ready[order[0]]["place"] if order[0] else self.place, port
-        first, running, stopping = 0, {}, False
+        first = 0
+        running: dict[int, Link | None] = {}
         for host in order:
-            message = ready[host]
-            count = min(message["processes"], total - first)
+            count = min(ready[host]["processes"], total - first)
             if not count:
                 continue
             self.waiting.pop(host, None)
@@ -138,12 +160,21 @@ class Leader:
                 running[host].send(do="start", address=address, overrides=overrides, **numbers)
             else:
                 self.events.put((None, host, {"is": "gone"}))
-        failed, until = None, None
+        return running
+
+    def _first_failure(self, running: dict[int, Link | None]) -> Message:
+        """Wait for the root cause of a round's failure; -> what the host said. Raises Over if all hosts are done.
+
+        A failure that is not the root cause waits for the one that is, for 2 GRACE at most.
+        """
+        failed: Message | None = None
+        until = 0.0
+        stopping = False
         while running:
             try:
                 link, host, message = self.events.get(timeout=failed and max(until - time.monotonic(), 0))
-            except queue.Empty:  # those who have but waited ended by themselves
-                return self._failed(failed)
+            except queue.Empty:  # processes that are not the root cause ended by themselves
+                return failed
             if host not in running or running[host] is not link:  # of another round
                 continue
             if message["is"] == "gone":
@@ -151,17 +182,12 @@ class Leader:
                 message |= {"host": host, "blames": True}
             elif message["round"] != self.restarts:
                 continue
-            if message["is"] == "failed":
-                if message["blames"] or message["code"] == 2:
-                    return self._failed(message)
-                failed, until = failed or message, until or time.monotonic() + 2 * GRACE
-                continue
-            del running[host]
-            stopping |= message["stopping"]
+            if message["is"] == "done":
+                del running[host]
+                stopping |= message["stopping"]
+            elif message["blames"] or message["code"] == 2:
+                return message
+            elif not failed:
+                failed = message
+                until = time.monotonic() + 2 * GRACE
         raise Over(STOPPED if stopping else 0, "")
-
-    def _failed(self, message: Message) -> Message:
-        """Tell all hosts to stop."""
-        for link in list(self.links.values()):
-            link.send(do="stop", host=message["host"])
-        return message

@@ -138,10 +138,11 @@ class Writer:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self.jsonl.write(json.dumps(finite) + "\n")
         if self.board:
-            for name, value in record.items():
-                if name != "step" and value is not None:
-                    self.board.add_scalar(name, value, record["step"])
-        steps, text = self.config.train.steps, self._text(record)
+            scalars = {name: value for name, value in record.items() if name != "step" and value is not None}
+            for name, value in scalars.items():
+                self.board.add_scalar(name, value, record["step"])
+        steps = self.config.train.steps
+        text = self._text(record)
         if self.bar:
             self.bar.update(self.task, text=text)
         if self.how == "lines" or (self.bar and "val_loss" in record):

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, get_args
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from nanotrain_jax.config import Config
 from nanotrain_jax.fields import expanded, retold
@@ -125,13 +126,16 @@ def describe() -> str:
     for section, field in Config.model_fields.items():
         lines.append(f"{section}:")
         for name, key in field.annotation.model_fields.items():
-            default = key.default if not isinstance(key.default, tuple) else list(key.default)
-            default = yaml.safe_dump(default, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
-            choices = [c for c in get_args(key.annotation) if isinstance(c, str)]
-            lines.append(f"  {key.alias or name:<15} {default:<12} {key.description}")
-            if choices:
-                lines.append(f"  {'':<15} {'':<12} one of: {', '.join(choices)}")
+            lines += _described(name, key)
     return "\n".join(lines)
+
+
+def _described(name: str, key: FieldInfo) -> list[str]:
+    default = key.default if not isinstance(key.default, tuple) else list(key.default)
+    default = yaml.safe_dump(default, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+    line = f"  {key.alias or name:<15} {default:<12} {key.description}"
+    choices = [c for c in get_args(key.annotation) if isinstance(c, str)]
+    return [line, f"  {'':<15} {'':<12} one of: {', '.join(choices)}"] if choices else [line]
 
 
 class _Loader(yaml.SafeLoader):

@@ -147,7 +147,10 @@ def report(mine: Status, limit: float, others: list[Status], interval: float) ->
     silent = [s for s in others if s.silent > max(0.5 * limit, 5 * interval)]
     behind = [s for s in others if s not in silent and (s.step, s.phase == "step") < (mine.step, mine.phase == "step")]
     lines = [f"error: no progress for {mine.since:.0f} s (the limit is {limit:.0f}: runtime.hang_timeout)"]
-    who = lambda s: f"process {s.process} on {s.host} (pid {s.pid})"
+
+    def who(s: Status) -> str:
+        return f"process {s.process} on {s.host} (pid {s.pid})"
+
     lines += [
         f"  {who(s)} is silent for {s.silent:.0f} s (stopped, or its host is gone): at step {s.step}, phase {s.phase}"
         for s in silent
@@ -156,9 +159,9 @@ def report(mine: Status, limit: float, others: list[Status], interval: float) ->
     if len(lines) > LINES + 1:
         lines[LINES:] = [f"  and {len(lines) - LINES} more"]
     lines.append(f"  {who(mine)}, which tells this, is at step {mine.step}, phase {mine.phase}, for {mine.since:.0f} s")
-    rest = len(others) - len(silent) - len(behind) - 1
-    if rest > 0:
-        lines.append(f"  {rest} other processes are no different (the first is at step {first})")
+    alike = len(others) - len(silent) - len(behind) - 1
+    if alike > 0:
+        lines.append(f"  {alike} other processes are no different (the first is at step {first})")
     return "\n".join([*lines, f"  where its threads are, of process {mine.process}:"])
 
 
