@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from command import config_file, flip, main, same, saved_state
 from conftest import records
-from test_processes import finished, launched
-from test_train import config_file, flip, main, same, saved_state
+from launching import finished, launched
 
 import nanotrain_jax
 from nanotrain_jax import config as configs
