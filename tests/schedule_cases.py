@@ -44,23 +44,29 @@ def named(draw):
     return make(name, P, least(name, P) + draw(st.integers(0, 12)))
 
 
+def needed_from_another_stage(kind, unit, s, sizes):
+    """The work whose result stage s needs before the tick of its own: (kind, unit, stage), or None. sizes: P, M, C."""
+    P, M, C = sizes
+    if kind == "F" and (unit >= M or s):
+        return ("F", unit, s - 1) if s else ("F", unit - M, P - 1)
+    if kind == "B" and (unit < M * (C - 1) or s < P - 1):
+        return ("B", unit, s + 1) if s < P - 1 else ("B", unit + M, 0)
+    return None
+
+
 @st.composite
 def anything(draw):
     """A schedule that has none: stages do what they happen to, in any order of microbatches."""
     P, M, C, weights = (draw(st.integers(*range_)) for range_ in ((1, 4), (1, 5), (1, 3), (0, 2)))
     dice = random.Random(draw(st.integers(0, 10**6)))
     when, rows, units = {}, [], range(C * M)
-    needs = lambda s: {
-        "F": lambda u: (("F", u, s - 1) if s else ("F", u - M, P - 1)) if u >= M or s else None,
-        "B": lambda u: (("B", u, s + 1) if s < P - 1 else ("B", u + M, 0)) if u < M * (C - 1) or s < P - 1 else None,
-    }
     while len(when) < (3 if weights else 2) * C * M * P:
         t, tables = len(rows), np.full((2 + weights, P), IDLE)
         for s in range(P):
             for row, kind in enumerate("FB" + "W" * weights):
                 ready = []
                 for u in units:
-                    other = needs(s)[kind](u) if kind != "W" else None
+                    other = needed_from_another_stage(kind, u, s, (P, M, C))
                     same = {"F": None, "B": ("F", u, s), "W": ("B", u, s)}[kind]
                     came = other is None or when.get(other, t) < t
                     if (kind, u, s) not in when and came and (same is None or same in when):

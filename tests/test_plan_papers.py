@@ -1,5 +1,7 @@
 """Published figures come out of the planner: ZeRO, GPT-3, Korthikanti et al., Narayanan et al."""
 
+from typing import NamedTuple
+
 import pytest
 from planning import ROOT
 
@@ -11,10 +13,18 @@ from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
 
 
-def gpt(layers, width, heads, batch, remat="none", vocab=51200, **parallel):
+class Decoder(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+    vocab: int = 51200
+
+
+def gpt(decoder, batch, remat="none", **parallel):
     """A GPT of the papers, 2,048 tokens long, resolved."""
+    model = {"num_layers": decoder.layers, "d_model": decoder.width, "num_heads": decoder.heads}
     tree = {
-        "model": {"family": "gpt2", "num_layers": layers, "d_model": width, "num_heads": heads, "vocab_size": vocab},
+        "model": {"family": "gpt2", "vocab_size": decoder.vocab} | model,
         "parallel": {"data": 1} | parallel,
         "memory": {"remat": remat},
         "data": {"source": "synthetic", "batch_size": batch, "seq_len": 2048},
@@ -23,12 +33,18 @@ def gpt(layers, width, heads, batch, remat="none", vocab=51200, **parallel):
     return resolve(config, config.parallel.axes)
 
 
-# Models of Korthikanti et al. 2022 (arXiv 2205.05198, table 3): layers, width, heads, tensor, pipe, microbatch.
-MODELS = {
-    "22B": (48, 6144, 64, 8, 1, 4),
-    "175B": (96, 12288, 96, 8, 8, 1),
-    "530B": (105, 20480, 128, 8, 35, 1),
-    "1T": (128, 25600, 160, 8, 64, 1),
+class Published(NamedTuple):
+    decoder: Decoder
+    tensor: int
+    pipe: int
+    microbatch: int
+
+
+MODELS = {  # of Korthikanti et al. 2022 (arXiv 2205.05198, table 3)
+    "22B": Published(Decoder(48, 6144, 64), tensor=8, pipe=1, microbatch=4),
+    "175B": Published(Decoder(96, 12288, 96), tensor=8, pipe=8, microbatch=1),
+    "530B": Published(Decoder(105, 20480, 128), tensor=8, pipe=35, microbatch=1),
+    "1T": Published(Decoder(128, 25600, 160), tensor=8, pipe=64, microbatch=1),
 }
 
 
@@ -37,7 +53,7 @@ def test_the_zero_paper_s_own_example_comes_out():
     bytes each, which we hold for a part of the step only."""
     found = []
     for zero in range(4):
-        config = gpt(36, 4096, 32, 64, data=64, zero=zero, persist_below=0)
+        config = gpt(Decoder(36, 4096, 32), 64, data=64, zero=zero, persist_below=0)
         psi = cost.parameters(config.model)
         gradients = 2 * psi / (64 if zero > 1 else 1)
         found.append((sum(memory.state(config).values()) + gradients) / psi * 7.5)
@@ -46,7 +62,7 @@ def test_the_zero_paper_s_own_example_comes_out():
 
 def test_gpt3_has_175_billion_parameters_and_2_8_terabytes_of_state():
     """arXiv 2005.14165, table 2.1; 16 bytes each with 16-bit gradients (arXiv 1910.02054, section 3.1)."""
-    config = gpt(96, 12288, 96, 1, vocab=50257)
+    config = gpt(Decoder(96, 12288, 96, vocab=50257), 1)
     psi = cost.parameters(config.model)
     assert psi == 174_604_259_328
     assert (sum(memory.state(config).values()) + 2 * psi) / 1e12 == pytest.approx(2.8, abs=0.05)
@@ -59,15 +75,17 @@ def test_layers_keep_what_table_2_of_korthikanti_says_but_for_masks(model, billi
     """In s b h bytes: 10 + 24/t with tensor, 34/t with sequence parallelism, 2 with full recomputation. Our layers have
     no dropout (2 masks of a byte), and attention keeps a float32 statistic per head instead of its scores; heads of 160
     have no flash attention, whose scores are told apart here."""
-    L, h, a, t, _, b = MODELS[model]
-    config = gpt(L, h, a, b)
+    decoder, t, _, b = MODELS[model]
+    h = decoder.width
+    a = decoder.heads
+    config = gpt(decoder, b)
     assert cost.parameters(config.model) / 1e9 == pytest.approx(billions, rel=0.02)
     sbh = 2048 * b * h
     flash = h // a <= 128
     statistic = 4 * a * 2048 * b if flash else (6 * 2048 + 8) * a * 2048 * b
 
     def kept(remat="none", **parallel):
-        config = gpt(L, h, a, b, remat=remat, **parallel)
+        config = gpt(decoder, b, remat, **parallel)
         return 2 * memory.layer_activations(config, remat) * 2048 * b
 
     masks = 2 * sbh
@@ -96,12 +114,14 @@ BATCH = {"22B": 4, "175B": 64, "530B": 280, "1T": 512}
 @pytest.mark.parametrize("remat", ["selective", "full"])
 def test_modelled_times_are_within_a_quarter_of_what_megatron_took(model, remat):
     """Not the same program: theirs has dropout and no flash attention."""
-    L, h, a, t, P, b = MODELS[model]
+    published = MODELS[model]
     chunks = 3 if model in ("175B", "530B") else 1
     name = "interleaved" if chunks > 1 else "1f1b"
-    pieces = BATCH[model] // b
-    how = {"tensor": t, "pipe": P, "schedule": name, "chunks": chunks, "microbatches": pieces}
-    config = gpt(L, h, a, BATCH[model], remat, **how)
+    microbatches = BATCH[model] // published.microbatch
+    axes = {"tensor": published.tensor, "pipe": published.pipe}
+    config = gpt(
+        published.decoder, BATCH[model], remat, **axes, schedule=name, chunks=chunks, microbatches=microbatches
+    )
     ratio = estimate(config, "a100-80").step_seconds / MEASURED[model][remat == "full"]
     assert 0.75 <= ratio <= 1.25
     line = f"{estimate(config, 'a100-80').step_seconds:.1f} / {MEASURED[model][remat == 'full']:.1f} ({ratio:.2f})"
@@ -111,8 +131,8 @@ def test_modelled_times_are_within_a_quarter_of_what_megatron_took(model, remat)
 # arXiv 2104.04473: GPT-3 on 1,024 A100s, tensor 8 within hosts (the paper's 12 stages do not divide them; 16 do), and
 # the last row of table 1.
 PAPER = {
-    "175B": (gpt(96, 12288, 96, 1536), 1024, {"pipe": 16, "data": 8, "tensor": 8}),
-    "1T": (gpt(128, 25600, 160, 3072), 3072, {"pipe": 64, "data": 6, "tensor": 8}),
+    "175B": (gpt(Decoder(96, 12288, 96), 1536), 1024, {"pipe": 16, "data": 8, "tensor": 8}),
+    "1T": (gpt(Decoder(128, 25600, 160), 3072), 3072, {"pipe": 64, "data": 6, "tensor": 8}),
 }
 
 

@@ -9,75 +9,101 @@ from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.schedule import IDLE
 
 
-def run(schedule):
-    """The table carried out with numbers of microbatches and pieces for arrays -> how many values were read.
+class Execution:
+    """A table carried out with numbers of microbatches and pieces for arrays; `reads` counts the values that are read.
 
     Raises AssertionError where a slot does not hold what is read from it.
     """
-    P, C, M = schedule.stages, schedule.chunks, schedule.microbatches
-    buffers, (inputs, gradients) = schedules.buffers(schedule), schedules.arrivals(schedule)
-    memory = {name: [[None] * (b.count + 1) for _ in range(P)] for name, b in buffers.items()}
-    sent = {"F": [None] * P, "B": [None] * P}
-    last, reads = C * P - 1, 0
-    name = lambda unit, s: (int(unit) % M, int(unit) // M * P + s)  # microbatch, piece
 
-    for buffer in buffers.values():
-        assert (buffer.slot >= 0).all()
-        assert (buffer.slot <= buffer.count).all()
-        assert (buffer.slot[IDLE] == buffer.count).all()
+    def __init__(self, schedule):
+        self.schedule = schedule
+        self.buffers = schedules.buffers(schedule)
+        self.inputs, self.gradients = schedules.arrivals(schedule)
+        self.last_piece = schedule.chunks * schedule.stages - 1
+        stages = range(schedule.stages)
+        self.memory = {name: [[None] * (b.count + 1) for _ in stages] for name, b in self.buffers.items()}
+        self.reads = 0
+        for buffer in self.buffers.values():
+            assert (buffer.slot >= 0).all()
+            assert (buffer.slot <= buffer.count).all()
+            assert (buffer.slot[IDLE] == buffer.count).all()
 
-    def write(buffer, unit, s, value):
-        memory[buffer][s][buffers[buffer].slot[unit, s]] = value
+    def name(self, unit, s):
+        """-> microbatch, piece."""
+        chunk, microbatch = divmod(int(unit), self.schedule.microbatches)
+        return microbatch, chunk * self.schedule.stages + s
 
-    def read(buffer, unit, s, value):
-        nonlocal reads
-        assert buffers[buffer].slot[unit, s] < buffers[buffer].count
-        assert memory[buffer][s][buffers[buffer].slot[unit, s]] == value
-        reads += 1
+    def write(self, buffer, unit, s, value):
+        self.memory[buffer][s][self.buffers[buffer].slot[unit, s]] = value
 
+    def read(self, buffer, unit, s, value):
+        slot = self.buffers[buffer].slot[unit, s]
+        assert slot < self.buffers[buffer].count
+        assert self.memory[buffer][s][slot] == value
+        self.reads += 1
+
+    def forward(self, t, s, arrived):
+        """-> what stage s sends on."""
+        arriving = self.inputs[t, s]
+        if arriving != IDLE:
+            m, piece = self.name(arriving, s)
+            assert arrived == ("F", m, piece - 1)
+        elif arrived:
+            assert arrived[2] == self.last_piece  # leaves the ring
+        self.write("inputs", arriving, s, arrived)
+
+        unit, sent = self.schedule.forward[t, s], None
+        if unit != IDLE:
+            m, piece = self.name(unit, s)
+            if piece:
+                self.read("inputs", unit, s, ("F", m, piece - 1))
+            sent = ("F", m, piece)
+            if piece == self.last_piece:
+                self.write("gradients", unit, s, sent)
+        # An idle stage writes too, into the spare slot.
+        self.write("backward", unit, s, unit != IDLE and ("kept for B", *self.name(unit, s)))
+        self.write("late", unit, s, unit != IDLE and ("kept for W", *self.name(unit, s)))
+        return sent
+
+    def backward(self, t, s, arrived):
+        """-> what stage s sends back."""
+        arriving = self.gradients[t, s]
+        if arriving != IDLE:
+            m, piece = self.name(arriving, s)
+            assert arrived == ("B", m, piece + 1)
+        elif arrived:
+            assert arrived[2] == 0
+        self.write("gradients", arriving, s, arrived)
+
+        unit, sent = self.schedule.backward[t, s], None
+        if unit != IDLE:
+            m, piece = self.name(unit, s)
+            self.read("gradients", unit, s, ("F", m, piece) if piece == self.last_piece else ("B", m, piece + 1))
+            self.read("backward", unit, s, ("kept for B", m, piece))
+            sent = ("B", m, piece)
+        self.write("handed", unit, s, unit != IDLE and ("made by B", *self.name(unit, s)))
+        return sent
+
+    def weights(self, t, s):
+        for unit in self.schedule.weight[t, s]:
+            if unit != IDLE:
+                self.read("late", unit, s, ("kept for W", *self.name(unit, s)))
+                self.read("handed", unit, s, ("made by B", *self.name(unit, s)))
+
+
+def run(schedule):
+    """Carry out all ticks -> how many values were read. Raises AssertionError."""
+    execution, stages = Execution(schedule), range(schedule.stages)
+    forwards = [None] * schedule.stages
+    backwards = [None] * schedule.stages
     for t in range(schedule.ticks):
-        came = {"F": [sent["F"][s - 1] for s in range(P)], "B": [sent["B"][(s + 1) % P] for s in range(P)]}
-        sent = {"F": [None] * P, "B": [None] * P}
-        for s in range(P):
-            if inputs[t, s] != IDLE:
-                m, piece = name(inputs[t, s], s)
-                assert came["F"][s] == ("F", m, piece - 1)
-            elif came["F"][s]:
-                assert came["F"][s][2] == last  # leaves the ring
-            write("inputs", inputs[t, s], s, came["F"][s])
-
-            unit = schedule.forward[t, s]
-            if unit != IDLE:
-                m, piece = name(unit, s)
-                if piece:
-                    read("inputs", unit, s, ("F", m, piece - 1))
-                sent["F"][s] = ("F", m, piece)
-                if piece == last:
-                    write("gradients", unit, s, ("F", m, piece))
-            # An idle stage writes too, into the spare slot.
-            write("backward", unit, s, unit != IDLE and ("kept for B", *name(unit, s)))
-            write("late", unit, s, unit != IDLE and ("kept for W", *name(unit, s)))
-
-            if gradients[t, s] != IDLE:
-                m, piece = name(gradients[t, s], s)
-                assert came["B"][s] == ("B", m, piece + 1)
-            elif came["B"][s]:
-                assert came["B"][s][2] == 0
-            write("gradients", gradients[t, s], s, came["B"][s])
-
-            unit = schedule.backward[t, s]
-            if unit != IDLE:
-                m, piece = name(unit, s)
-                read("gradients", unit, s, ("F", m, last) if piece == last else ("B", m, piece + 1))
-                read("backward", unit, s, ("kept for B", m, piece))
-                sent["B"][s] = ("B", m, piece)
-            write("handed", unit, s, unit != IDLE and ("made by B", *name(unit, s)))
-
-            for unit in schedule.weight[t, s]:
-                if unit != IDLE:
-                    read("late", unit, s, ("kept for W", *name(unit, s)))
-                    read("handed", unit, s, ("made by B", *name(unit, s)))
-    return reads
+        inputs = [forwards[s - 1] for s in stages]
+        gradients = [backwards[(s + 1) % schedule.stages] for s in stages]
+        for s in stages:
+            forwards[s] = execution.forward(t, s, inputs[s])
+            backwards[s] = execution.backward(t, s, gradients[s])
+            execution.weights(t, s)
+    return execution.reads
 
 
 @hypothesis
