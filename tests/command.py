@@ -62,6 +62,15 @@ def saved_state(folder):
     return number, jax.tree.map(np.asarray, (state, more))
 
 
+def arrays_of(shapes, device):
+    """A tree of shapes -> abstract float32 arrays on a device (a sharding)."""
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, np.float32, sharding=device),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
 def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 

@@ -48,8 +48,8 @@ class LinenTransformer(linen.Module):
 
 class SelfAttention(nnx.Module):
     def __init__(self, rngs):
-        linear = lambda: nnx.Linear(D, D, use_bias=False, rngs=rngs)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = linear(), linear(), linear(), linear()
+        linears = (nnx.Linear(D, D, use_bias=False, rngs=rngs) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = linears
 
     def __call__(self, x):
         q, k, v = (f(x).reshape(*x.shape[:2], N, D // N) for f in (self.q_proj, self.k_proj, self.v_proj))
@@ -100,7 +100,10 @@ def nnx_model():
 
 def plain_model():
     keys = iter(jax.random.split(jax.random.key(0), 9))
-    normal = lambda *shape: 0.1 * jax.random.normal(next(keys), shape)
+
+    def normal(*shape):
+        return 0.1 * jax.random.normal(next(keys), shape)
+
     blocks = [{"qkv": normal(3, D, N, D // N), "w1": normal(D, F), "w2": normal(F, D)} for _ in range(2)]
 
     def apply(params, tokens):
@@ -154,9 +157,8 @@ def test_a_foreign_model_trains_on_eight_devices_as_on_one(model):
     mesh = meshes.make(data=4, tensor=2)
     by_rules = specs(rules, params, mesh)
     weights, shards = zero_specs(params, mesh, 3, persist_below=100, specs=by_rules)
-    on_mesh = lambda tree: jax.tree.map(lambda spec: NamedSharding(mesh, spec), tree)
     opt = optimizer_specs(optax.sgd(0.1, momentum=0.9), params, shards)
-    placed = on_mesh(weights), on_mesh(opt)
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (weights, opt))
     found = three_steps(shard(params, mesh, weights), apply, placed, NamedSharding(mesh, P("data")))
 
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
@@ -208,8 +210,11 @@ def test_the_moments_of_any_optimizer_lie_as_zero_says(optimizer):
 def test_gradients_of_replicated_parameters_arrive_summed_inside_shard_map():
     """As the docstring of `column` says: summing them again would count each device's share data times."""
     x, w = jnp.arange(32.0).reshape(8, 1, 4), jnp.ones((4, 6))
-    loss = lambda w, x: jnp.square(column(x, w)).sum()
     mesh = meshes.make(data=4, tensor=2)
+
+    def loss(w, x):
+        return jnp.square(column(x, w)).sum()
+
     found = jax.shard_map(
         jax.grad(loss), mesh=mesh, in_specs=(P(None, "tensor"), P("data")), out_specs=P(None, "tensor"), check_vma=True
     )(w, x)

@@ -63,6 +63,10 @@ def tree(mode, remat, parallel, family, **changes):
     return small(family, parallel=everything, memory=(WORDS[mode] if mode else {}) | {"remat": remat}, **changes)
 
 
+def memory_kinds(tree):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
+
+
 def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
 
@@ -80,9 +84,8 @@ def test_every_mode_gives_bitwise_what_the_plain_run_gives(case):
         equal(state, plain)
         assert [m["loss"] for m in log] == [m["loss"] for m in plain_log]
     np.testing.assert_allclose([m["grad_norm"] for m in log], [m["grad_norm"] for m in plain_log], rtol=1e-6)
-    kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
-    assert kinds(state.opt) == ({"pinned_host"} if mode != "activations" else {"device"})
-    assert kinds(state.params) == ({"pinned_host"} if mode in ("params", "all") else {"device"})
+    assert memory_kinds(state.opt) == ({"pinned_host"} if mode != "activations" else {"device"})
+    assert memory_kinds(state.params) == ({"pinned_host"} if mode in ("params", "all") else {"device"})
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -166,7 +169,10 @@ def test_layers_of_several_chunks_are_put_in_order_and_back_where_they_rest():
     step = steps.build(config, mesh)
     state = step.init()
     ordered = step.in_layer_order(state)
-    up = lambda state: np.asarray(state.params["layers"]["mlp"]["up_DF"])
+
+    def up(state):
+        return np.asarray(state.params["layers"]["mlp"]["up_DF"])
+
     np.testing.assert_array_equal(up(ordered), up(state)[[0, 2, 1, 3]])
     assert ordered.opt.moments[0].mu["layers"]["mlp"]["up_DF"].sharding.memory_kind == "pinned_host"
     equal(step.in_stage_order(ordered), state)

@@ -139,10 +139,14 @@ def test_the_program_for_h100s_keeps_on_the_host_and_copies_what_the_formulas_sa
         assert moved["device"]["both_ways_bytes"] >= 0.85 * update
 
 
+def gb(size):
+    return f"{size / 1e9:,.1f}"
+
+
 def line_of_readme(row):
     golden, config = json.loads(GOLDEN.read_text())[name(row)], planned(row)
     e = estimate(config, "h100")
-    p, gb = config.parallel, lambda size: f"{size / 1e9:,.1f}"
+    p = config.parallel
     model = {"llama3_8b": "Llama-3-8B", "llama3_70b": "Llama-3-70B"}[row[0]]
     mesh = f"tensor {p.tensor}" if p.tensor > 1 else f"data {p.data}"
     peaks = [f"{gb(size)} ({size / e.peak_bytes:.2f})" for _, size in sorted(golden["peak_bytes"].items())]

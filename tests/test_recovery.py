@@ -10,7 +10,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from command import config_file, flip, losses, main, same, saved_state, start, wait_for_lines
+from command import arrays_of, config_file, flip, losses, main, same, saved_state, start, wait_for_lines
 from conftest import LOSS, records
 
 from nanotrain_jax import config as configs
@@ -70,10 +70,7 @@ def test_only_padding_is_cut_or_filled_up_when_a_checkpoint_is_read(tmp_path):
 
     def read(head, q):
         shapes = {"ends": {"head_VD": head}, "layers": {"q_DNH": q}}
-        is_shape = lambda x: isinstance(x, tuple)
-        struct = lambda shape: jax.ShapeDtypeStruct(shape, np.float32, sharding=device)
-        abstract = jax.tree.map(struct, shapes, is_leaf=is_shape)
-        return restore.read_state(tmp_path, 1, abstract, lambda path: path == "ends/head_VD")
+        return restore.read_state(tmp_path, 1, arrays_of(shapes, device), lambda path: path == "ends/head_VD")
 
     for rows in (2, 3, 5):
         found = read((rows, 2), (4, 6))

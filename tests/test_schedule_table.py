@@ -14,6 +14,10 @@ from nanotrain_jax.parallel.chart import parse, validate
 from nanotrain_jax.parallel.schedule import IDLE, make
 
 
+def weights_as_sets(schedule):
+    return [[set(w[w != IDLE].tolist()) for w in tick] for tick in schedule.weight]
+
+
 @hypothesis
 @given(any_schedule)
 def test_what_is_drawn_is_read_back_the_same(schedule):
@@ -23,8 +27,7 @@ def test_what_is_drawn_is_read_back_the_same(schedule):
     assert again.forward.tolist() == schedule.forward.tolist()
     assert again.backward.tolist() == schedule.backward.tolist()
     # The gradients of weights of one tick are a set: gaps between them are not drawn.
-    as_sets = lambda s: [[set(w[w != IDLE].tolist()) for w in tick] for tick in s.weight]
-    assert as_sets(again) == as_sets(schedule)
+    assert weights_as_sets(again) == weights_as_sets(schedule)
     if (np.diff((schedule.weight == IDLE).astype(int), axis=-1) >= 0).all():
         width = (schedule.weight != IDLE).sum(-1).max(initial=0)
         assert again.weight.tolist() == schedule.weight[..., :width].tolist()

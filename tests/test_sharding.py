@@ -163,8 +163,7 @@ def test_numbers_among_the_parameters_lie_whole():
 
 
 def layers_of(number, **more):
-    one = lambda: {"up": jnp.ones((8, 16)), "norms": [jnp.ones(8), jnp.ones(8)]}
-    return {"layers": [one() for _ in range(number)], **more}
+    return {"layers": [{"up": jnp.ones((8, 16)), "norms": [jnp.ones(8), jnp.ones(8)]} for _ in range(number)], **more}
 
 
 def test_a_report_folds_equal_layers():
