@@ -57,6 +57,11 @@ def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
     }
 
 
+def cell(row: dict, name: str, unit: float) -> str:
+    """A compiled figure of a row in a unit, and its ratio to the estimate."""
+    return f"{row['compiled'][name] / unit:,.1f} ({row['ratios'][name]:.3f})"
+
+
 def show(title: str, rows: list[dict[str, Any]]) -> Table:
     """The audits as a table for people: compiled, and in brackets its ratio to the estimate.
 
@@ -77,16 +82,15 @@ def show(title: str, rows: list[dict[str, Any]]) -> Table:
     ):
         table.add_column(name, justify="left" if name in ("schedule", "remat") else "right")
     for row in rows:
-        cell = lambda name, unit, row=row: f"{row['compiled'][name] / unit:,.1f} ({row['ratios'][name]:.3f})"
         table.add_row(
             str(row["zero"]),
             row["schedule"],
             row["remat"],
-            cell("wire_bytes", 1e6),
+            cell(row, "wire_bytes", 1e6),
             f"{row['behind_matmuls']:.0%}",
-            cell("flops", 1e12),
-            cell("argument_bytes", 1e6),
-            cell("peak_bytes", 1e6),
+            cell(row, "flops", 1e12),
+            cell(row, "argument_bytes", 1e6),
+            cell(row, "peak_bytes", 1e6),
             f"{'yes' if row['fits'] else 'no'}, {row['memory_share']:.0%}",
             f"{row['compiled']['compile_seconds']:.0f}",
         )

@@ -85,19 +85,22 @@ def measure(config: configs.Config, count: int, warmup: int) -> dict:
     }
 
 
+def share_of_peak(utilization: float | None) -> str:
+    return f"{utilization:.1%}" if utilization is not None else "peak FLOP/s of this device unknown"
+
+
 def show(f: dict) -> Table:
     """The figures as a table for people."""
     table = Table(
         title=f"{f['devices']} x {f['device']}, jax {f['jax']}, {f['parameters']:,} parameters",
         show_header=False,
     )
-    share = lambda value: f"{value:.1%}" if value is not None else "peak FLOP/s of this device unknown"
     rows = {
         "step time, median (min - max)": f"{f['step_seconds'] * 1e3:,.1f} ms ({f['step_seconds_min'] * 1e3:,.1f} - "
         f"{f['step_seconds_max'] * 1e3:,.1f}), {f['steps']} steps of {f['tokens_per_step']:,} tokens",
         "tokens/s (per device)": f"{f['tokens_per_second']:,.0f} ({f['tokens_per_second_per_device']:,.0f})",
-        "MFU, 6 N + 12 L d T (full attention)": share(f["mfu_full"]),
-        "MFU, 6 N + 6 L d T (causal half)": share(f["mfu_causal"]),
+        "MFU, 6 N + 12 L d T (full attention)": share_of_peak(f["mfu_full"]),
+        "MFU, 6 N + 6 L d T (causal half)": share_of_peak(f["mfu_causal"]),
         "TFLOP/s per device, full (causal)": f"{f['tflops_per_device_full']:.3g} ({f['tflops_per_device_causal']:.3g})",
         "peak memory per device, compiled": f"{f['peak_bytes_compiled'] / 2**20:,.1f} MiB",
         "peak memory per device, measured": f"{f['peak_bytes_measured'] / 2**20:,.1f} MiB"

@@ -132,6 +132,11 @@ def compare(layers: int, d_model: int, count: int) -> list[dict]:
         return [run(None, None), run(None, limit), run(folder, limit)]
 
 
+def megabytes(size: int | None) -> str:
+    """10^6 bytes, or nothing where the size is unknown."""
+    return f"{size / 1e6:,.0f}" if size else ""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print a table and a JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -144,11 +149,10 @@ def main(argv: list[str] | None = None) -> int:
     names = {"limit": "limit MB", "memory": "taken MB", "resident": "resident MB"}
     for name in ("", "state MB", *names.values(), "s per step", ""):
         table.add_column(name, justify="right" if name else "left")
-    mega = lambda row, key: f"{row[key] / 1e6:,.0f}" if row.get(key) else ""
     for what, row in zip(("all in memory", "all in memory", "state on disk"), rows, strict=True):
-        sizes = [mega(row, key) for key in names]
+        sizes = [megabytes(row.get(key)) for key in names]
         seconds = f"{row['step_seconds']:.3f}" if "step_seconds" in row else ""
-        table.add_row(what, mega(row, "state"), *sizes, seconds, row["ended"])
+        table.add_row(what, megabytes(row.get("state")), *sizes, seconds, row["ended"])
     Console().print(table)
     if rows[2]["ended"] != "done":
         return 1

@@ -105,8 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def overrides(layout: str) -> list[str]:
     """The words of a layout as overrides of a config."""
-    section = lambda word: "memory" if word.startswith("offload") else "parallel"
-    return [f"{section(word)}.{word}" for word in layout.split()] + ["parallel.persist_below=0"]
+    sections = ["memory" if word.startswith("offload") else "parallel" for word in layout.split()]
+    keys = [f"{section}.{word}" for section, word in zip(sections, layout.split(), strict=True)]
+    return [*keys, "parallel.persist_below=0"]
 
 
 def processes(count: int, arguments: list[str]) -> dict:

@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -90,11 +91,20 @@ def measure(programs: Sequence[Program], rounds: int) -> list[list[tuple[float, 
     states, times = [p.state for p in programs], [[] for _ in programs]
     for turn in range(rounds):
         for i in (np.arange(len(programs)) + turn) % len(programs):
-            for _ in range(STEPS):
-                started = time.perf_counter(), time.process_time()
-                states[i], _ = jax.block_until_ready(programs[i].train(states[i], programs[i].batch))
-                times[i].append((time.perf_counter() - started[0], time.process_time() - started[1]))
+            states[i], seconds = run_steps(programs[i], states[i])
+            times[i] += seconds
     return times
+
+
+def run_steps(program: Program, state: steps.State) -> tuple[steps.State, list[tuple[float, float]]]:
+    """Take STEPS steps -> the state after them, and seconds of each as in `measure`."""
+    seconds = []
+    for _ in range(STEPS):
+        by_clock = time.perf_counter()
+        of_cores = time.process_time()
+        state, _ = jax.block_until_ready(program.train(state, program.batch))
+        seconds.append((time.perf_counter() - by_clock, time.process_time() - of_cores))
+    return state, seconds
 
 
 def show(rows: Sequence[Row], title: str) -> Table:
@@ -118,6 +128,19 @@ def show(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
+def variants(asked: argparse.Namespace, base: configs.Config, mesh: jax.sharding.Mesh) -> list[configs.Config]:
+    """The config of each schedule and way to idle, resolved. Raises ValueError or OSError."""
+    vocab = None if base.model.vocab_size else data.load(base.data).vocab_size
+    found = []
+    for idle, text in product((asked.idle or base.parallel.idle).split(","), asked.schedules.split(",")):
+        name, _, chunks = text.partition(":")
+        keys = {"schedule": name, "chunks": chunks or 1, "idle": idle}
+        overrides = [f"parallel.{key}={value}" for key, value in keys.items()]
+        config = request.load(asked.config, [*asked.overrides, *overrides])
+        found.append(resolve(config, mesh.shape, vocab))
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Time pipeline schedules side by side.")
     parser.add_argument("--config", required=True)
@@ -136,20 +159,12 @@ def main(argv: list[str] | None = None) -> int:
         mesh = meshes.make(**base.parallel.axes)
         if mesh.shape["pipe"] == 1:
             raise ValueError("parallel.pipe=1 has no schedule to compare; use 2 or more stages")
-        vocab = None if base.model.vocab_size else data.load(base.data).vocab_size
-        variants = []
-        for idle in (asked.idle or base.parallel.idle).split(","):
-            for text in asked.schedules.split(","):
-                name, _, chunks = text.partition(":")
-                keys = {"schedule": name, "chunks": chunks or 1, "idle": idle}
-                overrides = [f"parallel.{key}={value}" for key, value in keys.items()]
-                config = request.load(asked.config, [*asked.overrides, *overrides])
-                variants.append(resolve(config, mesh.shape, vocab))
+        configs_of_all = variants(asked, base, mesh)
     except (ValueError, OSError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
 
-    programs, rows = zip(*(prepare(config, mesh) for config in variants), strict=True)
+    programs, rows = zip(*(prepare(config, mesh) for config in configs_of_all), strict=True)
     losses = [row["first_loss"] for row in rows]
     if not np.allclose(losses, losses[0], rtol=TOLERANCE, atol=0):
         found = ", ".join(f"{row['schedule']} ({row['idle']}) {row['first_loss']:.7g}" for row in rows)

@@ -37,13 +37,13 @@ def read_costs(text: str) -> Costs:
 
 def words(stats: Stats, schedule: Schedule, costs: Costs) -> str:
     """What the schedule costs, a line each."""
-    work, number = schedule.microbatches * sum(costs), lambda x: f"{float(x):.6g}"
+    work = float(schedule.microbatches * sum(costs))
     of_chunk = " of one chunk" if schedule.chunks > 1 else ""
     slots = ", ".join(f"{name} {count}" for name, count in stats.slots.items() if count)
     lines = {
         "ticks": f"{stats.ticks}",
-        "time": f"{number(stats.time)}, of which a stage works {number(work)}",
-        "bubble": f"{number(stats.bubble)} at most between the first and the last work of a stage; "
+        "time": f"{float(stats.time):.6g}, of which a stage works {work:.6g}",
+        "bubble": f"{float(stats.bubble):.6g} at most between the first and the last work of a stage; "
         f"{stats.bubble_fraction:.1%} of the time of all stages",
         "in flight": f"{' '.join(map(str, stats.in_flight))} microbatches{of_chunk} on stage 0, 1, ...",
         "slots": slots,

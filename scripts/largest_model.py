@@ -7,6 +7,7 @@ the last word. A GPU gives what JAX takes of it: 75%. Needs `pip install 'nanotr
 """
 
 import argparse
+import functools
 import sys
 
 from rich.console import Console
@@ -49,28 +50,34 @@ def fits(e: Estimate, peak: float, host: float, host_bytes: float) -> bool:
 
 def largest(mode: str, gpu: str, host_bytes: float, overrides: list[str]) -> tuple[Estimate, dict]:
     """-> estimate and compiled step of the model with the most layers that fits."""
+
+    @functools.cache
+    def estimated(layers: int) -> Estimate:
+        return estimate(planned(mode, layers, overrides), gpu)
+
+    @functools.cache
+    def compiled(layers: int) -> dict:
+        return compile_step(planned(mode, layers, overrides), gpu)
+
+    def is_estimated_to_fit(layers: int) -> bool:
+        e = estimated(layers)
+        return fits(e, e.peak_bytes, sum(e.on_host.values()), host_bytes)
+
+    def fits_when_compiled(layers: int) -> bool:
+        found = compiled(layers)
+        return fits(estimated(layers), found["peak_bytes"], found["host_bytes"], host_bytes)
+
     low, high = 1, 2
-    look = lambda layers: estimate(planned(mode, layers, overrides), gpu)
-    fitting = lambda layers: fits(e := look(layers), e.peak_bytes, sum(e.on_host.values()), host_bytes)
-    while fitting(high) and high < 4096:
+    while is_estimated_to_fit(high) and high < 4096:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fitting(middle) else (low, middle)
-    compiled, best = {}, None
-    while True:  # up as long as it fits, then down until it does
-        if low not in compiled:
-            compiled[low] = compile_step(planned(mode, low, overrides), gpu)
-        e, found = look(low), compiled[low]
-        if fits(e, found["peak_bytes"], found["host_bytes"], host_bytes):
-            best = e, found
-            if low + 1 in compiled:
-                return best
-            low += 1
-        elif best or low == 1:
-            return best or (e, found)
-        else:
-            low -= 1
+        low, high = (middle, high) if is_estimated_to_fit(middle) else (low, middle)
+    while low > 1 and not fits_when_compiled(low):
+        low -= 1
+    while fits_when_compiled(low) and fits_when_compiled(low + 1):
+        low += 1
+    return estimated(low), compiled(low)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -41,17 +41,20 @@ def documents(paths: list[Path], field: str, skipped: Counter[str] | None) -> It
 
 def json_documents(path: Path, field: str, skipped: Counter[str] | None) -> Iterator[bytes]:
     """The text of each line that is not blank. Raises ValueError or OSError. skipped: as in `documents`."""
+
+    def text_or_none(number: int, line: bytes) -> bytes | None:
+        try:
+            return text_of(line, field) if line.strip() else b""
+        except BadLine as error:
+            if skipped is None:
+                raise ValueError(f"{path}:{number}: {error}, or leave out such lines with --skip-bad") from None
+            skipped[error.kind] += 1
+            return None
+
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    text = text_of(line, field) if line.strip() else b""
-                except BadLine as error:
-                    if skipped is None:
-                        raise ValueError(f"{path}:{number}: {error}, or leave out such lines with --skip-bad") from None
-                    skipped[error.kind] += 1
-                    continue
-                yield text
+            texts = (text_or_none(number, line) for number, line in enumerate(lines, 1))
+            yield from (text for text in texts if text is not None)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is damaged or cut short ({error}); fetch or write it again") from None
 
@@ -138,6 +141,16 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def check(files: list[Path]) -> None:
+    """Raise ValueError or OSError if one of them is of no known kind, a folder, or missing."""
+    for path in files:
+        if not path.name.endswith(KINDS):
+            raise ValueError(f"{path}: not one of {', '.join(KINDS)}; rename or convert it")
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; give the files in it")
+        path.stat()
+
+
 def main(argv: list[str] | None = None) -> int:
     asked = arguments(argv)
     files = [Path(file) for file in asked.files]
@@ -150,12 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         return track(documents(files, asked.field, skipped), task, disable=not sys.stderr.isatty())
 
     try:
-        for path in files:
-            if not path.name.endswith(KINDS):
-                raise ValueError(f"{path}: not one of {', '.join(KINDS)}; rename or convert it")
-            if path.is_dir():
-                raise ValueError(f"{path} is a folder; give the files in it")
-            path.stat()
+        check(files)
         if out.exists():
             raise ValueError(f"--out {out} exists already; remove it or choose another")
         if name.startswith("train-bpe:"):

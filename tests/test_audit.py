@@ -303,7 +303,10 @@ def line_of_readme(case):
     model = "1T" if e.config.model.num_layers == 128 else MODELS[case[0]]
     also = [o.split(".")[1] for o in case[2] if o.split(".")[1].split("=")[0] in SAID]
     text = ", ".join([f"{model}, {case[1]:,} {gpu_of(case).upper()}: {search.words(e.config)}", *also])
-    ratio = lambda key, said: f"{golden[key] / said:.3f}" if said else "-"
+
+    def ratio(key, said):
+        return f"{golden[key] / said:.3f}" if said else "-"
+
     peaks = [f"{size / 1e9:.1f} ({size / e.peak_bytes:.2f})" for _, size in sorted(golden["peak_bytes"].items())]
     state = sum(memory.state(e.config).values())
     return (

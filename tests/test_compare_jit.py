@@ -56,7 +56,10 @@ def test_the_programs_under_jit_equal_ours(case):
 def test_programs_that_compute_different_things_are_not_compared(other, monkeypatch):
     config, mesh = resolved(two_microbatches())
     step, _ = compare_jit.programs(config, mesh)
-    train = lambda loss: lambda state, batch: (state, {"loss": loss})
+
+    def train(loss):
+        return lambda state, batch: (state, {"loss": loss})
+
     monkeypatch.setattr(compare_jit, "random_batch", lambda config, step: None)
     programs = {"ours": train(4.0), "jit": train(4.00001), "jit + constraints": train(other)}
     monkeypatch.setattr(compare_jit, "programs", lambda *_: (step._replace(init=lambda: None), programs))

@@ -92,12 +92,12 @@ def test_a_wrong_request_is_told_in_one_line(compare, wrong, told):
 @pytest.mark.parametrize("other", [4.001, float("nan")])
 def test_schedules_that_compute_different_things_are_not_compared(compare, monkeypatch, other):
     losses = iter([4.0, 4.00001, other])
-    row = lambda config: {
-        "schedule": config.parallel.schedule,
-        "idle": config.parallel.idle,
-        "first_loss": next(losses),
-    }
-    monkeypatch.setattr(compare_schedules, "prepare", lambda config, mesh: (None, row(config)))
+
+    def prepare(config, mesh):
+        p = config.parallel
+        return None, {"schedule": p.schedule, "idle": p.idle, "first_loss": next(losses)}
+
+    monkeypatch.setattr(compare_schedules, "prepare", prepare)
     code, out, (line,) = compare("--schedules", "gpipe,1f1b,zb_h1")
     assert (code, out) == (1, [])
     assert "zb_h1 (skip)" in line

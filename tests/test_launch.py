@@ -1,6 +1,6 @@
 """The launcher: who is started, what happens when a process ends, and what is left where one is lost.
 
-Processes are small programs here, except in test_processes.py.
+Processes are small programs here, except in test_several_processes.py.
 """
 
 import json

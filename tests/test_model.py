@@ -165,6 +165,9 @@ def test_layers_are_one_loop_whatever_their_number():
         config, _ = resolved(small(model={"num_layers": layers}))
         _, params = model.abstract(config.model)
         structure = graph(config)
-        run = lambda params, tokens, structure=structure: nnx.merge(structure, params)(tokens)
+
+        def run(params, tokens, structure=structure):
+            return nnx.merge(structure, params)(tokens)
+
         sizes.append(str(jax.make_jaxpr(run)(params, jnp.zeros((1, 16), jnp.int32))).count("\n"))
     assert sizes[0] == sizes[1]

@@ -30,9 +30,10 @@ def test_warm_up_learns_from_the_first_step_and_reaches_the_peak(shape):
 @pytest.mark.parametrize("warmup", [0, 20])
 def test_each_shape_goes_where_it_should(warmup):
     part = (np.arange(warmup, 101) - warmup) / (100 - warmup)
-    close = lambda shape, expected: np.testing.assert_allclose(
-        rates(schedule=shape, warmup_steps=warmup)[warmup:], expected, rtol=1e-5
-    )
+
+    def close(shape, expected):
+        np.testing.assert_allclose(rates(schedule=shape, warmup_steps=warmup)[warmup:], expected, rtol=1e-5)
+
     close("cosine", 0.1 + 0.9 * (1 + np.cos(np.pi * part)) / 2)
     close("linear", 1 - 0.9 * part)
     close("constant", np.ones_like(part))

@@ -28,12 +28,11 @@ EXPLAINED = [
 ]
 
 
-def planned(gpu="h100", layers=32, pipe=1, data=1, tensor=1, microbatches=4, **parallel):
+def planned(gpu="h100", layers=32, data=1, microbatches=4, **parallel):
     """The estimate of a 7B model (or of fewer or more layers)."""
-    sizes = {"pipe": pipe, "data": data, "tensor": tensor}
     tree = {
         "model": {"num_layers": layers, "d_model": 4096, "num_heads": 32, "vocab_size": 32000},
-        "parallel": {**sizes, "microbatches": microbatches, "zero": int(data > 1), **parallel},
+        "parallel": {"data": data, "microbatches": microbatches, "zero": int(data > 1), **parallel},
         "memory": {"remat": "full"},
         "data": {"source": "synthetic", "batch_size": data * microbatches, "seq_len": 4096},
     }

@@ -7,7 +7,7 @@ import jax
 import pytest
 import yaml
 from conftest import LAYOUTS, cover, needs_cuda_compiler
-from test_plan import ROOT, run, small
+from planning import ROOT, run, small
 
 from nanotrain_jax import plan
 from nanotrain_jax.audit import cost, hardware, memory

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from command import arrays_of, config_file, flip, main, same, saved_state
 from conftest import records
-from test_processes import finished, launched
-from test_train import config_file, flip, main, same, saved_state
+from launching import finished, launched
 
 import nanotrain_jax
 from nanotrain_jax import config as configs
@@ -83,8 +83,7 @@ def test_another_tree_is_told_by_its_arrays_and_is_no_reason_to_remove_a_checkpo
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def read(**shapes):
-        struct = lambda shape: jax.ShapeDtypeStruct(shape, np.float32, sharding=device)
-        tree = jax.tree.map(struct, shapes, is_leaf=lambda x: isinstance(x, tuple))
+        tree = arrays_of(shapes, device)
         return restore.read_state(tmp_path, 1, tree, lambda path: False)
 
     same(read(a=(3, 2), b={"c": (4,)}, scale=None), saved)

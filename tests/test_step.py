@@ -64,7 +64,10 @@ def test_state_has_the_same_types_and_places_before_and_after_a_step():
     config, mesh = resolved(small())
     step = steps.build(config, mesh)
     state = step.init()
-    describe = lambda state: jax.tree.map(lambda x: (x.shape, str(x.dtype), x.sharding), state)
+
+    def describe(state):
+        return jax.tree.map(lambda x: (x.shape, str(x.dtype), x.sharding), state)
+
     assert describe(state) == describe(step.state)
     after, _ = step.train(state, on_devices(random_tokens(config)[0], step))
     assert describe(after) == describe(step.state)

@@ -75,8 +75,10 @@ def test_gradients_have_the_dtypes_of_what_they_belong_to(x_dtype, w_dtype):
     )
 
     def run(x_BTD, w_DF):
+        def total(x, w):
+            return tensor.columns(x, [w])[0].sum().astype(jnp.float32) + x.sum().astype(jnp.float32)
+
         with jax.numpy_dtype_promotion("standard"):
-            total = lambda x, w: tensor.columns(x, [w])[0].sum().astype(jnp.float32) + x.sum().astype(jnp.float32)
             return jax.grad(total, argnums=(0, 1))(x_BTD, w_DF)
 
     found = on(mesh, run, spec, spec)(ARGUMENTS[0].astype(x_dtype), ARGUMENTS[2].astype(w_dtype))
@@ -171,7 +173,9 @@ def test_the_loss_can_be_differentiated_from_anywhere(around):
         return jax.lax.psum(tensor.cross_entropy(tensor.enter(x), head, targets, chunk=8)[0], "data")
 
     def scanned(x, head, targets):
-        halves = lambda x: x.reshape(2, x.shape[0] // 2, *x.shape[1:])
+        def halves(x):
+            return x.reshape(2, x.shape[0] // 2, *x.shape[1:])
+
         return jax.lax.map(lambda xs: loss(xs[0], head, xs[1]), (halves(x), halves(targets))).sum()
 
     run = {"jit": jax.jit(loss), "checkpoint": jax.checkpoint(loss), "scan": scanned, "outside": loss}[around]
@@ -209,7 +213,9 @@ def test_targets_outside_the_vocabulary_count_for_nothing():
     targets = jax.random.randint(jax.random.key(2), (B, T), 0, vocab_size)
 
     def run(x, head, targets):
-        total = lambda x, head: tensor.cross_entropy(x, head, targets, "tensor", vocab_size)
+        def total(x, head):
+            return tensor.cross_entropy(x, head, targets, "tensor", vocab_size)
+
         return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(x, head)
 
     specs = P(), layout("V/tensor D"), P()
@@ -227,7 +233,9 @@ def test_small_gradients_survive_in_16_bit(dtype, tolerance):
     x, head, scale = x.astype(dtype), head.astype(dtype), 2.0**12
 
     def run(x, head, targets):
-        total = lambda x, head: scale * tensor.cross_entropy(x, head, targets)[0]
+        def total(x, head):
+            return scale * tensor.cross_entropy(x, head, targets)[0]
+
         return jax.grad(total, argnums=(0, 1))(x, head)
 
     specs = P(), layout("V/tensor D"), P()
@@ -241,7 +249,9 @@ def test_small_gradients_survive_in_16_bit(dtype, tolerance):
 
 def compiled_loss(mesh, chunk, vocab, tokens, with_gradients):
     def run(x, head, targets):
-        total = lambda x, head: tensor.cross_entropy(x, head, targets, chunk=chunk)[0]
+        def total(x, head):
+            return tensor.cross_entropy(x, head, targets, chunk=chunk)[0]
+
         return jax.value_and_grad(total, argnums=(0, 1))(x, head) if with_gradients else total(x, head)
 
     specs = P(), layout("V/tensor D"), P()

@@ -4,51 +4,48 @@ from collections import Counter
 
 import jax
 import pytest
+from cases import case
 from conftest import cover, equals_the_oracle, resolved, skips_an_overflow, small, stays_near_the_oracle
 
 from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, hlo
 
+
+def split(layout, family, kv_heads, remat="none", loss_chunk=0, **parallel):
+    """A decoder of 8 heads and kv_heads; sequence_parallel is true by default."""
+    model = {"num_heads": 8, "num_kv_heads": kv_heads} | ({"loss_chunk": loss_chunk} if loss_chunk else {})
+    return case(layout, family, remat, model, **parallel)
+
+
+def tree(case):
+    return case.tree(parallel={"persist_below": 64})
+
+
 # Every size, stage, way of lying between the matmuls, family and number of kv heads; together with MORE they meet.
-COVER = [  # tensor, data, replica, zero, sequence_parallel, family, kv heads, microbatches, remat
-    (2, 1, 1, 0, True, "llama", 8, 1, "none"),
-    (2, 2, 1, 2, True, "gpt2", 2, 1, "selective"),
-    (4, 1, 1, 1, True, "gpt2", 8, 1, "block:2"),
-    (8, 1, 1, 1, False, "llama", 8, 1, "none"),
-    (8, 1, 1, 3, False, "gpt2", 2, 1, "selective"),
+COVER = [
+    split("tensor 2", "llama", 8, zero=0, microbatches=1),
+    split("data 2 tensor 2", "gpt2", 2, "selective", zero=2, microbatches=1),
+    split("tensor 4", "gpt2", 8, "block:2", zero=1, microbatches=1),
+    split("tensor 8", "llama", 8, zero=1, sequence_parallel=False, microbatches=1),
+    split("tensor 8", "gpt2", 2, "selective", zero=3, sequence_parallel=False, microbatches=1),
 ]
 MORE = [
-    (4, 2, 1, 3, True, "gpt2", 2, 2, "none"),
-    (2, 4, 1, 1, False, "gpt2", 1, 2, "none"),
-    (4, 2, 1, 2, False, "llama", 1, 1, "block:2"),
-    (2, 4, 1, 3, True, "llama", 1, 2, "full"),
-    (2, 2, 2, 3, False, "llama", 8, 1, "none"),
-    (4, 2, 1, 0, False, "llama", 2, 2, "full"),
-    (4, 1, 2, 1, True, "llama", 2, 2, "selective"),
-    (8, 1, 1, 0, True, "gpt2", 1, 2, "full"),
-    (8, 1, 1, 2, True, "llama", 2, 2, "none"),
+    split("data 2 tensor 4", "gpt2", 2, zero=3, microbatches=2),
+    split("data 4 tensor 2", "gpt2", 1, zero=1, sequence_parallel=False, microbatches=2),
+    split("data 2 tensor 4", "llama", 1, "block:2", zero=2, sequence_parallel=False, microbatches=1),
+    split("data 4 tensor 2", "llama", 1, "full", zero=3, microbatches=2),
+    split("replica 2 data 2 tensor 2", "llama", 8, zero=3, sequence_parallel=False, microbatches=1),
+    split("data 2 tensor 4", "llama", 2, "full", zero=0, sequence_parallel=False, microbatches=2),
+    split("replica 2 tensor 4", "llama", 2, "selective", zero=1, microbatches=2),
+    split("tensor 8", "gpt2", 1, "full", zero=0, microbatches=2),
+    split("tensor 8", "llama", 2, zero=2, microbatches=2),
 ]
 
 
-def split(tensor, data, replica, zero, sequence_parallel, family, kv_heads, microbatches, remat):
-    parallel = {
-        "tensor": tensor,
-        "data": data,
-        "replica": replica,
-        "zero": zero,
-        "sequence_parallel": sequence_parallel,
-        "microbatches": microbatches,
-        "persist_below": 64,
-    }
-    heads = {"num_heads": 8, "num_kv_heads": kv_heads}
-    return small(family, model=heads, parallel=parallel, memory={"remat": remat})
-
-
-@pytest.mark.parametrize("layout", cover(COVER, MORE))
-def test_the_decoder_split_over_tensor_equals_the_oracle_and_moves_what_the_papers_say(layout, expected):
-    tree = split(*layout)
-    equals_the_oracle(tree, expected)
-    moves_what_the_papers_say(tree)
+@pytest.mark.parametrize("case", cover(COVER, MORE, str))
+def test_the_decoder_split_over_tensor_equals_the_oracle_and_moves_what_the_papers_say(case, expected):
+    equals_the_oracle(tree(case), expected)
+    moves_what_the_papers_say(tree(case))
 
 
 def moves_what_the_papers_say(tree):
@@ -67,26 +64,22 @@ def moves_what_the_papers_say(tree):
         assert theory[key] - 1e-6 <= found[key] <= theory[key] + scalars, key
 
 
-@pytest.mark.parametrize(
-    ("layout", "parallel", "chunk"),
-    [
-        pytest.param(
-            (2, 4, 1, 0, True, "llama", 2, 2, "none"), {"grad_reduce": "per_layer"}, 0, marks=pytest.mark.long
-        ),
-        pytest.param(
-            (4, 2, 1, 1, False, "gpt2", 2, 1, "full"), {"grad_reduce": "per_layer"}, 0, marks=pytest.mark.long
-        ),
-        ((4, 1, 2, 1, True, "gpt2", 1, 2, "none"), {"grad_reduce": "per_layer", "bucket_mb": 0.0}, 16),
-        ((2, 4, 1, 3, True, "llama", 1, 1, "none"), {"bucket_mb": 0.0}, 16),
-        pytest.param((8, 1, 1, 2, False, "gpt2", 8, 2, "selective"), {}, 32, marks=pytest.mark.long),
-    ],
-)
-def test_gradients_that_leave_early_and_chunked_losses_equal_the_oracle(layout, parallel, chunk, expected):
-    tree = split(*layout)
-    tree["parallel"] |= parallel
-    tree["model"] |= {"loss_chunk": chunk}
-    equals_the_oracle(tree, expected)
-    moves_what_the_papers_say(tree)
+LAYER_BY_LAYER = {"grad_reduce": "per_layer"}
+EARLY_OR_CHUNKED = [
+    split("replica 2 tensor 4", "gpt2", 1, loss_chunk=16, zero=1, microbatches=2, bucket_mb=0.0, **LAYER_BY_LAYER),
+    split("data 4 tensor 2", "llama", 1, loss_chunk=16, zero=3, microbatches=1, bucket_mb=0.0),
+]
+MORE_OF_THEM = [
+    split("data 4 tensor 2", "llama", 2, zero=0, microbatches=2, **LAYER_BY_LAYER),
+    split("data 2 tensor 4", "gpt2", 2, "full", zero=1, sequence_parallel=False, microbatches=1, **LAYER_BY_LAYER),
+    split("tensor 8", "gpt2", 8, "selective", loss_chunk=32, zero=2, sequence_parallel=False, microbatches=2),
+]
+
+
+@pytest.mark.parametrize("case", cover(EARLY_OR_CHUNKED, MORE_OF_THEM, str))
+def test_gradients_that_leave_early_and_chunked_losses_equal_the_oracle(case, expected):
+    equals_the_oracle(tree(case), expected)
+    moves_what_the_papers_say(tree(case))
 
 
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
@@ -114,7 +107,7 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(zero, sequence_parallel
 
 
 def test_each_device_stores_its_part_of_heads_ffn_and_vocabulary():
-    config, mesh = resolved(split(4, 2, 1, 1, True, "llama", 2, 1, "none"))
+    config, mesh = resolved(tree(split("data 2 tensor 4", "llama", 2, zero=1, microbatches=1)))
     params = steps.build(config, mesh).state.params
     own = jax.tree.map(lambda p: p.sharding.shard_shape(p.shape), params)
     attention, mlp = own["layers"]["attention"], own["layers"]["mlp"]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from cases import case
 from conftest import (
     collectives,
     cover,
@@ -30,25 +31,25 @@ from nanotrain_jax.parallel.zero import WHOLE, shard_dims, zero_specs
 # Every stage meets every number of devices, microbatches, policy and family (0 with none: test_step.py), and arrays
 # that travel all in one bucket or in several, the larger ones alone.
 BUCKET_MB = {1: 0.01, 4: 25}  # by microbatches
-COVER = [  # zero, data, replica, microbatches, remat, family
-    (0, 2, 1, 4, "block:2", "gpt2"),
-    (0, 8, 1, 4, "selective", "llama"),
-    (0, 4, 1, 1, "full", "gpt2"),
-    (1, 2, 1, 1, "none", "llama"),
-    (1, 4, 1, 4, "selective", "gpt2"),
-    (1, 8, 1, 1, "full", "llama"),
-    (1, 2, 2, 4, "block:1", "gpt2"),
-    (2, 2, 1, 4, "full", "llama"),
-    (2, 4, 1, 1, "block:2", "gpt2"),
-    (2, 8, 1, 4, "none", "llama"),
-    (2, 4, 2, 1, "selective", "gpt2"),
-    (3, 1, 1, 1, "none", "llama"),
-    (3, 2, 1, 1, "selective", "gpt2"),
-    (3, 4, 1, 4, "block:2", "llama"),
-    (3, 8, 1, 1, "none", "gpt2"),
-    (3, 8, 1, 4, "full", "llama"),
-    (3, 2, 2, 4, "none", "llama"),
-    (3, 4, 2, 1, "selective", "gpt2"),
+COVER = [
+    case("data 2", "gpt2", "block:2", zero=0, microbatches=4),
+    case("data 8", "llama", "selective", zero=0, microbatches=4),
+    case("data 4", "gpt2", "full", zero=0, microbatches=1),
+    case("data 2", "llama", zero=1, microbatches=1),
+    case("data 4", "gpt2", "selective", zero=1, microbatches=4),
+    case("data 8", "llama", "full", zero=1, microbatches=1),
+    case("replica 2 data 2", "gpt2", "block:1", zero=1, microbatches=4),
+    case("data 2", "llama", "full", zero=2, microbatches=4),
+    case("data 4", "gpt2", "block:2", zero=2, microbatches=1),
+    case("data 8", "llama", zero=2, microbatches=4),
+    case("replica 2 data 4", "gpt2", "selective", zero=2, microbatches=1),
+    case("data 1", "llama", zero=3, microbatches=1),
+    case("data 2", "gpt2", "selective", zero=3, microbatches=1),
+    case("data 4", "llama", "block:2", zero=3, microbatches=4),
+    case("data 8", "gpt2", zero=3, microbatches=1),
+    case("data 8", "llama", "full", zero=3, microbatches=4),
+    case("replica 2 data 2", "llama", zero=3, microbatches=4),
+    case("replica 2 data 4", "gpt2", "selective", zero=3, microbatches=1),
 ]
 
 
@@ -56,43 +57,40 @@ def sharded(family="llama", remat="none", more=None, **parallel):
     return small(family, parallel={"persist_below": 64} | parallel, memory={"remat": remat}, **(more or {}))
 
 
-@pytest.mark.parametrize(("zero", "data", "replica", "microbatches", "remat", "family"), COVER)
-def test_every_stage_equals_the_oracle(zero, data, replica, microbatches, remat, family, expected):
-    parallel = {"zero": zero, "data": data, "replica": replica, "microbatches": microbatches}
-    parallel["bucket_mb"] = BUCKET_MB[microbatches]
-    equals_the_oracle(sharded(family, remat, **parallel), expected)
+def bucketed(case, **parallel):
+    """The config of a case, in which all small arrays travel in one bucket or several."""
+    return case.tree(parallel={"persist_below": 64, "bucket_mb": BUCKET_MB[case.parallel["microbatches"]]} | parallel)
 
 
-@pytest.mark.parametrize(
-    ("zero", "data", "microbatches", "family", "chunk"),
-    [(0, 4, 1, "llama", 32), (1, 2, 4, "gpt2", 16), (2, 8, 1, "llama", 8), (3, 4, 2, "gpt2", 16)],
-)
-def test_a_loss_made_chunk_by_chunk_equals_the_oracle(zero, data, microbatches, family, chunk, expected):
-    more = {"model": {"loss_chunk": chunk}}
-    equals_the_oracle(sharded(family, "none", more, zero=zero, data=data, microbatches=microbatches), expected)
+@pytest.mark.parametrize("case", cover(COVER, [], str))
+def test_every_stage_equals_the_oracle(case, expected):
+    equals_the_oracle(bucketed(case), expected)
 
 
-@pytest.mark.parametrize(
-    ("zero", "data", "replica", "microbatches", "remat", "family"),
-    [
-        (0, 4, 2, 4, "full", "llama"),
-        (0, 8, 1, 1, "none", "gpt2"),
-        (1, 4, 2, 1, "block:1", "gpt2"),
-        (1, 8, 1, 4, "none", "llama"),
-    ],
-)
-def test_gradients_that_leave_layer_by_layer_equal_the_oracle(
-    zero, data, replica, microbatches, remat, family, expected
-):
-    parallel = {
-        "zero": zero,
-        "data": data,
-        "replica": replica,
-        "microbatches": microbatches,
-        "bucket_mb": BUCKET_MB[microbatches],
-        "grad_reduce": "per_layer",
-    }
-    equals_the_oracle(sharded(family, remat, **parallel), expected)
+CHUNKED = [
+    case("data 4", "llama", model={"loss_chunk": 32}, zero=0, microbatches=1),
+    case("data 2", "gpt2", model={"loss_chunk": 16}, zero=1, microbatches=4),
+    case("data 8", "llama", model={"loss_chunk": 8}, zero=2, microbatches=1),
+    case("data 4", "gpt2", model={"loss_chunk": 16}, zero=3, microbatches=2),
+]
+
+
+@pytest.mark.parametrize("case", cover(CHUNKED, [], str))
+def test_a_loss_made_chunk_by_chunk_equals_the_oracle(case, expected):
+    equals_the_oracle(case.tree(parallel={"persist_below": 64}), expected)
+
+
+PER_LAYER = [
+    case("replica 2 data 4", "llama", "full", zero=0, microbatches=4),
+    case("data 8", "gpt2", zero=0, microbatches=1),
+    case("replica 2 data 4", "gpt2", "block:1", zero=1, microbatches=1),
+    case("data 8", "llama", zero=1, microbatches=4),
+]
+
+
+@pytest.mark.parametrize("case", cover(PER_LAYER, [], str))
+def test_gradients_that_leave_layer_by_layer_equal_the_oracle(case, expected):
+    equals_the_oracle(bucketed(case, grad_reduce="per_layer"), expected)
 
 
 @pytest.mark.long
