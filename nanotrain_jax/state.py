@@ -61,7 +61,7 @@ def lay_out(config: Config, mesh: Mesh) -> Layout:
     attention = model.attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
     decoder = config.model.model_copy(update={"attention": attention})
     # Where a whole layer is computed again, it has just gathered what its backward needs.
-    split = model.Split("tensor", p.tensor, p.sequence_parallel, m.remat != "full")
+    split = model.Split("tensor", p.tensor, p.sequence_parallel, m.rematerialization.policy != "full")
     split = split if p.tensor > 1 else model.ONE_DEVICE
     graphs, shapes = model.abstract(decoder, split)
     laid = specs(model.rules(decoder, split, "pipe" if p.pipe > 1 else None), shapes, mesh)

@@ -123,6 +123,7 @@ def build(config: Config, mesh: Mesh) -> Step:
     schedule = optim.schedule(config.optimizer)
     optimizer = optim.build(config.optimizer, model.is_decayed)
     host_activations = memory.offload_activations == "host"
+    policy = remat.Policy(memory.rematerialization, config.parallel.zero == 3, offload=host_activations)
     far_gradients = config.parallel.zero >= 2 and memory.offload_optimizer != "none"
     is_streamed = pipe == 1 and last is None and (far_gradients or host_activations)
 
@@ -145,10 +146,7 @@ def build(config: Config, mesh: Mesh) -> Step:
             partial(layer, zero, len(batch["inputs"])),
             x_BTD,
             layers,
-            memory.remat,
-            config.parallel.zero == 3,
-            config.parallel.prefetch,
-            host_activations,
+            policy._replace(prefetch=config.parallel.prefetch),
         )
         return ends.loss(x_BTD, batch["targets"])
 
@@ -158,9 +156,7 @@ def build(config: Config, mesh: Mesh) -> Step:
     def staged(params: Tree, microbatches: Tree) -> Stages:
         """The decoder, cut for loops by hand. Each end takes its own share of the parameters of both."""
         params, sequences = as_varying(params, ("pipe", *BATCH_AXES)[pipe == 1 :]), microbatches["inputs"].shape[1]
-        run, size = remat.unit(
-            partial(layer, zero, sequences), memory.remat, config.parallel.zero == 3, offload=host_activations
-        )
+        run, size = remat.unit(partial(layer, zero, sequences), policy)
 
         def ends(inputs: Tree, used: Callable[[Tree], Tree]) -> nnx.Module:
             stored, inputs, ends_dims = map(used, (params["ends"], inputs, dims["ends"]))

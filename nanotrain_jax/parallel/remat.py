@@ -16,11 +16,13 @@ each copy leaves in the forward of its layer and comes back in its backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+
+from nanotrain_jax.fields import Remat
 
 INPUT = "input"  # of a layer, or of a block of them
 SAVED = ("q", "k", "v", "attention_out", "gate", "up")  # matmul outputs of a layer that its backward needs
@@ -29,6 +31,15 @@ SAVED = ("q", "k", "v", "attention_out", "gate", "up")  # matmul outputs of a la
 EXPENSIVE = ("dot_general", "dot_product_attention_fwd_wrapper", "reduce_scatter", "psum", "psum_invariant")
 
 Tree = Any  # a pytree of arrays
+
+
+class Policy(NamedTuple):
+    """What the backward of a layer finds, and where."""
+
+    remat: Remat = Remat("none")
+    regather: bool = False  # the layer gathers its weights, which are not to be kept
+    prefetch: bool = False  # leave the compiler free to gather a layer's weights before its turn in the backward
+    offload: bool = False  # what is kept goes to host memory in the forward, and comes back in the backward; not none
 
 
 def name(x: jax.Array, what: str) -> jax.Array:
@@ -41,38 +52,34 @@ def _expensive(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name in EXPENSIVE
 
 
-def unit(
-    body: Callable[[Tree, Tree], Tree], policy: str, regather: bool, prefetch: bool = False, offload: bool = False
-) -> tuple[Callable[[Tree, Tree], Tree], int | None]:
+def unit(body: Callable[[Tree, Tree], Tree], policy: Policy) -> tuple[Callable[[Tree, Tree], Tree], int | None]:
     """-> (body(x, layer) -> x, such that its backward keeps what policy says; how many layers, stacked, it takes).
 
-    None: one layer, not stacked. regather: the body gathers its weights, which are not to be kept. prefetch: leave the
-    compiler free to gather a layer's weights before the layer's turn in the backward. offload: what is kept waits in
-    host memory: its bytes there in the forward, back in the backward. Not with none.
+    None: one layer, not stacked.
     """
 
     def checkpoint(body: Callable, saved: Sequence[str] = ()) -> Callable:
         keep = jax.checkpoint_policies.save_only_these_names(*saved)
-        if offload:
+        if policy.offload:
             keep = jax.checkpoint_policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=[],
                 names_which_can_be_offloaded=[*saved, INPUT],
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-        run = (lambda x, layer: body(name(x, INPUT), layer)) if offload else body
-        return jax.checkpoint(run, policy=keep, prevent_cse=not prefetch)
+        run = (lambda x, layer: body(name(x, INPUT), layer)) if policy.offload else body
+        return jax.checkpoint(run, policy=keep, prevent_cse=not policy.prefetch)
 
-    if policy == "full":
+    if policy.remat.policy == "full":
         return checkpoint(body), None
-    if policy == "selective":
+    if policy.remat.policy == "selective":
         return checkpoint(body, SAVED), None
-    if regather:
-        body = jax.checkpoint(body, policy=_expensive, prevent_cse=not prefetch)
-    if not policy.startswith("block:"):
+    if policy.regather:
+        body = jax.checkpoint(body, policy=_expensive, prevent_cse=not policy.prefetch)
+    if policy.remat.policy == "none":
         return body, None
     block = checkpoint(lambda x, layers: lax.scan(lambda x, layer: (body(x, layer), None), x, layers)[0])
-    return block, int(policy.removeprefix("block:"))
+    return block, policy.remat.block
 
 
 def stacked(layers: Tree, size: int | None) -> Tree:
@@ -86,18 +93,10 @@ def stacked(layers: Tree, size: int | None) -> Tree:
     return jax.tree.map(lambda w: w.reshape(count // size, size, *w.shape[1:]), layers) if size else layers
 
 
-def scan(
-    body: Callable[[Tree, Tree], Tree],
-    x: Tree,
-    layers: Tree,
-    policy: str,
-    regather: bool,
-    prefetch: bool = False,
-    offload: bool = False,
-) -> Tree:
+def scan(body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree, policy: Policy) -> Tree:
     """x after body(x, layer) for each layer in turn, keeping what policy says (see `unit`). Moves nothing by itself.
 
     layers: arrays stacked along a leading dim. Raises ValueError if block:N does not divide their number.
     """
-    run, size = unit(body, policy, regather, prefetch, offload)
+    run, size = unit(body, policy)
     return lax.scan(lambda x, layer: (run(x, layer), None), x, stacked(layers, size))[0]
