@@ -14,6 +14,7 @@ from conftest import LAYOUTS, needs_cuda_compiler
 
 from nanotrain_jax import plan
 from nanotrain_jax.audit import cost, hardware, memory, topology
+from nanotrain_jax.fields import Remat
 from nanotrain_jax.parallel import chart, schedule
 from nanotrain_jax.planner import explain, search
 from nanotrain_jax.planner.estimate import estimate, link, margin, on_gpus
@@ -81,7 +82,7 @@ def test_layers_keep_what_table_2_of_korthikanti_says_but_for_masks(model, billi
 
     def kept(remat="none", **parallel):
         config = gpt(L, h, a, b, remat=remat, **parallel)
-        return 2 * memory.layer_activations(config, remat) * 2048 * b
+        return 2 * memory.layer_activations(config, Remat.parse(remat)) * 2048 * b
 
     masks = 2 * sbh
     assert kept() == 34 * sbh - masks + statistic
