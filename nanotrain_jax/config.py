@@ -27,6 +27,7 @@ from nanotrain_jax.fields import (
     Vocabulary,
     Width,
 )
+from nanotrain_jax.models import families
 
 Pair = Field(strict=False)  # YAML has lists where we want tuples
 
@@ -42,8 +43,8 @@ class _Section(BaseModel):
 class Model(_Section):
     """The decoder."""
 
-    family: Literal["llama", "gpt2"] = _key(
-        "llama", "llama: RMSNorm, rotary, SwiGLU; gpt2: LayerNorm, learned positions, GELU, biases"
+    family: families.Name = _key(
+        "llama", "; ".join(f"{name}: {family.meaning}" for name, family in families.FAMILIES.items())
     )
     num_layers: Layers = _key(4, "transformer layers")
     d_model: Width = _key(128, "width of the residual stream")
@@ -62,6 +63,11 @@ class Model(_Section):
     )
     loss_chunk: Count = _key(0, "tokens whose logits exist at a time, on a device; 0: all of a microbatch")
 
+    @property
+    def features(self) -> families.Family:
+        """model.family as a value."""
+        return families.FAMILIES[self.family]
+
     @model_validator(mode="after")
     def _heads(self) -> Model:
         if self.d_model % self.num_heads:
@@ -74,7 +80,7 @@ class Model(_Section):
                 f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
                 f"use {near_divisors(self.num_heads, self.num_kv_heads)}"
             )
-        if self.family == "llama" and (self.d_model // self.num_heads) % 2:
+        if not self.features.learned_positions and (self.d_model // self.num_heads) % 2:
             raise ValueError(
                 f"head dim {self.d_model // self.num_heads} (model.d_model / model.num_heads) is odd, but rotary "
                 "embeddings turn pairs; choose an even head dim"

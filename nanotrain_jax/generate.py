@@ -190,7 +190,7 @@ def logits(graphs: model.Graphs, params: Any, tokens_1T: jax.Array, last: jax.Ar
     def run(x_1TD: jax.Array, weights: Any) -> jax.Array:
         return nnx.merge(graphs.layer, weights)(x_1TD, 1)
 
-    x_1TD = remat.scan(run, ends.embed(tokens_1T), params["layers"], "none", False)
+    x_1TD = remat.scan(run, ends.embed(tokens_1T), params["layers"], remat.Policy())
     return ends.logits(lax.dynamic_slice_in_dim(x_1TD, last, 1, axis=1))[0, 0]
 
 

@@ -4,6 +4,7 @@
     gpt2   LayerNorm, learned positions, GELU, biases, tied embeddings      Radford et al. 2019
 
 Names: B batch, T tokens, S key tokens, D model, F ffn, N query heads, K kv heads, H head dim, V vocab, L layers.
+A module has the parameters that models/decoder_table.py lists under its path, with their layouts and initial values.
 Weights under `layers` carry one more, leading dim L in storage; inside the scan each layer sees its own.
 
 Matmuls run in the dtype of the weights they are given; norms, softmax, rotary angles and loss in float32.
@@ -19,10 +20,9 @@ Initialisation (GPT-2 and its successors): normal, std 0.02; the two projections
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,14 +31,15 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from nanotrain_jax.config import Config, Model, fits_flash, padded_vocab
-from nanotrain_jax.models import contract
+from nanotrain_jax.config import Config, Model, fits_flash
+from nanotrain_jax.models import contract, decoder_table
+from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, Parameter, Table, under
 from nanotrain_jax.ops import add, gelu, normalize, project, rotate, swiglu
 from nanotrain_jax.parallel import remat, tensor
 from nanotrain_jax.parallel.collectives import position
 from nanotrain_jax.sharding import Rules
 
-STD = 0.02
+EVERY = {path.rpartition("/")[2]: row for path, row in decoder_table.every_parameter().items()}  # by name
 
 
 class Split(NamedTuple):
@@ -53,18 +54,26 @@ class Split(NamedTuple):
 ONE_DEVICE = Split()
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float = STD) -> nnx.Param:
-    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
+def _initial(row: Parameter, rngs: nnx.Rngs | None) -> jax.Array:
+    if row.init != "normal":
+        return jnp.zeros(row.shape) if row.init == "zeros" else jnp.ones(row.shape)
+    rows, *dims = row.shape
+    drawn = row.std * jax.random.normal(rngs.params(), (rows - row.padding, *dims), jnp.float32)
+    return jnp.pad(drawn, [(0, row.padding)] + [(0, 0)] * len(dims)) if row.is_padded else drawn
+
+
+def _fill(module: nnx.Module, rows: Table, rngs: nnx.Rngs | None = None) -> None:
+    """Give a module its parameters, drawn in the order of the table."""
+    for name, row in rows.items():
+        setattr(module, name, nnx.Param(_initial(row, rngs)))
 
 
 class Norm(nnx.Module):
     """x[B T D] -> x[B T D], normalised over D in float32: RMSNorm (arXiv 1910.07467), LayerNorm (arXiv 1607.06450)."""
 
-    def __init__(self, config: Model):
-        self.eps, self.center = config.norm_eps, config.family == "gpt2"
-        self.gain_D = nnx.Param(jnp.ones(config.d_model))
-        if self.center:
-            self.bias_D = nnx.Param(jnp.zeros(config.d_model))
+    def __init__(self, config: Model, path: str):
+        self.eps, self.center = config.norm_eps, config.features.centered_norms
+        _fill(self, under(decoder_table.table(config), path))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         bias_D = self.bias_D[...] if self.center else None
@@ -78,25 +87,20 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
-        D, N, K = config.d_model, config.num_heads, config.num_kv_heads
-        H, self.num_kv_heads = D // N, K
-        self.family, self.theta, self.kernel, self.split = config.family, config.rope_theta, config.attention, split
-        self.q_DNH, self.k_DKH, self.v_DKH = (_normal(rngs, (D, heads, H)) for heads in (N, K, K))
-        self.out_NHD = _normal(rngs, (N, H, D), STD / math.sqrt(2 * config.num_layers))
-        if config.family == "gpt2":
-            self.bias_q_NH, self.bias_k_KH, self.bias_v_KH = (nnx.Param(jnp.zeros((n, H))) for n in (N, K, K))
-            self.bias_out_D = nnx.Param(jnp.zeros(D))
+        self.features, self.split, self.num_kv_heads = config.features, split, config.num_kv_heads
+        self.theta, self.kernel = config.rope_theta, config.attention
+        _fill(self, under(decoder_table.table(config, split.size), decoder_table.ATTENTION), rngs)
 
     def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
         axis, sequence_parallel, regather = self.split.axis, self.split.sequence_parallel, self.split.regather
         weights = self.q_DNH[...], self.own_head(self.k_DKH[...]), self.own_head(self.v_DKH[...])
         qkv = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
         q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *x.shape[2:]) for x in qkv)
-        if self.family == "gpt2":
+        if self.features.biases:
             q_BTNH = add(q_BTNH, self.bias_q_NH[...])
             k_BSKH = add(k_BSKH, self.own_head(self.bias_k_KH[...]))
             v_BSKH = add(v_BSKH, self.own_head(self.bias_v_KH[...]))
-        else:
+        if not self.features.learned_positions:
             q_BTNH, k_BSKH = rotate(q_BTNH, self.theta), rotate(k_BSKH, self.theta)
         qkv = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k"), remat.name(v_BSKH, "v")
         if self.kernel == "xla" and x_BTD.dtype == jnp.float16:  # XLA:CPU lacks the float16 matmul that JAX asks for
@@ -105,7 +109,7 @@ class Attention(nnx.Module):
         y_BTNH = jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=kernel).astype(x_BTD.dtype)
         y_BTD = jnp.tensordot(y_BTNH, self.out_NHD[...], 2).reshape(len(x_BTD), -1, x_BTD.shape[2])
         y_BTD = remat.name(tensor.leave(y_BTD, axis, sequence_parallel), "attention_out")
-        return add(y_BTD, self.bias_out_D[...]) if self.family == "gpt2" else y_BTD
+        return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
 
     def own_head(self, w_KH: jax.Array) -> jax.Array:
         """w[... K H] -> w[... 1 H], the head that this device's queries look at, where there are fewer than devices."""
@@ -116,37 +120,33 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """x[B T D] -> y[B T D]: SwiGLU (arXiv 2002.05202) for llama, GELU (tanh form, as GPT-2) for gpt2."""
+    """x[B T D] -> y[B T D]: SwiGLU (arXiv 2002.05202), or GELU (tanh form, as GPT-2)."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
-        D, F = config.d_model, config.d_ff
-        self.family, self.split = config.family, split
-        self.up_DF = _normal(rngs, (D, F))
-        self.down_FD = _normal(rngs, (F, D), STD / math.sqrt(2 * config.num_layers))
-        if config.family == "llama":
-            self.gate_DF = _normal(rngs, (D, F))
-        else:
-            self.bias_up_F, self.bias_down_D = nnx.Param(jnp.zeros(F)), nnx.Param(jnp.zeros(D))
+        self.features, self.split = config.features, split
+        _fill(self, under(decoder_table.table(config, split.size), decoder_table.MLP), rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         axis, sequence_parallel, regather = self.split.axis, self.split.sequence_parallel, self.split.regather
-        if self.family == "llama":
-            weights = self.up_DF[...], self.gate_DF[...]
-            up_BTF, gate_BTF = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
-            h_BTF = swiglu(remat.name(gate_BTF, "gate"), remat.name(up_BTF, "up"))
-        else:
-            (up_BTF,) = tensor.columns(x_BTD, [self.up_DF[...]], axis, sequence_parallel, regather)
-            h_BTF = gelu(add(remat.name(up_BTF, "up"), self.bias_up_F[...]))
+        weights = [self.up_DF[...]] + ([self.gate_DF[...]] if self.features.gated_mlp else [])
+        up_BTF, *gates = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
+        gates = [remat.name(gate_BTF, "gate") for gate_BTF in gates]
+        up_BTF = remat.name(up_BTF, "up")
+        if self.features.biases:
+            up_BTF = add(up_BTF, self.bias_up_F[...])
+        h_BTF = swiglu(*gates, up_BTF) if gates else gelu(up_BTF)
         y_BTD = tensor.row(h_BTF, self.down_FD[...], axis, sequence_parallel)
-        return y_BTD if self.family == "llama" else add(y_BTD, self.bias_down_D[...])
+        return add(y_BTD, self.bias_down_D[...]) if self.features.biases else y_BTD
 
 
 class Layer(nnx.Module):
     """x[B T D] -> x[B T D]: attention and MLP, each normalised before and added to the residual stream."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
-        self.norm_attention, self.attention = Norm(config), Attention(config, rngs, split)
-        self.norm_mlp, self.mlp = Norm(config), MLP(config, rngs, split)
+        self.norm_attention = Norm(config, decoder_table.NORM_ATTENTION)
+        self.attention = Attention(config, rngs, split)
+        self.norm_mlp = Norm(config, decoder_table.NORM_MLP)
+        self.mlp = MLP(config, rngs, split)
 
     def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
         x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD), sequences)
@@ -160,15 +160,11 @@ class Ends(nnx.Module):
     """
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
-        V, D = config.vocab_size, config.d_model
-        padding = (0, padded_vocab(V, split.size) - V), (0, 0)
-        self.vocab_size, self.loss_chunk, self.split = V, config.loss_chunk, split
-        self.embedding_VD = nnx.Param(jnp.pad(_normal(rngs, (V, D))[...], padding))
-        if config.family == "gpt2":
-            self.positions_TD = _normal(rngs, (config.max_seq_len, D))
-        self.norm = Norm(config)
-        if not config.tie_embeddings:
-            self.head_VD = nnx.Param(jnp.pad(_normal(rngs, (V, D))[...], padding))
+        self.vocab_size, self.loss_chunk, self.split = config.vocab_size, config.loss_chunk, split
+        rows = under(decoder_table.table(config, split.size), ENDS)
+        _fill(self, {name: row for name, row in rows.items() if row.is_used("first")}, rngs)
+        self.norm = Norm(config, decoder_table.NORM_LAST)
+        _fill(self, {name: row for name, row in rows.items() if not row.is_used("first")}, rngs)
 
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
         """tokens[B T] -> x[B T D], under sequence parallelism x[1 BT/tensor D]"""
@@ -230,7 +226,10 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         layer, weights = nnx.split(self.layers)
-        run = lambda x_BTD, weights: nnx.merge(layer, weights)(x_BTD, len(tokens_BT))
+
+        def run(x_BTD: jax.Array, weights: nnx.State) -> jax.Array:
+            return nnx.merge(layer, weights)(x_BTD, len(tokens_BT))
+
         x_BTD = remat.scan(run, self.ends.embed(tokens_BT), weights, remat.Policy())
         return self.ends.logits(x_BTD)
 
@@ -263,10 +262,13 @@ def init(
         graph, keys = nnx.split(rngs)
         if order is not None:
             keys = jax.tree.map(lambda keys: keys[jnp.asarray(order)], keys)
-        one = lambda keys: put(nnx.to_pure_dict(nnx.state(Layer(config, nnx.merge(graph, keys), split), nnx.Param)))
+
+        def one(keys: nnx.State) -> dict:
+            return put(nnx.to_pure_dict(nnx.state(Layer(config, nnx.merge(graph, keys), split), nnx.Param)))
+
         return jax.lax.map(one, keys)
 
-    return {"ends": ends, "layers": stack(rngs)}
+    return {ENDS: ends, LAYERS: stack(rngs)}
 
 
 def abstract(config: Model, split: Split = ONE_DEVICE) -> tuple[Graphs, dict]:
@@ -281,16 +283,19 @@ def abstract(config: Model, split: Split = ONE_DEVICE) -> tuple[Graphs, dict]:
 
 def used_by_embed(ends: dict) -> dict:
     """Of a tree like the parameters of the ends, what `Ends.embed` looks at."""
-    return {name: tree for name, tree in ends.items() if name in ("embedding_VD", "positions_TD")}
+    return _used(ends, "first")
 
 
 def used_by_loss(ends: dict) -> dict:
     """Of a tree like the parameters of the ends, what `Ends.loss` looks at."""
-    return {
-        name: tree
-        for name, tree in ends.items()
-        if name in ("norm", "head_VD" if "head_VD" in ends else "embedding_VD")
-    }
+    return _used(ends, "last")
+
+
+def _used(ends: dict, end: Literal["first", "last"]) -> dict:
+    is_tied = decoder_table.HEAD.removeprefix(f"{ENDS}/") not in ends
+    rows = decoder_table.every_parameter(is_tied).items()
+    names = {path.split("/")[1] for path, row in rows if row.is_used(end)}
+    return {name: tree for name, tree in ends.items() if name in names}
 
 
 def rules(config: Model, split: Split, stages: str | None = None) -> Rules:
@@ -298,30 +303,16 @@ def rules(config: Model, split: Split, stages: str | None = None) -> Rules:
 
     Key and value heads are split while there is one for each device, else every device stores all and uses its own.
     """
-    text = """
-        ends/(embedding|head)_VD        V/tensor D
-        ends/positions_TD               T D
-        q_DNH                           L D N/tensor H
-        bias_q_NH                       L N/tensor H
-        out_NHD                         L N/tensor H D
-        [kv]_DKH                        L D K/tensor H
-        bias_[kv]_KH                    L K/tensor H
-        (up|gate)_DF                    L D F/tensor
-        bias_up_F                       L F/tensor
-        down_FD                         L F/tensor D
-        ends/norm/(gain|bias)_D         D
-        (gain|bias|bias_out|bias_down)_D    L D
-    """
-    if split.size > config.num_kv_heads:
-        text = text.replace("K/tensor", "K")
-    text = text.replace("/tensor", f"/{split.axis}" if split.axis else "")
-    text = text.replace(" L ", f" L/{stages} " if stages else " L ")
-    return Rules([tuple(line.split(maxsplit=1)) for line in text.strip().splitlines()], optional=True)
+    axis = f"/{split.axis}" if split.axis else ""
+    lead = {ENDS: "", LAYERS: f"L/{stages} " if stages else "L "}
+    rows = decoder_table.table(config, split.size).items()
+    return Rules([(path, lead[row.part] + row.layout.replace(TENSOR, axis)) for path, row in rows])
 
 
 def is_padded(path: str) -> bool:
     """Whether the array at this path ("params/ends/head_VD") has rows of padding where there is a Split."""
-    return path.endswith("_VD")
+    name = path.rpartition("/")[2]
+    return name in EVERY and EVERY[name].is_padded
 
 
 def has_partial_gradient(path: tuple, split: Split) -> bool:
@@ -329,7 +320,7 @@ def has_partial_gradient(path: tuple, split: Split) -> bool:
 
     It is where devices see different tokens (sequence parallelism) or different query heads (keys and values).
     """
-    return split.sequence_parallel or (split.axis is not None and path[-1].key.endswith("KH"))
+    return split.sequence_parallel or (split.axis is not None and EVERY[path[-1].key].is_partial)
 
 
 def attention_kernel(config: Model, dtype: jnp.dtype, device: jax.Device) -> str:
@@ -350,7 +341,7 @@ def attention_kernel(config: Model, dtype: jnp.dtype, device: jax.Device) -> str
 
 def is_decayed(path: tuple) -> bool:
     """Whether weight decay applies to the parameter at this tree path: not to gains, biases and learned positions."""
-    return not path[-1].key.startswith(("gain", "bias", "positions"))
+    return EVERY[path[-1].key].decay
 
 
 def build(config: Config, mesh: Mesh) -> contract.Model:

@@ -120,7 +120,7 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
             return pin(x_BTD + pin(part.mlp(pin(part.norm_mlp(x_BTD)))))
 
         x_BTD = ends.embed(batch["inputs"]).astype(embedding_VD.dtype)
-        x_BTD = remat.scan(layer, pin(x_BTD), params["layers"], config.memory.remat, False)
+        x_BTD = remat.scan(layer, pin(x_BTD), params["layers"], remat.Policy(config.memory.rematerialization))
         return ends.loss(x_BTD, batch["targets"])[0] / (B * T)
 
     def accumulate(params: steps.Tree, batch: steps.Tree) -> tuple[jax.Array, steps.Tree]:

@@ -13,14 +13,15 @@ PACKAGE = ROOT / "nanotrain_jax"
 
 # A file may import from lower floors only; __init__ stands on none.
 FLOORS = [
-    {"fields", "loading"},
+    {"fields", "loading", "models.families", "models.parameters"},
     {
         "config", "mesh", "processes", "ops", "sharding", "parallel.collectives", "parallel.schedule", "parallel.remat",
         "parallel.pullback", "parallel.offload", "parallel.layered_model", "audit.hlo", "audit.hardware",
         "runtime.corpus", "runtime.durable", "runtime.watchdog", "runtime.link", "runtime.curves", "runtime.profiling",
     },
     {
-        "execution", "parallel.tensor", "parallel.context", "parallel.update", "parallel.compress", "runtime.optim", "runtime.data",
+        "execution", "models.decoder_table", "parallel.tensor", "parallel.context", "parallel.update",
+        "parallel.compress", "runtime.optim", "runtime.data",
         "runtime.checksums", "runtime.compatibility", "runtime.metrics", "runtime.request", "runtime.nvme",
         "runtime.leader", "runtime.host", "parallel.chart", "parallel.loops", "audit.topology", "audit.copies",
     },

@@ -224,9 +224,10 @@ def test_a_layer_keeps_exactly_the_activations_of_the_closed_form(name, zero, se
                 f"parallel.sequence_parallel={sequence_parallel}",
             ]
             found, config = kept_by_a_layer(request.load(str(ROOT / "configs" / f"{name}.yaml"), overrides), t)
-            assert found == 2 * memory.layer_activations(config, remat)
+            policy = config.memory.rematerialization
+            assert found == 2 * memory.layer_activations(config, policy)
             if sequence_parallel == "true":  # all of it over t
-                assert found == 2 * memory.layer_activations(config.replace("parallel", tensor=1), remat) / t
+                assert found == 2 * memory.layer_activations(config.replace("parallel", tensor=1), policy) / t
 
 
 @needs_cuda_compiler

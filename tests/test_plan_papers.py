@@ -6,6 +6,7 @@ import pytest
 from planning import ROOT
 
 from nanotrain_jax.audit import cost, memory
+from nanotrain_jax.fields import Remat
 from nanotrain_jax.parallel import chart
 from nanotrain_jax.planner import search
 from nanotrain_jax.planner.estimate import estimate
@@ -86,7 +87,7 @@ def test_layers_keep_what_table_2_of_korthikanti_says_but_for_masks(model, billi
 
     def kept(remat="none", **parallel):
         config = gpt(decoder, b, remat, **parallel)
-        return 2 * memory.layer_activations(config, remat) * 2048 * b
+        return 2 * memory.layer_activations(config, Remat.parse(remat)) * 2048 * b
 
     masks = 2 * sbh
     assert kept() == 34 * sbh - masks + statistic

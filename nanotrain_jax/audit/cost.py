@@ -9,102 +9,70 @@ all, all-reduced.
 
 from __future__ import annotations
 
+from enum import Enum
 from fractions import Fraction
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from nanotrain_jax.config import Config, Model, padded_vocab
+from nanotrain_jax.config import Config, Model
+from nanotrain_jax.execution import execution
+from nanotrain_jax.models.decoder_table import table
+from nanotrain_jax.models.parameters import ENDS, LAYERS, Parameter
 from nanotrain_jax.parallel import chart
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class Array(NamedTuple):
-    """Parameters of one kind."""
+class Traffic(Enum):
+    """What a row of `communication` moves between devices."""
 
-    where: str  # layers (one in each) or ends
-    size: int  # elements, in one layer
-    tensor: str = "whole"  # over that axis: split, whole, or heads: whole, but each device uses one head of it
-    matmul: bool = False  # multiplies every token
-    free: tuple[int, ...] = ()  # sizes of the dims that data may split
-    dims: tuple[int, ...] = ()  # sizes of all, in one layer
+    GRADIENTS = "gradients"
+    GRADIENTS_OF_GROUPS = "gradients between groups"
+    WEIGHTS = "weights, forward and backward"
+    UPDATED_WEIGHTS = "updated weights"
+    ACTIVATIONS = "activations"
+    ACTIVATIONS_AND_AGAIN = "activations, and again in the backward"
+    BETWEEN_STAGES = "activations and their gradients"
+    LOSS = "loss"
 
-
-@lru_cache
-def arrays(model: Model, tensor: int = 1) -> tuple[Array, ...]:
-    """Every parameter of the decoder, laid out as `model.rules` says for so many devices along tensor."""
-    D, F, N, K, V = (
-        model.d_model,
-        model.d_ff,
-        model.num_heads,
-        model.num_kv_heads,
-        padded_vocab(model.vocab_size, tensor),
-    )
-    H, llama = D // N, model.family == "llama"
-
-    def array(where: str, *dims: int, over: int | None = None, matmul: bool = False) -> Array:
-        """over: the size of the dim that tensor splits, if it can."""
-        layout = "whole" if over is None or tensor == 1 else "split" if over % tensor == 0 else "heads"
-        free = list(dims)
-        if layout == "split":
-            free.remove(over)
-        return Array(where, prod(dims), layout, matmul, tuple(free), dims)
-
-    layer = [array("layers", D, N, H, over=N, matmul=True), array("layers", N, H, D, over=N, matmul=True)]
-    layer += [array("layers", D, K, H, over=K, matmul=True)] * 2 + [array("layers", F, D, over=F, matmul=True)]
-    layer += [array("layers", D, F, over=F, matmul=True)] * (2 if llama else 1)
-    norm = [D] if llama else [D, D]
-    layer += [array("layers", size) for size in norm * 2]
-    if not llama:
-        layer += [array("layers", heads, H, over=heads) for heads in (N, K, K)]
-        layer += [array("layers", D), array("layers", D), array("layers", F, over=F)]
-    ends = [array("ends", V, D, over=V, matmul=model.tie_embeddings)] + [array("ends", size) for size in norm]
-    if not llama:
-        ends.append(array("ends", model.max_seq_len, D))
-    if not model.tie_embeddings:
-        ends.append(array("ends", V, D, over=V, matmul=True))
-    return (*layer, *ends)
+    @property
+    def is_gradients(self) -> bool:
+        """Whether gradients of parameters move."""
+        return self in (Traffic.GRADIENTS, Traffic.GRADIENTS_OF_GROUPS)
 
 
 def parameters(model: Model) -> int:
     """Number of parameters (tied embeddings counted once, padding not)."""
-    return sum(a.size * _times(a, model) for a in arrays(model))
+    return sum(row.size * _times(row, model) for row in table(model).values())
 
 
-def _times(array: Array, model: Model) -> int:
-    return model.num_layers if array.where == "layers" else 1
+def _times(parameter: Parameter, model: Model) -> int:
+    return model.num_layers if parameter.part == LAYERS else 1
 
 
-def local(array: Array, config: Config) -> float:
-    """Elements on a device of all arrays of this kind, where ZeRO shards nothing."""
-    stages = config.parallel.pipe if array.where == "layers" else 1
+def local(parameter: Parameter, config: Config) -> float:
+    """Elements on a device of all layers' arrays of this row, where ZeRO shards nothing."""
+    p = config.parallel
+    stages = p.pipe if parameter.part == LAYERS else 1
+    split = p.tensor if parameter.split_dim is not None else 1
+    return parameter.size * _times(parameter, config.model) / split / stages
+
+
+def sharded(parameter: Parameter, config: Config) -> bool:
+    """Whether ZeRO, from stage 1, splits it over data: along a dim that data divides and tensor has not taken."""
+    data = config.parallel.data
     return (
-        array.size * _times(array, config.model) / (config.parallel.tensor if array.tensor == "split" else 1) / stages
+        data > 1 and parameter.size >= config.parallel.persist_below and any(dim % data == 0 for dim in parameter.free)
     )
 
 
-def sharded(array: Array, config: Config) -> bool:
-    """Whether ZeRO, from stage 1, splits it over data: along a dim that data divides and tensor has not taken."""
-    data = config.parallel.data
-    return data > 1 and array.size >= config.parallel.persist_below and any(dim % data == 0 for dim in array.free)
-
-
-def rows(array: Array, config: Config) -> int:
-    """Size on a device of the first dim (of a layer's: the second) of an array of this kind, where ZeRO shards it."""
-    p, first = config.parallel, array.dims[0]
-    split = {dim for dim in array.dims if array.dims.count(dim) > array.free.count(dim)}
-    if first in split:
+def rows(parameter: Parameter, config: Config) -> int:
+    """Size on a device of the first dim (of a stack of layers: the second), where ZeRO shards it."""
+    p, first = config.parallel, parameter.shape[0]
+    if parameter.split_dim == 0:
         return first // p.tensor
-    can = [dim for dim in array.free if dim % p.data == 0]
-    return first // p.data if p.zero and sharded(array, config) and max(can) == first else first
-
-
-def by_hand(config: Config) -> bool:
-    """Whether the layers run in a loop that is written out, which looks at each end by itself."""
-    p, m = config.parallel, config.memory
-    streams = m.offload_activations == "host" or (p.zero >= 2 and m.offload_optimizer != "none")
-    return p.pipe > 1 or (streams and p.grad_reduce == "after_backward")
+    can = [dim for dim in parameter.free if dim % p.data == 0]
+    return first // p.data if p.zero and sharded(parameter, config) and max(can) == first else first
 
 
 def kv_width(model: Model) -> int:
@@ -114,7 +82,7 @@ def kv_width(model: Model) -> int:
 
 def matmul_parameters(model: Model) -> int:
     """Parameters that multiply every token: with the output head, without look-ups, biases and norms."""
-    return sum(a.size * _times(a, model) for a in arrays(model) if a.matmul)
+    return sum(row.size * _times(row, model) for row in table(model).values() if row.is_matmul)
 
 
 def flops_per_token(model: Model, seq_len: int) -> dict[str, float]:
@@ -146,19 +114,22 @@ def flops_here(config: Config) -> dict[str, float]:
     all over the tensor axis; of keys and values each device computes at least one head. With pipeline stages: of the
     stage with the head; microbatches that idle stages compute to throw away (parallel.idle=mask) are not counted.
     """
-    m, T, remat, t = config.model, config.data.seq_len, config.memory.remat, config.parallel.tensor
+    m, T, t = config.model, config.data.seq_len, config.parallel.tensor
     L = m.num_layers / config.parallel.pipe  # on a device
-    used = {"whole": 1.0, "split": 1 / t, "heads": 1 / m.num_kv_heads}  # share that a device multiplies by
-    times = {"layers": L, "ends": 1}
-    matmuls = [(a.where, 2 * a.size * times[a.where] * used[a.tensor]) for a in arrays(m, t) if a.matmul]
-    layers, ends = (sum(flops for where, flops in matmuls if where == part) for part in ("layers", "ends"))
-    attention, last = 4.0 * L * m.d_model * T / t, 2.0 * L * m.d_model * m.d_ff / t
-    again = {"none": 0.0, "selective": attention, "full": layers + attention - last}.get(remat, layers + attention)
-    return {"layers": layers, "head": ends, "attention": attention, "again": again}
+    times, flops = {LAYERS: L, ENDS: 1}, {LAYERS: 0.0, ENDS: 0.0}
+    for row in table(m, t).values():
+        if row.is_matmul:
+            share = 1 / m.num_kv_heads if row.is_partial else 1.0 if row.split_dim is None else 1 / t
+            flops[row.part] += 2 * row.size * times[row.part] * share
+    layers, attention = flops[LAYERS], 4.0 * L * m.d_model * T / t
+    last = 2.0 * L * m.d_model * m.d_ff / t
+    again = {"none": 0.0, "selective": attention, "full": layers + attention - last, "block": layers + attention}
+    policy = config.memory.rematerialization.policy
+    return {"layers": layers, "head": flops[ENDS], "attention": attention, "again": again[policy]}
 
 
 def communication(config: Config) -> list[dict[str, Any]]:
-    """Wire bytes per device and step, by mesh axes and operation (ring; see audit/hlo.py), and why.
+    """Wire bytes per device and step, by mesh axes and operation (ring; see audit/hlo.py), and what moves.
 
     ZeRO (arXiv 1910.02054, section 7), with gradients in precision.grad_reduce (g bytes) and weights in
     precision.compute (w bytes):
@@ -181,36 +152,39 @@ def communication(config: Config) -> list[dict[str, Any]]:
 
     Pipeline (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence parallelism), where
     a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too. Tied embeddings are
-    gathered, and their gradients scattered, at both ends (ZeRO 2 and 3); so they are where layers stream (`by_hand`).
+    gathered, and their gradients scattered, at both ends (ZeRO 2 and 3); also without stages, where the
+    layers' loop is written by hand (`Execution.is_by_hand`).
     """
     p, m = config.parallel, config.model
     w, L = BYTES[config.precision.compute], m.num_layers // p.pipe
-    rows: dict[tuple, float] = {}
+    rows: dict[tuple[str, str, Traffic], float] = {}
 
-    def add(axes: tuple[str, ...], op: str, size: float, why: str) -> None:
+    def add(axes: tuple[str, ...], op: str, size: float, what: Traffic) -> None:
         """size: bytes of the whole buffer."""
         n = prod(getattr(p, axis) for axis in axes)
         if n > 1:
-            key = ",".join(axes), op, why
+            key = ",".join(axes), op, what
             rows[key] = rows.get(key, 0.0) + (2 if op == "all_reduce" else 1) * (n - 1) / n * size
 
     for part in parameter_buffers(config):
-        add(part.axes, part.op, part.times * part.itemsize * part.elements, part.why)
+        add(part.axes, part.op, part.times * part.itemsize * part.elements, part.what)
 
     tensor, tokens = ("tensor",), tokens_per_device(config)
     activations, (there, back) = w * tokens * m.d_model, tensor_passes(config)
     if p.sequence_parallel:
-        add(tensor, "all_gather", (there * L + 2) * activations, "activations, and again in the backward")
-        add(tensor, "reduce_scatter", (back * L + 2) * activations, "activations")
+        add(tensor, "all_gather", (there * L + 2) * activations, Traffic.ACTIVATIONS_AND_AGAIN)
+        add(tensor, "reduce_scatter", (back * L + 2) * activations, Traffic.ACTIVATIONS)
     else:
-        add(tensor, "all_reduce", (there * L + 2) * activations, "activations")
-    add(tensor, "all_reduce", 3 * 4 * tokens, "loss")
+        add(tensor, "all_reduce", (there * L + 2) * activations, Traffic.ACTIVATIONS)
+    add(tensor, "all_reduce", 3 * 4 * tokens, Traffic.LOSS)
     if p.pipe > 1:
         ticks = outline(config).ticks
         x = activations / p.microbatches / (p.tensor if p.sequence_parallel else 1)
-        rows["pipe", "permute", "activations and their gradients"] = 2 * ticks * x
+        rows["pipe", "permute", Traffic.BETWEEN_STAGES] = 2 * ticks * x
     return [
-        {"axis": axis, "op": op, "bytes_per_device": size, "why": why} for (axis, op, why), size in rows.items() if size
+        {"axis": axis, "op": op, "bytes_per_device": size, "what": what}
+        for (axis, op, what), size in rows.items()
+        if size
     ]
 
 
@@ -219,8 +193,8 @@ class Buffer(NamedTuple):
 
     axes: tuple[str, ...]  # of the mesh, those with several devices
     op: str
-    why: str
-    where: str  # layers or ends
+    what: Traffic
+    part: str  # of the parameters
     itemsize: int  # bytes per element on the wire
     times: int  # how often in a step
     elements: float  # of the whole buffer
@@ -228,35 +202,35 @@ class Buffer(NamedTuple):
 
 def parameter_buffers(config: Config) -> list[Buffer]:
     """The whole buffers of gradients and weights behind `communication`, for each kind of parameters."""
-    p, m, remat = config.parallel, config.model, config.memory.remat
+    p, m, policy = config.parallel, config.model, config.memory.rematerialization.policy
     g, w, M = BYTES[config.precision.grad_reduce], BYTES[config.precision.compute], p.microbatches
     found = []
 
-    def add(axes: tuple[str, ...], op: str, why: str, itemsize: int, times: int, divisor: int = 1) -> None:
-        """For the array at hand."""
+    def add(axes: tuple[str, ...], op: str, what: Traffic, itemsize: int, times: int, divisor: int = 1) -> None:
+        """For the row at hand."""
         present = tuple(axis for axis in axes if getattr(p, axis) > 1)
         if present:
-            found.append(Buffer(present, op, why, a.where, itemsize, times, local(a, config) / divisor))
+            found.append(Buffer(present, op, what, row.part, itemsize, times, local(row, config) / divisor))
 
-    for a in arrays(m, p.tensor):
-        partial = a.tensor == "heads" or (a.tensor == "whole" and p.sequence_parallel)
-        stages = ("pipe",) if a.where == "ends" else ()
+    for row in table(m, p.tensor).values():
+        partial = row.is_partial or (row.split_dim is None and p.sequence_parallel)
+        stages = ("pipe",) if row.part == ENDS else ()
         over = ("tensor",) if partial else ()
         if p.zero == 0 and p.grad_reduce == "per_layer":  # in the backward; over tensor once, after it
-            add(("replica", "data"), "all_reduce", "gradients", g, 1)
-            add(over, "all_reduce", "gradients", g, 1)
+            add(("replica", "data"), "all_reduce", Traffic.GRADIENTS, g, 1)
+            add(over, "all_reduce", Traffic.GRADIENTS, g, 1)
             continue
-        if p.zero == 0 or not sharded(a, config):
-            add((*stages, "replica", "data", *over), "all_reduce", "gradients", g, 1)
+        if p.zero == 0 or not sharded(row, config):
+            add((*stages, "replica", "data", *over), "all_reduce", Traffic.GRADIENTS, g, 1)
             continue
-        uses = 2 if a.where == "ends" and a.matmul and m.tie_embeddings and by_hand(config) else 1  # one at each end
-        add(("data",), "reduce_scatter", "gradients", g, uses * M if p.zero > 1 else 1)
-        add((*stages, "replica", *over), "all_reduce", "gradients between groups", g, 1, p.data)
+        uses = 2 if row.used == "both" and execution(config).is_by_hand else 1  # one at each end
+        add(("data",), "reduce_scatter", Traffic.GRADIENTS, g, uses * M if p.zero > 1 else 1)
+        add((*stages, "replica", *over), "all_reduce", Traffic.GRADIENTS_OF_GROUPS, g, 1, p.data)
         if p.zero == 3:
-            passes = uses if a.where == "ends" else 3 if remat.startswith("block:") else 2
-            add(("data",), "all_gather", "weights, forward and backward", w, M * passes)
+            passes = uses if row.part == ENDS else 3 if policy == "block" else 2
+            add(("data",), "all_gather", Traffic.WEIGHTS, w, M * passes)
         else:
-            add(("data",), "all_gather", "updated weights", w, 1)
+            add(("data",), "all_gather", Traffic.UPDATED_WEIGHTS, w, 1)
     return found
 
 
@@ -279,7 +253,7 @@ def tensor_passes(config: Config) -> tuple[int, int]:
 
     See `communication`: 4 each, what is computed again, and 2 gathers of what its matmuls took (`full` just made it).
     """
-    again = {"none": 0, "selective": 0, "full": 1}.get(config.memory.remat, 2)
+    again = {"none": 0, "selective": 0, "full": 1, "block": 2}[config.memory.rematerialization.policy]
     if not config.parallel.sequence_parallel:
         return 4 + again, 0
     return 4 + (2 if again < 2 else 4), 4 + again

@@ -14,10 +14,14 @@ from __future__ import annotations
 from functools import lru_cache
 
 from nanotrain_jax.audit import offloaded
-from nanotrain_jax.audit.cost import BYTES, arrays, kv_width, local, outline, sharded, tokens_per_device
+from nanotrain_jax.audit.cost import BYTES, kv_width, local, outline, sharded, tokens_per_device
 from nanotrain_jax.config import Config, Model, Parallel, fits_flash, padded_vocab
+from nanotrain_jax.fields import Remat
+from nanotrain_jax.models.decoder_table import table
+from nanotrain_jax.models.parameters import ENDS, LAYERS
 
 Parts = dict[str, float]
+NOTHING = Remat("none")
 
 
 def state(config: Config) -> Parts:
@@ -40,7 +44,7 @@ def on_host(config: Config) -> Parts:
 def copied(config: Config) -> list[dict]:
     """What moves between host and device in a step (audit/offloaded.py)."""
     p, b = config.parallel, BYTES[config.precision.compute]
-    passed = config.model.num_layers / p.pipe * layer_activations(config, config.memory.remat)
+    passed = config.model.num_layers / p.pipe * layer_activations(config, config.memory.rematerialization)
     return offloaded.copied(config, kept(config), b * tokens_per_device(config) / p.microbatches * passed)
 
 
@@ -69,21 +73,19 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
                 activations whole again under sequence parallelism (three), the
                 largest stacked gradient in the wire's dtype where it travels once per step
     """
-    m, p, remat = config.model, config.parallel, config.memory.remat
+    m, p, remat = config.model, config.parallel, config.memory.rematerialization
     b, g, D = BYTES[config.precision.compute], BYTES[config.precision.grad_reduce], m.d_model
     psi, shard = held(config)
-    layers, sharded_layers = psi["layers"], shard["layers"]
+    layers, sharded_layers = psi[LAYERS], shard[LAYERS]
     tokens, L = tokens_per_device(config) / p.microbatches, m.num_layers / p.pipe
     V = padded_vocab(m.vocab_size, p.tensor) / p.tensor
     split_x = p.tensor if p.sequence_parallel else 1
 
-    stay, block = b * tokens * activations(config), 1
-    if remat.startswith("block:"):
-        block = int(remat.removeprefix("block:"))
-    whole, inside = layer_parts(config.replace("parallel", zero=0), "none", scores=False)
+    stay, block = b * tokens * activations(config), remat.block
+    whole, inside = layer_parts(config.replace("parallel", zero=0), NOTHING, scores=False)
     one = b * tokens * ((whole + 8 * D) / split_x + inside / p.tensor) + tokens * _scores_on_the_way(config)
     if block > 1:
-        one += (block - 1) * b * tokens * layer_activations(config, "none")
+        one += (block - 1) * b * tokens * layer_activations(config, NOTHING)
     early = bool(m.loss_chunk) or p.tensor > 1  # the loss makes the head's gradient, in float32
     head = (4 if early else b) * V * D
     logits = (4 + (4 if capability >= 10 else b)) * (m.loss_chunk or tokens) * V
@@ -93,8 +95,8 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     sums = 4 * sum((shard if p.zero > 1 else psi).values()) if several else 0.0
     made = 0.0 if p.pipe > 1 else 4 * sharded_layers if p.zero > 1 else b * layers
     once = p.zero < 2 and p.data * p.replica > 1
-    largest = max(local(a, config) for a in arrays(m, p.tensor) if a.where == "layers")
-    ends = b * psi["ends"] if p.zero < 2 else 4 * shard["ends"]
+    largest = max(local(row, config) for row in table(m, p.tensor).values() if row.part == LAYERS)
+    ends = b * psi[ENDS] if p.zero < 2 else 4 * shard[ENDS]
     sent = g * sum(psi.values()) if once and p.zero == 0 and not several else 0.0  # all of them, in the wire's dtype
 
     always = state(config)
@@ -139,32 +141,43 @@ def _offloaded(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
     back.
     """
     m, p, memory = config.model, config.parallel, config.memory
-    b, L = BYTES[config.precision.compute], m.num_layers / p.pipe
-    far = offloaded.large(config)
-    layer = sum(x.size for x in far if x.array.where == "layers") / L
-    rests, streamed = on_host(config), any(x.far_gradient for x in far)
-    block = int(memory.remat.partition(":")[2] or 1)
-    passed = b * tokens_per_device(config) / p.microbatches * layer_activations(config, memory.remat)
-    table = m.d_model * padded_vocab(m.vocab_size, p.tensor) / p.tensor  # embedding or head
+    b, block = BYTES[config.precision.compute], memory.rematerialization.block
+    far, rests = offloaded.large(config), on_host(config)
+    streamed = any(x.far_gradient for x in far)
+    layer = sum(x.size for x in far if x.in_layers) / (m.num_layers // p.pipe)
+    passed = b * tokens_per_device(config) / p.microbatches * layer_activations(config, memory.rematerialization)
     early = bool(m.loss_chunk) or p.tensor > 1
     for moment, parts in found.items():
-        for what in ("params", "optimizer"):
-            parts[what] -= rests.get(what, 0.0) + (offloaded.in_files(config) if what == "optimizer" else 0.0)
+        parts["params"] -= rests.get("params", 0.0)
+        parts["optimizer"] -= rests.get("optimizer", 0.0) + offloaded.in_files(config)
         if streamed:
-            parts["gradients"] = 4 * table if moment == "loss" and early else 0.0
+            parts["gradients"] = 4 * _table_elements(config) if moment == "loss" and early else 0.0
             parts["loss"] = parts["loss"] if moment == "loss" else 0.0  # the head's gradient is made at once
         if memory.offload_activations == "host" and moment != "update":
             parts["activations"] -= rests["activations"] - (2 if moment == "backward" else 0) * passed
         if far and moment == "update":
-            of_state = offloaded.optimizer_bytes(config) * layer
-            of_ends = (2 * b + (8 if p.microbatches > 1 else 4)) * table
-            if memory.offload_optimizer == "nvme":
-                whole = [x.size for x in far if x.array.where == "ends" and p.zero in (1, 2) and p.data > 1]
-                of_state = 5 * offloaded.optimizer_bytes(config) * max(layer, *whole, 0)
-            parts["buffers"] += max(of_state + 2 * layer, of_ends) if streamed else of_state
+            parts["buffers"] += _updated(config, far, layer)
         elif memory.offload_params == "host":
             parts["buffers"] += 2 * b * block * layer + (4 * block * layer if moment == "backward" else 0)
     return found
+
+
+def _table_elements(config: Config) -> float:
+    """Elements of the embedding, or of the head, on a tensor device."""
+    m, t = config.model, config.parallel.tensor
+    return m.d_model * padded_vocab(m.vocab_size, t) / t
+
+
+def _updated(config: Config, far: list[offloaded.Large], layer: float) -> float:
+    """Bytes that the update of what is on the host takes on the device (`_offloaded`). layer: elements of one."""
+    p, of_state = config.parallel, offloaded.optimizer_bytes(config) * layer
+    if config.memory.offload_optimizer == "nvme":
+        whole = [x.size for x in far if not x.in_layers and p.zero in (1, 2) and p.data > 1]
+        of_state = 5 * offloaded.optimizer_bytes(config) * max(layer, *whole, 0)
+    if not any(x.far_gradient for x in far):
+        return of_state
+    of_ends = 2 * BYTES[config.precision.compute] + (8 if p.microbatches > 1 else 4)
+    return max(of_state + 2 * layer, of_ends * _table_elements(config))
 
 
 def peak(config: Config, capability: int = 9) -> tuple[str, Parts]:
@@ -185,17 +198,17 @@ def _held(
 ) -> tuple[dict[str, float], dict[str, float]]:
     sizes = Parallel(tensor=tensor, pipe=pipe, data=data, persist_below=persist_below)
     config = Config(model=model, parallel=sizes)
-    psi, shard = {"layers": 0.0, "ends": 0.0}, {"layers": 0.0, "ends": 0.0}
-    for a in arrays(model, tensor):
-        size = local(a, config)
-        psi[a.where] += size
-        shard[a.where] += size / (data if sharded(a, config) else 1)
+    psi, shard = {LAYERS: 0.0, ENDS: 0.0}, {LAYERS: 0.0, ENDS: 0.0}
+    for row in table(model, tensor).values():
+        size = local(row, config)
+        psi[row.part] += size
+        shard[row.part] += size / (data if sharded(row, config) else 1)
     return psi, shard
 
 
 def activations(config: Config) -> float:
     """Elements per token of a microbatch that a device keeps between the forward and the backward of its layers."""
-    m, p, remat = config.model, config.parallel, config.memory.remat
+    m, p, remat = config.model, config.parallel, config.memory.rematerialization
     kept = layer_activations(config, remat)
     if p.pipe == 1:
         return m.num_layers * kept
@@ -224,11 +237,11 @@ def _scores_on_the_way(config: Config) -> float:
     m = config.model
     if fits_flash(m, config.precision.compute):
         return 0.0
-    made = 4 if config.memory.remat == "none" else 10  # the others make again what `none` keeps
+    made = 4 if config.memory.rematerialization == NOTHING else 10  # the others make again what `none` keeps
     return made * config.data.seq_len * m.num_heads / config.parallel.tensor
 
 
-def layer_activations(config: Config, remat: str) -> float:
+def layer_activations(config: Config, remat: Remat) -> float:
     """Elements that one layer keeps per token for its backward (Korthikanti et al. 2022, arXiv 2205.05198, section 4,
     recounted: no dropout, flash attention). With d_ff = 4 d and as many heads for keys as for queries:
 
@@ -251,20 +264,20 @@ def layer_activations(config: Config, remat: str) -> float:
     )
 
 
-def layer_parts(config: Config, remat: str, scores: bool = True) -> tuple[float, float]:
+def layer_parts(config: Config, remat: Remat, scores: bool = True) -> tuple[float, float]:
     """Of `layer_activations`, before tensor: what is as wide as x, and what tensor splits; with or without scores."""
     m, p, b, t = config.model, config.parallel, BYTES[config.precision.compute], config.parallel.tensor
-    gates = 2 if m.family == "llama" else 1
-    matmuls = m.d_model + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + gates * m.d_ff  # a head of keys at least
+    entered = (1 + m.features.gated_mlp) * m.d_ff
+    matmuls = m.d_model + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + entered  # a head of keys at least
     T, per_head = config.data.seq_len, 4
     if scores and not fits_flash(m, config.precision.compute):
         per_head = 4 * T if p.zero == 3 else (9 + b) * T if p.pipe > 1 else (4 + b) * T + 8
         if m.num_kv_heads < m.num_heads:
             per_head += (8 if p.pipe > 1 else 4) * T
     attention = m.d_model + m.num_heads / b * per_head
-    if remat == "full" or remat.startswith("block:"):
-        whole, inside = 1 / int(remat.partition(":")[2] or 1), 0
-    elif remat == "selective":
+    if remat.recomputes_layers:
+        whole, inside = 1 / remat.block, 0
+    elif remat.policy == "selective":
         whole, inside = 2, matmuls
     elif p.zero == 3:
         whole, inside = 2, matmuls + attention
@@ -273,7 +286,7 @@ def layer_parts(config: Config, remat: str, scores: bool = True) -> tuple[float,
     return whole * m.d_model, inside
 
 
-def layer_split(config: Config, remat: str) -> tuple[float, float]:
+def layer_split(config: Config, remat: Remat) -> tuple[float, float]:
     """Elements per token that a layer keeps until W, where a schedule has it: from its forward, and from B.
 
     Of each matmul its input and the gradient of its output (arXiv 2401.10241, section 2.1); the former from the forward
@@ -283,10 +296,10 @@ def layer_split(config: Config, remat: str) -> tuple[float, float]:
     if not outline(config).weights:
         return 0.0, 0.0
     t, D, K = p.tensor, m.d_model, kv_width(m) * max(1, p.tensor / m.num_kv_heads)
-    entered = 2 * D / (t if p.sequence_parallel and remat != "full" else 1)
+    entered = 2 * D / (t if p.sequence_parallel and remat.policy != "full" else 1)
     x = {"x": entered + m.d_ff / t, "y": D / t}  # of attention's and the MLP's first matmuls and down; of out
-    grads = 2 * D + (D + 2 * K + (2 if m.family == "llama" else 1) * m.d_ff) / t
+    grads = 2 * D + (D + 2 * K + (1 + m.features.gated_mlp) * m.d_ff) / t
     late = 0.0
-    if remat == "none":
+    if remat == NOTHING:
         late = x["y"] if p.zero == 3 else x["x"] + x["y"]
     return late, x["x"] + x["y"] - late + grads

@@ -7,23 +7,47 @@ What is copied can be seen in the compiled program (audit/copies.py).
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, NamedTuple
 
-from nanotrain_jax.audit.cost import BYTES, Array, arrays, by_hand, local, rows, sharded
+from nanotrain_jax.audit.cost import BYTES, local, rows, sharded
 from nanotrain_jax.config import Config
+from nanotrain_jax.execution import Execution, execution, gradients_on_host
+from nanotrain_jax.models.decoder_table import table
+from nanotrain_jax.models.parameters import LAYERS, Parameter
 from nanotrain_jax.parallel.offload import pieces
 from nanotrain_jax.parallel.update import PARTS
 
-# What every microbatch copies, while it computes; the rest is copied once, in the update.
-IN_BACKWARD = ("gradients", "gradients, to be added to", "weights", "activations")
+
+class Copied(Enum):
+    """What a row of `copied` moves between a device and its host."""
+
+    STATE = "master weights and moments"
+    UPDATED_WEIGHTS = "updated weights"
+    GRADIENTS = "gradients"
+    GRADIENTS_TO_ADD_TO = "gradients, to be added to"
+    GRADIENTS_FOR_NORM = "gradients, for their norm"
+    GRADIENTS_FOR_UPDATE = "gradients, for the update"
+    WEIGHTS = "weights"
+    ACTIVATIONS = "activations"
+
+    @property
+    def is_per_microbatch(self) -> bool:
+        """Whether each microbatch copies it, while it computes; the update copies the others, once."""
+        return self in (Copied.GRADIENTS, Copied.GRADIENTS_TO_ADD_TO, Copied.WEIGHTS, Copied.ACTIVATIONS)
 
 
 class Large(NamedTuple):
-    """The arrays of one kind that may rest on the host, on a device."""
+    """A parameter whose state may lie on the host."""
 
-    array: Array
-    size: float  # elements
+    parameter: Parameter
+    size: float  # elements, on a device
     far_gradient: bool  # from ZeRO 2 on, without stages: no other device adds to it
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether it is a stack of arrays, one for each layer."""
+        return self.parameter.part == LAYERS
 
 
 def modes(config: Config) -> tuple[str, str, str]:
@@ -38,18 +62,14 @@ def large(config: Config) -> list[Large]:
     if config.memory.offload_optimizer == "none":
         return []
     found = []
-    for a in arrays(config.model, p.tensor):
-        if a.size >= p.persist_below:
-            split = sharded(a, config) and p.zero > 0
-            size = local(a, config) / (p.data if split else 1)
-            alone = p.replica == 1 and (a.tensor == "split" or p.tensor == 1) and (split or p.data == 1)
-            found.append(Large(a, size, alone and p.zero >= 2 and is_streamed(config)))
+    on_host = gradients_on_host(config) and execution(config) is Execution.OFFLOADED
+    for row in table(config.model, p.tensor).values():
+        if row.size >= p.persist_below:
+            split = sharded(row, config) and p.zero > 0
+            size = local(row, config) / (p.data if split else 1)
+            alone = p.replica == 1 and (row.split_dim is not None or p.tensor == 1) and (split or p.data == 1)
+            found.append(Large(row, size, alone and on_host))
     return found
-
-
-def is_streamed(config: Config) -> bool:
-    """Whether layers run in a loop of their own (parallel/streamed.py), with what rests on the host one layer ahead."""
-    return by_hand(config) and config.parallel.pipe == 1
 
 
 def optimizer_bytes(config: Config) -> int:
@@ -81,7 +101,7 @@ def in_files(config: Config) -> float:
 
 
 def copied(config: Config, kept: float, passed: float) -> list[dict[str, Any]]:
-    """What moves between host and device in a step, and why. kept: as in `rests`; passed: what one microbatch keeps.
+    """What moves between host and device in a step. kept: as in `rests`; passed: what one microbatch keeps.
 
     optimizer    12 S there and back (ZeRO-Offload, arXiv 2101.06840, section 4.1); 2 S of weights back, if they rest
                  there
@@ -96,50 +116,59 @@ def copied(config: Config, kept: float, passed: float) -> list[dict[str, Any]]:
     """
     p, m, found = config.parallel, config.memory, large(config)
     w, M, L = BYTES[config.precision.compute], p.microbatches, config.model.num_layers / p.pipe
-    far_params = m.offload_params == "host"
+    far_params, block = m.offload_params == "host", m.rematerialization.block
     moved: list[dict[str, Any]] = []
 
-    def add(to: str, why: str, size: float) -> None:
+    def add(to: str, what: Copied, size: float) -> None:
         if size:
-            moved.append({"to": to, "bytes_per_device": size, "why": why})
+            moved.append({"to": to, "bytes_per_device": size, "what": what})
 
-    in_layers, cuts = [x for x in found if x.array.where == "layers"], turns(config)
-    again = lambda x: x.size * (1 + 1 / cuts[x.array] if cuts[x.array] > 1 else 1)
-    every, once_more = sum(x.size for x in found), sum(map(again, found))
+    every, once_more = sum(x.size for x in found), _streamed(found, turns(config))
     if m.offload_optimizer == "host":
         state = optimizer_bytes(config) + (4 if far_params and w == 4 else 0)
-        add("device", "master weights and moments", state * once_more)
-        add("host", "master weights and moments", optimizer_bytes(config) * every)
-        add("host", "updated weights", w * every if far_params else 0.0)
+        add("device", Copied.STATE, state * once_more)
+        add("host", Copied.STATE, optimizer_bytes(config) * every)
+        add("host", Copied.UPDATED_WEIGHTS, w * every if far_params else 0.0)
     far = [x for x in found if x.far_gradient]
-    layers, ends = (sum(x.size for x in far if (x in in_layers) is inside) for inside in (True, False))
-    add("host", "gradients", 4 * M * (layers + ends))
-    add("device", "gradients, to be added to", 4 * (M - 1) * (layers + ends))
-    largest = max((x.size / L for x in in_layers), default=1)
-    cut = lambda x: pieces(int(x.size), int(L) if x in in_layers else rows(x.array, config), int(largest))
-    normed = sum(x.size * (1 + 1 / cut(x) if cut(x) > 1 else 1) for x in far)
-    add("device", "gradients, for their norm", 4 * normed)
+    gradients = sum(x.size for x in far)
+    add("host", Copied.GRADIENTS, 4 * M * gradients)
+    add("device", Copied.GRADIENTS_TO_ADD_TO, 4 * (M - 1) * gradients)
+    add("device", Copied.GRADIENTS_FOR_NORM, 4 * _streamed(far, norm_turns(config)))
     if m.offload_optimizer == "host":
-        add("device", "gradients, for the update", 4 * sum(map(again, far)))
+        add("device", Copied.GRADIENTS_FOR_UPDATE, 4 * _streamed(far, turns(config)))
     if far_params:
-        size = int(m.remat.partition(":")[2] or 1)
-        passes = 2 + (size / L if p.pipe == 1 else 0)
-        of_layers = sum(x.size for x in in_layers)
-        add("device", "weights", w * M * (passes * of_layers + every - of_layers))
+        passes = 2 + (block / L if p.pipe == 1 else 0)
+        of_layers = sum(x.size for x in found if x.in_layers)
+        add("device", Copied.WEIGHTS, w * M * (passes * of_layers + every - of_layers))
     if m.offload_activations == "host":
-        add("host", "activations", passed * M + (kept if p.pipe > 1 else 0))
-        size = int(m.remat.partition(":")[2] or 1)
-        add("device", "activations", passed * M * (1 + size / L if is_streamed(config) else 1))
+        add("host", Copied.ACTIVATIONS, passed * M + (kept if p.pipe > 1 else 0))
+        ahead = block / L if execution(config) is Execution.OFFLOADED else 0
+        add("device", Copied.ACTIVATIONS, passed * M * (1 + ahead))
     return moved
 
 
-def turns(config: Config) -> dict[Array, int]:
+def _streamed(found: list[Large], turns: dict[Parameter, int]) -> float:
+    """Elements that come to the device where arrays are streamed in pieces, of which one too many is fetched."""
+    pieces = ((x.size, turns[x.parameter]) for x in found)
+    return sum(size * (1 + 1 / count if count > 1 else 1) for size, count in pieces)
+
+
+def turns(config: Config) -> dict[Parameter, int]:
     """In how many pieces the update streams each array (parallel/update.py)."""
     found, L = large(config), config.model.num_layers // config.parallel.pipe
-    of_layers = {x.array: x.size for x in found if x.array.where == "layers"}
-    parts = next(n for n in (PARTS, 2, 1) if all(rows(a, config) % n == 0 for a in of_layers))
-    limit = sum(x.size for x in found if x.array in of_layers) // L // parts or 1
+    stacked = [x for x in found if x.in_layers]
+    parts = next(n for n in (PARTS, 2, 1) if all(rows(x.parameter, config) % n == 0 for x in stacked))
+    limit = sum(x.size for x in stacked) // L // parts or 1
     return {
-        x.array: L * parts if x.array in of_layers else pieces(int(x.size), rows(x.array, config), int(limit))
+        x.parameter: L * parts if x.in_layers else pieces(int(x.size), rows(x.parameter, config), int(limit))
         for x in found
+    }
+
+
+def norm_turns(config: Config) -> dict[Parameter, int]:
+    """In how many pieces the norm of the gradients streams each array."""
+    found, L = large(config), config.model.num_layers // config.parallel.pipe
+    largest = max((x.size / L for x in found if x.in_layers), default=1)
+    return {
+        x.parameter: pieces(int(x.size), L if x.in_layers else rows(x.parameter, config), int(largest)) for x in found
     }

@@ -25,10 +25,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nanotrain_jax.models.parameters import ENDS, LAYERS
 from nanotrain_jax.sharding import Rules
 
 Tree = Any  # a pytree of arrays
-LAYERS = "layers"
 
 
 def split_layers(weights: Tree) -> tuple[Tree, Tree]:
@@ -91,7 +91,7 @@ def initializer(
         keys = jax.random.split(layer_key, num_layers)
         keys = keys if order is None else keys[jnp.asarray(order)]
         layers = jax.vmap(layer)(keys) if put is None else jax.lax.map(lambda key: put(layer(key)), keys)
-        weights = {"ends": ends(end_key)}
+        weights = {ENDS: ends(end_key)}
         for i, (name, (one, count)) in enumerate((stacks or {}).items()):
             weights[name] = jax.vmap(one)(jax.random.split(jax.random.fold_in(stack_key, i), count))
         return join_layers(weights, layers)

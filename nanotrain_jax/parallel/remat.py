@@ -33,6 +33,15 @@ EXPENSIVE = ("dot_general", "dot_product_attention_fwd_wrapper", "reduce_scatter
 Tree = Any  # a pytree of arrays
 
 
+class Policy(NamedTuple):
+    """What the backward of a layer finds, and where."""
+
+    remat: Remat = Remat("none")
+    regather: bool = False  # the layer gathers its weights, which are not to be kept
+    prefetch: bool = False  # leave the compiler free to gather a layer's weights before its turn in the backward
+    offload: bool = False  # what is kept goes to host memory in the forward, and comes back in the backward; not none
+
+
 def name(x: jax.Array, what: str) -> jax.Array:
     """x, known to policies by one of the names in SAVED."""
     return checkpoint_name(x, what)
@@ -43,26 +52,11 @@ def _expensive(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name in EXPENSIVE
 
 
-class Policy(NamedTuple):
-    """What is kept, and how.
-
-    regather: the body gathers its weights, which are not to be kept. prefetch: leave the compiler free to gather a
-    layer's weights before the layer's turn in the backward. offload: what is kept waits in host memory: its bytes there
-    in the forward, back in the backward. Not with none.
-    """
-
-    remat: Remat = Remat("none")
-    regather: bool = False
-    prefetch: bool = False
-    offload: bool = False
-
-
 def unit(body: Callable[[Tree, Tree], Tree], policy: Policy) -> tuple[Callable[[Tree, Tree], Tree], int | None]:
     """-> (body(x, layer) -> x, such that its backward keeps what policy says; how many layers, stacked, it takes).
 
     None: one layer, not stacked.
     """
-    kind = policy.remat.policy
 
     def checkpoint(body: Callable, saved: Sequence[str] = ()) -> Callable:
         keep = jax.checkpoint_policies.save_only_these_names(*saved)
@@ -76,13 +70,13 @@ def unit(body: Callable[[Tree, Tree], Tree], policy: Policy) -> tuple[Callable[[
         run = (lambda x, layer: body(name(x, INPUT), layer)) if policy.offload else body
         return jax.checkpoint(run, policy=keep, prevent_cse=not policy.prefetch)
 
-    if kind == "full":
+    if policy.remat.policy == "full":
         return checkpoint(body), None
-    if kind == "selective":
+    if policy.remat.policy == "selective":
         return checkpoint(body, SAVED), None
     if policy.regather:
         body = jax.checkpoint(body, policy=_expensive, prevent_cse=not policy.prefetch)
-    if kind == "none":
+    if policy.remat.policy == "none":
         return body, None
     block = checkpoint(lambda x, layers: lax.scan(lambda x, layer: (body(x, layer), None), x, layers)[0])
     return block, policy.remat.block
@@ -100,9 +94,9 @@ def stacked(layers: Tree, size: int | None) -> Tree:
 
 
 def scan(body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree, policy: Policy) -> Tree:
-    """x after body(x, layer) for each layer in turn, keeping what policy says. Moves nothing by itself.
+    """x after body(x, layer) for each layer in turn, keeping what policy says (see `unit`). Moves nothing by itself.
 
-    layers: arrays stacked along a leading dim. Raises ValueError if a block does not divide their number.
+    layers: arrays stacked along a leading dim. Raises ValueError if block:N does not divide their number.
     """
     run, size = unit(body, policy)
     return lax.scan(lambda x, layer: (run(x, layer), None), x, stacked(layers, size))[0]

@@ -26,6 +26,8 @@ from nanotrain_jax.audit import cost, hardware, memory, offloaded
 from nanotrain_jax.audit.hardware import Gpu
 from nanotrain_jax.config import Config, fits_flash, padded_vocab
 from nanotrain_jax.mesh import AXES
+from nanotrain_jax.models.decoder_table import table
+from nanotrain_jax.models.parameters import LAYERS
 from nanotrain_jax.resolved import resolve
 
 TAKEN = 0.75  # the share of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)
@@ -57,7 +59,8 @@ class Transfer(NamedTuple):
 
     axis: str
     op: str
-    why: str
+    what: cost.Traffic | offloaded.Copied
+    why: str  # the same in words
     bytes: float  # on the wire
     link: str  # NVLink, network, or network x k: with k adapters at a time
     seconds: float
@@ -220,24 +223,24 @@ def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
     members on one side: k GPUs of a host share k.
     """
     p = config.parallel
-    layer = sum(cost.local(a, config) for a in cost.arrays(config.model, p.tensor) if a.where == "layers")
+    layer = sum(cost.local(row, config) for row in table(config.model, p.tensor).values() if row.part == LAYERS)
     layer *= cost.BYTES[config.precision.compute] * p.pipe / config.model.num_layers
     found = []
     for row in cost.communication(config):
-        axis, op, why, size = row["axis"], row["op"], row["why"], row["bytes_per_device"]
+        axis, op, what, size = row["axis"], row["op"], row["what"], row["bytes_per_device"]
         group, near = link(tuple(axis.split(",")), tuple(p.axes.values()), gpu.joined)
         speed = gpu.nvlink if near == group else min(gpu.nvlink, near * gpu.network)
         inside = "memory" if gpu.kind == "cpu" else "NVLink"
         name = inside if near == group else "network" if near == 1 else f"network x {near}"
         seconds, hidden, when = size / (speed * LINK), 0.0, "step"
-        if axis == "tensor" and not why.startswith("gradients"):
+        if axis == "tensor" and not what.is_gradients:
             hidden, when = HIDDEN_TENSOR, "microbatch"
         elif op == "permute":
             hidden, when = HIDDEN_PIPE, "microbatch"
         elif axis == "data" and (p.zero == 3 or (p.zero == 2 and op == "reduce_scatter")):
             hidden, when = HIDDEN_LAYERS if layer > p.bucket_mb * 2**20 else 0.0, "microbatch"
         exposed = seconds - min(seconds * hidden, compute)
-        found.append(Transfer(axis, op, why, size, name, seconds, exposed, when))
+        found.append(Transfer(axis, op, what, what.value, size, name, seconds, exposed, when))
     return found
 
 
@@ -250,11 +253,11 @@ def copies(config: Config, gpu: Gpu, compute: float) -> tuple[list[Transfer], fl
     link = "NVLink-C2C" if gpu.to_host > 100e9 else "memory" if gpu.kind == "cpu" else "PCIe"
     waits, found = {}, []
     for row in memory.copied(config):
-        to, why, size = row["to"], row["why"], row["bytes_per_device"]
+        to, what, size = row["to"], row["what"], row["bytes_per_device"]
         seconds = size / (gpu.to_host * LINK)
-        when = "microbatch" if why in offloaded.IN_BACKWARD else "step"
+        when = "microbatch" if what.is_per_microbatch else "step"
         waits[when, to] = waits.get((when, to), 0.0) + seconds
-        found.append(Transfer("host", f"to {to}", why, size, link, seconds, 0.0, when))
+        found.append(Transfer("host", f"to {to}", what, what.value, size, link, seconds, 0.0, when))
     longest = {when: max(waits.get((when, to), 0.0) for to in ("device", "host")) for when in ("microbatch", "step")}
     share = {"microbatch": 1 - min(1.0, compute / (longest["microbatch"] or 1.0)), "step": 1.0}
     exposed = sum(longest[when] * share[when] for when in longest)
@@ -292,12 +295,15 @@ def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Trans
 
 def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     """F, B and W of one microbatch through a stage's layers, without what moves between devices."""
-    m, p, remat = config.model, config.parallel, config.memory.remat
+    m, p = config.model, config.parallel
     t, n, b = p.tensor, cost.tokens_per_device(config) / p.microbatches, cost.BYTES[config.precision.compute]
     D, T, L = m.d_model, config.data.seq_len, m.num_layers / p.pipe
-    K, llama = cost.kv_width(m) * max(1, t / m.num_kv_heads), m.family == "llama"
-    matmul = lambda k, out: _matmul(n, k, out, b, gpu)
-    inner = 2 * matmul(D, D / t) + 2 * matmul(D, K / t) + (2 if llama else 1) * matmul(D, m.d_ff / t)
+    K, entered = cost.kv_width(m) * max(1, t / m.num_kv_heads), 1 + m.features.gated_mlp
+
+    def matmul(k: float, out: float) -> float:
+        return _matmul((n, k, out), b, gpu)
+
+    inner = 2 * matmul(D, D / t) + 2 * matmul(D, K / t) + entered * matmul(D, m.d_ff / t)
     last = matmul(m.d_ff / t, D)
     flash = fits_flash(m, config.precision.compute)
     scores = 4.0 * n * D / t * T
@@ -306,11 +312,12 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     if not flash:  # scores and probabilities, written and read
         attention += 20.0 * n * T * m.num_heads / t / (STREAM * gpu.memory_bandwidth)
     split_x = t if p.sequence_parallel else 1
-    stream = b * n * (10 * D / split_x + (2 * (D + K) / t if llama else 0) + (3 if llama else 2) * m.d_ff / t)
+    rotary = 0 if m.features.learned_positions else 2 * (D + K) / t
+    stream = b * n * (10 * D / split_x + rotary + (1 + entered) * m.d_ff / t)
     light = stream / (STREAM * gpu.memory_bandwidth) + 6 * KERNEL
     forward = inner + last + attention + light
-    again = {"none": 0.0, "selective": attention + light, "full": forward - last}.get(remat, forward)
-    B = again + inner + last + 2.5 * attention + 2 * light
+    again = {"none": 0.0, "selective": attention + light, "full": forward - last, "block": forward}
+    B = again[config.memory.rematerialization.policy] + inner + last + 2.5 * attention + 2 * light
     if t > 1:
         forward, B = forward + 4 * COLLECTIVE, B + 6 * COLLECTIVE
     return L * forward, L * B, L * (inner + last)
@@ -324,7 +331,7 @@ def ends_time(config: Config, gpu: Gpu) -> tuple[float, float]:
     m, p = config.model, config.parallel
     t, n, b = p.tensor, cost.tokens_per_device(config) / p.microbatches, cost.BYTES[config.precision.compute]
     V = padded_vocab(m.vocab_size, t) / t
-    head, logits = _matmul(n, m.d_model, V, b, gpu), 12.0 * n * V / (STREAM * gpu.memory_bandwidth)
+    head, logits = _matmul((n, m.d_model, V), b, gpu), 12.0 * n * V / (STREAM * gpu.memory_bandwidth)
     chunks = n / m.loss_chunk if m.loss_chunk else 0
     sums = chunks * 8.0 * V * m.d_model / (STREAM * gpu.memory_bandwidth)
     return head + logits, 2 * head + logits + sums
@@ -337,7 +344,8 @@ def update_time(config: Config, gpu: Gpu) -> float:
     return (2 * state["optimizer"] + state["params"] + gradients) / (STREAM * gpu.memory_bandwidth)
 
 
-def _matmul(m: float, k: float, n: float, b: int, gpu: Gpu) -> float:
+def _matmul(sizes: tuple[float, float, float], b: int, gpu: Gpu) -> float:
     """Seconds of [m k] @ [k n]; the matrix units run at half speed in float32 (TF32)."""
+    m, k, n = sizes
     flops = 2.0 * m * k * n / (gpu.matmul * gpu.peak_flops * (1.0 if b == 2 else 0.5))
     return KERNEL + max(flops, b * (m * k + k * n + m * n) / (STREAM * gpu.memory_bandwidth))

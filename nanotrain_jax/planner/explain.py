@@ -5,11 +5,17 @@ Every line's numbers are arithmetic that gives its value: the tests compute them
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import NamedTuple
 
 from nanotrain_jax.audit import cost, hardware, memory, offloaded
+from nanotrain_jax.audit.cost import Traffic
+from nanotrain_jax.models.decoder_table import table
+from nanotrain_jax.models.parameters import ENDS, LAYERS, Parameter
 from nanotrain_jax.planner.estimate import Estimate, Transfer
+
+DIMS = "VTDNKHF"  # in the order in which they are written: vocabulary, positions, model, heads, head dim, ffn
 
 
 class Line(NamedTuple):
@@ -42,51 +48,47 @@ def number(x: float) -> str:
 
 
 def parameters(e: Estimate) -> Section:
-    """How many, and how many of them multiply every token."""
-    m = e.config.model
-    L, D, F, V, T = m.num_layers, m.d_model, m.d_ff, m.vocab_size, m.max_seq_len
-    K, llama, heads = cost.kv_width(m), m.family == "llama", 1 if m.tie_embeddings else 2
-    matmuls = 2 * D * D + 2 * D * K + (3 if llama else 2) * D * F
-    vectors, ends = (2 * D, D) if llama else (7 * D + 2 * K + F, 2 * D + T * D)
-    n = number
+    """How many, and how many of them multiply every token; by the table of parameters, from the names of its dims."""
+    m, n = e.config.model, number
+    rows = table(m).values()
+    of_layers = [row for row in rows if row.part == LAYERS]
+    matmuls = _counted("matmuls of a layer", [row for row in of_layers if row.is_matmul])
+    vectors = _counted("norms and biases of a layer", [row for row in of_layers if not row.is_matmul])
+    ends = _counted("both ends", [row for row in rows if row.part == ENDS])
+    head = _counted("head", [row for row in rows if row.part == ENDS and row.is_matmul])
     lines = [
-        Line(
-            "matmuls of a layer",
-            f"2 D^2 + 2 D K + {3 if llama else 2} D F",
-            f"2 x {n(D)}^2 + 2 x {n(D)} x {n(K)} + {3 if llama else 2} x {n(D)} x {n(F)}",
-            matmuls,
-            "parameters",
-        ),
-        Line(
-            "norms and biases of a layer",
-            "2 D" if llama else "7 D + 2 K + F",
-            f"2 x {n(D)}" if llama else f"7 x {n(D)} + 2 x {n(K)} + {n(F)}",
-            vectors,
-            "parameters",
-        ),
-        Line(
-            "both ends",
-            f"{heads} V D + " + ("D" if llama else "2 D + T_max D"),
-            f"{heads} x {n(V)} x {n(D)} + " + (n(D) if llama else f"2 x {n(D)} + {n(T)} x {n(D)}"),
-            heads * V * D + ends,
-            "parameters",
-        ),
+        matmuls,
+        vectors,
+        ends,
         Line(
             "all",
             "L (matmuls + norms and biases) + ends",
-            f"{L} x ({n(matmuls)} + {n(vectors)}) + {n(heads * V * D + ends)}",
+            f"{m.num_layers} x ({n(matmuls.value)} + {n(vectors.value)}) + {n(ends.value)}",
             cost.parameters(m),
             "parameters",
         ),
         Line(
             "N, which multiply every token",
-            "L matmuls + V D",
-            f"{L} x {n(matmuls)} + {n(V)} x {n(D)}",
+            f"L matmuls + {head.formula}",
+            f"{m.num_layers} x {n(matmuls.value)} + {head.numbers}",
             cost.matmul_parameters(m),
             "parameters",
         ),
     ]
     return Section("Parameters", "GPT-2 (Radford et al. 2019), Llama 3 (arXiv 2407.21783, table 3)", lines)
+
+
+def _counted(what: str, rows: list[Parameter]) -> Line:
+    """The number of parameters of some rows: each product of dims, and how often it is there."""
+    sizes = [
+        sorted(zip(row.layout.split(), row.shape, strict=True), key=lambda dim: DIMS.index(dim[0])) for row in rows
+    ]
+    formula, numbers = [], []
+    for product, times in Counter(map(tuple, sizes)).items():
+        names, values = zip(*product, strict=True)
+        formula.append(" ".join([str(times)] * (times > 1) + list(names)))
+        numbers.append(" x ".join(map(number, [times] * (times > 1) + list(values))))
+    return Line(what, " + ".join(formula), " + ".join(numbers), sum(row.size for row in rows), "parameters")
 
 
 def flops(e: Estimate) -> Section:
@@ -116,10 +118,10 @@ def state(e: Estimate) -> Section:
     whole, shard = memory.held(e.config)
     parts, b = memory.state(e.config), cost.BYTES[e.config.precision.compute]
     psi, over = sum(whole.values()), sum(shard.values())
-    here = f"{n(whole['layers'])} + {n(whole['ends'])}"
+    here = f"{n(whole[LAYERS])} + {n(whole[ENDS])}"
     lines = [Line("Psi", "layers / (P t) + ends / t, what is split", here, psi, "parameters on a GPU")]
     if p.zero and p.data > 1:
-        both = f"{n(shard['layers'])} + {n(shard['ends'])}"
+        both = f"{n(shard[LAYERS])} + {n(shard[ENDS])}"
         lines.append(Line("Psi / N", f"over {p.data} data, what is split", both, over, "parameters"))
     rests = 12 if b == 2 else 8
     lines += [
@@ -145,12 +147,13 @@ def activations(e: Estimate) -> Section:
     """What layers keep between their forward and their backward."""
     c, p, n = e.config, e.config.parallel, number
     b, tokens = cost.BYTES[c.precision.compute], cost.tokens_per_device(c) / p.microbatches
-    layer, kept = memory.layer_activations(c, c.memory.remat), memory.activations(c)
-    whole, inside = memory.layer_parts(c, c.memory.remat)
+    remat = c.memory.rematerialization
+    layer, kept = memory.layer_activations(c, remat), memory.activations(c)
+    whole, inside = memory.layer_parts(c, remat)
     split = p.tensor if p.sequence_parallel else 1
     lines = [
         Line(
-            f"a layer, per token (remat {c.memory.remat})",
+            f"a layer, per token (remat {remat})",
             "whole / t + split / t" if split > 1 else "whole + split / t",
             f"{n(whole)} / {split} + {n(inside)} / {p.tensor}",
             layer,
@@ -162,7 +165,7 @@ def activations(e: Estimate) -> Section:
         lines.append(Line("all layers", "L of them", shown, kept, "elements per token"))
     else:
         slots = cost.outline(c).slots
-        late, handed = memory.layer_split(c, c.memory.remat)
+        late, handed = memory.layer_split(c, remat)
         one = f"{slots['backward']} x ({n(layer)} - {n(late)}) + {slots['late']} x {n(late)}"
         waiting = f"({slots['inputs']} + {slots['gradients']}) x {c.model.d_model} / {split}"
         formula = "L / (P C) (slots (a layer - late) + late slots late + handed slots handed) + waiting x"
@@ -235,11 +238,11 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
         split, ticks = p.tensor if p.sequence_parallel else 1, cost.outline(c).ticks
         shown = f"2 x {ticks} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
         return "2 ticks b B T D / M" + " / t" * (split > 1), shown
-    if t.why.startswith("activations"):
+    if t.what in (Traffic.ACTIVATIONS, Traffic.ACTIVATIONS_AND_AGAIN):
         there, back = cost.tensor_passes(c)
         passes = back if t.op == "reduce_scatter" else there
         return f"b B T D ({passes} L + 2)", f"{b} x {n(tokens)} x {n(m.d_model)} x ({passes} x {L} + 2)"
-    if t.why == "loss":
+    if t.what is Traffic.LOSS:
         return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
     return parameters_moved(e, t)
 
@@ -248,13 +251,13 @@ def parameters_moved(e: Estimate, t: Transfer) -> tuple[str, str]:
     """The whole buffers of gradients or weights of a row, from the same table as its bytes."""
     elements: dict[tuple[int, str, int], float] = {}
     for part in cost.parameter_buffers(e.config):
-        if (",".join(part.axes), part.op, part.why) == (t.axis, t.op, t.why):
-            key = part.itemsize, part.where, part.times
+        if (",".join(part.axes), part.op, part.what) == (t.axis, t.op, t.what):
+            key = part.itemsize, part.part, part.times
             elements[key] = elements.get(key, 0.0) + part.elements
     itemsize = next(iter(elements))[0]
-    formula = " + ".join(f"{times} Psi_{where}" for _, where, times in elements)
+    formula = " + ".join(f"{times} Psi_{name}" for _, name, times in elements)
     numbers = " + ".join(f"{times} x {number(size)}" for (_, _, times), size in elements.items())
-    symbol = "g" if t.why.startswith("gradients") else "w"
+    symbol = "g" if t.what.is_gradients else "w"
     return f"{symbol} ({formula}), of what moves this way", f"{itemsize} x ({numbers})"
 
 

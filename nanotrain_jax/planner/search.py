@@ -28,12 +28,11 @@ from typing import Any, NamedTuple
 from nanotrain_jax.audit import hardware, memory
 from nanotrain_jax.config import Config
 from nanotrain_jax.planner.estimate import TAKEN, Estimate, estimate, margin, on_hardware, verdict
-from nanotrain_jax.resolved import resolve
+from nanotrain_jax.resolved import Misfit, resolve
 
 POLICIES = ("none", "selective", "full")
 ONE_AT_A_TIME = ("1f1b_lean", "zb_h1", "zb_h2")
 LOSS_CHUNK = 2048  # tokens, at most: large enough for matmuls, small enough to hold few logits
-MOST_UNITS = 50_000  # of a schedule, of which a table is made
 MESH = ("parallel.pipe", "parallel.replica", "parallel.data", "parallel.context", "parallel.tensor")
 SEARCHED = (
     *MESH,
@@ -70,9 +69,9 @@ class Candidates:
         self.tried = 0
         self.smallest: tuple[float, Config] | None = None
 
-    def reject(self, reason: str | ValueError) -> None:
+    def reject(self, reason: str) -> None:
         """Count a layout that was not estimated, or does not fit."""
-        self.rejected[reason if isinstance(reason, str) else _reason(reason)] += 1
+        self.rejected[reason] += 1
 
     def consider(self, variants: Iterator[Config]) -> bool:
         """Keep the first of some configs that fits, or else the first that does within its margin; False if none does.
@@ -155,9 +154,6 @@ def _try_microbatches(layout: Config, fixed: Mapping[str, Any], candidates: Cand
         if p.schedule == "interleaved" and pieces % p.pipe:
             candidates.reject("interleaved, with microbatches that are no multiple of the stages")
             continue
-        if p.pipe > 1 and pieces * p.chunks > MOST_UNITS:
-            candidates.reject(f"more than {MOST_UNITS:,} microbatches x chunks in a schedule")
-            continue
         tried = candidates.tried
         found = candidates.consider(_variants(layout.replace("parallel", microbatches=pieces), fixed, candidates))
         fits = found or candidates.tried == tried
@@ -171,8 +167,8 @@ def _variants(layout: Config, fixed: Mapping[str, Any], candidates: Candidates) 
         variant = layout.replace("memory", remat=remat).replace("model", loss_chunk=chunk)
         try:
             variant = resolve(variant, layout.parallel.axes)
-        except ValueError as error:
-            candidates.reject(error)
+        except Misfit as error:
+            candidates.reject(error.reason)
             continue
         if not chunk or "model.loss_chunk" in fixed or _loss_matters(variant, candidates):
             yield variant
@@ -199,54 +195,64 @@ def _try_one_at_a_time(candidates: Candidates) -> None:
         other = config.replace("parallel", schedule=schedule, chunks=1)
         try:
             candidates.consider(iter([resolve(other, other.parallel.axes)]))
-        except ValueError as error:
-            candidates.reject(error)
+        except Misfit as error:
+            candidates.reject(error.reason)
 
 
 def meshes(config: Config, gpu: str, gpus: int, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[Config]:
     """The config on every mesh that the model can be laid out on; why the others are not goes into rejected."""
-    joined, batch = hardware.find(gpu).joined, config.data.batch_size
-    for tensor in _options(fixed, "parallel.tensor", _divisors(gpus)):
-        if gpus % tensor:
-            rejected[f"parallel.tensor={tensor} does not divide {gpus} GPUs"] += 1
+    for axes in _axes(hardware.find(gpu).joined, gpus, fixed, rejected):
+        mesh = config.replace("parallel", **axes, microbatches=1, chunks=1, schedule="1f1b", prefetch=False)
+        if config.data.batch_size % (axes["replica"] * axes["data"]):
+            rejected["data.batch_size is not divisible by replica x data"] += 1
             continue
+        try:
+            yield resolve(mesh, axes)
+        except Misfit as error:
+            rejected[error.reason] += 1
+
+
+def _axes(joined: int, gpus: int, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[dict[str, int]]:
+    """Every mesh of so many GPUs. joined: how many of them NVLink joins."""
+    for tensor in _dividing(gpus, "parallel.tensor", fixed, rejected):
         if tensor > joined and "parallel.tensor" not in fixed:
             rejected[f"parallel.tensor over more than the {joined} GPUs that NVLink joins"] += 1
             continue
-        for pipe in _options(fixed, "parallel.pipe", _divisors(gpus // tensor)):
-            rest = gpus // tensor // pipe
-            if tensor * pipe * rest != gpus:
-                rejected[f"parallel.pipe={pipe} does not divide {gpus // tensor} GPUs"] += 1
-                continue
-            inside = max(joined // tensor, 1)
-            groups = [1] + [rest // inside] * (inside > 1 and rest > inside and rest % inside == 0)
-            for replica in _options(fixed, "parallel.replica", groups):
-                if rest % replica or fixed.get("parallel.data", -1) not in (-1, rest // replica):
-                    rejected["the axes that were given do not multiply to the GPUs"] += 1
-                    continue
-                axes = {"pipe": pipe, "replica": replica, "data": rest // replica, "context": 1, "tensor": tensor}
-                mesh = config.replace("parallel", **axes, microbatches=1, chunks=1, schedule="1f1b", prefetch=False)
-                if batch % rest:
-                    rejected["data.batch_size is not divisible by replica x data"] += 1
-                    continue
-                try:
-                    yield resolve(mesh, axes)
-                except ValueError as error:
-                    rejected[_reason(error)] += 1
+        for pipe in _dividing(gpus // tensor, "parallel.pipe", fixed, rejected):
+            groups = _groups(gpus // tensor // pipe, max(joined // tensor, 1), fixed, rejected)
+            yield from ({"pipe": pipe, **group, "context": 1, "tensor": tensor} for group in groups)
+
+
+def _dividing(gpus: int, key: str, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[int]:
+    """Every size of a mesh axis that divides a number of GPUs."""
+    for size in _options(fixed, key, _divisors(gpus)):
+        if gpus % size:
+            rejected[f"{key}={size} does not divide {gpus} GPUs"] += 1
+            continue
+        yield size
+
+
+def _groups(copies: int, inside: int, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[dict[str, int]]:
+    """replica and data of so many copies of the model, of which NVLink joins `inside`."""
+    groups = [1] + [copies // inside] * (inside > 1 and copies > inside and copies % inside == 0)
+    for replica in _options(fixed, "parallel.replica", groups):
+        if copies % replica or fixed.get("parallel.data", -1) not in (-1, copies // replica):
+            rejected["the axes that were given do not multiply to the GPUs"] += 1
+            continue
+        yield {"replica": replica, "data": copies // replica}
 
 
 def ways(config: Config, fixed: Mapping[str, Any]) -> Iterator[tuple[int, str, int]]:
     """ZeRO stage, schedule and chunks that make sense on a mesh."""
-    p, L = config.parallel, config.model.num_layers
-    stages = _options(fixed, "parallel.zero", (1, 2, 3) if p.data > 1 else (0,))
-    for zero in stages:
-        if p.pipe == 1:
-            yield zero, "1f1b", 1
-            continue
-        for schedule in _options(fixed, "parallel.schedule", ("1f1b", "zero_bubble", "interleaved")):
-            chunks = [c for c in _divisors(L // p.pipe) if c > 1] if schedule == "interleaved" else [1]
-            for count in _options(fixed, "parallel.chunks", chunks):
-                yield zero, schedule, count
+    stages = _options(fixed, "parallel.zero", (1, 2, 3) if config.parallel.data > 1 else (0,))
+    if config.parallel.pipe == 1:
+        yield from ((zero, "1f1b", 1) for zero in stages)
+        return
+    schedules = _options(fixed, "parallel.schedule", ("1f1b", "zero_bubble", "interleaved"))
+    for zero, schedule in product(stages, schedules):
+        several = [c for c in _divisors(config.model.num_layers // config.parallel.pipe) if c > 1]
+        chunks = several if schedule == "interleaved" else [1]
+        yield from ((zero, schedule, count) for count in _options(fixed, "parallel.chunks", chunks))
 
 
 def ranked(found: list[Estimate]) -> list[Estimate]:
@@ -255,7 +261,7 @@ def ranked(found: list[Estimate]) -> list[Estimate]:
     def simplicity(e: Estimate) -> tuple:
         p = e.config.parallel
         axes = sum(size > 1 for size in p.axes.values())
-        return axes, e.config.memory.remat != "none", e.config.model.loss_chunk > 0, p.zero, p.chunks
+        return axes, e.config.memory.rematerialization.policy != "none", e.config.model.loss_chunk > 0, p.zero, p.chunks
 
     best: dict[tuple, Estimate] = {}
     rest = sorted(found, key=lambda e: e.step_seconds)
@@ -333,8 +339,3 @@ def _options(fixed: Mapping[str, Any], key: str, otherwise: Any) -> list[Any]:
 def _divisors(number: int) -> list[int]:
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
-
-
-def _reason(error: ValueError) -> str:
-    """What is wrong, without the remedy."""
-    return str(error).split(";")[0].split(" and ")[0]

@@ -72,7 +72,7 @@ class Meta(BaseModel):
 def of_weights(config: Config) -> dict[str, Any]:
     """The keys of the model that decide which weights there are, with their values, as plain data."""
     free = SAME_RESULT | {"rope_theta", "norm_eps"}
-    free |= {"max_seq_len"} if config.model.family == "llama" else set()
+    free |= set() if config.model.features.learned_positions else {"max_seq_len"}
     return {key: value for key, value in config.to_dict()["model"].items() if key not in free}
 
 
@@ -95,7 +95,8 @@ def check(meta: Meta, asked: Config, config: Config, tokenizer: str | None) -> N
         if key == "max_seq_len" and asked.model.max_seq_len is None:
             shorter = f", with model.max_seq_len={was} any shorter one" if now < was else ""
             raise ValueError(
-                f"data.seq_len={now} but the checkpoint has learned positions for {was} tokens (model.family=gpt2); "
+                f"data.seq_len={now} but the checkpoint has learned positions for {was} tokens "
+                f"(model.family={config.model.family}); "
                 f"use data.seq_len={was}{shorter}, {remedy}"
             )
         hint = " (rope_theta may change only together with data.seq_len)" if key == "rope_theta" else ""
@@ -113,10 +114,10 @@ def check(meta: Meta, asked: Config, config: Config, tokenizer: str | None) -> N
 def _bound(meta: Meta, config: Config) -> list[str]:
     """The keys of the model in which a checkpoint and the run must agree."""
     free = set(SAME_RESULT)
-    if config.model.family == "llama":
-        free |= {"max_seq_len"} if config.data.seq_len == meta.seq_len else {"max_seq_len", "rope_theta"}
-    else:
+    if config.model.features.learned_positions:
         free |= {"rope_theta"}
+    else:
+        free |= {"max_seq_len"} if config.data.seq_len == meta.seq_len else {"max_seq_len", "rope_theta"}
     return [key for key in config.to_dict()["model"] if key not in free]
 
 
@@ -127,9 +128,9 @@ def changes(meta: Meta, config: Config) -> Iterator[str]:
     """
     now, then = config.to_dict(), meta.config
     follows = all(plain["optimizer"].get("decay_steps") == plain["train"].get("steps") for plain in (now, then))
-    for section, keys in REPORTED.items():
-        for key in keys or now[section]:
-            if key not in then[section] or (key == "decay_steps" and follows):
-                continue
-            if now[section][key] != then[section][key]:
-                yield f"{section}.{key} {then[section][key]} -> {now[section][key]}"
+    reported = [(section, key) for section, keys in REPORTED.items() for key in keys or now[section]]
+    for section, key in reported:
+        if key not in then[section] or (key == "decay_steps" and follows):
+            continue
+        if now[section][key] != then[section][key]:
+            yield f"{section}.{key} {then[section][key]} -> {now[section][key]}"

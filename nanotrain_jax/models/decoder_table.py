@@ -1,0 +1,90 @@
+"""The parameters of the decoder, one line each. No JAX.
+
+Dims: D model, F ffn, N query heads, K kv heads, H head dim, V vocabulary, T longest sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+
+from nanotrain_jax.config import Model, padded_vocab
+from nanotrain_jax.models.families import FAMILIES, Family
+from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, Parameter, Table, Use
+
+STD = 0.02
+
+ATTENTION, MLP = f"{LAYERS}/attention", f"{LAYERS}/mlp"
+NORM_ATTENTION, NORM_MLP, NORM_LAST = f"{LAYERS}/norm_attention", f"{LAYERS}/norm_mlp", f"{ENDS}/norm"
+EMBEDDING, POSITIONS, HEAD = f"{ENDS}/embedding_VD", f"{ENDS}/positions_TD", f"{ENDS}/head_VD"
+
+_weight = partial(Parameter, std=STD, is_matmul=True)
+_gain = partial(Parameter, init="ones", decay=False)
+_bias = partial(Parameter, init="zeros", decay=False)
+
+
+def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
+    """Every parameter of a family, without sizes. Arrays of one module are drawn in this order.
+
+    Keys and values are split over tensor where there is a head for each device; else each device stores all of them and
+    uses one head (`table`).
+    """
+    residual = STD / math.sqrt(2 * num_layers)  # of what is added to the residual stream
+    table = {
+        f"{ATTENTION}/q_DNH": _weight("D N/tensor H"),
+        f"{ATTENTION}/k_DKH": _weight("D K/tensor H", is_partial=True),
+        f"{ATTENTION}/v_DKH": _weight("D K/tensor H", is_partial=True),
+        f"{ATTENTION}/out_NHD": _weight("N/tensor H D", std=residual),
+        f"{MLP}/up_DF": _weight("D F/tensor"),
+        f"{MLP}/down_FD": _weight("F/tensor D", std=residual),
+    }
+    if family.gated_mlp:
+        table[f"{MLP}/gate_DF"] = _weight("D F/tensor")
+    for norm in (NORM_ATTENTION, NORM_MLP):
+        table |= _norm(norm, family)
+    if family.biases:
+        table |= {
+            f"{ATTENTION}/bias_q_NH": _bias("N/tensor H"),
+            f"{ATTENTION}/bias_k_KH": _bias("K/tensor H", is_partial=True),
+            f"{ATTENTION}/bias_v_KH": _bias("K/tensor H", is_partial=True),
+            f"{ATTENTION}/bias_out_D": _bias("D"),
+            f"{MLP}/bias_up_F": _bias("F/tensor"),
+            f"{MLP}/bias_down_D": _bias("D"),
+        }
+    embeds = "both" if is_tied else "first"
+    table[EMBEDDING] = _weight("V/tensor D", used=embeds, is_matmul=is_tied, is_padded=True)
+    table |= _norm(NORM_LAST, family, "last")
+    if family.learned_positions:
+        table[POSITIONS] = Parameter("T D", used="first", std=STD, decay=False)
+    if not is_tied:
+        table[HEAD] = _weight("V/tensor D", used="last", is_padded=True)
+    return table
+
+
+def _norm(path: str, family: Family, used: Use = "layer") -> Table:
+    gain = {f"{path}/gain_D": _gain("D", used=used)}
+    return gain | {f"{path}/bias_D": _bias("D", used=used)} if family.centered_norms else gain
+
+
+@lru_cache
+def table(model: Model, tensor: int = 1) -> Table:
+    """Every parameter of a resolved model on so many tensor devices, with its sizes. Not to be changed."""
+    V, K, H = padded_vocab(model.vocab_size, tensor), model.num_kv_heads, model.d_model // model.num_heads
+    sizes = {"D": model.d_model, "F": model.d_ff, "N": model.num_heads, "K": K, "H": H, "V": V, "T": model.max_seq_len}
+
+    def sized(row: Parameter) -> Parameter:
+        is_partial = row.is_partial and tensor > K
+        return row._replace(
+            layout=row.layout.replace(TENSOR, "") if is_partial or tensor == 1 else row.layout,
+            is_partial=is_partial,
+            shape=tuple(sizes[word.removesuffix(TENSOR)] for word in row.layout.split()),
+            padding=V - model.vocab_size if row.is_padded else 0,
+        )
+
+    rows = inventory(model.features, model.tie_embeddings, model.num_layers)
+    return {path: sized(row) for path, row in rows.items()}
+
+
+def every_parameter(is_tied: bool = False) -> Table:
+    """The parameters of all families, without sizes."""
+    return {path: row for family in FAMILIES.values() for path, row in inventory(family, is_tied).items()}
