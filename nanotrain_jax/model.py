@@ -209,7 +209,7 @@ class Ends(nnx.Module):
 class Decoder(nnx.Module):
     """tokens[B T] -> logits[B T V] in float32. Takes a resolved `config.Model`.
 
-    With a Split it is a store of parameters: `step.py` runs its parts inside `shard_map`. order: which layer each row
+    With a Split it is a store of parameters: the step runs its parts inside `shard_map`. order: which layer each row
     of the stacked weights is, where they do not lie in the order in which they run.
     """
 

@@ -19,10 +19,10 @@ from rich.table import Table
 
 from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, hardware, hlo
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import data, request
+from nanotrain_jax.step import build as steps
 
 
 def measure(config: configs.Config, count: int, warmup: int) -> dict:
@@ -48,7 +48,7 @@ def measure(config: configs.Config, count: int, warmup: int) -> dict:
 
     ready, pending = [], None
     for _ in range(warmup + count + 1):
-        state, metrics = train(state, batch)
+        state, metrics, _ = train(state, batch)
         if pending is not None:
             pending.block_until_ready()
             ready.append(time.perf_counter())

@@ -30,10 +30,11 @@ from rich.console import Console
 from rich.table import Table
 
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import step as steps
-from nanotrain_jax import stored
+from nanotrain_jax.nvme import checkpointing
+from nanotrain_jax.nvme import store as nvme
 from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import nvme, request
+from nanotrain_jax.runtime import request
+from nanotrain_jax.step import build as steps
 
 
 def status(key: str) -> int:
@@ -78,22 +79,22 @@ def train(layers: int, d_model: int, count: int, folder: str | None, limit: int 
     m = first.memory_analysis()
     on_device = m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
     of_state = 8 * sum(x.size for x in jax.tree.leaves(step.state.params))
-    files = stored.store(config, step) if folder else None
+    files = checkpointing.store(config, step) if folder else None
     if files:
-        update = stored.train(files, step, first)
+        update = checkpointing.train(files, step, first)
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + limit,) * 2)
     most, seconds = Most("VmData", "RssAnon"), []
     tokens = np.random.default_rng(0).integers(256, size=(count, 1, 65), dtype=np.int32)
     with nvme.opened(files) if files else nullcontext():
         if files:
-            stored.fill(files, step, config, None, None)
+            checkpointing.fill(files, step, config, None, None)
         state = step.init()
         for t in tokens:
             batch = {"inputs": t[:, :-1], "targets": t[:, 1:]}
             batch = {name: jax.device_put(x, step.batch[name].sharding) for name, x in batch.items()}
             started = time.perf_counter()
-            state, metrics = update(state, batch)
+            state, metrics, _ = update(state, batch)
             loss = float(metrics["loss"])
             seconds.append(time.perf_counter() - started)
     return {

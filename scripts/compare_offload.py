@@ -26,13 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import step as steps
-from nanotrain_jax import stored
 from nanotrain_jax.audit import copies, hlo, memory
 from nanotrain_jax.config import Config
+from nanotrain_jax.nvme import checkpointing
+from nanotrain_jax.nvme import store as nvme
 from nanotrain_jax.parallel.offload import HOST
 from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import nvme, request
+from nanotrain_jax.runtime import request
+from nanotrain_jax.step import build as steps
 
 OPTIMIZER = {"offload_optimizer": "host"}
 PARAMS = OPTIMIZER | {"offload_params": "host"}
@@ -70,12 +71,12 @@ def measure(config: Config, mesh: jax.sharding.Mesh, count: int) -> dict[str, fl
     run, times = train, []
     with ExitStack() as stack:
         if step.pieces:
-            files = stack.enter_context(nvme.opened(stored.store(config, step)))
-            stored.fill(files, step, config, None, None)
-            run = stored.train(files, step, train)
+            files = stack.enter_context(nvme.opened(checkpointing.store(config, step)))
+            checkpointing.fill(files, step, config, None, None)
+            run = checkpointing.train(files, step, train)
         for _ in range(count + 2):
             started = time.perf_counter()
-            state, metrics = run(state, batch)
+            state, metrics, _ = run(state, batch)
             metrics["loss"].block_until_ready()
             times.append(time.perf_counter() - started)
     found = {row["to"]: row["bytes_per_device"] for row in copies.summary(copies.copies(train.as_text()))}

@@ -142,7 +142,7 @@ def worker(path: str, *keys: str) -> None:
     restored = checksums(run, state)
     batches = data.batches(run.dataset.train, run.step.batch, run.config.data.seed, run.position)
     for batch in islice(batches, STEPS):
-        state, metrics = run.step.train(state, batch)
+        state, metrics, _ = run.step.train(state, batch)
         losses.append(float(metrics["loss"]))
     saved, keep = checksums(run, state), run.config.checkpoint
     position = run.position + STEPS * run.config.data.batch_size
@@ -152,7 +152,7 @@ def worker(path: str, *keys: str) -> None:
     with checkpoint.writing(keep) as save:
         save(first + STEPS, run.step.in_layer_order(state), meta)
     for batch in islice(batches, STEPS):
-        state, metrics = run.step.train(state, batch)
+        state, metrics, _ = run.step.train(state, batch)
         losses.append(float(metrics["loss"]))
     print(json.dumps({"restored": restored, "saved": saved, "losses": losses}))
 

@@ -33,12 +33,12 @@ from rich.table import Table
 
 from nanotrain_jax import config as configs
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import step as steps
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.parallel import chart
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import data, request
+from nanotrain_jax.step import build as steps
 
 SCHEDULES = "gpipe,1f1b,1f1b_lean,interleaved:2,zero_bubble,zb_h1"
 STEPS = 3  # of each program, per round
@@ -71,7 +71,7 @@ def prepare(config: configs.Config, mesh: jax.sharding.Mesh) -> tuple[Program, R
     tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     batch = jax.device_put(batch, jax.tree.map(lambda x: x.sharding, step.batch))
-    state, metrics = train(step.init(), batch)
+    state, metrics, _ = train(step.init(), batch)
     ticks, model_time = modelled(p)
     return Program(train, batch, state), {
         "schedule": p.schedule,
@@ -102,7 +102,7 @@ def run_steps(program: Program, state: steps.State) -> tuple[steps.State, list[t
     for _ in range(STEPS):
         by_clock = time.perf_counter()
         of_cores = time.process_time()
-        state, _ = jax.block_until_ready(program.train(state, program.batch))
+        state, _, _ = jax.block_until_ready(program.train(state, program.batch))
         seconds.append((time.perf_counter() - by_clock, time.process_time() - of_cores))
     return state, seconds
 

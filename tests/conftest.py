@@ -14,10 +14,10 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import step as steps
 from nanotrain_jax.audit import topology
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
+from nanotrain_jax.step import build as steps
 
 # Most of the time goes into compiling, and machine code need not be fast here. Subprocesses of tests inherit it.
 FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -155,7 +155,7 @@ def equals_the_oracle(tree, expected):
     state = step.in_stage_order(state)
     for tokens, (loss, grads, norm) in zip(random_tokens(config, count=3), log, strict=True):
         first = int(state.step) == 0
-        state, metrics = step.train(state, on_devices(tokens, step))
+        state, metrics, _ = step.train(state, on_devices(tokens, step))
         close(metrics["loss"], loss, **LOSS)
         close(metrics["grad_norm"], norm, **GRADS)
         if first:  # the first moment is (1 - beta1) times the first gradient
@@ -192,7 +192,7 @@ def stays_near_the_oracle(tree, expected, loss_error):
     state = step.init()
     for tokens, (loss, grads, _) in zip(random_tokens(config, count=3), log, strict=True):
         first = int(state.step) == 0
-        state, metrics = step.train(state, on_devices(tokens, step))
+        state, metrics, _ = step.train(state, on_devices(tokens, step))
         np.testing.assert_allclose(metrics["loss"], loss, rtol=loss_error)
         if first:
             first_moment = jax.device_get(step.in_layer_order(state).opt.moments[0].mu)
@@ -210,7 +210,7 @@ def run(tree, updates=5):
     step = steps.build(config, mesh)
     state, log = step.init(), []
     for tokens in random_tokens(config, count=updates):
-        state, metrics = step.train(state, on_devices(tokens, step))
+        state, metrics, _ = step.train(state, on_devices(tokens, step))
         log.append(jax.device_get(metrics))
     return state, log
 
@@ -235,9 +235,9 @@ def skips_an_overflow(tree):
     step = steps.build(config, mesh)
     good, bad = (np.where(t == 60, 0, t) for t in random_tokens(config, count=2))
     bad[5, 3] = 60
-    state, _ = step.train(with_embedding(step.init(), 60, 7e4), on_devices(good, step))
+    state, _, _ = step.train(with_embedding(step.init(), 60, 7e4), on_devices(good, step))
     before = jax.device_get(state)
-    state, metrics = step.train(state, on_devices(bad, step))
+    state, metrics, _ = step.train(state, on_devices(bad, step))
     assert not np.isfinite(metrics["grad_norm"])
     assert (int(state.skipped), float(state.scale.value)) == (1, 2.0**15)
     jax.tree.map(np.testing.assert_array_equal, (before.params, before.opt), jax.device_get((state.params, state.opt)))

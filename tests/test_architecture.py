@@ -20,20 +20,21 @@ FLOORS = [
         "runtime.corpus", "runtime.durable", "runtime.watchdog", "runtime.link", "runtime.curves", "runtime.profiling",
     },
     {
-        "execution", "models.decoder_table", "parallel.tensor", "parallel.context", "parallel.update",
-        "parallel.compress", "runtime.optim", "runtime.data",
-        "runtime.checksums", "runtime.compatibility", "runtime.metrics", "runtime.request", "runtime.nvme",
+        "execution", "models.contract", "models.decoder_table", "parallel.tensor", "parallel.update", "runtime.optim",
+        "runtime.data", "runtime.checksums", "runtime.compatibility", "runtime.metrics", "runtime.request",
         "runtime.leader", "runtime.host", "parallel.chart", "parallel.loops", "audit.topology", "audit.copies",
+        "nvme.store",
     },
     {
         "runtime.checkpoint", "model", "resolved", "parallel.zero", "parallel.pipeline.stage", "parallel.streamed",
         "parallel.gantt", "audit.cost",
     },
-    {"runtime.restore", "state", "audit.offloaded", "parallel.pipeline.executor"},
-    {"piecewise", "audit.memory"},
-    {"step", "capacity"},
-    {"stored", "words", "planner.estimate"},
-    {"resume", "planner.search", "planner.compiled", "planner.explain", "planner.markup"},
+    {"runtime.restore", "step.plan", "audit.offloaded", "parallel.pipeline.executor"},
+    {"step.state", "step.forward", "audit.memory"},
+    {"step.gradients", "step.optimizer", "capacity"},
+    {"step.build"},
+    {"nvme.update", "words", "planner.estimate"},
+    {"nvme.checkpointing", "resume", "planner.search", "planner.compiled", "planner.explain", "planner.markup"},
     {"planner.page", "planner.tables", "planner.output"},
     {"plan", "loop", "launch", "generate"},
     {"train"},
@@ -87,7 +88,7 @@ def test_a_file_stands_on_a_floor_and_imports_from_lower_floors_only(name):
 def test_techniques_and_audit_know_no_config(name):
     if name.startswith(("parallel.", "audit.")) or name == "sharding":
         allowed = {"config"} if name in ("audit.cost", "audit.memory", "audit.offloaded") else set()
-        assert not {"config", "model", "step"} & set(imports(FILES[name])) - allowed
+        assert not {"config", "model", "step.build", "step.plan"} & set(imports(FILES[name])) - allowed
 
 
 @every_file
@@ -97,7 +98,7 @@ def test_collectives_are_called_in_one_file_and_shard_map_in_one_other(name):
             if node.attr in COLLECTIVES and dotted(node) in {f"lax.{node.attr}", f"jax.lax.{node.attr}"}:
                 assert name == "parallel.collectives", f"{name} calls {dotted(node)}"
             if node.attr == "shard_map":
-                assert name == "step"
+                assert name == "step.build"
         elif isinstance(node, ast.ImportFrom):
             names = {a.name for a in node.names}
             assert not (node.module == "jax.lax" and names & COLLECTIVES), f"{name} imports {names & COLLECTIVES}"

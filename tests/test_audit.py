@@ -18,12 +18,12 @@ from conftest import LAYOUTS, cover, needs_cuda_compiler
 from jax.extend.core import jaxprs_in_params
 
 from nanotrain_jax import mesh as meshes
-from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, memory, topology
 from nanotrain_jax.planner import search
 from nanotrain_jax.planner.estimate import estimate, margin, on_gpus
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
+from nanotrain_jax.step import build as steps
 
 JAX, NEWEST = "{}.{}".format(*jax.__version_info__), "0.12"
 ROOT = Path(__file__).parents[1]

@@ -17,9 +17,9 @@ import pyarrow.parquet
 import pytest
 from conftest import resolved, small
 
-from nanotrain_jax import step as steps
 from nanotrain_jax import words
 from nanotrain_jax.runtime import corpus, data, request
+from nanotrain_jax.step import build as steps
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "prepare_data.py"
 DOCUMENTS = [f"document {i} says {'la ' * (i % 7 + 3)}\n".encode() for i in range(60)]

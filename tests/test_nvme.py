@@ -13,13 +13,15 @@ import jax
 import numpy as np
 import pytest
 from conftest import STATE, cover, needs_cuda_compiler, on_devices, random_tokens, records, resolved, run, small
+from nanotrain_jax.state import State
 
-from nanotrain_jax import step as steps
-from nanotrain_jax import stored, train
+from nanotrain_jax import train
+from nanotrain_jax.nvme import checkpointing
+from nanotrain_jax.nvme import store as nvme
 from nanotrain_jax.planner.compiled import compile_step, ratios
 from nanotrain_jax.planner.estimate import estimate, on_gpus
-from nanotrain_jax.runtime import nvme, request
-from nanotrain_jax.state import State
+from nanotrain_jax.runtime import request
+from nanotrain_jax.step import build as steps
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,13 +37,13 @@ def files_and_step(asked):
     config, mesh = resolved(asked)
     step = steps.build(config, mesh)
     Path(config.memory.nvme_dir).mkdir(exist_ok=True)
-    return stored.store(config, step), step, config
+    return checkpointing.store(config, step), step, config
 
 
 def whole(files, step, config, state):
     """The state in the order of layers, with what is in the files."""
     state = step.in_layer_order(state)
-    for one in stored.arrays(files, step, config):
+    for one in checkpointing.arrays(files, step, config):
         state = jax.tree.map(lambda x, y: y if x is None else x, state, one, is_leaf=lambda x: x is None)
     return State(*jax.device_get(tuple(state)))
 
@@ -50,11 +52,11 @@ def run_stored(asked, updates=3):
     """-> the whole state after some updates, and the metrics of each."""
     files, step, config = files_and_step(asked)
     with nvme.opened(files):
-        assert stored.fill(files, step, config, None, None) == "new"
-        update = stored.train(files, step, step.train.lower(step.state, step.batch).compile())
+        assert checkpointing.fill(files, step, config, None, None) == "new"
+        update = checkpointing.train(files, step, step.train.lower(step.state, step.batch).compile())
         state, log = step.init(), []
         for tokens in random_tokens(config, count=updates):
-            state, metrics = update(state, on_devices(tokens, step))
+            state, metrics, _ = update(state, on_devices(tokens, step))
             log.append(jax.device_get(metrics))
         return whole(files, step, config, state), log
 
@@ -139,7 +141,7 @@ def not_sealed(folder):
 def test_only_files_that_are_what_was_sealed_are_used_again(damage, tmp_path):
     files, step, config = files_and_step(tree({"data": 2, "zero": 3}, tmp_path / "disk"))
     with nvme.opened(files):
-        stored.fill(files, step, config, None, None)
+        checkpointing.fill(files, step, config, None, None)
         digest = files.seal()
     again, *_ = files_and_step(tree({"data": 2, "zero": 3}, tmp_path / "disk"))
     assert again.holds(digest)
@@ -153,7 +155,7 @@ def test_files_of_as_many_pieces_with_other_layers_in_them_are_not_used_again(tm
     four = {"num_layers": 4}
     files, step, config = files_and_step(tree(stages, tmp_path / "disk", model=four))
     with nvme.opened(files):
-        stored.fill(files, step, config, None, None)
+        checkpointing.fill(files, step, config, None, None)
         digest = files.seal()
     chunks = stages | {"schedule": "interleaved", "chunks": 2}
     other, *_ = files_and_step(tree(chunks, tmp_path / "disk", model=four))
@@ -198,7 +200,7 @@ def test_what_has_a_good_checksum_but_is_no_manifest_is_none(body):
 def test_keys_that_change_no_weight_do_not_bind_files(tmp_path):
     files, step, config = files_and_step(tree({"data": 2, "zero": 3}, tmp_path / "disk"))
     with nvme.opened(files):
-        stored.fill(files, step, config, None, None)
+        checkpointing.fill(files, step, config, None, None)
         digest = files.seal()
     changes = {"loss_chunk": 16, "max_seq_len": 100, "rope_theta": 5.0}
     again, *_ = files_and_step(tree({"data": 2, "zero": 3}, tmp_path / "disk", model=changes))
@@ -208,7 +210,7 @@ def test_keys_that_change_no_weight_do_not_bind_files(tmp_path):
 def test_files_are_not_sealed_any_more_once_an_update_begins(tmp_path):
     files, step, config = files_and_step(tree({"data": 2, "zero": 3}, tmp_path / "disk"))
     with nvme.opened(files):
-        stored.fill(files, step, config, None, None)
+        checkpointing.fill(files, step, config, None, None)
         digest = files.seal()
 
         def killed(*_):
@@ -223,16 +225,16 @@ def test_files_are_not_sealed_any_more_once_an_update_begins(tmp_path):
 def test_a_step_whose_gradients_are_not_finite_leaves_the_files_as_they_are(tmp_path):
     files, step, config = files_and_step(tree({"data": 2, "zero": 3}, tmp_path / "disk"))
     with nvme.opened(files):
-        stored.fill(files, step, config, None, None)
-        update = stored.train(files, step, step.train.lower(step.state, step.batch).compile())
+        checkpointing.fill(files, step, config, None, None)
+        update = checkpointing.train(files, step, step.train.lower(step.state, step.batch).compile())
         good, bad = (np.where(t == 60, 0, t) for t in random_tokens(config, count=2))
         bad[5, 3] = 60
-        state, _ = update(step.init(), on_devices(good, step))
+        state, _, _ = update(step.init(), on_devices(good, step))
         table = state.params["ends"]["embedding_VD"]
         ends = {"embedding_VD": jax.device_put(np.asarray(table).copy(), table.sharding).at[60].set(np.nan)}
         state = state._replace(params=state.params | {"ends": state.params["ends"] | ends})
         before, digest = whole(files, step, config, state), files.seal()
-        state, metrics = update(state, on_devices(bad, step))
+        state, metrics, _ = update(state, on_devices(bad, step))
         assert not np.isfinite(metrics["grad_norm"])
         after = whole(files, step, config, state)
         equal((before.params, before.opt), (after.params, after.opt))

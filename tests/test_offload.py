@@ -9,8 +9,8 @@ import pytest
 from conftest import STATE, cover, on_devices, random_tokens, records, resolved, run, small
 
 from nanotrain_jax import loop, train
-from nanotrain_jax import step as steps
 from nanotrain_jax.parallel import offload
+from nanotrain_jax.step import build as steps
 
 ROOT = Path(__file__).parents[1]
 
@@ -155,9 +155,9 @@ def test_a_step_whose_gradients_are_not_finite_changes_nothing_on_the_host():
     state = state._replace(params=state.params | {"ends": ends})
     good, bad = (np.where(t == 60, 0, t) for t in random_tokens(config, count=2))
     bad[5, 3] = 60
-    state, _ = step.train(state, on_devices(good, step))
+    state, _, _ = step.train(state, on_devices(good, step))
     before = jax.device_get((state.params, state.opt))
-    state, metrics = step.train(state, on_devices(bad, step))
+    state, metrics, _ = step.train(state, on_devices(bad, step))
     assert not np.isfinite(metrics["grad_norm"])
     assert int(state.skipped) == 1
     equal((state.params, state.opt), before)

@@ -18,7 +18,7 @@ from conftest import (
 )
 from test_tensor_step import moves_what_the_papers_say
 
-from nanotrain_jax import step as steps
+from nanotrain_jax.step import build as steps
 
 
 class Layout(NamedTuple):
@@ -133,7 +133,7 @@ def test_evaluation_gives_the_loss_of_training_and_counts_targets(layout):
     batch, state = on_devices(tokens, step), step.init()
     total, count = step.evaluate(state.params, batch)
     assert int(count) == 32 * 16
-    _, metrics = step.train(state, batch)
+    _, metrics, _ = step.train(state, batch)
     np.testing.assert_allclose(total / np.float32(count), metrics["loss"], rtol=2e-6)
     halves = [on_devices(half, step) for half in np.split(tokens, 2)]  # smaller batches are as good
     of_halves = [step.evaluate(step.init().params, half) for half in halves]

@@ -10,7 +10,7 @@ import pytest
 from conftest import LOSS, STATE, collectives, equals_the_oracle, on_devices, padded, random_tokens, resolved, small
 
 from nanotrain_jax import model
-from nanotrain_jax import step as steps
+from nanotrain_jax.step import build as steps
 
 COVER = [  # data, replica, microbatches, family
     (1, 1, 1, "llama"),
@@ -42,7 +42,7 @@ def test_clipping_is_by_the_global_norm(tensor):
     assert all(norm > 0.1 for *_, norm in log)  # so that there is something to clip
     state = step.init()
     for batch in tokens:
-        state, _ = step.train(state, on_devices(batch, step))
+        state, _, _ = step.train(state, on_devices(batch, step))
     jax.tree.map(lambda a, b: close(a, b, **STATE), state.params, padded(params, state.params))
 
 
@@ -69,7 +69,7 @@ def test_state_has_the_same_types_and_places_before_and_after_a_step():
         return jax.tree.map(lambda x: (x.shape, str(x.dtype), x.sharding), state)
 
     assert describe(state) == describe(step.state)
-    after, _ = step.train(state, on_devices(random_tokens(config)[0], step))
+    after, _, _ = step.train(state, on_devices(random_tokens(config)[0], step))
     assert describe(after) == describe(step.state)
     assert jax.tree.leaves(state.params)[0].is_deleted()  # donated
 
@@ -91,7 +91,7 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_on_every_device(microb
     def run(batches):
         state, log = break_row(step.init()), []
         for tokens in batches:
-            state, metrics = step.train(state, on_devices(tokens, step))
+            state, metrics, _ = step.train(state, on_devices(tokens, step))
             log.append(jax.device_get(metrics))
         return state, log
 
@@ -146,7 +146,7 @@ def test_bfloat16_gradients_stay_near_float32_also_where_many_terms_are_summed(f
         step = steps.build(config, mesh)
         (tokens,) = random_tokens(config)
         tokens = np.where(tokens < 40, 7, tokens)  # one token is most of the text, as the blank is in bytes
-        state, metrics = step.train(step.init(), on_devices(tokens, step))
+        state, metrics, _ = step.train(step.init(), on_devices(tokens, step))
         losses.append(float(metrics["loss"]))
         grads.append(jax.device_get(state.opt.moments[0].mu))
     close(losses[1], losses[0], rtol=2**-8)

@@ -7,8 +7,8 @@ import pytest
 from cases import case
 from conftest import cover, equals_the_oracle, resolved, skips_an_overflow, small, stays_near_the_oracle
 
-from nanotrain_jax import step as steps
 from nanotrain_jax.audit import cost, hlo
+from nanotrain_jax.step import build as steps
 
 
 def split(layout, family, kv_heads, remat="none", loss_chunk=0, **parallel):

@@ -23,10 +23,10 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 from nanotrain_jax import model
-from nanotrain_jax import step as steps
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.parallel.collectives import buckets
 from nanotrain_jax.parallel.zero import WHOLE, shard_dims, zero_specs
+from nanotrain_jax.step import build as steps
 
 # Every stage meets every number of devices, microbatches, policy and family (0 with none: test_step.py), and arrays
 # that travel all in one bucket or in several, the larger ones alone.
@@ -145,7 +145,7 @@ def test_updates_that_bfloat16_cannot_hold_add_up_in_the_master_weights(zero):
     after, *_ = oracle.train(before, batches, lr=1e-5)
     state = step.init()
     for tokens in batches:
-        state, _ = step.train(state, on_devices(tokens, step))
+        state, _, _ = step.train(state, on_devices(tokens, step))
     assert {float(gain) for gain in jax.tree.leaves(state.params["ends"]["norm"])[0]} == {1.0}  # each update is lost
     moved = jax.tree.map(np.subtract, jax.device_get((after, state.opt.master)), (before, before))
     errors = relative_errors(moved[1], moved[0])
@@ -163,7 +163,7 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_at_every_stage(zero):
     def after(batches):
         state = with_embedding(step.init(), 60, np.nan)
         for tokens in batches:
-            state, _ = step.train(state, on_devices(tokens, step))
+            state, _, _ = step.train(state, on_devices(tokens, step))
         return jax.device_get(state)
 
     state, clean = after([good, bad, last]), after([good, last])
@@ -184,7 +184,7 @@ def test_a_float16_overflow_halves_the_scale_and_skips_that_step_on_all_devices(
 
     states, log = [with_embedding(step.init(), 60, 7e4)], []
     for tokens in good, bad, last:
-        state, metrics = step.train(jax.tree.map(jnp.copy, states[-1]), on_devices(tokens, step))
+        state, metrics, _ = step.train(jax.tree.map(jnp.copy, states[-1]), on_devices(tokens, step))
         states.append(state)
         log.append(jax.device_get(metrics))
     _, before, after, end = states

@@ -112,7 +112,7 @@ def copied(config: Config, kept: float, passed: float) -> list[dict[str, Any]]:
     activations  what is kept, there and back; with stages their slots are filled with zeros first
 
     A loop fetches one piece more than it uses: the update's a quarter of a layer, that of weights a layer. With
-    memory.offload_optimizer=nvme the update is not part of the step's program (piecewise.py): it is not counted here.
+    memory.offload_optimizer=nvme the update is not part of the step's program (nvme/update.py): it is not counted here.
     """
     p, m, found = config.parallel, config.memory, large(config)
     w, M, L = BYTES[config.precision.compute], p.microbatches, config.model.num_layers / p.pipe

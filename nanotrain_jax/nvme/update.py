@@ -1,7 +1,7 @@
 """The optimizer update after the training step, one piece at a time, for optimizer state in files.
 
-The step leaves gradients behind (`step.optimizer.Pending`). Then, for each piece, the store of its state (nvme/store.py)
-calls
+The step leaves gradients behind (`step.optimizer.Pending`). Then the store of their state (nvme/store.py) calls, for
+each piece,
 
     weights[piece], state[piece] = update(weights[piece], gradients[piece], state[piece])
 

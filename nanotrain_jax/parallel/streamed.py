@@ -46,7 +46,7 @@ def run_layers(
     add_ends: Callable[[tuple, tuple | None], tuple],
     add_layer: Callable[[Tree], Tree],
 ) -> Sums:
-    """-> loss, gradients (of what first takes, of what last takes), gradients of layers: summed over microbatches[M ...]
+    """-> loss, gradients of ends (of what first takes, of what last takes) and of layers: sums over microbatches[M ...]
     in float32; local to a device.
 
     model.ends: a pair, what first and what last take. add_ends(gradients, earlier ones or None), add_layer(gradients):

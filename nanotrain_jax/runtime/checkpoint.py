@@ -1,7 +1,7 @@
 """Checkpoints by orbax: asynchronous, sharded, atomic; the state, the position in the data and the resolved config.
 
 A checkpoint is written under a temporary name and renamed when it is whole, so a run that is killed at any moment
-leaves the previous one usable. State that is too large to be in memory at a time (runtime/nvme.py) is written first,
+leaves the previous one usable. State that is too large to be in memory at a time (nvme/store.py) is written first,
 one array at a time, to a folder beside it; it counts once the checkpoint does, and goes with it. Checksums are made of
 its files once it is whole, in the background, and compared before it is used: orbax does not see a flipped bit.
 
