@@ -32,9 +32,11 @@ _PUBLIC = {
     "run_schedule": "parallel.pipeline.executor",
     "layer_order": "parallel.schedule",
     "Decoder": "model",
-    "State": "step",
-    "Step": "step",
-    "build": "step",
+    "Model": "models.contract",
+    "initializer": "models.contract",
+    "State": "step.state",
+    "Step": "step.build",
+    "build": "step.build",
     "load_params": "runtime.restore",
 }
 __all__ = sorted([*_PUBLIC, "__version__"])

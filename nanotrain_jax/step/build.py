@@ -80,8 +80,8 @@ def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, jax.Arra
         schedule = schedules.forward_only(p.pipe, p.microbatches, p.chunks)
         sums = run_forward(schedule, forward.layered(plan, params), microbatches, idle=p.idle)
     else:
-        inputs = plan.zero.inputs(params, plan.shards.dims)
-        sums = lax.map(lambda batch: forward.loss(plan, plan.zero, params, batch, inputs), microbatches)
+        weights = forward.Weights(params, plan.zero.inputs(params, plan.shards.dims))
+        sums = lax.map(partial(forward.loss, plan, plan.zero, weights), microbatches)
         sums = jax.tree.map(lambda x: x.sum(0), sums)
     return all_reduce(sums, plan.loss_axes)
 

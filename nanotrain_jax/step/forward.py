@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -13,7 +13,7 @@ from nanotrain_jax.models.contract import LAYERS, split_layers
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import as_varying
 from nanotrain_jax.parallel.layered_model import LayeredModel
-from nanotrain_jax.parallel.zero import Zero
+from nanotrain_jax.parallel.zero import Shards, Zero
 from nanotrain_jax.step.plan import Plan
 
 Tree = Any  # a pytree of arrays
@@ -29,23 +29,32 @@ def local(plan: Plan, params: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(cast, params, plan.specs)
 
 
-def loss(plan: Plan, zero: Zero, params: Tree, batch: Tree, inputs: Tree, sums: Tree | None = None) -> tuple:
-    """-> sum of the losses of a microbatch, number of its targets. Autodiff of it is the backward.
+class Weights(NamedTuple):
+    """The arguments of `zero.gather`: trees like the parameters."""
 
-    inputs: what is differentiated, from `zero.inputs`. sums: gradients of earlier microbatches, for `zero.gather`.
-    """
-    params = as_varying(params, BATCH_AXES)
-    run = partial(run_stack, plan, zero, params, inputs, sums)
-    ends = gather_ends(plan, zero, params, inputs, sums)
+    stored: Tree
+    inputs: Tree  # what is differentiated, from `zero.inputs`
+    sums: Tree | None = None  # gradients of earlier microbatches
+
+    def part(self, key: str) -> Weights:
+        """Those under a key."""
+        return Weights(self.stored[key], self.inputs[key], self.sums and self.sums[key])
+
+
+def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Array, jax.Array]:
+    """-> sum of the losses of a microbatch, number of its targets. Autodiff of it is the backward."""
+    weights = weights._replace(stored=as_varying(weights.stored, BATCH_AXES))
+    ends = gather_ends(plan, zero, weights)
+    run = partial(run_stack, plan, zero, weights)
     x = plan.model.first(ends, batch, run)
     x = run(LAYERS, plan.model.layer, x)
     return plan.model.last(ends, x, batch)
 
 
-def gather_ends(plan: Plan, zero: Zero, params: Tree, inputs: Tree, sums: Tree | None = None) -> Tree:
-    """The weights outside of stacks of layers, as `first` and `last` take them."""
-    stored, inputs, sums, dims = (outside_stacks(plan, tree) for tree in (params, inputs, sums, plan.shards.dims))
-    return zero.gather(stored, inputs, sums, plan.shards._replace(dims=dims))
+def gather_ends(plan: Plan, zero: Zero, weights: Weights) -> Tree:
+    """The weights outside of stacks of layers, whole, as `first` and `last` take them."""
+    *weights, dims = (outside_stacks(plan, tree) for tree in (*weights, plan.shards.dims))
+    return zero.gather(*weights, plan.shards._replace(dims=dims))
 
 
 def outside_stacks(plan: Plan, tree: Tree | None) -> Tree | None:
@@ -53,16 +62,14 @@ def outside_stacks(plan: Plan, tree: Tree | None) -> Tree | None:
     return tree and {key: part for key, part in tree.items() if key not in (LAYERS, *plan.model.stacks)}
 
 
-def run_stack(
-    plan: Plan, zero: Zero, params: Tree, inputs: Tree, sums: Tree | None, stack: str, layer: Callable, x: Tree
-) -> Tree:
+def run_stack(plan: Plan, zero: Zero, weights: Weights, stack: str, layer: Callable, x: Tree) -> Tree:
     """x after all layers of a stack, each gathered when it is its turn. Models call it as run(stack, layer, x)."""
-    layers = params[stack], inputs[stack], sums and sums[stack]
-    return remat.scan(partial(run_layer, plan.shards_of_layer(stack), zero, layer), x, layers, plan.remat)
+    run = partial(run_layer, plan.shards_of_layer(stack), zero, layer)
+    return remat.scan(run, x, weights.part(stack), plan.remat)
 
 
-def run_layer(shards: Any, zero: Zero, layer: Callable, x: Tree, weights: tuple[Tree, Tree, Tree]) -> Tree:
-    """x after one layer. weights: stored, differentiated, and sums of gradients, as `zero.gather` takes them."""
+def run_layer(shards: Shards, zero: Zero, layer: Callable, x: Tree, weights: Weights) -> Tree:
+    """x after one layer."""
     return layer(zero.gather(*weights, shards), x)
 
 
@@ -81,10 +88,10 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     def gathered(inputs: Tree, used: Callable[[Tree], Tree]) -> Tree:
         stored, inputs, dims = (outside_stacks(plan, used(tree)) for tree in (stored_ends, inputs, end_dims))
         whole = zero.gather(stored, inputs, None, plan.shards._replace(dims=dims))
-        return merged_dicts(stored_ends, whole)
+        return replaced(stored_ends, whole)
 
     def first(inputs: Tree, batch: Tree) -> Tree:
-        run = partial(run_stack, plan, zero, stored_ends, inputs, None)
+        run = partial(run_stack, plan, zero, Weights(stored_ends, inputs))
         return model.first(gathered(inputs, model.used_by_first), batch, run)
 
     def last(inputs: Tree, x: Tree, batch: Tree) -> tuple:
@@ -92,7 +99,7 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
 
     return LayeredModel(
         first=first,
-        layer=lambda weights, inputs, x: run(x, (weights, inputs, None)),
+        layer=lambda weights, inputs, x: run(x, Weights(weights, inputs)),
         last=last,
         ends=zero.inputs(stored_ends, end_dims),
         layers=remat.stacked(layers, block),
@@ -100,8 +107,6 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     )
 
 
-def merged_dicts(first: Tree, second: Tree) -> Tree:
-    """first, with what second has in its place."""
-    if not isinstance(first, dict):
-        return second
-    return first | {key: merged_dicts(first[key], part) for key, part in second.items()}
+def replaced(tree: Tree, by: Tree) -> Tree:
+    """Nested dicts, with what another one has in place of theirs."""
+    return tree | {key: replaced(tree[key], part) for key, part in by.items()} if isinstance(tree, dict) else by

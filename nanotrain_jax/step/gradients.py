@@ -25,6 +25,7 @@ from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.pipeline.executor import run_schedule
 from nanotrain_jax.parallel.zero import PER_LAYER, accumulate_on_host
 from nanotrain_jax.step import forward
+from nanotrain_jax.step.forward import Weights
 from nanotrain_jax.step.plan import Plan
 
 Tree = Any  # a pytree of arrays
@@ -35,7 +36,7 @@ def by_autodiff(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array |
     params = forward.local(plan, params)
 
     def objective(inputs: Tree, batch: Tree) -> jax.Array:
-        return forward.loss(plan, plan.zero, params, batch, inputs)[0] * scale
+        return forward.loss(plan, plan.zero, Weights(params, inputs), batch)[0] * scale
 
     return accumulate(objective, plan.zero.inputs(params, plan.shards.dims), microbatches)
 
@@ -52,7 +53,7 @@ def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
         weights = wait_for(sums, params)  # not both at a time
 
     def objective(inputs: Tree, batch: Tree) -> jax.Array:
-        return forward.loss(plan, last, weights, batch, inputs, sums)[0] * scale
+        return forward.loss(plan, last, Weights(weights, inputs, sums), batch)[0] * scale
 
     inputs = last.inputs(params, plan.shards.dims)
     last_loss, grads = accumulate(objective, inputs, jax.tree.map(lambda x: x[-1:], microbatches))
