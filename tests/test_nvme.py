@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 from conftest import STATE, cover, needs_cuda_compiler, on_devices, random_tokens, records, resolved, run, small
-from nanotrain_jax.state import State
 
 from nanotrain_jax import train
 from nanotrain_jax.nvme import checkpointing
@@ -22,6 +21,7 @@ from nanotrain_jax.planner.compiled import compile_step, ratios
 from nanotrain_jax.planner.estimate import estimate, on_gpus
 from nanotrain_jax.runtime import request
 from nanotrain_jax.step import build as steps
+from nanotrain_jax.step.state import State
 
 ROOT = Path(__file__).parents[1]
 
