@@ -10,8 +10,7 @@ from nanotrain_jax import Config, Model, Rules, enter, initializer, leave
 RULES = Rules([  # which dim is split over tensor; the step splits L, the layers, over pipe, and adds ZeRO over data
     ("attention/(query|key|value)/kernel", "L D N/tensor H"),
     ("attention/out/kernel", "L N/tensor H D"),
-    ("up/kernel", "L D F/tensor"),
-    ("down/kernel", "L F/tensor D"),
+    ("up/kernel", "L D F/tensor"), ("down/kernel", "L F/tensor D"),
     ("layers/norm_./scale", "L D"), ("ends/norm/scale", "D"), ("ends/embed/embedding", "V D"),
 ])  # fmt: skip
 
