@@ -50,12 +50,7 @@ def fill(files: Store, step: Step, config: Config, start: tuple[Path, int] | Non
                 files.put(name, i, group.init(np.int32(i)))
             continue
         for number, abstract in enumerate(_one_by_one(step, group)):
-            try:
-                (x,) = jax.tree.leaves(restore.read_state(*start, abstract, step.plan.model.is_padded))
-            except ValueError as error:
-                raise OSError(str(error)) from None
-            files.fill(name, number, np.asarray(x)[_rows(name, config)])
-            del x  # before the next one is read
+            files.fill(name, number, _checkpointed(step, abstract, *start)[_rows(name, config)])
     files.settle()
     return f"rebuilt from the checkpoint{damage}" if start else "new"
 
@@ -99,6 +94,15 @@ def arrays(files: Store, step: Step, config: Config) -> Iterator[State]:
 def _rows(name: str, config: Config) -> np.ndarray | slice:
     """Which layer each row of a stacked array is."""
     return layers_of_rows(config) if name == "layers" else slice(None)
+
+
+def _checkpointed(step: Step, abstract: State, folder: Path, number: int) -> np.ndarray:
+    """The one array of abstract, from the checkpoint with this number in folder. Raises OSError."""
+    try:
+        (x,) = jax.tree.leaves(restore.read_state(folder, number, abstract, step.plan.model.is_padded))
+    except ValueError as error:
+        raise OSError(str(error)) from None
+    return np.asarray(x)
 
 
 def _one_by_one(step: Step, group: Group) -> Iterator[State]:
