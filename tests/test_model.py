@@ -14,6 +14,8 @@ from flax import nnx
 
 from nanotrain_jax import model
 from nanotrain_jax.audit import cost
+from nanotrain_jax.models import decoder_table
+from nanotrain_jax.models.parameters import LAYERS
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import request
 
@@ -72,6 +74,23 @@ def test_initialisation_is_normal_with_smaller_residual_projections(family):
             assert abs(float(p.mean())) < 5 * std / math.sqrt(p.size)
             if path[0].key == "layers":
                 assert not np.array_equal(p[0], p[1])  # each layer draws its own
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_the_decoder_has_the_parameters_of_its_table(family, tensor):
+    config, _ = resolved(small(family))
+    _, params = model.abstract(config.model, model.Split(size=tensor))
+    shapes = {"/".join(k.key for k in path): p.shape for path, p in jax.tree_util.tree_leaves_with_path(params)}
+    rows = decoder_table.table(config.model, tensor)
+    assert shapes == {path: (2,) * (row.part == LAYERS) + row.shape for path, row in rows.items()}
+
+
+def test_rows_of_the_table_with_the_same_name_have_the_same_rules():
+    rules = {}
+    for path, row in decoder_table.every_parameter().items():
+        rules.setdefault(path.rpartition("/")[2], set()).add((row.decay, row.is_padded, row.is_partial))
+    assert all(len(found) == 1 for found in rules.values())
 
 
 def decoder(family, **keys):
