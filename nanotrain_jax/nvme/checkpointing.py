@@ -44,15 +44,24 @@ def fill(files: Store, step: Step, config: Config, start: tuple[Path, int] | Non
         return "as the checkpoint left it"
     damage = f" ({stores.MANIFEST} could not be used)" * files.damaged
     files.make()
-    for name, group in groups(step.plan).items():
-        if start is None:
-            for i in range(group.count):
-                files.put(name, i, group.init(np.int32(i)))
-            continue
-        for number, abstract in enumerate(_one_by_one(step, group)):
-            files.fill(name, number, _checkpointed(step, abstract, *start)[_rows(name, config)])
+    if start is None:
+        _initialize(files, step)
+    else:
+        _rebuild(files, step, config, start)
     files.settle()
     return f"rebuilt from the checkpoint{damage}" if start else "new"
+
+
+def _initialize(files: Store, step: Step) -> None:
+    for name, group in groups(step.plan).items():
+        for i in range(group.count):
+            files.put(name, i, group.init(np.int32(i)))
+
+
+def _rebuild(files: Store, step: Step, config: Config, start: tuple[Path, int]) -> None:
+    for name, group in groups(step.plan).items():
+        for number, abstract in enumerate(_one_by_one(step, group)):
+            files.fill(name, number, _checkpointed(step, abstract, *start)[_rows(name, config)])
 
 
 def train(files: Store, step: Step, first: jax.stages.Compiled) -> Callable[[State, Tree], tuple[State, dict, None]]:
