@@ -43,7 +43,8 @@ from nanotrain_jax.audit import cost, hardware, hlo, topology
 from nanotrain_jax.config import padded_vocab
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import gpu_options
-from nanotrain_jax.parallel.zero import Opt, zero_specs
+from nanotrain_jax.parallel.update import Opt
+from nanotrain_jax.parallel.zero import zero_specs
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import data, optim, request
 from nanotrain_jax.sharding import layout, specs
