@@ -134,7 +134,6 @@ def run_layer(plan: JitPlan, x_BTD: jax.Array, weights: steps.Tree) -> jax.Array
 
 def objective(plan: JitPlan, params: steps.Tree, batch: steps.Tree) -> jax.Array:
     """The sum of a microbatch's losses over the number of all tokens of a batch."""
-    data = plan.config.data
     ends = nnx.merge(plan.graphs.ends, params["ends"])
     logits = ends.logits
     embedding_VD = ends.embedding_VD[...]
@@ -150,7 +149,8 @@ def objective(plan: JitPlan, params: steps.Tree, batch: steps.Tree) -> jax.Array
     x_BTD = plan.pin_tokens(ends.embed(batch["inputs"]).astype(embedding_VD.dtype))
     policy = remat.Policy(plan.config.memory.rematerialization)
     x_BTD = remat.scan(partial(run_layer, plan), x_BTD, params["layers"], policy)
-    return ends.loss(x_BTD, batch["targets"])[0] / (data.batch_size * data.seq_len)
+    tokens = plan.config.data.batch_size * plan.config.data.seq_len
+    return ends.loss(x_BTD, batch["targets"])[0] / tokens
 
 
 def accumulate(plan: JitPlan, params: steps.Tree, batch: steps.Tree) -> tuple[jax.Array, steps.Tree]:
