@@ -16,6 +16,7 @@ from nanotrain_jax.fields import (
     Axis,
     Choice,
     Count,
+    Factory,
     Layers,
     Path,
     Positive,
@@ -41,8 +42,11 @@ class _Section(BaseModel):
 
 
 class Model(_Section):
-    """The decoder."""
+    """The decoder, or with `factory` another model, which may read the same keys."""
 
+    factory: Factory | None = _key(
+        None, "package.module:function that makes another model (models/contract.py); null: the decoder"
+    )
     family: families.Name = _key(
         "llama", "; ".join(f"{name}: {family.meaning}" for name, family in families.FAMILIES.items())
     )

@@ -35,6 +35,12 @@ def _expanded_source(source: str) -> str:
     return f"{kind}:{expanded(where)}" if kind in ("text", "tokens") else source
 
 
+def _factory(name: str) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
+        raise ValueError(f"{name!r} is not package.module:function; write e.g. scripts.your_model:build")
+    return name
+
+
 def _not_a_bool(value: Any) -> Any:
     if isinstance(value, bool | float):  # true and 1.0 equal 1, which is all that a Literal asks
         raise ValueError("input should be an integer")
@@ -55,6 +61,7 @@ Choice = BeforeValidator(_not_a_bool)  # of a Literal of numbers
 SCHEDULE_CELLS = 2**20  # ticks x stages of a pipeline schedule: 128 stages with 8,000 microbatches
 
 Path = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(expanded)]
+Factory = Annotated[str, AfterValidator(_factory)]  # of a model
 Source = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_expanded_source)]
 
 

@@ -104,6 +104,11 @@ def load(run: Path, step: int | None) -> tuple[Any, Config, corpus.Tokenizer]:
     if not (run / "config.yaml").is_file():
         raise ValueError(f"--run={str(run)!r} has no config.yaml; give the folder of a run (its logging.dir)")
     of_run = request.load(run / "config.yaml")
+    if of_run.model.factory:
+        raise ValueError(
+            f"--run={str(run)!r} trained model.factory={of_run.model.factory}, and only the decoder can generate; "
+            "give another run"
+        )
     if of_run.runtime.simulate:
         jax.config.update("jax_platforms", "cpu")
     tokenizer = tokenizer_of(run, of_run)

@@ -187,7 +187,11 @@ def new_writer(run: Run) -> metrics.Writer:
     """Make the writer of a run. Raises OSError."""
     config, devices = run.config, run.mesh.devices
     peak = hardware.peak_flops(devices.flat[0].device_kind)
-    flops = cost.flops_per_token(config.model, config.data.seq_len)["full"]
+    flops = 0.0
+    if config.model.factory:  # whose FLOPs are not known
+        peak = None
+    else:
+        flops = cost.flops_per_token(config.model, config.data.seq_len)["full"]
     flops *= config.data.batch_size * config.data.seq_len
     return metrics.Writer(config, int(run.state.step), flops, peak and peak * devices.size, run.tokens)
 
@@ -201,7 +205,8 @@ def watching(run: Run, writer: metrics.Writer) -> AbstractContextManager[watchdo
 
 def check_offload(run: Run, host_bytes: int) -> None:
     """Raise RuntimeError if the compiled step keeps nothing on the host, though it was asked to and could."""
-    if memory.on_host(run.config) and not host_bytes and run.mesh.devices.flat[0].platform != "cpu":
+    wanted = run.config.model.factory is None and memory.on_host(run.config)
+    if wanted and not host_bytes and run.mesh.devices.flat[0].platform != "cpu":
         raise RuntimeError(
             "memory.offload_*=host, but the compiled step needs no host memory: XLA left everything on the device; "
             f"please report it, with jax {jax.__version__} and the config"

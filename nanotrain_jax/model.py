@@ -373,7 +373,7 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
         first=first,
         layer=layer,
         last=last,
-        rules=rules(decoder, split, "pipe" if p.pipe > 1 else None),
+        rules=rules(decoder, split),
         used_by_first=lambda weights: {"ends": used_by_embed(weights["ends"])},
         used_by_last=lambda weights: {"ends": used_by_loss(weights["ends"])},
         is_decayed=is_decayed,

@@ -88,6 +88,11 @@ def plan(asked: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--memory-fraction={asked.memory_fraction:g}: must be in (0, 1]")
     tree = request.read(asked.config, asked.overrides)
     config = request.load(asked.config, asked.overrides)
+    if config.model.factory:
+        raise ValueError(
+            f"model.factory={config.model.factory}: only memory and FLOPs of the decoder are known, so nothing is planned; "
+            "leave it out"
+        )
     gpu = kind_of_gpu(asked.gpu, config)
     if asked.gpus is not None:
         hardware.check_count(gpu, asked.gpus)

@@ -48,7 +48,8 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     config = config.replace("parallel", **axes)
     if config.memory.rematerialization == Remat("block", 1):
         config = config.replace("memory", remat=str(Remat("full")))
-    check_tensor(config)
+    if config.model.factory is None:
+        check_tensor(config)
     check_pipe(config)
     check_offload(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)

@@ -27,7 +27,7 @@ def introduction(config: Config, mesh: Mesh, dataset: data.Dataset, notes: list[
     if dataset.replaced:
         lines.append(f"warning: {dataset.replaced:,} invalid pieces of UTF-8 in the text became U+FFFD")
     vocab, rows = config.model.vocab_size, padded_vocab(config.model.vocab_size, config.parallel.tensor)
-    if rows > vocab:
+    if rows > vocab and not config.model.factory:
         lines.append(f"vocabulary: {vocab:,} tokens padded to {rows:,}, for tensor {config.parallel.tensor}")
     p = config.parallel
     if p.pipe > 1:
@@ -38,7 +38,8 @@ def introduction(config: Config, mesh: Mesh, dataset: data.Dataset, notes: list[
         )
     if config.parallel.zero and mesh.shape["data"] == 1:
         lines.append(f"parallel.zero={config.parallel.zero} has nothing to shard over: parallel.data is 1")
-    parts = [f"{what} {size / 1e9:.3g} GB" for what, size in memory.on_host(config).items()]
+    in_host_memory = {} if config.model.factory else memory.on_host(config)
+    parts = [f"{what} {size / 1e9:.3g} GB" for what, size in in_host_memory.items()]
     if parts:
         lines.append("in host memory, for each device: " + ", ".join(parts))
         if mesh.devices.flat[0].platform == "cpu":
@@ -55,7 +56,8 @@ def headline(config: Config, mesh: Mesh) -> str:
     """Describe model and mesh in one line."""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     device = "simulated CPU device" if config.runtime.simulate else mesh.devices.flat[0].device_kind
-    return f"{config.model.family} of {cost.parameters(config.model):,} parameters on {mesh.size} x {device} ({axes})"
+    model = config.model.factory or f"{config.model.family} of {cost.parameters(config.model):,} parameters"
+    return f"{model} on {mesh.size} x {device} ({axes})"
 
 
 def title(config: Config, mesh: Mesh) -> str:
@@ -84,6 +86,6 @@ def summary(config: Config, last: dict[str, Any], bigram: float | None, number: 
     if config.checkpoint.every and checkpoint.latest_step(config.checkpoint.dir) is not None:
         again = "" if config.checkpoint.resume == "never" else f" (the same command goes on from step {number})"
         lines.append(f"  checkpoints       {config.checkpoint.dir}{again}")
-        if config.data.source != "synthetic":
+        if config.data.source != "synthetic" and not config.model.factory:
             lines.append(f'  what it writes    python -m nanotrain_jax.generate --run {folder} --prompt "def "')
     return "\n".join(lines)

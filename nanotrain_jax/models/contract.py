@@ -48,10 +48,11 @@ class Model:
     init        init(seed, order=None, put=None) -> weights in float32; the same seed gives the same values on every
                 mesh. order: which layer each row of the stacked weights is; None: in order. put: applied to the weights
                 of each layer before they are stacked. See `initializer`
-    rules       the layout of each weight over the mesh axes pipe (dim L of layers) and tensor
+    rules       which dim of each weight is split over tensor: ("up/kernel", "L D F/tensor"). The step splits the dim L
+                of layers over pipe, and with ZeRO another dim over data
     stacks      keys of further stacks of layers
     used_by_first, used_by_last   of a tree like `ends`, what `first` and what `last` uses: gathered only there
-    is_decayed  tree path of a weight -> whether weight decay applies to it
+    is_decayed  tree path of a weight -> whether weight decay applies to it; by default not to biases and scales
     has_partial_gradient   tree path of a weight that all devices along tensor store -> whether its gradient on each is
                 a partial sum: then it is summed once per step. Where False, JAX sums it at each use
     is_padded   path of a weight ("params/ends/head_VD") -> whether its rows are padded to a multiple of tensor
@@ -65,7 +66,7 @@ class Model:
     stacks: tuple[str, ...] = ()
     used_by_first: Callable[[Tree], Tree] = lambda ends: ends
     used_by_last: Callable[[Tree], Tree] = lambda ends: ends
-    is_decayed: Callable[[tuple], bool] = lambda path: True
+    is_decayed: Callable[[tuple], bool] = lambda path: path[-1].key not in ("bias", "scale")
     has_partial_gradient: Callable[[tuple], bool] = lambda path: False
     is_padded: Callable[[str], bool] = lambda path: False
 

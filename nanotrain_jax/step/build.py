@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from nanotrain_jax.config import Config
+from nanotrain_jax.models.contract import Model
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import all_reduce, gpu_options
 from nanotrain_jax.parallel.pipeline.executor import run_forward
@@ -92,9 +93,12 @@ def microbatched(plan: Plan, batch: Tree) -> Tree:
     return jax.tree.map(lambda x: x.reshape(M, x.shape[0] // M, *x.shape[1:]), batch)
 
 
-def build(config: Config, mesh: Mesh) -> Step:
-    """The step of a resolved config on a mesh. Nothing is computed or allocated before its functions are called."""
-    plan = plans.make(config, mesh)
+def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
+    """The step of a resolved config on a mesh, for its model or another one.
+
+    Nothing is computed or allocated before its functions are called.
+    """
+    plan = plans.make(config, mesh, model)
     state_specs, state = (states.in_step(plan, tree) for tree in states.abstract(plan))
     batch_specs = {"inputs": BATCH, "targets": BATCH}
     tokens = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), jnp.int32)

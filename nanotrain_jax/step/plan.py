@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from nanotrain_jax import model as decoder
 from nanotrain_jax.config import Config
 from nanotrain_jax.execution import Execution, execution, gradients_on_host
 from nanotrain_jax.mesh import BATCH_AXES
+from nanotrain_jax.models import factory
 from nanotrain_jax.models.contract import LAYERS, Model
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.schedule import row_order
@@ -74,11 +74,11 @@ class Plan:
         return self.config.data.batch_size * self.config.data.seq_len
 
 
-def make(config: Config, mesh: Mesh) -> Plan:
-    """The plan of a resolved config. Nothing is computed or allocated."""
+def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
+    """The plan of a resolved config, and of its model or another one. Nothing is computed or allocated."""
     p = config.parallel
-    model = decoder.build(config, mesh)
-    over_mesh = specs(model.rules, model.shapes, mesh)
+    model = model or factory.make(config, mesh)
+    over_mesh = specs_over_pipe_and_tensor(model, mesh)
     stacks = LAYERS, *model.stacks
     dims = shard_dims(model.shapes, p.data if p.zero else 1, p.persist_below, stacks, over_mesh)
     communication = Communication(jnp.dtype(config.precision.grad_reduce), p.bucket_mb * 2**20)
@@ -100,6 +100,23 @@ def make(config: Config, mesh: Mesh) -> Plan:
         host_memory=host_memory(config, is_large),
         in_step=jax.tree.map(lambda is_large: not (is_large and config.memory.offload_optimizer == "nvme"), is_large),
     )
+
+
+def specs_over_pipe_and_tensor(model: Model, mesh: Mesh) -> Tree:
+    """PartitionSpecs by the rules of a model; layers are split over stages. Axes of one device are left out: what is
+    split over them would count as varying."""
+
+    def one(path: tuple, spec: PartitionSpec) -> PartitionSpec:
+        if {*spec} - {None, "tensor", "pipe"}:
+            raise ValueError(f"{spec} of the model's rules: only tensor may be named; ZeRO splits weights over data")
+        entries = [axis if axis and mesh.shape[axis] > 1 else None for axis in spec]
+        if path[0].key == LAYERS and mesh.shape["pipe"] > 1:
+            entries = ["pipe", *entries[1:]]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
+
+    return jax.tree_util.tree_map_with_path(one, specs(model.rules, model.shapes, mesh))
 
 
 def large(shapes: Tree, persist_below: int, stacks: Sequence[str]) -> Tree:
