@@ -63,7 +63,7 @@ BLOCKS = {"ends", "layers"}  # the parts of a tree of parameters, which models.p
 NAME_BLOCKS = {
     "audit.cost", "generate", "model", "models.parameters", "nvme.checkpointing", "nvme.update", "parallel.chart",
     "parallel.update", "parallel.zero", "planner.explain", "step.state", "scripts/compare_jit.py",
-    "scripts/largest_model.py",
+    "scripts/largest_model.py", "scripts/your_model.py",
 }  # fmt: skip
 FAMILIES = {"llama", "gpt2"}
 NAME_FAMILIES = {"config", "models.families"}
