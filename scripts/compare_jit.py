@@ -257,7 +257,7 @@ def run(config: configs.Config, mesh: Mesh, count: int) -> list[dict]:
     for turn in range(WARMUP + count):
         for name in names[turn % 3 :] + names[: turn % 3]:  # each is the first, second and third equally often
             started = time.perf_counter()
-            states[name], metrics = jax.block_until_ready(trains[name](states[name], batch))
+            states[name], metrics, *_ = jax.block_until_ready(trains[name](states[name], batch))
             times[name].append(time.perf_counter() - started)
             losses[name] = float(metrics["loss"])
     rows = [{"stage": config.parallel.zero, "program": name, "loss": losses[name]} for name in names]
