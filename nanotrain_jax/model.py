@@ -354,7 +354,6 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
     regather = config.memory.rematerialization.policy != "full"
     split = Split("tensor", p.tensor, p.sequence_parallel, regather) if p.tensor > 1 else ONE_DEVICE
     graphs, _ = abstract(decoder, split)
-    sequences = config.data.batch_size // (p.replica * p.data * p.microbatches)
 
     def initialize(seed: int, order: Sequence[int] | None = None, put: Callable | None = None) -> dict:
         return init(decoder, seed, split, order, put)
@@ -363,6 +362,8 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
         return nnx.merge(graphs.ends, weights["ends"]).embed(batch["inputs"])
 
     def layer(weights: dict, x_BTD: jax.Array) -> jax.Array:
+        is_one_row = split.sequence_parallel
+        sequences = x_BTD.shape[1] * split.size // config.data.seq_len if is_one_row else len(x_BTD)
         return nnx.merge(graphs.layer, weights)(x_BTD, sequences)
 
     def last(weights: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:

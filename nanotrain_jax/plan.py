@@ -90,8 +90,8 @@ def plan(asked: argparse.Namespace, console: Console) -> int:
     config = request.load(asked.config, asked.overrides)
     if config.model.factory:
         raise ValueError(
-            f"model.factory={config.model.factory}: only memory and FLOPs of the decoder are known, so nothing is planned; "
-            "leave it out"
+            f"model.factory={config.model.factory}: the planner knows memory and FLOPs of the decoder only; "
+            "leave it out, or train without a plan"
         )
     gpu = kind_of_gpu(asked.gpu, config)
     if asked.gpus is not None:

@@ -1,7 +1,4 @@
-"""A Flax NNX model of your own under every layout: ZeRO, tensor and pipeline parallelism, remat, offload.
-
-python -m nanotrain_jax.train --config configs/your_model.yaml
-"""
+"""A Flax NNX model of your own under every layout: python -m nanotrain_jax.train --config configs/your_model.yaml"""
 
 import jax
 import optax
@@ -10,21 +7,19 @@ from jax.sharding import Mesh
 
 from nanotrain_jax import Config, Model, Rules, enter, initializer, leave
 
-RULES = Rules([  # what is split over tensor; L, the layers, over pipe; ZeRO adds data
+RULES = Rules([  # which dim is split over tensor; the step splits L, the layers, over pipe, and adds ZeRO over data
     ("attention/(query|key|value)/kernel", "L D N/tensor H"),
     ("attention/out/kernel", "L N/tensor H D"),
     ("up/kernel", "L D F/tensor"),
     ("down/kernel", "L F/tensor D"),
-    ("layers/norm_./scale", "L D"),
-    ("ends/embed/embedding", "V D"),
-    ("ends/norm/scale", "D"),
+    ("layers/norm_./scale", "L D"), ("ends/norm/scale", "D"), ("ends/embed/embedding", "V D"),
 ])  # fmt: skip
 
 
 class Layer(nnx.Module):
     def __init__(self, config: Config, tensor: int, rngs: nnx.Rngs):
-        m, D = config.model, config.model.d_model
-        sizes = {"num_heads": m.num_heads // tensor, "in_features": D, "qkv_features": D // tensor, "out_features": D}
+        D, N = config.model.d_model, config.model.num_heads // tensor  # heads and F of this device
+        sizes = {"num_heads": N, "in_features": D, "qkv_features": D // tensor, "out_features": D}
         self.attention = nnx.MultiHeadAttention(**sizes, use_bias=False, decode=False, rngs=rngs)
         self.up = nnx.Linear(D, 4 * D // tensor, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(4 * D // tensor, D, use_bias=False, rngs=rngs)
@@ -44,27 +39,22 @@ class Ends(nnx.Module):
 
 def build(config: Config, mesh: Mesh) -> Model:
     tensor = mesh.shape["tensor"]
-    axis = "tensor" if tensor > 1 else None
     layer = nnx.graphdef(nnx.eval_shape(lambda: Layer(config, tensor, nnx.Rngs(0))))
     ends = nnx.graphdef(nnx.eval_shape(lambda: Ends(config, nnx.Rngs(0))))
 
-    def weights(module: nnx.Module) -> dict:
-        return nnx.to_pure_dict(nnx.state(module, nnx.Param))
-
-    def last(w: dict, x: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
-        module = nnx.merge(ends, w["ends"])
-        logits = module.embed.attend(module.norm(x))
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), batch["targets"])
-        return losses.sum(), batch["targets"].size
+    def last(weights: dict, x: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
+        module = nnx.merge(ends, weights["ends"])
+        logits = module.embed.attend(module.norm(x)).astype("float32")
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).sum(), batch["targets"].size
 
     return Model(
         init=initializer(
-            ends=lambda key: weights(Ends(config, nnx.Rngs(key))),
-            layer=lambda key: weights(Layer(config, 1, nnx.Rngs(key))),
+            ends=lambda key: nnx.to_pure_dict(nnx.state(Ends(config, nnx.Rngs(key)))),
+            layer=lambda key: nnx.to_pure_dict(nnx.state(Layer(config, 1, nnx.Rngs(key)))),
             num_layers=config.model.num_layers,
         ),
-        first=lambda w, batch, run: nnx.merge(ends, w["ends"]).embed(batch["inputs"]),
-        layer=lambda w, x: nnx.merge(layer, w)(x, axis),
+        first=lambda weights, batch, run: nnx.merge(ends, weights["ends"]).embed(batch["inputs"]),
+        layer=lambda weights, x: nnx.merge(layer, weights)(x, "tensor" if tensor > 1 else None),
         last=last,
         rules=RULES,
     )

@@ -50,5 +50,5 @@ def check(model: Model, config: Config) -> None:
     layers = jax.tree.leaves(shapes[LAYERS])[0].shape[0]
     if layers != config.model.num_layers:
         raise ValueError(
-            f"model.factory={name} makes {layers} layers and model.num_layers={config.model.num_layers}; make them agree"
+            f"model.factory={name} makes {layers} layers, model.num_layers={config.model.num_layers}; make them agree"
         )

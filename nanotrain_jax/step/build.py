@@ -50,7 +50,6 @@ class Step(NamedTuple):
     int32 skipped_steps so far; with loss scaling also loss_scale, by which this step's loss was multiplied.
     """
 
-    plan: Plan
     init: Callable[[], State]
     train: Callable[[State, Tree], tuple[State, dict[str, jax.Array], Pending | None]]
     evaluate: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
@@ -58,6 +57,7 @@ class Step(NamedTuple):
     batch: Tree
     in_layer_order: Callable[[State], State]
     in_stage_order: Callable[[State], State]
+    plan: Plan
 
 
 def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array], Pending | None]:
@@ -108,7 +108,6 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
     options = compiler_options(plan)
     p = config.parallel
     return Step(
-        plan=plan,
         init=jax.jit(lambda: states.in_step(plan, states.init(plan)), out_shardings=shardings(state)),
         train=jax.jit(run_train, donate_argnums=0, compiler_options=options),
         evaluate=jax.jit(run_evaluate, compiler_options=options if is_offloaded(config) else None),
@@ -116,6 +115,7 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
         batch=jax.tree.map(partial(states.placed, mesh, tokens), batch_specs),
         in_layer_order=states.in_order(state, p.pipe, p.chunks) if p.chunks > 1 else unchanged,
         in_stage_order=states.in_order(state, p.chunks, p.pipe, donate=(0,)) if p.chunks > 1 else unchanged,
+        plan=plan,
     )
 
 
