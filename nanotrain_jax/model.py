@@ -198,7 +198,8 @@ class Ends(nnx.Module):
         axis = self.split.axis
         if axis or self.loss_chunk:
             x_BTD = tensor.enter(self.norm(x_BTD), axis, self.split.sequence_parallel)
-            return tensor.cross_entropy(x_BTD, self.head(), targets_BT, axis, self.vocab_size, self.loss_chunk)
+            options = tensor.LossOptions(self.vocab_size, self.loss_chunk)
+            return tensor.cross_entropy(x_BTD, self.head(), targets_BT, axis, options)
         counted_BT = targets_BT >= 0
         logits_BTV = self.logits(x_BTD)
         labels_BTV = jax.nn.one_hot(targets_BT, logits_BTV.shape[-1])

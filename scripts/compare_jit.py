@@ -24,6 +24,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +43,8 @@ from nanotrain_jax.audit import cost, hardware, hlo, topology
 from nanotrain_jax.config import padded_vocab
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import gpu_options
-from nanotrain_jax.parallel.zero import Opt, zero_specs
+from nanotrain_jax.parallel.update import Opt
+from nanotrain_jax.parallel.zero import zero_specs
 from nanotrain_jax.resolved import resolve
 from nanotrain_jax.runtime import data, optim, request
 from nanotrain_jax.sharding import layout, specs
@@ -63,6 +66,131 @@ FIGURES = {  # name -> (column, unit, digits); the first three of programs that 
 }
 
 
+@dataclass(frozen=True)
+class JitPlan:
+    """What the training step under `jax.jit` knows of a run."""
+
+    config: configs.Config
+    mesh: Mesh
+    constrain: bool  # annotate activations as well
+    graphs: model.Graphs
+    shards: steps.Tree  # NamedSharding of each master weight
+    optimizer: optax.GradientTransformation
+    lr_schedule: Callable[[jax.Array], jax.Array]
+
+    def pin(self, x: jax.Array, text: str) -> jax.Array:
+        """x, annotated with a layout as text, if activations are."""
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, layout(text))) if self.constrain else x
+
+    def pin_tokens(self, x_BTD: jax.Array) -> jax.Array:
+        tokens = "T/context,tensor" if self.config.parallel.sequence_parallel else "T/context"
+        return self.pin(x_BTD, f"B/replica,data {tokens} D")
+
+    def pin_sums(self, grads: steps.Tree) -> steps.Tree:
+        """Sums of gradients, sharded from stage 2 on."""
+        return jax.lax.with_sharding_constraint(grads, self.shards) if self.config.parallel.zero >= 2 else grads
+
+
+def jit_plan(config: configs.Config, mesh: Mesh, constrain: bool) -> JitPlan:
+    kernel = model.attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
+    graphs, shapes = model.abstract(config.model.model_copy(update={"attention": kernel}))
+    tensor = config.parallel.tensor
+    split = model.Split("tensor", tensor) if tensor > 1 else model.ONE_DEVICE
+    weights = specs(model.rules(config.model, split), shapes, mesh)
+    persist_below = config.parallel.persist_below
+    _, shards = zero_specs(shapes, mesh, config.parallel.zero, persist_below, stacked=("layers",), specs=weights)
+    return JitPlan(
+        config=config,
+        mesh=mesh,
+        constrain=constrain,
+        graphs=graphs,
+        shards=jax.tree.map(lambda spec: NamedSharding(mesh, spec), shards),
+        optimizer=optim.build(config.optimizer, model.is_decayed),
+        lr_schedule=optim.schedule(config.optimizer),
+    )
+
+
+def refuse_what_differs(config: configs.Config) -> None:
+    """Raise ValueError for what our step does and the step under jit does not."""
+    rows = padded_vocab(config.model.vocab_size, config.parallel.tensor)
+    if config.precision.loss_scale != "none":
+        raise ValueError(f"precision.loss_scale={config.precision.loss_scale} is no part of the comparison; use none")
+    if config.parallel.pipe > 1:
+        raise ValueError(f"parallel.pipe={config.parallel.pipe} is no part of the comparison; use 1")
+    if rows > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size}: padding is no part of the comparison; use {rows}"
+        )
+    if config.model.loss_chunk:
+        raise ValueError(f"model.loss_chunk={config.model.loss_chunk} is no part of the comparison; use 0")
+
+
+def run_layer(plan: JitPlan, x_BTD: jax.Array, weights: steps.Tree) -> jax.Array:
+    layer = nnx.merge(plan.graphs.layer, weights)
+    attended = layer.attention(plan.pin_tokens(layer.norm_attention(x_BTD)), len(x_BTD))
+    x_BTD = plan.pin_tokens(x_BTD + plan.pin_tokens(attended))
+    return plan.pin_tokens(x_BTD + plan.pin_tokens(layer.mlp(plan.pin_tokens(layer.norm_mlp(x_BTD)))))
+
+
+def objective(plan: JitPlan, params: steps.Tree, batch: steps.Tree) -> jax.Array:
+    """The sum of a microbatch's losses over the number of all tokens of a batch."""
+    ends = nnx.merge(plan.graphs.ends, params["ends"])
+    logits = ends.logits
+    embedding_VD = ends.embedding_VD[...]
+
+    def pinned_logits(x_BTD: jax.Array) -> jax.Array:
+        return plan.pin(logits(x_BTD), "B/replica,data T/context V/tensor")
+
+    def look_up(tokens_BT: jax.Array) -> jax.Array:
+        return embedding_VD.astype(jnp.float32)[tokens_BT]
+
+    ends.logits = pinned_logits  # inside ends.loss, which is the model's own
+    ends.look_up = look_up  # one that XLA's partitioner knows: it moves more for ours
+    x_BTD = plan.pin_tokens(ends.embed(batch["inputs"]).astype(embedding_VD.dtype))
+    policy = remat.Policy(plan.config.memory.rematerialization)
+    x_BTD = remat.scan(partial(run_layer, plan), x_BTD, params["layers"], policy)
+    tokens = plan.config.data.batch_size * plan.config.data.seq_len
+    return ends.loss(x_BTD, batch["targets"])[0] / tokens
+
+
+def accumulate(plan: JitPlan, params: steps.Tree, batch: steps.Tree) -> tuple[jax.Array, steps.Tree]:
+    """-> the mean loss of a batch and its gradients in float32."""
+    count = plan.config.parallel.microbatches
+
+    def microbatches(x: jax.Array) -> jax.Array:
+        """x[B T] -> x[M B/M T]. Row b goes to microbatch b mod M: so each device keeps its rows, and nothing moves."""
+        return x.reshape(len(x) // count, count, -1).swapaxes(0, 1)
+
+    def one(sums: tuple, microbatch: steps.Tree) -> tuple[tuple, None]:
+        found = jax.value_and_grad(partial(objective, plan))(params, microbatch)
+        loss, grads = jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, found)
+        return (loss, plan.pin_sums(grads)), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    return jax.lax.scan(one, (jnp.zeros(()), plan.pin_sums(zeros)), jax.tree.map(microbatches, batch))[0]
+
+
+def jit_train(plan: JitPlan, state: steps.State, batch: steps.Tree) -> tuple[steps.State, dict[str, jax.Array]]:
+    """One update, as ours: clipped by the global norm, and left out where that is not finite."""
+    loss, grads = accumulate(plan, state.params, batch)
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+    finite = jnp.isfinite(norm)
+    grad_clip = plan.config.optimizer.grad_clip
+    if grad_clip:
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, grad_clip / (norm + 1e-6)), grads)
+    master = state.params if state.opt.master is None else state.opt.master
+    updates, moments = plan.optimizer.update(grads, state.opt.moments, master)
+    new = optax.apply_updates(master, updates), moments
+    old = master, state.opt.moments
+    updated, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+    params = jax.tree.map(lambda w, old: w.astype(old.dtype), updated, state.params)
+    opt = Opt(None if state.opt.master is None else updated, moments)
+    skipped = state.skipped + jnp.where(finite, 0, 1)
+    lr = jnp.asarray(plan.lr_schedule(state.step - state.skipped), jnp.float32)
+    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "skipped_steps": skipped}
+    return state._replace(step=state.step + 1, skipped=skipped, params=params, opt=opt), metrics
+
+
 def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
     """(State, batch) -> (State, metrics): `steps.build(config, mesh).train` without shard_map or collectives.
 
@@ -72,86 +200,16 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
     stage 3      and the parameters, gathered where and as often as the compiler likes
     """
     ours = steps.build(config, mesh)
-    placed = jax.tree.map(lambda x: x.sharding, (ours.state, ours.batch))
-    if ours.state.scale is not None:
-        raise ValueError(f"precision.loss_scale={config.precision.loss_scale} is no part of the comparison; use none")
-    if config.parallel.pipe > 1:
-        raise ValueError(f"parallel.pipe={config.parallel.pipe} is no part of the comparison; use 1")
-    rows = padded_vocab(config.model.vocab_size, config.parallel.tensor)
-    if rows > config.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size={config.model.vocab_size}: padding is no part of the comparison; use {rows}"
-        )
-    if config.model.loss_chunk:
-        raise ValueError(f"model.loss_chunk={config.model.loss_chunk} is no part of the comparison; use 0")
-    parallel, device, B, T = config.parallel, mesh.devices.flat[0], config.data.batch_size, config.data.seq_len
-    stage, pieces, clip = parallel.zero, parallel.microbatches, config.optimizer.grad_clip
-    attention = model.attention_kernel(config.model, jnp.dtype(config.precision.compute), device)
-    graphs, shapes = model.abstract(config.model.model_copy(update={"attention": attention}))
-    schedule, optimizer = optim.schedule(config.optimizer), optim.build(config.optimizer, model.is_decayed)
-    split = model.Split("tensor", parallel.tensor) if parallel.tensor > 1 else model.ONE_DEVICE
-    weights = specs(model.rules(config.model, split), shapes, mesh)
-    _, shards = zero_specs(shapes, mesh, stage, parallel.persist_below, stacked=("layers",), specs=weights)
-    shards = jax.tree.map(lambda spec: NamedSharding(mesh, spec), shards)
-    tokens = "T/context,tensor" if parallel.sequence_parallel else "T/context"
-
-    def pin(x: jax.Array, text: str = f"B/replica,data {tokens} D") -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout(text))) if constrain else x
-
-    def pin_sums(grads: steps.Tree) -> steps.Tree:
-        return jax.lax.with_sharding_constraint(grads, shards) if stage >= 2 else grads
-
-    def microbatches(x: jax.Array) -> jax.Array:
-        """x[B T] -> x[M B/M T]. Row b goes to microbatch b mod M: so each device keeps its rows, and nothing moves."""
-        return x.reshape(B // pieces, pieces, T).swapaxes(0, 1)
-
-    def objective(params: steps.Tree, batch: steps.Tree) -> jax.Array:
-        ends = nnx.merge(graphs.ends, params["ends"])
-        logits = ends.logits
-        # Inside ends.loss, which is the model's own.
-        ends.logits = lambda x_BTD: pin(logits(x_BTD), "B/replica,data T/context V/tensor")
-        # A look-up that XLA's partitioner knows: it moves more for ours.
-        embedding_VD = ends.embedding_VD[...]
-        ends.look_up = lambda tokens_BT: embedding_VD.astype(jnp.float32)[tokens_BT]
-
-        def layer(x_BTD: jax.Array, weights: steps.Tree) -> jax.Array:
-            part = nnx.merge(graphs.layer, weights)
-            x_BTD = pin(x_BTD + pin(part.attention(pin(part.norm_attention(x_BTD)), len(x_BTD))))
-            return pin(x_BTD + pin(part.mlp(pin(part.norm_mlp(x_BTD)))))
-
-        x_BTD = ends.embed(batch["inputs"]).astype(embedding_VD.dtype)
-        x_BTD = remat.scan(layer, pin(x_BTD), params["layers"], remat.Policy(config.memory.rematerialization))
-        return ends.loss(x_BTD, batch["targets"])[0] / (B * T)
-
-    def accumulate(params: steps.Tree, batch: steps.Tree) -> tuple[jax.Array, steps.Tree]:
-        def one(sums, microbatch):
-            found = jax.value_and_grad(objective)(params, microbatch)
-            loss, grads = jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, found)
-            return (loss, pin_sums(grads)), None
-
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        return jax.lax.scan(one, (jnp.zeros(()), pin_sums(zeros)), jax.tree.map(microbatches, batch))[0]
-
-    def train(state: steps.State, batch: steps.Tree) -> tuple[steps.State, dict[str, jax.Array]]:
-        loss, grads = accumulate(state.params, batch)
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
-        finite = jnp.isfinite(norm)
-        if clip:
-            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / (norm + 1e-6)), grads)
-        master = state.params if state.opt.master is None else state.opt.master
-        updates, moments = optimizer.update(grads, state.opt.moments, master)
-        new, old = (optax.apply_updates(master, updates), moments), (master, state.opt.moments)
-        updated, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
-        params = jax.tree.map(lambda w, old: w.astype(old.dtype), updated, state.params)
-        opt = Opt(None if state.opt.master is None else updated, moments)
-        skipped = state.skipped + jnp.where(finite, 0, 1)
-        lr = jnp.asarray(schedule(state.step - state.skipped), jnp.float32)
-        metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "skipped_steps": skipped}
-        return state._replace(step=state.step + 1, skipped=skipped, params=params, opt=opt), metrics
-
-    results = placed[0], NamedSharding(mesh, steps.REPLICATED)
-    xla = gpu_options(parallel.bucket_mb, parallel.prefetch) if device.platform == "gpu" else None
-    return jax.jit(train, in_shardings=placed, out_shardings=results, donate_argnums=0, compiler_options=xla)
+    refuse_what_differs(config)
+    state, batch = jax.tree.map(lambda x: x.sharding, (ours.state, ours.batch))
+    is_gpu = mesh.devices.flat[0].platform == "gpu"
+    return jax.jit(
+        partial(jit_train, jit_plan(config, mesh, constrain)),
+        in_shardings=(state, batch),
+        out_shardings=(state, NamedSharding(mesh, steps.REPLICATED)),
+        donate_argnums=0,
+        compiler_options=gpu_options(config.parallel.bucket_mb, config.parallel.prefetch) if is_gpu else None,
+    )
 
 
 def programs(config: configs.Config, mesh: Mesh) -> tuple[steps.Step, dict[str, Callable]]:
@@ -199,7 +257,7 @@ def run(config: configs.Config, mesh: Mesh, count: int) -> list[dict]:
     for turn in range(WARMUP + count):
         for name in names[turn % 3 :] + names[: turn % 3]:  # each is the first, second and third equally often
             started = time.perf_counter()
-            states[name], metrics = jax.block_until_ready(trains[name](states[name], batch))
+            states[name], metrics, *_ = jax.block_until_ready(trains[name](states[name], batch))
             times[name].append(time.perf_counter() - started)
             losses[name] = float(metrics["loss"])
     rows = [{"stage": config.parallel.zero, "program": name, "loss": losses[name]} for name in names]
@@ -209,15 +267,15 @@ def run(config: configs.Config, mesh: Mesh, count: int) -> list[dict]:
     return rows
 
 
-def compiled(train: Callable, step: steps.Step) -> tuple[jax.stages.Compiled, float]:
-    """-> the compiled program, seconds it took. An assembler that could not be started gets two more chances."""
-    for chances in (2, 1, 0):
-        started = time.perf_counter()
-        try:
-            return train.lower(step.state, step.batch).compile(), time.perf_counter() - started
-        except jax.errors.JaxRuntimeError as error:
-            if not chances or "Failed to launch ptxas" not in str(error):
-                raise
+def compiled(train: Callable, step: steps.Step, chances: int = 3) -> tuple[jax.stages.Compiled, float]:
+    """-> the compiled program, seconds it took. Tries again where the assembler could not be started."""
+    started = time.perf_counter()
+    try:
+        return train.lower(step.state, step.batch).compile(), time.perf_counter() - started
+    except jax.errors.JaxRuntimeError as error:
+        if chances == 1 or "Failed to launch ptxas" not in str(error):
+            raise
+    return compiled(train, step, chances - 1)
 
 
 def without_names(text: str) -> str:
@@ -238,35 +296,43 @@ def without_names(text: str) -> str:
 
 def audit(config: configs.Config, mesh: Mesh) -> list[dict]:
     """Compile the three programs; -> a row of figures per program, None where notes say why there is none."""
-    (step, trains), rows, refused = programs(config, mesh), [], False
-    for name, train in trains.items():
-        row = dict.fromkeys(list(FIGURES)[3:]) | {"stage": config.parallel.zero, "program": name, "notes": []}
-        rows.append(row)
-        try:
-            program, row["compile_seconds"] = compiled(train, step)
-        except jax.errors.JaxRuntimeError as error:
-            if name == "ours" or config.model.attention == "xla":
-                raise
-            refused, row["notes"] = True, [f"does not compile; all three follow with xla attention: {str(error)[:200]}"]
-            continue
-        row |= hlo.memory(program)
-        try:
-            text = without_names(program.as_text())
-            moved = row["collectives"] = hlo.summary(hlo.collectives(text, mesh.shape))
-            row["wire_bytes"] = sum(kind["bytes_per_device"] for kind in moved)
-            row["exposed_bytes"] = sum(kind["exposed_bytes"] for kind in moved)
-            row["unhidden_bytes"] = row["wire_bytes"] - sum(kind["behind_matmuls_bytes"] for kind in moved)
-            row["matmul_flops"] = hlo.matmul_flops(text)
-        except ValueError as error:
-            row["notes"] += [f"n/a: {error}"]
-    again = audit(config.replace("model", attention="xla"), mesh) if refused else []
+    step, trains = programs(config, mesh)
+    rows = [audit_program(config, mesh, step, name, train) for name, train in trains.items()]
+    if all(row["compile_seconds"] is not None for row in rows):
+        return rows
+    again = audit(config.replace("model", attention="xla"), mesh)
     return rows + [row | {"program": row["program"] + " (xla attention)"} for row in again]
+
+
+def audit_program(config: configs.Config, mesh: Mesh, step: steps.Step, name: str, train: Callable) -> dict:
+    """The row of one program."""
+    row = dict.fromkeys(list(FIGURES)[3:]) | {"stage": config.parallel.zero, "program": name, "notes": []}
+    try:
+        program, row["compile_seconds"] = compiled(train, step)
+    except jax.errors.JaxRuntimeError as error:
+        if name == "ours" or config.model.attention == "xla":
+            raise
+        return row | {"notes": [f"does not compile; all three follow with xla attention: {str(error)[:200]}"]}
+    row |= hlo.memory(program)
+    try:
+        text = without_names(program.as_text())
+        moved = row["collectives"] = hlo.summary(hlo.collectives(text, mesh.shape))
+        row["wire_bytes"] = sum(kind["bytes_per_device"] for kind in moved)
+        row["exposed_bytes"] = sum(kind["exposed_bytes"] for kind in moved)
+        row["unhidden_bytes"] = row["wire_bytes"] - sum(kind["behind_matmuls_bytes"] for kind in moved)
+        row["matmul_flops"] = hlo.matmul_flops(text)
+    except ValueError as error:
+        row["notes"] = [f"n/a: {error}"]
+    return row
 
 
 def show(rows: list[dict], title: str) -> Table:
     """A row per program, per device where bytes or FLOPs; under each stage, ours over the best of jit's, per figure."""
     figures = {key: figure for key, figure in FIGURES.items() if key in rows[0]}
-    cell = lambda value, unit, digits: "n/a" if value is None else f"{value / unit:,.{digits}f}"
+
+    def cell(value: float | None, unit: float, digits: int) -> str:
+        return "n/a" if value is None else f"{value / unit:,.{digits}f}"
+
     table = Table("stage", "program", *(column for column, _, _ in figures.values()), title=title)
     for first in range(0, len(rows), 3):
         ours, *others = rows[first : first + 3]

@@ -82,8 +82,9 @@ def decayed(path):
 
 
 @jax.jit
-def update(params, m, v, t, lr, clip, tokens):
-    """Update number t (from 1.0) -> new params, m, v, loss, gradients, global norm."""
+def update(state, tokens, t, lr, clip):
+    """Update number t (from 1.0) of state (params, m, v) -> the next state; loss, gradients, global norm."""
+    params, m, v = state
     value, grads = jax.value_and_grad(loss)(params, tokens)
     total = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / total), grads)
@@ -94,14 +95,14 @@ def update(params, m, v, t, lr, clip, tokens):
         step = (m / (1 - B1**t)) / (jnp.sqrt(v / (1 - B2**t)) + EPS)
         return p - lr * (step + (DECAY * p if decayed(path) else 0.0 * p))
 
-    return jax.tree_util.tree_map_with_path(new, params, m, v), m, v, value, grads, total
+    return (jax.tree_util.tree_map_with_path(new, params, m, v), m, v), (value, grads, total)
 
 
 def train(params, batches, lr, clip=jnp.inf):
     """-> params, m, v after all batches, and lists of losses, gradients, norms."""
-    m, v = jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
-    log = []
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    state, log = (params, zeros, zeros), []
     for t, tokens in enumerate(batches, 1):
-        params, m, v, *values = update(params, m, v, jnp.float32(t), jnp.float32(lr), jnp.float32(clip), tokens)
+        state, values = update(state, tokens, jnp.float32(t), jnp.float32(lr), jnp.float32(clip))
         log.append(values)
-    return params, m, v, log
+    return *state, log

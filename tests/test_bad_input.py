@@ -1,7 +1,7 @@
 """Bad input to every command: one line on stderr and exit code 2, at once; never a traceback, a hang or an abort.
 
 Requests go through the commands' own functions in this process, up to where a run would start: the model is built, but
-nothing is compiled, no process started. Each has LIMIT seconds of this process (which others cannot slow down).
+nothing is compiled, no process started. Each has LIMIT seconds of this process's CPU time, whatever else runs.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def accept(*arguments, **keys):
 @contextlib.contextmanager
 def limited():
     def ring(number, frame):
-        raise AssertionError(f"no answer in {LIMIT} s")
+        raise AssertionError(f"no answer in {LIMIT} s of CPU time")
 
     before = signal.signal(signal.SIGPROF, ring)
     signal.setitimer(signal.ITIMER_PROF, LIMIT)

@@ -16,10 +16,12 @@ import pytest
 from nanotrain_jax import launch
 from nanotrain_jax.runtime import request
 
-# What a process does: append a line to a log; then what the test says of (restart, rank), or else wait a second.
+# What a process does: ignore SIGTERM if it is deaf, or else end by it; append a line to a log; then what the test says
+# of (restart, rank), or else wait a second.
 FAKE = """
 import json, os, signal, sys, time
 log, plan = {log!r}, {plan!r}
+signal.signal(signal.SIGTERM, signal.SIG_IGN if plan.get("deaf") else lambda *_: sys.exit(0))
 keys = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"]
 me = {{key: os.environ.get(key) for key in keys}} | {{"pid": os.getpid(), "arguments": sys.argv[1:]}}
 with open(log + me["RANK"], "a") as file:
@@ -27,7 +29,6 @@ with open(log + me["RANK"], "a") as file:
 with open(log + me["RANK"]) as file:
     restart = len(file.readlines()) - 1
 print("hello", flush=True)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 exec(plan.get((restart, int(me["RANK"])), "time.sleep(1)"))
 """
 STUCK = "time.sleep(60)"
@@ -137,7 +138,8 @@ def test_a_run_that_fails_too_often_ends_with_1(tmp_path):
 
 
 def test_a_wrong_request_is_not_tried_again(tmp_path):
-    run = Started(tmp_path, {(0, 0): "sys.exit(2)", (0, 1): "time.sleep(0.5); sys.exit(2)"}, "--processes", "2")
+    plan = {(0, 0): END_THE_OTHERS.format(ends={"1": 0}) + "sys.exit(2)", (0, 1): "time.sleep(0.5); sys.exit(2)"}
+    run = Started(tmp_path, plan, "--processes", "2")
     assert run.ended()[::2] == ([2], "")
     assert len(run.log()[1]) == 1
 
@@ -152,15 +154,13 @@ def test_a_halted_process_is_named_and_ended(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_goes_to_all_processes_and_a_second_one_ends_them(number, tmp_path):
-    polite = "time.sleep(60)"
-    run = Started(tmp_path, dict.fromkeys([(0, 0), (0, 1)], polite), "--processes", "2")
+    plan = dict.fromkeys([(0, 0), (0, 1)], STUCK)
+    run = Started(tmp_path, plan, "--processes", "2")
     run.wait(2)
-    time.sleep(0.5)
     run.launchers[0].send_signal(number)
     assert run.ended()[::2] == ([75], "")
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     (tmp_path / "deaf").mkdir()
-    run = Started(tmp_path / "deaf", dict.fromkeys([(0, 0), (0, 1)], deaf), "--processes", "2")
+    run = Started(tmp_path / "deaf", plan | {"deaf": True}, "--processes", "2")
     run.wait(2)
     for _ in range(2):
         time.sleep(0.5)
@@ -209,7 +209,9 @@ def test_an_elastic_run_loses_what_failed_first_not_what_that_took_along(tmp_pat
 
 
 def test_who_ends_after_those_who_wait_for_it_is_named_all_the_same(tmp_path):
-    plan = {(0, 0): "os.abort()", (0, 1): "time.sleep(1); os.kill(os.getpid(), 9)", (0, 2): STUCK, (0, 3): STUCK}
+    plan = dict.fromkeys([(0, 2), (0, 3)], STUCK)
+    plan[0, 0] = END_THE_OTHERS.format(ends={"1": 0}) + "os.abort()"
+    plan[0, 1] = "time.sleep(1); os.kill(os.getpid(), 9)"
     run = Started(tmp_path, plan, "--processes", "4", "--elastic")
     codes, _, err = run.ended()
     assert codes == [0]

@@ -335,9 +335,10 @@ def test_a_disk_that_turns_out_to_be_full_is_told_before_the_first_step(tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_a_state_of_five_times_the_memory_there_is_for_it_trains_where_all_in_memory_does_not(tmp_path):
     script = ROOT / "scripts" / "beyond_memory.py"
-    found = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    found = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     plain, within, nvme_within = json.loads(found.stdout.splitlines()[-1])
     assert plain["memory"] > plain["state"]

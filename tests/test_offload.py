@@ -267,6 +267,7 @@ def test_a_stream_updates_in_pieces_what_is_here_and_what_is_on_the_host(count, 
         (100, 10, 1, 10),
         (97 * 8, 97, 400, 1),
         (96 * 8, 96, 100, 8),
+        (2**50, 2**40, 2**24, 2**26),  # at once, not row by row
     ],
 )
 def test_pieces_are_as_small_as_asked_where_rows_can_be_divided(size, rows, limit, count):

@@ -15,11 +15,12 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax import LayeredModel, layer_order, run_schedule, state
+from nanotrain_jax import LayeredModel, layer_order, run_schedule
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import as_varying
 from nanotrain_jax.parallel.pipeline.executor import run_forward
+from nanotrain_jax.step.plan import layers_of_rows
 
 D, F, V, T = 8, 16, 11, 5
 NAMES = [*schedules.SCHEDULES]
@@ -158,7 +159,7 @@ def test_layer_order_gives_the_model_layer_of_each_row(schedule, layers, order):
     parallel = {"data": 1, "pipe": schedule.stages, "chunks": schedule.chunks, "microbatches": 4}
     parallel["schedule"] = "interleaved" if schedule.chunks > 1 else "1f1b"
     config, _ = resolved(small(model={"num_layers": layers}, parallel=parallel))
-    np.testing.assert_array_equal(state.layers_of_rows(config), order)
+    np.testing.assert_array_equal(layers_of_rows(config), order)
 
 
 def test_layer_order_refuses_layers_that_cannot_be_split_evenly():

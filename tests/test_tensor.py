@@ -146,7 +146,8 @@ def test_the_loss_and_its_gradients_are_those_of_float64(data, size, chunk, voca
     def run(x, head, targets):
         def total(x, head):
             x = tensor.enter(x, "tensor", sequence_parallel)
-            loss, count = tensor.cross_entropy(x, head, targets, "tensor", vocab_size, chunk, z_loss)
+            options = tensor.LossOptions(vocab_size, chunk, z_loss)
+            loss, count = tensor.cross_entropy(x, head, targets, "tensor", options)
             return jax.lax.psum(loss, "data"), jax.lax.psum(count, "data")
 
         return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(x, head)
@@ -170,7 +171,8 @@ def test_the_loss_can_be_differentiated_from_anywhere(around):
     x_spec, head_spec, t_spec = layout("B/data T/tensor D"), layout("V/tensor D"), layout("B/data T")
 
     def loss(x, head, targets):
-        return jax.lax.psum(tensor.cross_entropy(tensor.enter(x), head, targets, chunk=8)[0], "data")
+        options = tensor.LossOptions(chunk=8)
+        return jax.lax.psum(tensor.cross_entropy(tensor.enter(x), head, targets, options=options)[0], "data")
 
     def scanned(x, head, targets):
         def halves(x):
@@ -196,7 +198,7 @@ def test_on_one_device_the_same_functions_need_no_mesh():
     def run(x, gain, w_DF, w_FD, table):
         (h_BTF,) = tensor.columns(x * gain[None, None] + tensor.look_up(table, tokens, None), [w_DF], None, False)
         y_BTD = tensor.row(jnp.tanh(h_BTF), w_FD, None, False)
-        return tensor.cross_entropy(y_BTD, table, targets, None, chunk=16)[0]
+        return tensor.cross_entropy(y_BTD, table, targets, None, tensor.LossOptions(chunk=16))[0]
 
     def plain(x, gain, w_DF, w_FD, table):
         y_BTD = jnp.tanh((x * gain[None, None] + table[tokens]) @ w_DF) @ w_FD
@@ -214,7 +216,7 @@ def test_targets_outside_the_vocabulary_count_for_nothing():
 
     def run(x, head, targets):
         def total(x, head):
-            return tensor.cross_entropy(x, head, targets, "tensor", vocab_size)
+            return tensor.cross_entropy(x, head, targets, "tensor", tensor.LossOptions(vocab_size))
 
         return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(x, head)
 
@@ -250,7 +252,7 @@ def test_small_gradients_survive_in_16_bit(dtype, tolerance):
 def compiled_loss(mesh, chunk, vocab, tokens, with_gradients):
     def run(x, head, targets):
         def total(x, head):
-            return tensor.cross_entropy(x, head, targets, chunk=chunk)[0]
+            return tensor.cross_entropy(x, head, targets, options=tensor.LossOptions(chunk=chunk))[0]
 
         return jax.value_and_grad(total, argnums=(0, 1))(x, head) if with_gradients else total(x, head)
 

@@ -1,6 +1,7 @@
 """The watchdog: who is named, when, and that it ends a run whose loop does not go on."""
 
 import faulthandler
+import re
 import subprocess
 import sys
 import time
@@ -111,7 +112,7 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from nanotrain_jax.runtime.watchdog import Place, watching
-with watching(Place(Path(sys.argv[1]), 0, 1, {launcher}), 1, print, sys.stderr) as watch:
+with watching(Place(Path(sys.argv[1]), 0, 1, {launcher}), 2, print, sys.stderr) as watch:
     watch.at("data", 1)
     for _ in range(30):
         time.sleep(0.1)
@@ -130,7 +131,8 @@ def test_a_hang_ends_the_process_with_stacks_even_if_it_never_lets_go_of_the_int
     assert done.stdout == "went on\n"
     assert 'File "<string>", line 12 in <module>' in done.stderr
     if "sleep" in hang:  # else only the interpreter's own watchdog comes to speak
-        assert "no progress for 1 s (the limit is 1: runtime.hang_timeout)" in done.stderr
+        told = re.search(r"no progress for (\d+) s \(the limit is 2: runtime.hang_timeout\)", done.stderr)
+        assert int(told[1]) >= 2  # on a machine that is busy the watchdog may look late
         assert "phase checkpoint" in done.stderr
 
 

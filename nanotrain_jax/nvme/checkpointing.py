@@ -44,20 +44,24 @@ def fill(files: Store, step: Step, config: Config, start: tuple[Path, int] | Non
         return "as the checkpoint left it"
     damage = f" ({stores.MANIFEST} could not be used)" * files.damaged
     files.make()
-    for name, group in groups(step.plan).items():
-        if start is None:
-            for i in range(group.count):
-                files.put(name, i, group.init(np.int32(i)))
-            continue
-        for number, abstract in enumerate(_one_by_one(step, group)):
-            try:
-                (x,) = jax.tree.leaves(restore.read_state(*start, abstract, step.plan.model.is_padded))
-            except ValueError as error:
-                raise OSError(str(error)) from None
-            files.fill(name, number, np.asarray(x)[_rows(name, config)])
-            del x  # before the next one is read
+    if start is None:
+        _initialize(files, step)
+    else:
+        _rebuild(files, step, config, start)
     files.settle()
     return f"rebuilt from the checkpoint{damage}" if start else "new"
+
+
+def _initialize(files: Store, step: Step) -> None:
+    for name, group in groups(step.plan).items():
+        for i in range(group.count):
+            files.put(name, i, group.init(np.int32(i)))
+
+
+def _rebuild(files: Store, step: Step, config: Config, start: tuple[Path, int]) -> None:
+    for name, group in groups(step.plan).items():
+        for number, abstract in enumerate(_one_by_one(step, group)):
+            files.fill(name, number, _checkpointed(step, abstract, *start)[_rows(name, config)])
 
 
 def train(files: Store, step: Step, first: jax.stages.Compiled) -> Callable[[State, Tree], tuple[State, dict, None]]:
@@ -99,6 +103,15 @@ def arrays(files: Store, step: Step, config: Config) -> Iterator[State]:
 def _rows(name: str, config: Config) -> np.ndarray | slice:
     """Which layer each row of a stacked array is."""
     return layers_of_rows(config) if name == "layers" else slice(None)
+
+
+def _checkpointed(step: Step, abstract: State, folder: Path, number: int) -> np.ndarray:
+    """The one array of abstract, from the checkpoint with this number in folder. Raises OSError."""
+    try:
+        (x,) = jax.tree.leaves(restore.read_state(folder, number, abstract, step.plan.model.is_padded))
+    except ValueError as error:
+        raise OSError(str(error)) from None
+    return np.asarray(x)
 
 
 def _one_by_one(step: Step, group: Group) -> Iterator[State]:

@@ -11,6 +11,7 @@ code runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,8 @@ def pieces(size: int, count: int, limit: int) -> int:
     Where the rows have no divisor for it, as many as come next: fewer, and larger.
     """
     wanted = -(-size // limit)
-    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    small = [n for n in range(1, math.isqrt(count) + 1) if count % n == 0]
+    divisors = sorted({*small, *(count // n for n in small)})
     enough = [n for n in divisors if wanted <= n <= TOO_MANY * wanted]
     return enough[0] if enough else max(n for n in divisors if n <= wanted)
 
@@ -126,7 +128,9 @@ def total(part: Callable[[jax.Array], jax.Array], x: jax.Array, count: int) -> j
     """The sum of part(piece) over count pieces of x[n ...], which may rest on the host."""
     if not on_host(x) or count == 1:
         return part(to_device(x))
-    fetch = lambda i: to_device(rows(x, i, len(x) // count))
+
+    def fetch(i: jax.Array) -> jax.Array:
+        return to_device(rows(x, i, len(x) // count))
 
     def turn(carry: tuple, i: jax.Array) -> tuple[tuple, None]:
         found, here = carry

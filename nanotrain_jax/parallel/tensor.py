@@ -170,20 +170,28 @@ def _rows_backward(kept: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tuple
 _rows.defvjp(lambda embedding, rows: (_rows(embedding, rows), (embedding, rows)), _rows_backward)
 
 
+class LossOptions(NamedTuple):
+    """How `cross_entropy` makes the loss."""
+
+    vocab_size: int | None = None  # rows of the head from here on are padding; None: no row is
+    chunk: int | None = None  # tokens at a time; None: all
+    z_loss: float = 0.0  # weight of the square of log z (PaLM, arXiv 2204.02311)
+
+
+PLAIN_LOSS = LossOptions()
+
+
 def cross_entropy(
     x_BTD: jax.Array,
     head_VD: jax.Array,
     targets_BT: jax.Array,
     axis: str | None = "tensor",
-    vocab_size: int | None = None,
-    chunk: int | None = None,
-    z_loss: float = 0.0,
+    options: LossOptions = PLAIN_LOSS,
 ) -> tuple[jax.Array, jax.Array]:
     """x[B T D], head[V/tensor D], targets[B T] -> sum of the losses in nats (float32), how many targets count (int32).
 
-    x has entered. Rows of the head from vocab_size on (None: no row) are padding; a target that is negative or not
-    below vocab_size counts for nothing. The loss of a token is log z - logit of its target + z_loss (log z)^2, with z
-    the sum of exp(logits) (z-loss: PaLM, arXiv 2204.02311). `chunk` tokens at a time (all, if None):
+    x has entered. A target that is negative or not below vocab_size counts for nothing. The loss of a token is
+    log z - logit of its target + z_loss (log z)^2, with z the sum of exp(logits). For each chunk of tokens:
 
         l[c V/tensor] = x[c D] head                         moves nothing; float32
         top[c] = all_max(max l)                             2 (t-1)/t c scalars
@@ -196,13 +204,13 @@ def cross_entropy(
     """
     B, T, _ = x_BTD.shape
     tokens = B * T
-    chunk = chunk or tokens
+    chunk = options.chunk or tokens
     if tokens % chunk:
         raise ValueError(f"chunk={chunk} does not divide the {B} x {T} tokens of a device; use a divisor of {tokens}")
     axes = () if axis is None else (axis,)
-    vocab_size = vocab_size or head_VD.shape[0] * (lax.axis_size(axis) if axes else 1)
+    vocab_size = options.vocab_size or head_VD.shape[0] * (lax.axis_size(axis) if axes else 1)
     everywhere = sorted({*axes} | varying_axes(x_BTD) | varying_axes(head_VD) | varying_axes(targets_BT))
-    loss = _Loss(axes, vocab_size, chunk, z_loss, tuple(everywhere))
+    loss = _Loss(axes, vocab_size, chunk, options.z_loss, tuple(everywhere))
     x_BTD, head_VD = as_varying((x_BTD, head_VD), everywhere)
     return _sum_of_losses(loss, x_BTD, head_VD, targets_BT), loss.counts(targets_BT).sum(dtype=jnp.int32)
 
