@@ -327,19 +327,21 @@ def test_hostile_text_is_shown_and_does_not_run(browser, show, plan, found):
     explained = [Section(HOSTILE, HOSTILE, [Line(HOSTILE, HOSTILE, HOSTILE, 1.0, HOSTILE)])]
     moved = [{"axis": HOSTILE, "op": HOSTILE, "bytes_per_device": 1.0, "count": 1, "exposed_bytes": 0.0}]
     hostile = plan._replace(
-        config=plan.config.replace("memory", remat=HOSTILE).replace("parallel", schedule="1f1b", chunks=1),
+        config=plan.config.replace("parallel", schedule="1f1b", chunks=1),
         transfers=[t._replace(axis=HOSTILE, op=HOSTILE, why=HOSTILE, link=HOSTILE) for t in plan.transfers],
         seconds=plan.seconds | {HOSTILE: 1.0},
     )
     bad = found._replace(best=[hostile], rejected=found.rejected + Counter({HOSTILE: 10**6}))
-    text = page.html(hostile, explained, bad, compiled_like(plan) | {"collectives": moved})
+    text = page.html(
+        hostile, explained, bad, compiled_like(plan) | {"collectives": moved}, page.Origin("x.yaml", HOSTILE, HOSTILE)
+    )
     policy = re.search(r"<meta http-equiv=.*?>\n", text)[0]
     show(text.replace(policy, ""))  # what is escaped needs no policy
     title = browser.title
-    assert title == "llama on 16 x h100"
+    assert title == "x.yaml: llama on 16 x h100"
     assert browser.find_elements("css selector", "script, img") == []
     shown = browser.find_element("tag name", "main").get_attribute("textContent")
-    assert shown.count(HOSTILE) >= 6 + 3 * len(plan.transfers)
+    assert shown.count(HOSTILE) >= 22 + 3 * len(plan.transfers)
     show(text.replace("<main>", f"<main>{HOSTILE}"))  # and the policy holds where nothing is escaped
     assert browser.title == title
     show(text.replace("<main>", f"<main>{HOSTILE}").replace(policy, ""))  # which would have run

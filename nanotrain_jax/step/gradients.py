@@ -94,14 +94,15 @@ def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     model = scaled(forward.layered(plan, forward.local(plan, params)), scale)
     uses = plan.model.used_by_first, plan.model.used_by_last
     model = model._replace(ends=tuple(use(model.ends) for use in uses))
-    stored, dims, on_host = (split_layers(tree) for tree in (params, plan.shards.dims, plan.host_memory.gradients))
-    ends = [[use(tree[0]) for use in uses] for tree in (stored, dims, on_host)]
+    trees = params, plan.shards.dims, plan.host_memory.gradients
+    ends, (stored_layers, _, on_host) = zip(*map(split_layers, trees), strict=True)
+    used_ends = [[use(tree) for use in uses] for tree in ends]
 
     def add_ends(grads: tuple, earlier: tuple | None) -> tuple:
-        return tuple(map(accumulate_on_host, grads, *ends, earlier or (None, None)))
+        return tuple(map(accumulate_on_host, grads, *used_ends, earlier or (None, None)))
 
     def add_layer(grads: Tree) -> Tree:
-        return accumulate_on_host(grads, stored[1], plan.shards_of_layer().dims, on_host[1])
+        return accumulate_on_host(grads, stored_layers, plan.shards_of_layer().dims, on_host)
 
     loss, (of_first, of_last), of_layers = streamed.run_layers(model, microbatches, add_ends, add_layer)
     return loss, join_layers(added(of_first, of_last), _unblocked(plan, params, of_layers))
