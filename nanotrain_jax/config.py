@@ -74,6 +74,8 @@ class Model(_Section):
 
     @model_validator(mode="after")
     def _heads(self) -> Model:
+        if self.factory:
+            return self
         if self.d_model % self.num_heads:
             raise ValueError(
                 f"model.num_heads={self.num_heads} does not divide model.d_model={self.d_model}; "

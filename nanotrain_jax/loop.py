@@ -14,7 +14,7 @@ import yaml
 from jax.sharding import Mesh
 
 from nanotrain_jax import processes, words
-from nanotrain_jax.audit import cost, hardware, hlo, memory
+from nanotrain_jax.audit import cost, hardware, hlo
 from nanotrain_jax.config import Config
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
@@ -205,8 +205,9 @@ def watching(run: Run, writer: metrics.Writer) -> AbstractContextManager[watchdo
 
 def check_offload(run: Run, host_bytes: int) -> None:
     """Raise RuntimeError if the compiled step keeps nothing on the host, though it was asked to and could."""
-    wanted = run.config.model.factory is None and memory.on_host(run.config)
-    if wanted and not host_bytes and run.mesh.devices.flat[0].platform != "cpu":
+    wanted = run.config.memory
+    asked = wanted.offload_activations == "host" or any(jax.tree.leaves(run.step.plan.host_memory))
+    if asked and not host_bytes and run.mesh.devices.flat[0].platform != "cpu":
         raise RuntimeError(
             "memory.offload_*=host, but the compiled step needs no host memory: XLA left everything on the device; "
             f"please report it, with jax {jax.__version__} and the config"

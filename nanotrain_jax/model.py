@@ -353,13 +353,17 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
     # Where a whole layer is computed again, it has just gathered what its backward needs.
     regather = config.memory.rematerialization.policy != "full"
     split = Split("tensor", p.tensor, p.sequence_parallel, regather) if p.tensor > 1 else ONE_DEVICE
-    graphs, _ = abstract(decoder, split)
+    graphs, shapes = abstract(decoder, split)
 
     def initialize(seed: int, order: Sequence[int] | None = None, put: Callable | None = None) -> dict:
         return init(decoder, seed, split, order, put)
 
+    def merged(weights: dict) -> Ends:
+        """The module, with these of its weights."""
+        return nnx.merge(graphs.ends, shapes[ENDS] | weights[ENDS])
+
     def first(weights: dict, batch: dict, run: Callable) -> jax.Array:
-        return nnx.merge(graphs.ends, weights["ends"]).embed(batch["inputs"])
+        return merged(weights).embed(batch["inputs"])
 
     def layer(weights: dict, x_BTD: jax.Array) -> jax.Array:
         is_one_row = split.sequence_parallel
@@ -367,7 +371,7 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
         return nnx.merge(graphs.layer, weights)(x_BTD, sequences)
 
     def last(weights: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
-        return nnx.merge(graphs.ends, weights["ends"]).loss(x_BTD, batch["targets"])
+        return merged(weights).loss(x_BTD, batch["targets"])
 
     return contract.Model(
         init=initialize,
@@ -375,8 +379,8 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
         layer=layer,
         last=last,
         rules=rules(decoder, split),
-        used_by_first=lambda weights: {"ends": used_by_embed(weights["ends"])},
-        used_by_last=lambda weights: {"ends": used_by_loss(weights["ends"])},
+        used_by_first=lambda weights: {ENDS: used_by_embed(weights[ENDS])},
+        used_by_last=lambda weights: {ENDS: used_by_loss(weights[ENDS])},
         is_decayed=is_decayed,
         has_partial_gradient=partial(has_partial_gradient, split=split),
         is_padded=is_padded,

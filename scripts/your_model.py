@@ -1,11 +1,11 @@
 """A Flax NNX model of your own under every layout: python -m nanotrain_jax.train --config configs/your_model.yaml"""
 
 import jax
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 
 from nanotrain_jax import Config, Model, Rules, enter, initializer, leave
+from nanotrain_jax.parallel.tensor import cross_entropy
 
 RULES = Rules([  # which dim is split over tensor; the step splits L, the layers, over pipe, and adds ZeRO over data
     ("attention/(query|key|value)/kernel", "L D N/tensor H"),
@@ -43,13 +43,12 @@ def build(config: Config, mesh: Mesh) -> Model:
 
     def last(weights: dict, x: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
         module = nnx.merge(ends, weights["ends"])
-        logits = module.embed.attend(module.norm(x)).astype("float32")
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).sum(), batch["targets"].size
+        return cross_entropy(module.norm(x), module.embed.embedding[...], batch["targets"], axis=None)
 
     return Model(
         init=initializer(
-            ends=lambda key: nnx.to_pure_dict(nnx.state(Ends(config, nnx.Rngs(key)))),
-            layer=lambda key: nnx.to_pure_dict(nnx.state(Layer(config, 1, nnx.Rngs(key)))),
+            ends=lambda key: nnx.to_pure_dict(nnx.state(Ends(config, nnx.Rngs(key)), nnx.Param)),
+            layer=lambda key: nnx.to_pure_dict(nnx.state(Layer(config, 1, nnx.Rngs(key)), nnx.Param)),
             num_layers=config.model.num_layers,
         ),
         first=lambda weights, batch, run: nnx.merge(ends, weights["ends"]).embed(batch["inputs"]),

@@ -1,10 +1,10 @@
 """A Flax Linen model with an encoder before its layers, for model.factory."""
 
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 
 from nanotrain_jax import Model, Rules, enter, initializer, leave
+from nanotrain_jax.parallel.tensor import cross_entropy
 
 RULES = Rules([
     ("attention/(query|key|value)/kernel", "L D N/tensor H"),
@@ -46,8 +46,7 @@ def build(config, mesh):
 
     def last(w, x, batch):
         x = norm.apply({"params": w["ends"]["norm"]}, x)
-        logits = embed.apply({"params": w["ends"]["embed"]}, x, method="attend")
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).sum(), batch["targets"].size
+        return cross_entropy(x, w["ends"]["embed"]["embedding"], batch["targets"], axis=None)
 
     def first(w, batch, run):
         x = embed.apply({"params": w["ends"]["embed"]}, batch["inputs"])

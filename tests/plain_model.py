@@ -30,9 +30,11 @@ def build(config, mesh):
         return x_BTD + row(jax.nn.gelu(h_BTF), w["out_FD"], axis, sequence_parallel=False)
 
     def last(w, x_BTD, batch):
-        logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, w["ends"]["head_VD"])
-        losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch["targets"])
-        return losses_BT.sum(), batch["targets"].size
+        is_target_BT = batch["targets"] >= 0
+        logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, w["ends"]["head_VD"], preferred_element_type=jnp.float32)
+        labels_BT = jnp.where(is_target_BT, batch["targets"], 0)
+        losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, labels_BT)
+        return jnp.where(is_target_BT, losses_BT, 0.0).sum(), is_target_BT.sum(dtype=jnp.int32)
 
     return Model(
         init=initializer(ends, weights_of_layer, m.num_layers),

@@ -6,9 +6,15 @@ A model is a stack of alike layers, with something before and something after it
     x = layer(weights[i], x)    for i in 0 .. L-1     each layer keeps shape and dtype of x
     sum of losses, count = last(ends, x, batch)       norm, head, loss
 
-The functions run inside `shard_map` (check_vma=True) on this device's shards, on one of its microbatches. ZeRO, remat,
-offload, pipeline stages and the optimizer are the step's business. Tensor parallelism is the model's: rules say what is
-split over tensor, and `column`, `row`, `enter`, `leave` compute with it.
+The functions run inside `shard_map` (check_vma=True) on this device's shards, on one of its microbatches, in the dtype
+of precision.compute. batch is {"inputs", "targets"}, both int32 [B T]; a negative target is padding, which counts for
+nothing (evaluation has some). The sum of losses is a float32 scalar; training divides it by batch_size x seq_len.
+`parallel.tensor.cross_entropy` does all of this. Functions are pure: weights are all their state, without random
+numbers (dropout) and running means.
+
+ZeRO, remat, offload, pipeline stages and the optimizer are the step's business. remat=selective keeps what
+`jax.ad_checkpoint.checkpoint_name` calls by one of `parallel.remat.SAVED`. Tensor parallelism is the model's: rules say
+what is split over tensor, and `column`, `row`, `enter`, `leave` compute with it.
 
 Weights are a dict. Under "layers" every array has a leading dim L. All else is `ends`: nested dicts of arrays, for
 `first` and `last`. Further stacks of layers, an encoder's for instance, have keys of their own beside "layers", and a
@@ -51,7 +57,8 @@ class Model:
     rules       which dim of each weight is split over tensor: ("up/kernel", "L D F/tensor"). The step splits the dim L
                 of layers over pipe, and with ZeRO another dim over data
     stacks      keys of further stacks of layers
-    used_by_first, used_by_last   of a tree like `ends`, what `first` and what `last` uses: gathered only there
+    used_by_first, used_by_last   of a tree like `ends` (without stacks), what `first` and what `last` are given. Loops
+                with a backward by hand gather it there, each for itself
     is_decayed  tree path of a weight -> whether weight decay applies to it; by default not to biases and scales
     has_partial_gradient   tree path of a weight that all devices along tensor store -> whether its gradient on each is
                 a partial sum: then it is summed once per step. Where False, JAX sums it at each use

@@ -16,7 +16,7 @@ class LayeredModel(NamedTuple):
     last(ends, x, microbatch) -> loss       after the last layer: a scalar, or for a forward alone a tree of scalars
 
     x[B T D], or any other array or tree of arrays of floats, of which every layer keeps structure, shapes and dtypes (a
-    router's auxiliary loss can travel with the activation). microbatch: any tree of arrays.
+    router's auxiliary loss can travel with the activation, in pipelines). microbatch: any tree of arrays.
 
     ends: the weights of first and last, a tree. A weight that both use (tied embeddings) is in it once.
     layers[n ...]: the weights of the layers, stacked: each array has a leading dim of n layers.

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from nanotrain_jax.mesh import BATCH_AXES
 from nanotrain_jax.models.contract import LAYERS, split_layers
@@ -44,11 +45,20 @@ class Weights(NamedTuple):
 def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Array, jax.Array]:
     """-> sum of the losses of a microbatch, number of its targets. Autodiff of it is the backward."""
     weights = weights._replace(stored=as_varying(weights.stored, BATCH_AXES))
+    model = plan.model
     ends = gather_ends(plan, zero, weights)
     run = partial(run_stack, plan, zero, weights)
-    x = plan.model.first(ends, batch, run)
-    x = run(LAYERS, plan.model.layer, x)
-    return plan.model.last(ends, x, batch)
+    x = model.first(model.used_by_first(ends), batch, run)
+    x = run(LAYERS, model.layer, x)
+    return in_float32(model.last(model.used_by_last(ends), x, batch))
+
+
+def in_float32(sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """What `Model.last` returned. Raises ValueError unless the sum of losses is a float32 scalar."""
+    kind = jax.typeof(sums[0])
+    if (kind.shape, kind.dtype) != ((), jnp.float32):
+        raise ValueError(f"the model's last returned {kind} as sum of losses; make it a float32 scalar")
+    return sums
 
 
 def gather_ends(plan: Plan, zero: Zero, weights: Weights) -> Tree:
@@ -76,7 +86,7 @@ def run_layer(shards: Shards, zero: Zero, layer: Callable, x: Tree, weights: Wei
 def layered(plan: Plan, params: Tree) -> LayeredModel:
     """The model for loops whose backward is written by hand. `last` gives the sum of losses and the number of targets.
 
-    `first` and `last` gather the parameters they use, each for itself.
+    `first` and `last` gather what they use of ends, each for itself.
     """
     params = as_varying(params, plan.loss_axes)
     zero, model = plan.zero, plan.model
@@ -86,16 +96,15 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     end_dims, layer_dims = split_layers(plan.shards.dims)
 
     def gathered(inputs: Tree, used: Callable[[Tree], Tree]) -> Tree:
-        stored, inputs, dims = (outside_stacks(plan, used(tree)) for tree in (stored_ends, inputs, end_dims))
-        whole = zero.gather(stored, inputs, None, plan.shards._replace(dims=dims))
-        return replaced(stored_ends, whole)
+        stored, inputs, dims = (used(outside_stacks(plan, tree)) for tree in (stored_ends, inputs, end_dims))
+        return zero.gather(stored, inputs, None, plan.shards._replace(dims=dims))
 
     def first(inputs: Tree, batch: Tree) -> Tree:
         run = partial(run_stack, plan, zero, Weights(stored_ends, inputs))
         return model.first(gathered(inputs, model.used_by_first), batch, run)
 
     def last(inputs: Tree, x: Tree, batch: Tree) -> tuple:
-        return model.last(gathered(inputs, model.used_by_last), x, batch)
+        return in_float32(model.last(gathered(inputs, model.used_by_last), x, batch))
 
     return LayeredModel(
         first=first,
@@ -107,6 +116,8 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     )
 
 
-def replaced(tree: Tree, by: Tree) -> Tree:
-    """Nested dicts, with what another one has in place of theirs."""
-    return tree | {key: replaced(tree[key], part) for key, part in by.items()} if isinstance(tree, dict) else by
+def ends_used(plan: Plan, ends: Tree) -> tuple[Tree, Tree]:
+    """-> of a tree like `ends` what `first` uses, stacks among it, and what `last` uses."""
+    outside = outside_stacks(plan, ends)
+    stacks = {key: ends[key] for key in plan.model.stacks}
+    return plan.model.used_by_first(outside) | stacks, plan.model.used_by_last(outside)

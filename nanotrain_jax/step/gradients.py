@@ -92,11 +92,10 @@ def wait_for(first: Tree, second: Tree) -> Tree:
 def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
     """A loop over layers by hand: weights come from host memory one layer ahead, gradients leave behind."""
     model = scaled(forward.layered(plan, forward.local(plan, params)), scale)
-    uses = plan.model.used_by_first, plan.model.used_by_last
-    model = model._replace(ends=tuple(use(model.ends) for use in uses))
+    model = model._replace(ends=forward.ends_used(plan, model.ends))
     trees = params, plan.shards.dims, plan.host_memory.gradients
     ends, (stored_layers, _, on_host) = zip(*map(split_layers, trees), strict=True)
-    used_ends = [[use(tree) for use in uses] for tree in ends]
+    used_ends = [forward.ends_used(plan, tree) for tree in ends]
 
     def add_ends(grads: tuple, earlier: tuple | None) -> tuple:
         return tuple(map(accumulate_on_host, grads, *used_ends, earlier or (None, None)))

@@ -77,7 +77,10 @@ class Plan:
 def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
     """The plan of a resolved config, and of its model or another one. Nothing is computed or allocated."""
     p = config.parallel
+    is_decoder = model is None and config.model.factory is None
     model = model or factory.make(config, mesh)
+    if not is_decoder:
+        factory.check(model, config)
     over_mesh = specs_over_pipe_and_tensor(model, mesh)
     stacks = LAYERS, *model.stacks
     dims = shard_dims(model.shapes, p.data if p.zero else 1, p.persist_below, stacks, over_mesh)
@@ -107,8 +110,12 @@ def specs_over_pipe_and_tensor(model: Model, mesh: Mesh) -> Tree:
     split over them would count as varying."""
 
     def one(path: tuple, spec: PartitionSpec) -> PartitionSpec:
-        if {*spec} - {None, "tensor", "pipe"}:
-            raise ValueError(f"{spec} of the model's rules: only tensor may be named; ZeRO splits weights over data")
+        is_stacked = path[0].key in (LAYERS, *model.stacks)
+        if {*spec} - {None, "tensor"} or (is_stacked and spec and spec[0]):
+            raise ValueError(
+                f"the model's rules lay out {jax.tree_util.keystr(path, simple=True, separator='/')} as {spec}: only "
+                "tensor may be named, and not for the dim of layers; leave the rest to parallel.pipe and parallel.zero"
+            )
         entries = [axis if axis and mesh.shape[axis] > 1 else None for axis in spec]
         if path[0].key == LAYERS and mesh.shape["pipe"] > 1:
             entries = ["pipe", *entries[1:]]
@@ -123,7 +130,8 @@ def large(shapes: Tree, persist_below: int, stacks: Sequence[str]) -> Tree:
     """Whether an array is worth moving: from persist_below elements on, of one layer if it is in a stack."""
 
     def is_large(path: tuple, x: jax.ShapeDtypeStruct) -> bool:
-        return x.size // (x.shape[0] if path[0].key in stacks else 1) >= persist_below
+        is_stacked = path[0].key in stacks
+        return x.ndim > is_stacked and x.size // (x.shape[0] if is_stacked else 1) >= persist_below
 
     return jax.tree_util.tree_map_with_path(is_large, shapes)
 

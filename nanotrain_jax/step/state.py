@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from nanotrain_jax.models.contract import join_layers, split_layers
+from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
 from nanotrain_jax.parallel import offload
 from nanotrain_jax.parallel.update import Opt, select
 from nanotrain_jax.runtime import optim
@@ -26,7 +26,7 @@ class State(NamedTuple):
 
     step: jax.Array  # int32, batches consumed
     skipped: jax.Array  # int32, how many of them had gradients that were not finite
-    params: Tree  # in the compute dtype: {"ends": ..., "layers": stacked}
+    params: Tree  # in the compute dtype: a dict of `ends`, further stacks and layers (models/contract.py)
     opt: Opt  # float32 master weights and moments
     scale: optim.LossScale | None  # None without loss scaling
 
@@ -34,7 +34,8 @@ class State(NamedTuple):
 def init(plan: Plan) -> State:
     """The state before the first step. The same seed gives the same weights on every mesh and layout.
 
-    What is kept in host memory is made there: the device holds at most one layer of it, and one other array.
+    What is kept in host memory is made there: the device holds at most one layer of it, one other array, and what
+    `Model.init` makes whole (further stacks).
     """
     dtype = jnp.dtype(plan.config.precision.compute)
     make = partial(plan.model.init, plan.config.train.seed, plan.layer_order)
@@ -116,7 +117,7 @@ def in_order(state: State, outer: int, inner: int, donate: tuple[int, ...] = ())
     """-> State with its stacked layers [outer inner ...] -> the same as [inner outer ...], in the same memory."""
 
     def move(path: tuple, x: jax.Array) -> jax.Array:
-        if jax.tree_util.DictKey("layers") not in path:
+        if next((key.key for key in path if isinstance(key, jax.tree_util.DictKey)), None) != LAYERS:
             return x
         y = offload.to_device(x).reshape(outer, inner, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
         return offload.to_host(y) if offload.on_host(x) else y
