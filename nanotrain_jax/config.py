@@ -117,7 +117,7 @@ class Parallel(_Section):
         "after_backward", "zero 0 and 1: when gradients leave; per_layer: while the last microbatch's backward goes on"
     )
     prefetch: bool = _key(
-        False, "zero 3 on GPUs, one microbatch: gather the weights of the next layer while a layer computes"
+        False, "zero 3: gather the weights of the next layer while a layer computes (two layers whole at a time)"
     )
     bucket_mb: float = _key(
         25.0, "arrays smaller than this are scattered and gathered together, in flat buckets", ge=0, le=1e6
@@ -134,10 +134,10 @@ class Parallel(_Section):
 
     @model_validator(mode="after")
     def _implemented(self) -> Parallel:
-        if self.prefetch and (self.zero != 3 or self.microbatches > 1):
+        if self.prefetch and self.zero != 3:
             raise ValueError(
-                f"parallel.prefetch=true with parallel.zero={self.zero} and parallel.microbatches={self.microbatches}: "
-                "it is for zero=3 with microbatches=1 (XLA would prefetch across microbatches too, at twice the memory)"
+                f"parallel.prefetch=true with parallel.zero={self.zero}: only zero=3 gathers weights layer by layer; "
+                "use zero=3, or leave it out"
             )
         for axis, size in self.axes.items():
             if size < 1 and size != -1:

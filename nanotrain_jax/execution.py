@@ -13,7 +13,7 @@ class Execution(Enum):
     AUTODIFF = "a scan over layers, differentiated by JAX; gradients are reduced after the last backward"
     PER_LAYER = "the same; the backward of the last microbatch reduces the gradients of each layer as it makes them"
     OFFLOADED = "a loop over layers with a backward by hand, which copies to and from host memory one layer ahead"
-    PIPELINE = "a loop over the ticks of a pipeline schedule, with a backward by hand"
+    PIPELINE = "a loop over the ticks of a pipeline schedule (one stage: of microbatches), with a backward by hand"
 
     @property
     def is_by_hand(self) -> bool:
@@ -24,7 +24,7 @@ class Execution(Enum):
 def execution(config: Config) -> Execution:
     """The execution of a resolved config."""
     p = config.parallel
-    if p.pipe > 1:
+    if p.pipe > 1 or (p.prefetch and p.microbatches > 1):
         return Execution.PIPELINE
     if p.grad_reduce == "per_layer" and p.zero < 2:
         return Execution.PER_LAYER

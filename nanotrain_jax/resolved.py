@@ -139,10 +139,9 @@ def check_pipe(config: Config) -> None:
         layers = " or ".join(str(n) for n in (L // pieces * pieces, L // pieces * pieces + pieces) if n)
         remedy = f"parallel.pipe={stages}, or {layers} layers" if stages else f"{layers} layers"
         raise Misfit(f"parallel.pipe{asked} does not divide model.num_layers={L}", f"use {remedy}")
-    if p.prefetch or p.grad_reduce == "per_layer":
+    if p.grad_reduce == "per_layer":
         raise Misfit(
-            f"parallel.{'prefetch=true' if p.prefetch else 'grad_reduce=per_layer'} with parallel.pipe={p.pipe}: one "
-            "loop runs all microbatches through a stage",
+            f"parallel.grad_reduce=per_layer with parallel.pipe={p.pipe}: one loop runs all microbatches through a stage",
             "leave it out, or use parallel.pipe=1",
         )
     if config.memory.rematerialization.policy == "block" and p.schedule in ("zero_bubble", "zb_h1", "zb_h2"):

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from nanotrain_jax.config import Config, Model
-from nanotrain_jax.execution import execution
+from nanotrain_jax.execution import Execution, execution
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS, Parameter
 from nanotrain_jax.parallel import chart
@@ -240,7 +240,7 @@ def turns(config: Config) -> dict[str, Fraction]:
     Each stage has M C units of F, B and W in all ticks. "first" and "last" are of a stage that had both ends.
     """
     p = config.parallel
-    if p.pipe == 1:
+    if execution(config) is not Execution.PIPELINE:
         return {}
     found, units, ends = outline(config), p.microbatches * p.chunks, Fraction(1, p.chunks)
     often = Fraction(units, found.ticks)
@@ -262,7 +262,7 @@ def tensor_passes(config: Config) -> tuple[int, int]:
 def outline(config: Config) -> chart.Outline:
     """What the config's pipeline schedule costs."""
     p = config.parallel
-    return chart.outline(p.schedule, p.pipe, p.microbatches, p.chunks)
+    return chart.outline(p.schedule if p.pipe > 1 else "1f1b", p.pipe, p.microbatches, p.chunks)
 
 
 def devices(config: Config) -> int:

@@ -103,9 +103,11 @@ def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 def shift(x: jax.Array, axis: str, by: int, ring: bool = True) -> jax.Array:
     """x of the device `by` places before this one along axis. Wire bytes per device: those of x.
 
-    Not a ring: the first devices (the last, if by is negative) get zeros.
+    Not a ring: the first devices (the last, if by is negative) get zeros. Along one device nothing moves.
     """
     N = lax.axis_size(axis)
+    if N == 1:
+        return as_varying(x if ring else jnp.zeros_like(x), (axis,))
     pairs = [(i, (i + by) % N) for i in range(N) if ring or 0 <= i + by < N]
     return lax.ppermute(as_varying(x, (axis,)), axis, pairs)
 

@@ -25,6 +25,9 @@ class LayeredModel(NamedTuple):
     inputs: it makes of one layer's weights what is differentiated, and the layer takes both,
 
     layer(weights, inputs, x) -> x          with inputs = model.inputs(weights)
+
+    fetch: makes of one layer's stored weights those that layer and inputs take, one layer ahead of its turn (an
+    all-gather, which travels while the layer before it computes). None: the stored ones.
     """
 
     first: Callable[[Tree, Tree], Tree]
@@ -33,6 +36,7 @@ class LayeredModel(NamedTuple):
     ends: Tree
     layers: Tree
     inputs: Callable[[Tree], Tree] | None = None
+    fetch: Callable[[Tree], Tree] | None = None
 
     def inputs_of(self, weights: Tree) -> Tree:
         """What is differentiated in a layer with these weights."""

@@ -229,6 +229,18 @@ def _tapped(stored: Tree, taps: Tree, sums: Tree | None, shards: Shards, whole: 
     return _in_buckets(together, shards, stored, taps, sums, are_shards=stored_sharded)
 
 
+def gather_ahead(stored: Tree, shards: Shards) -> Tree:
+    """Stage 3: w[... D] = all_gather(w[... D/data]), (N-1)/N, apart from the layer that uses it.
+
+    What is made of it is differentiated as at stage 2: the weights are whole, their gradients are scattered.
+    """
+
+    def together(dims: tuple, weights: tuple) -> Sequence:
+        return weights if dims[0] == WHOLE else all_gather(list(weights), "data", dims)
+
+    return _in_buckets(together, shards, stored, are_shards=True)
+
+
 def _reduce(grads: Tree, stored: Tree, shards: Shards, stored_sharded: bool) -> Tree:
     """Sums over all devices that hold a part of a gradient: in the dtype of communication, where anything moves.
 

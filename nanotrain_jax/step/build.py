@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from nanotrain_jax.config import Config
+from nanotrain_jax.execution import Execution
 from nanotrain_jax.models.contract import Model
 from nanotrain_jax.parallel import schedule as schedules
 from nanotrain_jax.parallel.collectives import all_reduce, gpu_options
@@ -77,7 +78,7 @@ def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, jax.Arra
     params = forward.local(plan, params)
     microbatches = microbatched(plan, batch)
     p = plan.config.parallel
-    if p.pipe > 1:
+    if plan.execution is Execution.PIPELINE:
         schedule = schedules.forward_only(p.pipe, p.microbatches, p.chunks)
         sums = run_forward(schedule, forward.layered(plan, params), microbatches, idle=p.idle)
     else:
@@ -138,7 +139,8 @@ def compiler_options(plan: Plan) -> dict | None:
     if plan.mesh.devices.flat[0].platform != "gpu":
         return None
     p = plan.config.parallel
-    return gpu_options(p.bucket_mb, p.prefetch, p.pipe > 1, is_offloaded(plan.config))
+    prefetch = p.prefetch and plan.execution is Execution.AUTODIFF  # else the loop does it
+    return gpu_options(p.bucket_mb, prefetch, p.pipe > 1, is_offloaded(plan.config))
 
 
 def is_offloaded(config: Config) -> bool:

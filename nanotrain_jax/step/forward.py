@@ -14,7 +14,7 @@ from nanotrain_jax.models.contract import LAYERS, split_layers
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import as_varying
 from nanotrain_jax.parallel.layered_model import LayeredModel
-from nanotrain_jax.parallel.zero import Shards, Zero
+from nanotrain_jax.parallel.zero import ZERO, Shards, Zero, gather_ahead
 from nanotrain_jax.step.plan import Plan
 
 Tree = Any  # a pytree of arrays
@@ -90,10 +90,13 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     """
     params = as_varying(params, plan.loss_axes)
     zero, model = plan.zero, plan.model
-    policy = plan.remat._replace(prefetch=False)
-    run, block = remat.unit(partial(run_layer, plan.shards_of_layer(), zero, model.layer), policy)
+    fetches = plan.config.parallel.prefetch  # what is fetched is whole, as at stage 2
+    of_layers = ZERO[2] if fetches else zero
+    policy = plan.remat._replace(prefetch=False, regather=plan.remat.regather and not fetches)
+    run, block = remat.unit(partial(run_layer, plan.shards_of_layer(), of_layers, model.layer), policy)
     stored_ends, layers = split_layers(params)
-    end_dims, layer_dims = split_layers(plan.shards.dims)
+    end_dims, stacked_dims = split_layers(plan.shards.dims)
+    row_shards = plan.shards._replace(dims=stacked_dims) if block else plan.shards_of_layer()
 
     def gathered(inputs: Tree, used: Callable[[Tree], Tree]) -> Tree:
         stored, inputs, dims = (used(outside_stacks(plan, tree)) for tree in (stored_ends, inputs, end_dims))
@@ -112,7 +115,8 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
         last=last,
         ends=zero.inputs(stored_ends, end_dims),
         layers=remat.stacked(layers, block),
-        inputs=lambda weights: zero.inputs(weights, layer_dims if block else plan.shards_of_layer().dims),
+        inputs=lambda weights: of_layers.inputs(weights, row_shards.dims),
+        fetch=partial(gather_ahead, shards=row_shards) if fetches else None,
     )
 
 

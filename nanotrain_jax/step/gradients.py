@@ -117,7 +117,8 @@ def added(first: Tree, second: Tree) -> Tree:
 def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
     """A pipeline schedule: each stage runs its layers on the microbatches that the schedule says."""
     p = plan.config.parallel
-    schedule = schedules.make(p.schedule, p.pipe, p.microbatches, p.chunks)
+    name = p.schedule if p.pipe > 1 else "1f1b"  # of one stage: each microbatch forward and backward
+    schedule = schedules.make(name, p.pipe, p.microbatches, p.chunks)
     model = scaled(forward.layered(plan, forward.local(plan, params)), scale)
     loss, (of_ends, of_layers) = run_schedule(schedule, model, microbatches, idle=p.idle)
     return loss, join_layers(of_ends, _unblocked(plan, params, of_layers))

@@ -66,7 +66,7 @@ class Plan:
     @property
     def loss_axes(self) -> tuple[str, ...]:
         """The mesh axes over which a loss is summed: devices along them have other sequences, or other stages."""
-        return ("pipe", *BATCH_AXES) if self.config.parallel.pipe > 1 else BATCH_AXES
+        return ("pipe", *BATCH_AXES) if self.execution is Execution.PIPELINE else BATCH_AXES
 
     @property
     def targets(self) -> int:

@@ -20,7 +20,7 @@ from jax import lax
 from nanotrain_jax.parallel import chart, loops
 from nanotrain_jax.parallel.collectives import as_varying, position, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
-from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Stage, Sums, Tick, begin_chunk, shifted, tick
+from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Stage, Sums, Tick, begin_chunk, over_layers, shifted, tick
 from nanotrain_jax.parallel.pullback import split_vjp
 from nanotrain_jax.parallel.schedule import Schedule, arrivals, buffers
 
@@ -49,7 +49,7 @@ def run_schedule(
     """
     stage = _stage(schedule, model, microbatches, axis, idle)
     chart.validate(stage.schedule)
-    vjp = split_vjp(stage.layer, *stage.weights(_first_row()), stage.x_type)
+    vjp = split_vjp(stage.layer, *_first_weights(stage), stage.x_type)
     stage = replace(stage, vjp=vjp)
     table = stage.schedule
     columns = (table.forward, table.backward, table.weight, *arrivals(table))
@@ -83,12 +83,12 @@ def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
     unit, x_arrives = now
     inputs = loops.put(inputs, stage.slot("inputs", x_arrives), x)
 
-    def run_layer(x: Tree, i: jax.Array) -> tuple[Tree, None]:
-        return stage.layer(*stage.weights(stage.row(unit, i)), x), None
+    def run_layer(x: Tree, i: jax.Array, fetched: Tree | None) -> Tree:
+        return stage.layer(*stage.weights(stage.row(unit, i), fetched), x)
 
     def work(_: jax.Array, values: tuple, nothing: tuple) -> tuple[tuple, tuple]:
         x, sums = values
-        x, _ = lax.scan(run_layer, begin_chunk(stage, unit, x), jnp.arange(stage.layers_per_chunk))
+        x = over_layers(stage, unit, run_layer, begin_chunk(stage, unit, x))
 
         def finish(turn: jax.Array, sums: Tree, nothing: tuple) -> tuple[Tree, tuple]:
             made = stage.model.last(stage.model.ends, x, stage.microbatch(unit + turn))
@@ -133,13 +133,14 @@ def _fitted(schedule: Schedule | str, layers: Tree, microbatches: Tree, axis: st
 
 def _type_of_x(model: LayeredModel, microbatches: Tree, axis: str) -> Tree:
     """The types of x before and after every layer: each varies over all axes that it does anywhere."""
-    weights, microbatch = (jax.tree.map(lambda x: x[0], tree) for tree in (model.layers, microbatches))
+    stored, microbatch = (jax.tree.map(lambda x: x[0], tree) for tree in (model.layers, microbatches))
 
     def after_a_layer(x_type: Tree) -> Tree:
         def typed(x: Tree) -> Tree:
             return jax.tree.map(lambda x, t: as_varying(x, sorted(varying_axes(t) | {axis})), x, x_type)
 
         def run(x: Tree) -> Tree:
+            weights = model.fetch(stored) if model.fetch else stored
             return typed(model.run_layer(weights, model.inputs_of(weights), typed(x)))
 
         return jax.eval_shape(run, x_type)
@@ -164,7 +165,7 @@ def _initial_carry(stage: Stage) -> Carry:
     rows = stage.schedule.chunks * stage.layers_per_chunk
     loss = _type_of_last(stage)
     of_ends = zeros(stage.model.ends, dtype=jnp.float32)
-    of_layers = zeros(stage.weights(_first_row())[1], count=rows, dtype=jnp.float32)
+    of_layers = zeros(_first_weights(stage)[1], count=rows, dtype=jnp.float32)
     types = stage.vjp.residuals
     return Carry(
         x=zeros(x_type),
@@ -182,6 +183,11 @@ def _initial_carry(stage: Stage) -> Carry:
 
 def _first_row() -> jax.Array:
     return jnp.zeros((), jnp.int32)
+
+
+def _first_weights(stage: Stage) -> tuple[Tree, Tree]:
+    """`Stage.weights` of the first layer: what the others are like."""
+    return stage.weights(_first_row(), stage.fetch(_first_row()))
 
 
 def _column(table: Any, stage: jax.Array) -> jax.Array:

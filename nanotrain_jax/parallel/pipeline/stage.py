@@ -92,9 +92,13 @@ class Stage:
         """The microbatch of a unit."""
         return jax.tree.map(lambda x: loops.get(x, unit % self.schedule.microbatches), self.microbatches)
 
-    def weights(self, row: jax.Array) -> tuple[Tree, Tree]:
+    def fetch(self, row: jax.Array) -> Tree | None:
+        """The weights of a layer, if they are fetched ahead of its turn."""
+        return self.model.fetch and self.model.fetch(loops.get(self.model.layers, row))
+
+    def weights(self, row: jax.Array, fetched: Tree | None = None) -> tuple[Tree, Tree]:
         """-> the weights of a layer, what is differentiated in it"""
-        weights = loops.get(self.model.layers, row)
+        weights = loops.get(self.model.layers, row) if fetched is None else fetched
         return weights, self.model.inputs_of(weights)
 
     def first(self, ends: Tree, microbatch: Tree) -> Tree:
@@ -175,18 +179,40 @@ def shifted(stage: Stage, x: Tree, step: int) -> Tree:
 def forward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
     """F: x of a unit through the layers of its chunk; their residuals go to its slots."""
 
-    def run_layer(carry: tuple[Tree, Residuals], i: jax.Array) -> tuple[tuple, None]:
+    def run_layer(carry: tuple[Tree, Residuals], i: jax.Array, fetched: Tree | None) -> tuple[Tree, Residuals]:
         x, buffers = carry
-        x, residuals = stage.vjp.forward(*stage.weights(stage.row(unit, i)), x)
-        return (x, _keep(stage, buffers, residuals, unit, i)), None
+        x, residuals = stage.vjp.forward(*stage.weights(stage.row(unit, i), fetched), x)
+        return x, _keep(stage, buffers, residuals, unit, i)
 
     def work(_: jax.Array, x: Tree, buffers: Residuals) -> tuple[Tree, Residuals]:
         x = begin_chunk(stage, unit, x)
-        return lax.scan(run_layer, (x, buffers), jnp.arange(stage.layers_per_chunk))[0]
+        return over_layers(stage, unit, run_layer, (x, buffers))
 
     x = loops.get(carry.inputs, stage.slot("inputs", unit))
     x, residuals = stage.when(unit >= 0, "forward", work, x, carry.residuals)
     return carry._replace(x=x, residuals=residuals)
+
+
+def over_layers(stage: Stage, unit: jax.Array, run_layer: Callable, carry: Tree, reverse: bool = False) -> Tree:
+    """carry after carry = run_layer(carry, i, fetched) for each layer i of the unit's chunk.
+
+    fetched: the layer's weights, fetched while the layer before it ran; None without `LayeredModel.fetch`. The last
+    turn stands outside of the loop: it fetches nothing.
+    """
+    layers = jnp.arange(stage.layers_per_chunk)
+    if stage.model.fetch is None:
+        return lax.scan(lambda carry, i: (run_layer(carry, i, None), None), carry, layers, reverse=reverse)[0]
+    order = layers[::-1] if reverse else layers
+
+    def turn(state: tuple[Tree, Tree], pair: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
+        carry, fetched = state
+        i, following = pair
+        coming = stage.fetch(stage.row(unit, following))
+        return (run_layer(carry, i, fetched), coming), None
+
+    first = stage.fetch(stage.row(unit, order[0]))
+    (carry, fetched), _ = lax.scan(turn, (carry, first), (order[:-1], order[1:]))
+    return run_layer(carry, order[-1], fetched)
 
 
 def begin_chunk(stage: Stage, unit: jax.Array, x: Tree) -> Tree:
@@ -201,23 +227,22 @@ def begin_chunk(stage: Stage, unit: jax.Array, x: Tree) -> Tree:
 def backward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
     """B: g of a unit back through the layers of its chunk. Adds gradients; those of layers unless W makes them."""
 
-    def run_layer(turn: tuple[Tree, Tree, list], i: jax.Array) -> tuple[tuple, None]:
-        g, sums, handed = turn
+    def run_layer(carry_of_turn: tuple[Tree, Tree, list], i: jax.Array, fetched: Tree | None) -> tuple:
+        g, sums, handed = carry_of_turn
         row = stage.row(unit, i)
         residuals = _kept(stage, carry.residuals, unit, i)
         if stage.is_split:
-            g, parts = stage.vjp.backward_x(residuals, *stage.weights(row), g)
-            return (g, sums, loops.put(handed, _place(stage, "handed", unit, i), parts)), None
-        gradients, g = stage.vjp.backward(residuals, *stage.weights(row), g)
-        return (g, _added_at(stage, sums, row, gradients, unit >= 0), handed), None
+            g, parts = stage.vjp.backward_x(residuals, *stage.weights(row, fetched), g)
+            return g, sums, loops.put(handed, _place(stage, "handed", unit, i), parts)
+        gradients, g = stage.vjp.backward(residuals, *stage.weights(row, fetched), g)
+        return g, _added_at(stage, sums, row, gradients, unit >= 0), handed
 
     def work(_: jax.Array, g: Tree, store: tuple[Sums, list]) -> tuple[Tree, tuple]:
         sums, handed = store
         is_last = stage.is_last(unit)
         is_first = (stage.index == 0) & (unit >= 0) & (unit < stage.schedule.microbatches)  # masked, unit may be -1
         g, ends = stage.when(is_last, "last", partial(_backward_last, stage, unit, is_last), g, sums.ends)
-        layers = jnp.arange(stage.layers_per_chunk)
-        (g, of_layers, handed), _ = lax.scan(run_layer, (g, sums.layers, handed), layers, reverse=True)
+        g, of_layers, handed = over_layers(stage, unit, run_layer, (g, sums.layers, handed), reverse=True)
         g, ends = stage.when(is_first, "first", partial(_backward_first, stage, unit, is_first), g, ends)
         return g, (Sums(ends, of_layers), handed)
 
@@ -254,7 +279,7 @@ def weight(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
         row = stage.row(unit, i)
         handed = _load(carry.handed, _place(stage, "handed", unit, i))
         residuals = _kept(stage, carry.residuals, unit, i)
-        gradients = stage.vjp.backward_weights(residuals, *stage.weights(row), handed)
+        gradients = stage.vjp.backward_weights(residuals, *stage.weights(row, stage.fetch(row)), handed)
         return _added_at(stage, sums, row, gradients, unit >= 0), None
 
     def work(_: jax.Array, nothing: tuple, sums: Tree) -> tuple[tuple, Tree]:
