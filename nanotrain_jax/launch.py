@@ -142,7 +142,6 @@ def restarted(config: Config, before: int, left: int, devices: int) -> tuple[int
         fit = [m for m in fit if rows // m * config.data.seq_len % chunk == 0]
         if fit:
             on += [f"runtime.simulate={now * devices}"] if config.runtime.simulate else []
-            on += ["parallel.prefetch=false"] if p.prefetch and fit[0] > 1 else []
             return now, [*on, f"parallel.data={data}", f"parallel.microbatches={fit[0]}"]
     raise ValueError(
         f"{left} of {before} processes are left: no data axis over their devices divides data.batch_size={batch} evenly"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nanotrain_jax.config import Config, divisors, near_divisors
+from nanotrain_jax.execution import Execution, execution
 from nanotrain_jax.fields import SCHEDULE_CELLS, Remat
 from nanotrain_jax.parallel import chart
 
@@ -141,7 +142,7 @@ def check_pipe(config: Config) -> None:
         raise Misfit(f"parallel.pipe{asked} does not divide model.num_layers={L}", f"use {remedy}")
     if p.grad_reduce == "per_layer":
         raise Misfit(
-            f"parallel.grad_reduce=per_layer with parallel.pipe={p.pipe}: one loop runs all microbatches through a stage",
+            f"parallel.grad_reduce=per_layer with parallel.pipe={p.pipe}: one loop runs all microbatches of a stage",
             "leave it out, or use parallel.pipe=1",
         )
     if config.memory.rematerialization.policy == "block" and p.schedule in ("zero_bubble", "zb_h1", "zb_h2"):
@@ -170,6 +171,13 @@ def check_pipe(config: Config) -> None:
 def check_offload(config: Config) -> None:
     """Raise Misfit unless what is to rest on the host makes sense together."""
     p, m = config.parallel, config.memory
+    by_layers = config.replace("parallel", prefetch=False)
+    if p.prefetch and p.microbatches > 1 and execution(by_layers) is Execution.OFFLOADED:
+        raise Misfit(
+            "parallel.prefetch=true with several microbatches and offloaded gradients or activations: the loop that "
+            "copies them does not gather ahead",
+            "leave parallel.prefetch out",
+        )
     if m.offload_params == "host":
         if p.zero != 3:
             raise Misfit(

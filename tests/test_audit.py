@@ -250,6 +250,25 @@ def test_prefetch_gathers_layers_behind_matmuls_and_moves_no_more():
 
 
 @needs_cuda_compiler
+@pytest.mark.parametrize(
+    "layout", [["parallel.microbatches=4"], ["parallel.microbatches=8", "parallel.pipe=4"]], ids=str
+)
+def test_prefetch_with_microbatches_and_stages_moves_no_more(layout):
+    def audit(*overrides):
+        keys = ["parallel.zero=3", "memory.remat=full", "parallel.data=-1", *layout.split(), *overrides]
+        keys.append("model.tie_embeddings=false")  # tied ones are gathered at both ends by the loop of microbatches
+        compiled = script.audit(request.load(str(ROOT / "configs" / f"{GPT2}.yaml"), keys), "h100", 8)["compiled"]
+        return compiled, next(row for row in compiled["collectives"] if row["op"] == "all_gather")
+
+    (plain, gathered), (ahead, gathered_ahead) = audit(), audit("parallel.prefetch=true")
+    assert gathered_ahead["bytes_per_device"] == gathered["bytes_per_device"]
+    assert ahead["flops"] == plain["flops"]
+    assert gathered_ahead["exposed_bytes"] < 0.01 * gathered["bytes_per_device"]
+    assert gathered["behind_matmuls_bytes"] == 0
+    assert gathered_ahead["behind_matmuls_bytes"] > 0.2 * gathered["bytes_per_device"]
+
+
+@needs_cuda_compiler
 def test_larger_buckets_mean_fewer_collectives_and_the_same_bytes():
     def gradients(bucket_mb):
         loaded = request.load(

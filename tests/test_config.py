@@ -90,8 +90,7 @@ def test_sizes_left_out_follow_the_family(family, d_ff, tied, tmp_path):
         ("train: 3", "train=3"),
         ("runtime: {profile_steps: [3, 2]}", "runtime.profile_steps=[3, 2] is not [first, last]"),
         ("parallel: {zero: 4}", "parallel.zero=4: input should be 0, 1, 2 or 3"),
-        ("parallel: {zero: 3, prefetch: true, microbatches: 2}", "it is for zero=3 with microbatches=1"),
-        ("parallel: {zero: 1, prefetch: true}", "it is for zero=3"),
+        ("parallel: {zero: 1, prefetch: true}", "only zero=3 gathers weights layer by layer"),
         ("memory: {remat: some}", "memory.remat='some' is unknown; use none, selective, full or block:N"),
         (
             "precision: {loss_scale: big}",

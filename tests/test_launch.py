@@ -260,11 +260,11 @@ def test_a_host_that_cannot_reach_the_leader_says_so(tmp_path):
 def test_a_host_that_has_lost_all_its_processes_does_not_count(tmp_path):
     plan = {(0, 0): "os.kill(os.getpid(), 9)", (0, 1): STUCK}
     env = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
-    overrides = ["runtime.simulate=0", "parallel.prefetch=true", "parallel.zero=3"]
+    overrides = ["runtime.simulate=0", "parallel.zero=3"]
     run = Started(tmp_path, plan, "--processes", "1", "--elastic", hosts=2, env=env, overrides=overrides)
     codes, _, err = run.ended()
     assert codes == [0, 0]
-    assert "1 processes instead of 2: parallel.prefetch=false parallel.data=8 parallel.microbatches=2" in err
+    assert "1 processes instead of 2: parallel.data=8 parallel.microbatches=2" in err
     assert [s["CUDA_VISIBLE_DEVICES"] for s in run.log()[0]] == [env["CUDA_VISIBLE_DEVICES"]] * 2
 
 

@@ -103,6 +103,22 @@ def test_replicas_and_whole_activations_go_with_stages(layout, more, expected):
     moves_what_the_papers_say(piped(layout, **more))
 
 
+@pytest.mark.parametrize(
+    "layout",
+    cover(
+        [Layout(pipe=2, data=2, tensor=2, zero=3, family="llama", remat="full")],
+        [
+            Layout(pipe=2, data=4, schedule="zero_bubble", microbatches=8, zero=3),
+            Layout(pipe=2, data=2, schedule="interleaved", chunks=2, zero=3, remat="block:2", idle="mask"),
+        ],
+    ),
+)
+def test_weights_that_are_gathered_ahead_change_no_number_and_no_byte(layout, expected):
+    equals_the_oracle(piped(layout, prefetch=True), expected)
+    if layout.idle == "skip":
+        moves_what_the_papers_say(piped(layout, prefetch=True))
+
+
 def test_tied_embeddings_of_a_llama_learn_at_both_ends(expected):
     tree = piped(Layout(pipe=2, data=2, tensor=2, schedule="zb_h2", microbatches=8, zero=2, family="llama"))
     tree["model"]["tie_embeddings"] = True

@@ -68,7 +68,6 @@ BAD = [
         "parallel.schedule=interleaved: 2 microbatches are not a multiple of 4 stages; use 4",
     ),
     ([*PIPE, "parallel.grad_reduce=per_layer"], "parallel.grad_reduce=per_layer with parallel.pipe=4"),
-    ([*PIPE, "parallel.prefetch=true", "parallel.zero=3"], "parallel.prefetch=true with parallel.pipe=4"),
     (
         [*PIPE, "parallel.schedule=zb_h1", "memory.remat=block:2", "parallel.microbatches=4"],
         "memory.remat='block:2' with parallel.schedule=zb_h1: the backward of a block of layers is a loop",

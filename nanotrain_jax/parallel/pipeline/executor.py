@@ -20,7 +20,17 @@ from jax import lax
 from nanotrain_jax.parallel import chart, loops
 from nanotrain_jax.parallel.collectives import as_varying, position, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
-from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Stage, Sums, Tick, begin_chunk, over_layers, shifted, tick
+from nanotrain_jax.parallel.pipeline.stage import (
+    Carry,
+    Residuals,
+    Stage,
+    Sums,
+    Tick,
+    begin_chunk,
+    over_layers,
+    shifted,
+    tick,
+)
 from nanotrain_jax.parallel.pullback import split_vjp
 from nanotrain_jax.parallel.schedule import Schedule, arrivals, buffers
 
