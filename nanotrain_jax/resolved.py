@@ -171,13 +171,6 @@ def check_pipe(config: Config) -> None:
 def check_offload(config: Config) -> None:
     """Raise Misfit unless what is to rest on the host makes sense together."""
     p, m = config.parallel, config.memory
-    by_layers = config.replace("parallel", prefetch=False)
-    if p.prefetch and p.microbatches > 1 and execution(by_layers) is Execution.OFFLOADED:
-        raise Misfit(
-            "parallel.prefetch=true with several microbatches and offloaded gradients or activations: the loop that "
-            "copies them does not gather ahead",
-            "leave parallel.prefetch out",
-        )
     if m.offload_params == "host":
         if p.zero != 3:
             raise Misfit(
@@ -197,6 +190,12 @@ def check_offload(config: Config) -> None:
                 "anyway",
                 "leave parallel.prefetch out",
             )
+    if p.prefetch and execution(config.replace("parallel", prefetch=False)) is Execution.OFFLOADED:
+        raise Misfit(
+            "parallel.prefetch=true with gradients or activations in host memory: the loop that copies them does not "
+            "gather ahead",
+            "leave parallel.prefetch out",
+        )
     if m.offload_activations == "host" and m.rematerialization.policy == "none":
         raise Misfit(
             "memory.offload_activations=host with memory.remat=none does not say which activations",

@@ -207,7 +207,7 @@ def test_on_devices_without_a_memory_of_their_own_a_run_says_so_once(tmp_path, c
 
 
 def test_a_gpu_that_keeps_nothing_on_its_host_though_it_should_is_an_error():
-    config, _ = resolved(small(memory=OPTIMIZER, parallel={"data": 1, "persist_below": 0}))
+    config, mesh = resolved(small(memory=OPTIMIZER, parallel={"data": 1, "persist_below": 0}))
 
     class Device:
         platform = "gpu"
@@ -219,6 +219,7 @@ def test_a_gpu_that_keeps_nothing_on_its_host_though_it_should_is_an_error():
         mesh = Mesh
 
     Run.config = config
+    Run.step = steps.build(config, mesh)
     with pytest.raises(RuntimeError, match="needs no host memory"):
         loop.check_offload(Run, 0)
     loop.check_offload(Run, 1000)
@@ -230,6 +231,11 @@ def test_a_gpu_that_keeps_nothing_on_its_host_though_it_should_is_an_error():
         ({"zero": 1}, PARAMS, "memory.offload_params=host with parallel.zero=1: below stage 3"),
         ({"zero": 3}, {"offload_params": "host"}, "memory.offload_params=host with memory.offload_optimizer=none"),
         ({"zero": 3, "prefetch": True}, PARAMS, "parallel.prefetch=true with memory.offload_params=host"),
+        (
+            {"zero": 3, "prefetch": True},
+            OPTIMIZER,
+            "parallel.prefetch=true with gradients or activations in host memory",
+        ),
         ({}, ACTIVATIONS, "memory.offload_activations=host with memory.remat=none"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from nanotrain_jax.execution import Execution
 from nanotrain_jax.mesh import BATCH_AXES
 from nanotrain_jax.models.contract import LAYERS, split_layers
 from nanotrain_jax.parallel import remat
@@ -90,8 +91,8 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     """
     params = as_varying(params, plan.loss_axes)
     zero, model = plan.zero, plan.model
-    fetches = plan.config.parallel.prefetch  # what is fetched is whole, as at stage 2
-    of_layers = ZERO[2] if fetches else zero
+    fetches = plan.config.parallel.prefetch and plan.execution is Execution.PIPELINE
+    of_layers = ZERO[2] if fetches else zero  # what is fetched is whole, as at stage 2
     policy = plan.remat._replace(prefetch=False, regather=plan.remat.regather and not fetches)
     run, block = remat.unit(partial(run_layer, plan.shards_of_layer(), of_layers, model.layer), policy)
     stored_ends, layers = split_layers(params)
