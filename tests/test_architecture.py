@@ -61,8 +61,8 @@ MAY_TAKE_MORE = {  # function -> why
 }
 BLOCKS = {"ends", "layers"}  # the parts of a tree of parameters, which models.parameters names
 NAME_BLOCKS = {
-    "audit.cost", "generate", "model", "models.parameters", "nvme.checkpointing", "nvme.update", "parallel.chart",
-    "parallel.update", "parallel.zero", "planner.explain", "step.state", "scripts/compare_jit.py",
+    "audit.cost", "generate", "models.parameters", "nvme.checkpointing", "nvme.update", "parallel.chart",
+    "parallel.update", "parallel.zero", "planner.explain", "scripts/compare_jit.py",
     "scripts/largest_model.py", "scripts/your_model.py",
 }  # fmt: skip
 FAMILIES = {"llama", "gpt2"}

@@ -250,9 +250,7 @@ def test_prefetch_gathers_layers_behind_matmuls_and_moves_no_more():
 
 
 @needs_cuda_compiler
-@pytest.mark.parametrize(
-    "layout", [["parallel.microbatches=4"], ["parallel.microbatches=8", "parallel.pipe=4"]], ids=str
-)
+@pytest.mark.parametrize("layout", ["parallel.microbatches=4", "parallel.microbatches=8 parallel.pipe=4"])
 def test_prefetch_with_microbatches_and_stages_moves_no_more(layout):
     def audit(*overrides):
         keys = ["parallel.zero=3", "memory.remat=full", "parallel.data=-1", *layout.split(), *overrides]
