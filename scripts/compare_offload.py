@@ -70,7 +70,7 @@ def measure(config: Config, mesh: jax.sharding.Mesh, count: int) -> dict[str, fl
     train = step.train.lower(step.state, step.batch).compile()
     run, times = train, []
     with ExitStack() as stack:
-        if step.pieces:
+        if config.memory.offload_optimizer == "nvme":
             files = stack.enter_context(nvme.opened(checkpointing.store(config, step)))
             checkpointing.fill(files, step, config, None, None)
             run = checkpointing.train(files, step, train)
