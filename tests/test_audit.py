@@ -263,7 +263,8 @@ def test_prefetch_with_microbatches_and_stages_moves_no_more(layout):
     assert ahead["flops"] == plain["flops"]
     assert gathered_ahead["exposed_bytes"] < 0.01 * gathered["bytes_per_device"]
     assert gathered["behind_matmuls_bytes"] == 0
-    assert gathered_ahead["behind_matmuls_bytes"] > 0.2 * gathered["bytes_per_device"]
+    least = 0.1 if "pipe" in layout else 0.5  # jax 0.12 puts half as much of a stage's behind matmuls as 0.10 does
+    assert gathered_ahead["behind_matmuls_bytes"] > least * gathered["bytes_per_device"]
 
 
 @needs_cuda_compiler
