@@ -1,7 +1,7 @@
-"""`python -m nanotrain_jax.generate --run runs/quickstart --prompt "def " [options]`: read what a trained model writes.
+"""Generate text with a trained model: `python -m nanotrain_jax.generate --run DIR --prompt TEXT [options]`
 
-On one device, whatever the layout of the run was; small, not fast: each token takes a forward over the whole window.
-Exit codes: 0 done; 2 the request is wrong (one line on stderr).
+Runs on one device, whatever the layout of the training run. Short rather than fast: there is no key/value cache, so
+each token takes a forward over the whole window. Exit codes: 0 done; 2 invalid request (one line on stderr).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from nanotrain_jax import loading
+    from nanotrain_jax.run import loading
 
     loading.announce(sys.argv[1:], sys.stderr)
 
@@ -28,19 +28,21 @@ import tokenizers
 from flax import nnx
 from jax import lax
 
-from nanotrain_jax import model
-from nanotrain_jax.config import Config
+from nanotrain_jax.checkpoint.directory import latest_step
+from nanotrain_jax.checkpoint.read import load_params
+from nanotrain_jax.config.load import Parser, path_argument, refuse
+from nanotrain_jax.config.load import load as load_config
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.data import batches, corpus
+from nanotrain_jax.models import decoder as model
 from nanotrain_jax.parallel import remat
-from nanotrain_jax.runtime import corpus, data, request
-from nanotrain_jax.runtime.checkpoint import latest_step
-from nanotrain_jax.runtime.restore import load_params
 
-COLDEST = 1e-6  # a temperature below is 0
-INCOMPLETE = "\ufffd"  # at the end of a text: part of a character
+MIN_TEMPERATURE = 1e-6  # below: greedy
+INCOMPLETE = "\ufffd"  # at the end of a text: part of a multi-byte character
 
 
 class Sampling(NamedTuple):
-    """How tokens are chosen. temperature 0: the likeliest; else at random among the top_k likeliest."""
+    """Sampling options. temperature 0: greedy; else sample from the top_k most likely tokens."""
 
     tokens: int = 200
     temperature: float = 0.8
@@ -49,15 +51,15 @@ class Sampling(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse arguments, print the prompt and what follows; turn what is wrong into one line and exit code 2."""
+    """Print the prompt and its continuation; an invalid request gives one line on stderr and exit code 2."""
     options = parse(argv)
     sampling = Sampling(options.tokens, options.temperature, options.top_k, options.seed)
     try:
         params, config, tokenizer = load(Path(options.run), options.step)
         prompt = encode(options.prompt, tokenizer)
     except (ValueError, OSError) as error:
-        return request.refuse(error)
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character
+        return refuse(error)
+    sys.stdout.reconfigure(errors="replace")  # the terminal encoding may lack a character
     print(options.prompt, end="", flush=True)
     for text in as_text(generate(params, config, prompt, tokenizer.vocab_size, sampling), prompt, tokenizer):
         print(text, end="", flush=True)
@@ -66,71 +68,84 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options. Exits with 2 if they are wrong."""
-    parser = request.Parser(
-        prog="python -m nanotrain_jax.generate", description="Continue a text with a trained model."
+    """Parse the options. Exits with 2 on an error."""
+    parser = Parser(prog="python -m nanotrain_jax.generate", description="Generate text with a trained model.")
+    parser.add_argument(
+        "--run", type=path_argument, required=True, metavar="DIR", help="folder of the run (logging.dir)"
     )
-    parser.add_argument("--run", type=request.path_argument, required=True, help="folder of the run (its logging.dir)")
     parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--tokens", type=_at_least(int, 1), default=200, help="at most; default: %(default)s")
     parser.add_argument(
-        "--temperature", type=_at_least(float, 0), default=0.8, help="0: the likeliest token; default: %(default)s"
+        "--tokens",
+        type=_at_least(int, 1),
+        default=200,
+        help="maximum number of tokens to generate (default: %(default)s)",
     )
     parser.add_argument(
-        "--top-k", type=_at_least(int, 1), default=50, help="choose among the k likeliest tokens; default: %(default)s"
+        "--temperature",
+        type=_at_least(float, 0),
+        default=0.8,
+        help="sampling temperature; 0: greedy (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=_at_least(int, 0), default=0, help="the same seed gives the same text; %(default)s"
+        "--top-k",
+        type=_at_least(int, 1),
+        default=50,
+        help="sample from the k most likely tokens (default: %(default)s)",
     )
-    parser.add_argument("--step", type=_at_least(int, 0), help="of the checkpoint; default: the newest")
+    parser.add_argument(
+        "--seed", type=_at_least(int, 0), default=0, help="random seed of the sampling (default: %(default)s)"
+    )
+    parser.add_argument("--step", type=_at_least(int, 0), help="step of the checkpoint to load (default: the newest)")
     return parser.parse_args(argv)
 
 
 def _at_least(kind: type, least: int) -> Callable[[str], Any]:
+    """Return an argument type: a number of at least `least`. It raises ArgumentTypeError."""
+
     def number(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
         if not least <= value < 1 << 31:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {(1 << 31) - 1}")
+            raise argparse.ArgumentTypeError(f"{text!r} must be a number from {least} to {(1 << 31) - 1}")
         return value
 
     return number
 
 
 def load(run: Path, step: int | None) -> tuple[Any, Config, corpus.Tokenizer]:
-    """Load parameters (host arrays), config of the checkpoint and tokenizer. Raises ValueError or OSError."""
+    """Load parameters (as host arrays), config and tokenizer of a run. Raises ValueError or OSError."""
     if not (run / "config.yaml").is_file():
-        raise ValueError(f"--run={str(run)!r} has no config.yaml; give the folder of a run (its logging.dir)")
-    of_run = request.load(run / "config.yaml")
-    if of_run.model.factory:
+        raise ValueError(f"--run={str(run)!r} has no config.yaml; give the folder of a run (logging.dir)")
+    saved = load_config(run / "config.yaml")
+    if saved.model.factory:
         raise ValueError(
-            f"--run={str(run)!r} trained model.factory={of_run.model.factory}, and only the decoder can generate; "
+            f"--run={str(run)!r} trained model.factory={saved.model.factory}: only the built-in decoder can generate; "
             "give another run"
         )
-    if of_run.runtime.simulate:
+    if saved.runtime.simulate:
         jax.config.update("jax_platforms", "cpu")
-    tokenizer = tokenizer_of(run, of_run)
-    own = run / "checkpoints"  # also where the folder was moved
-    params, config = load_params(own if latest_step(own) is not None else of_run.checkpoint.dir, step)
+    tokenizer = tokenizer_of(run, saved)
+    moved = run / "checkpoints"  # valid also if the run's folder was moved
+    params, config = load_params(moved if latest_step(moved) is not None else saved.checkpoint.dir, step)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, but the model {config.model.vocab_size}: it is another "
-            f"one; put the tokenizer.json of this run at {run / data.TOKENIZER}"
+            f"the tokenizer has {tokenizer.vocab_size} ids, but the model has {config.model.vocab_size}: it was "
+            f"trained with another tokenizer; put its tokenizer.json at {run / batches.TOKENIZER}"
         )
     return params, config, tokenizer
 
 
 def tokenizer_of(run: Path, config: Config) -> corpus.Tokenizer:
-    """Find the tokenizer that a run was trained with. Raises ValueError or OSError."""
+    """Return the tokenizer that a run was trained with. Raises ValueError or OSError."""
     if config.data.source == "synthetic":
         raise ValueError(
-            f"--run={str(run)!r} was trained with data.source=synthetic, which is no text; give another run"
+            f"--run={str(run)!r} was trained with data.source=synthetic, which is not text; give another run"
         )
-    kept, own = run / data.TOKENIZER, data.tokenizer_file(config.data)
-    is_bytes = own is None and not config.data.source.startswith("tokens:")  # a folder of tokens may be gone by now
-    path = kept if kept.exists() and not is_bytes else own
+    copy, original = run / batches.TOKENIZER, batches.tokenizer_file(config.data)
+    is_bytes = original is None and not config.data.source.startswith("tokens:")  # a token folder may have been removed
+    path = copy if copy.exists() and not is_bytes else original
     return corpus.tokenizer(str(path or "bytes"))
 
 
@@ -138,39 +153,40 @@ def encode(prompt: str, tokenizer: corpus.Tokenizer) -> list[int]:
     """Return the token ids of a prompt. Raises ValueError if there are none."""
     (ids,) = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
     if not len(ids):
-        raise ValueError(f"--prompt={prompt!r} holds no token of this run's tokenizer; give some text to continue")
+        raise ValueError(f"--prompt={prompt!r} gives no tokens with the tokenizer of this run; give some text")
     return ids.tolist()
 
 
 def as_text(ids: Iterable[int], prompt: Sequence[int], tokenizer: corpus.Tokenizer) -> Iterator[str]:
-    """Yield the text of the tokens that follow a prompt as they come, until the end of a document."""
+    """Yield the text of generated tokens as they arrive, until the end-of-document token."""
     decode = text_decoder(tokenizer)
-    seen, shown = list(prompt), decode(list(prompt)).rstrip(INCOMPLETE)
-    for number in ids:
-        if number == tokenizer.end:
+    seen = list(prompt)
+    printed = decode(seen).rstrip(INCOMPLETE)
+    for token in ids:
+        if token == tokenizer.end:
             break
-        seen.append(number)
+        seen.append(token)
         text = decode(seen).rstrip(INCOMPLETE)
-        yield text[len(shown) :]
-        shown = text
-    yield decode(seen)[len(shown) :]
+        yield text[len(printed) :]
+        printed = text
+    yield decode(seen)[len(printed) :]
 
 
 def text_decoder(tokenizer: corpus.Tokenizer) -> Callable[[list[int]], str]:
-    """Return a function from token ids to their text."""
+    """Return a function from token ids to text."""
     if tokenizer.text is None:
         return lambda ids: bytes(ids).decode("utf-8", "replace")
     return partial(tokenizers.Tokenizer.from_str(tokenizer.text).decode, skip_special_tokens=False)
 
 
 def generate(params: Any, config: Config, prompt: Sequence[int], vocab_size: int, sampling: Sampling) -> Iterator[int]:
-    """Yield the ids of the tokens that follow a prompt, all below vocab_size. Compiles once.
+    """Yield the ids of generated tokens, all below vocab_size. Compiles once.
 
-    params: of the whole model, its vocabulary possibly padded. The model sees at most the last model.max_seq_len
-    tokens, as if the text began with them.
+    params: unsharded, with a possibly padded vocabulary. The model sees at most the last model.max_seq_len tokens, at
+    positions from 0.
     """
     device = jax.devices()[0]
-    decoder = config.model.model_copy(update={"attention": "auto"})  # that of the run may need another device
+    decoder = config.model.model_copy(update={"attention": "auto"})  # the run's kernel may need another device
     kernel = model.attention_kernel(decoder, jnp.dtype(config.precision.compute), device)
     graphs, _ = model.abstract(decoder.model_copy(update={"attention": kernel}))
     params = jax.device_put(params, device)
@@ -183,13 +199,13 @@ def generate(params: Any, config: Config, prompt: Sequence[int], vocab_size: int
     for draw in range(sampling.tokens):
         window = ids[-length:]
         tokens_1T = np.zeros((1, length), np.int32)
-        tokens_1T[0, : len(window)] = window  # attention is causal: the rest is not seen
+        tokens_1T[0, : len(window)] = window  # attention is causal: padding after it has no effect
         ids.append(int(next_token(params, tokens_1T, len(window) - 1, draw)))
         yield ids[-1]
 
 
 def logits(graphs: model.Graphs, params: Any, tokens_1T: jax.Array, last: jax.Array) -> jax.Array:
-    """params, tokens[1 T], index of the last one that counts -> logits[V] of the token after it, in float32."""
+    """params, tokens[1 T], index of the last valid token -> float32 logits[V] of the next token"""
     ends = nnx.merge(graphs.ends, params["ends"])
 
     def run(x_1TD: jax.Array, weights: Any) -> jax.Array:
@@ -200,8 +216,8 @@ def logits(graphs: model.Graphs, params: Any, tokens_1T: jax.Array, last: jax.Ar
 
 
 def choose(logits_V: jax.Array, sampling: Sampling, draw: jax.Array) -> jax.Array:
-    """logits[V], number of the draw -> id of a token"""
-    if sampling.temperature < COLDEST:
+    """logits[V], index of the draw -> token id"""
+    if sampling.temperature < MIN_TEMPERATURE:
         return jnp.argmax(logits_V)
     top_K, ids_K = lax.top_k(logits_V, min(sampling.top_k, len(logits_V)))
     key = jax.random.fold_in(jax.random.key(sampling.seed), draw)

@@ -1,11 +1,10 @@
-"""`python -m nanotrain_jax.launch [--processes N] [options] -- --config FILE [section.key=value ...]`
+"""The launcher: `python -m nanotrain_jax.launch [--processes N] [options] -- --config FILE [section.key=value ...]`
 
-Starts the processes of a run on this host, shows what they print, ends all when one fails, and starts all again from
-the newest good checkpoint. On several hosts there is one launcher each, with the same arguments; that of host 0 leads.
+Starts the processes of a run on this host and prints their output. If one fails, it stops all and restarts them from
+the newest valid checkpoint. With several hosts, start one launcher per host with the same arguments; host 0 leads.
 
-Exit codes: 0 done; 2 if the request is wrong; 75 if a launcher was told to stop (SIGTERM, Ctrl-C) and all processes
-have saved, or there is at least an older checkpoint: the same command goes on; 1 anything else: it failed more often
-than --max-restarts, hosts are missing, it was told to stop a second time.
+Exit codes: 0 done; 2 invalid request; 75 stopped by SIGTERM or Ctrl-C with a checkpoint saved, or at least an older one
+(the same command resumes); 1 any other failure: more than --max-restarts failures, missing hosts, a second signal.
 """
 
 from __future__ import annotations
@@ -19,132 +18,138 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from nanotrain_jax import processes
-from nanotrain_jax.config import Config
-from nanotrain_jax.runtime import request
-from nanotrain_jax.runtime.host import Host
-from nanotrain_jax.runtime.leader import LOOPBACK, Leader, Rules
-from nanotrain_jax.runtime.link import GRACE
+from nanotrain_jax.config.load import Parser, load, refuse
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.distributed import processes
+from nanotrain_jax.distributed.agent import Agent
+from nanotrain_jax.distributed.coordinator import LOOPBACK, Coordinator, RestartPolicy
+from nanotrain_jax.distributed.protocol import GRACE
 
-MOST = 1024  # processes of a host
+MAX_PROCESSES = 1024  # per host
 RUN = ("-m", "nanotrain_jax.train")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Launch, and -> the run's exit code."""
+    """Launch a run; -> its exit code."""
     options, run = parse(sys.argv[1:] if argv is None else list(argv))
     try:
-        given = {"--leader": options.leader, "--hosts": options.hosts, "--host": options.host}
-        here = processes.here(given)
-        if here.count > 1 and here.coordinator is None:
-            raise ValueError(f"{here.source} does not say where host 0 is; give {', '.join(given)}")
-        config = request.load(run.config, run.overrides)
-        slots = divide(options.processes, config.runtime.simulate, here.count)
-        place, _, port = (here.coordinator if here.count > 1 else f"{LOOPBACK}:0").rpartition(":")
-        listener = socket.create_server(("" if here.count > 1 else place, int(port))) if here.index == 0 else None
+        flags = {"--leader": options.leader, "--hosts": options.hosts, "--host": options.host}
+        this_host = processes.detect(flags)
+        if this_host.count > 1 and this_host.coordinator is None:
+            raise ValueError(f"{this_host.source} does not give the address of host 0; give {', '.join(flags)}")
+        config = load(run.config, run.overrides)
+        slots = divide(options.processes, config.runtime.simulate, this_host.count)
+        place, _, port = (this_host.coordinator if this_host.count > 1 else f"{LOOPBACK}:0").rpartition(":")
+        listener = (
+            socket.create_server(("" if this_host.count > 1 else place, int(port))) if this_host.index == 0 else None
+        )
     except (ValueError, OSError) as error:
-        return request.refuse(error)
+        return refuse(error)
     if listener:
         port = listener.getsockname()[1]
-        rules = Rules(here.count, options.max_restarts, options.elastic, options.join_timeout)
-        leader = Leader(listener, place, rules, lambda *left: restarted(config, *left))
+        rules = RestartPolicy(this_host.count, options.max_restarts, options.elastic, options.join_timeout)
+        leader = Coordinator(listener, place, rules, lambda *left: restarted(config, *left))
         lead = threading.Thread(target=leader.run, daemon=True)
         lead.start()
     command = [sys.executable, *RUN, "--config", run.config, *run.overrides]
-    host = Host(here.index, slots, command, os.environ, options.elastic)
+    host = Agent(this_host.index, slots, command, os.environ, options.elastic)
     code = host.run((place, int(port)), options.join_timeout)
     if listener:
-        lead.join(GRACE)  # until all hosts have been told
+        lead.join(GRACE)  # wait until all hosts are notified
     return code
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
-    """-> the launcher's own options, and the run's: config, overrides. Exits with 2 if they are wrong."""
-    parser = request.Parser(
+    """Parse arguments -> options of the launcher, options of the run (config, overrides). Exits with 2 on an error."""
+    parser = Parser(
         prog="python -m nanotrain_jax.launch",
         usage="%(prog)s [options] -- --config FILE [section.key=value ...]",
-        description="Start, watch and restart the processes of a run.",
+        description="Start the processes of a training run on this host, and restart them after a failure.",
     )
-    parser.add_argument("--processes", type=_at_least(1), help="on this host; default: one per GPU, or 1")
-    parser.add_argument("--max-restarts", type=_at_least(0), default=3, help="default: %(default)s")
+    parser.add_argument(
+        "--processes", type=_at_least(1), help="processes on this host (default: one per GPU; without GPUs 1)"
+    )
+    parser.add_argument(
+        "--max-restarts", type=_at_least(0), default=3, help="restart this many times at most (default: %(default)s)"
+    )
     parser.add_argument(
         "--elastic",
         action="store_true",
-        help="go on without what was lost: on fewer processes, a smaller data axis, the same batch",
+        help="after a failure continue on the remaining processes: smaller data axis, same global batch",
     )
-    parser.add_argument("--hosts", type=_at_least(1), help="number of hosts; default: as Slurm, ... say, or 1")
-    parser.add_argument("--host", type=_at_least(0), help="which of them this is, from 0")
-    parser.add_argument("--leader", help="host:port of host 0, where the launchers meet")
-    parser.add_argument("--join-timeout", type=_at_least(1), default=300, help="seconds to wait for hosts; %(default)s")
-    own, rest = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    options = parser.parse_args(own)
-    of_run = request.Parser(prog="... --", add_help=False)
-    of_run.add_argument("--config", required=True)
-    of_run.add_argument("overrides", nargs="*")
-    return options, of_run.parse_intermixed_args(rest)
+    parser.add_argument("--hosts", type=_at_least(1), help="number of hosts (default: from Slurm, ..., or 1)")
+    parser.add_argument("--host", type=_at_least(0), help="index of this host, from 0")
+    parser.add_argument("--leader", metavar="HOST:PORT", help="address of the launcher on host 0")
+    parser.add_argument(
+        "--join-timeout", type=_at_least(1), default=300, help="seconds to wait for all hosts (default: %(default)s)"
+    )
+    split = argv.index("--") if "--" in argv else len(argv)
+    options = parser.parse_args(argv[:split])
+    run_parser = Parser(prog="... --", add_help=False)
+    run_parser.add_argument("--config", required=True)
+    run_parser.add_argument("overrides", nargs="*")
+    return options, run_parser.parse_intermixed_args(argv[split + 1 :])
 
 
 def _at_least(least: int) -> Callable[[str], int]:
-    """The type of an argument that is a number. It raises ArgumentTypeError."""
+    """Return an argument type: an integer of at least `least`. It raises ArgumentTypeError."""
 
     def number(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least} (at most 999999)")
+            raise argparse.ArgumentTypeError(f"{text!r} must be an integer from {least} to 999999")
         return int(text)
 
     return number
 
 
 def divide(count: int | None, simulate: int, hosts: int) -> list[list[str]]:
-    """The GPUs (as CUDA_VISIBLE_DEVICES names them; none on a CPU) of each process of this host.
+    """Divide the GPUs of this host among its processes -> CUDA_VISIBLE_DEVICES entries of each (none on a CPU).
 
-    count: processes on each of some hosts (None: one per GPU, or one). Raises ValueError if it does not come out even.
+    count: processes per host (None: one per GPU, or one). Raises ValueError if it does not divide the devices.
     """
-    gpus = [] if simulate else processes.gpus_here()
+    gpus = [] if simulate else processes.visible_gpus()
     count = count or len(gpus) or 1
-    if count > MOST:
-        raise ValueError(f"--processes {count}: a host starts at most {MOST}; use one per GPU, or fewer")
+    if count > MAX_PROCESSES:
+        raise ValueError(f"--processes={count}: must be at most {MAX_PROCESSES}; use one per GPU")
     if len(gpus) % count:
-        raise ValueError(f"--processes {count} does not divide the {len(gpus)} GPUs of this host")
+        raise ValueError(f"--processes={count} does not divide the {len(gpus)} GPUs of this host")
     if simulate % (count * hosts):
-        raise ValueError(
-            f"runtime.simulate={simulate} devices cannot be divided among {count * hosts} processes; use a multiple"
-        )
+        raise ValueError(f"runtime.simulate={simulate} is not divisible by {count * hosts} processes; use a multiple")
     each = len(gpus) // count
     return [gpus[i * each : (i + 1) * each] for i in range(count)]
 
 
 def restarted(config: Config, before: int, left: int, devices: int) -> tuple[int, list[str]]:
-    """-> how many of the processes that are left to use, and overrides for them: from the newest checkpoint, and where
-    they are fewer than before on a smaller data axis, with the same batch.
+    """-> number of processes to restart with, and config overrides for them.
 
-    A device's microbatch stays as large, or becomes smaller. devices: of each process. Raises ValueError if no data
-    axis fits.
+    They resume from the newest checkpoint. Fewer processes than before use a smaller data axis with the same global
+    batch, and microbatches of at most the same size per device. left: remaining processes; devices: per process.
+    Raises ValueError if no data axis fits.
     """
-    on = ["checkpoint.resume=auto"] if config.checkpoint.resume == "never" else []
+    overrides = ["checkpoint.resume=auto"] if config.checkpoint.resume == "never" else []
     if left == before:
-        return left, on
+        return left, overrides
     p = config.parallel
     batch = config.data.batch_size
-    chunk = config.model.loss_chunk or 1  # divides the tokens of a device's microbatch
+    chunk = config.model.loss_chunk or 1  # must divide the tokens of a device's microbatch
     devices = config.runtime.simulate // before or devices
     axes = p.axes
-    given = math.prod(size for size in axes.values() if size > 0)
-    axes = {axis: size if size > 0 else before * devices // given for axis, size in axes.items()}  # -1: the rest
+    fixed = math.prod(size for size in axes.values() if size > 0)
+    axes = {axis: size if size > 0 else before * devices // fixed for axis, size in axes.items()}  # resolve -1
     others = math.prod(axes.values()) // axes["data"]
     for now in range(left, 0, -1):
         data, remainder = divmod(now * devices, others)
         if remainder or not data or batch % (axes["replica"] * data):
             continue
-        rows = batch // (axes["replica"] * data)  # of a device
+        rows = batch // (axes["replica"] * data)  # sequences per device
         least = -(-p.microbatches * (before * devices // others) // data)
         fit = [m for m in range(least, rows + 1) if rows % m == 0 and m % axes["pipe"] == 0]
         fit = [m for m in fit if rows // m * config.data.seq_len % chunk == 0]
         if fit:
-            on += [f"runtime.simulate={now * devices}"] if config.runtime.simulate else []
-            return now, [*on, f"parallel.data={data}", f"parallel.microbatches={fit[0]}"]
+            overrides += [f"runtime.simulate={now * devices}"] if config.runtime.simulate else []
+            return now, [*overrides, f"parallel.data={data}", f"parallel.microbatches={fit[0]}"]
     raise ValueError(
-        f"{left} of {before} processes are left: no data axis over their devices divides data.batch_size={batch} evenly"
+        f"{left} of {before} processes remain: no parallel.data on their devices divides data.batch_size={batch}"
     )
 
 

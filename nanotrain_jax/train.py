@@ -1,7 +1,7 @@
-"""`python -m nanotrain_jax.train --config FILE [section.key=value ...]`: the training command.
+"""The training command: `python -m nanotrain_jax.train --config FILE [section.key=value ...]`
 
-Exit codes: 0 done, or stopped by SIGTERM or Ctrl-C after a clean save; 2 the request is wrong (one line on stderr);
-3 where it has waited in vain, for itself or another process; 1 anything else.
+Exit codes: 0 done, or stopped by SIGTERM or Ctrl-C after saving a checkpoint; 2 invalid request (one line on stderr);
+3 hang timeout, or another process is lost; 1 any other failure.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from nanotrain_jax import loading
+    from nanotrain_jax.run import loading
 
     loading.announce(sys.argv[1:])
 
@@ -27,69 +27,72 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from nanotrain_jax import capacity, processes, resume
-from nanotrain_jax import mesh as meshes
-from nanotrain_jax.config import Config
-from nanotrain_jax.loop import Run, new_folder, train
+from nanotrain_jax.checkpoint import lock
+from nanotrain_jax.checkpoint import read as restore
+from nanotrain_jax.config.load import Parser, describe, load, refuse
+from nanotrain_jax.config.resolve import resolve
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.data import batches
+from nanotrain_jax.distributed import processes, watchdog
+from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as stores
-from nanotrain_jax.processes import together
-from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import checkpoint, data, request, restore, watchdog
+from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.run import capacity, resume
+from nanotrain_jax.run.loop import Run, new_folder, train
 from nanotrain_jax.step import build as steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse arguments, train, and turn what is wrong with the request into one line and exit code 2."""
-    parser = request.Parser(
+    """Parse arguments and train; an invalid request gives one line on stderr and exit code 2."""
+    parser = Parser(
         prog="python -m nanotrain_jax.train",
-        description="Train a transformer.",
-        epilog="keys (override as section.key=value):\n\n" + request.describe(),
+        description="Train a transformer with data, tensor and pipeline parallelism, ZeRO and offloading.",
+        epilog="config keys, with defaults (override as section.key=value):\n\n" + describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, help="YAML file; see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the file")
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML config file; examples in configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key of the config")
     arguments = parser.parse_intermixed_args(argv)
     with stop_signals() as stopped:
         try:
-            run = prepare(request.load(arguments.config, arguments.overrides))
+            run = prepare(load(arguments.config, arguments.overrides))
         except (ValueError, OSError) as error:
-            return refuse(error)
+            return refuse_unless_transient(error)
         try:
-            folder = together(lambda: new_folder("logging.dir", run.config.logging.dir))
-            with checkpoint.alone("logging.dir", folder), files_of(run) as files:
+            folder = on_all_processes(lambda: new_folder("logging.dir", run.config.logging.dir))
+            with lock.alone("logging.dir", folder), files_of(run) as files:
                 train(run, folder, files, stopped)
-        except OSError as error:  # a full disk, say; the newest finished checkpoint stays usable
-            return refuse(error)
+        except OSError as error:  # e.g. a full disk; the newest finished checkpoint stays usable
+            return refuse_unless_transient(error)
     return 0
 
 
-def refuse(error: Exception) -> int:
-    """Tell what is wrong in one line on stderr; -> exit code 2. Raises it again if it may be gone at the next try."""
-    if processes.may_pass(error):
+def refuse_unless_transient(error: Exception) -> int:
+    """Print an error in one line on stderr; -> exit code 2. Re-raises a transient error, so that a launcher retries."""
+    if processes.is_transient(error):
         raise error
-    return request.refuse(error)
+    return refuse(error)
 
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[int], bool]]:
-    """Within, the first SIGTERM or Ctrl-C only makes the yielded function return True; the second acts as usual, unless
-    there is a launcher, which sees to it.
+    """Yield stopped(step), to call before each step: it returns True after a SIGTERM or Ctrl-C.
 
-    It is asked before each step, which it is given; where there are several processes it returns True on all of them
-    before the same step, whichever got the signal.
+    With several processes it returns True on all of them before the same step, whichever received the signal. A second
+    signal has its usual effect, unless a launcher handles it.
     """
     received = []
 
     def handle(number, frame):
         received.append(number)
-        if processes.launcher() is None:
+        if processes.launcher_pid() is None:
             signal.signal(number, before[number])
 
     def stopped(step: int) -> bool:
         if jax.process_count() == 1:
             return bool(received)
-        if received:  # JAX, which takes SIGTERM over once processes have met, tells all of them
+        if received:  # jax.distributed handles SIGTERM and notifies all processes
             received.clear()
             os.kill(os.getpid(), signal.SIGTERM)
         return multihost_utils.reached_preemption_sync_point(step)
@@ -103,70 +106,68 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
 
 
 def prepare(config: Config) -> Run:
-    """Check everything that can be wrong with the request before a byte is written, and restore or make the state.
+    """Check the request before anything is written, then restore or initialize the state.
 
     Raises ValueError or OSError.
     """
     runtime = config.runtime
-    here = processes.here({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})
-    gpus = [] if runtime.simulate else processes.my_gpus(here)
-    processes.initialize(here, gpus, runtime.join_timeout)
-    asked = config
-    config, mesh, dataset, step = together(lambda: build(asked, here.count))
-    folder = restore.agree(config.checkpoint)
+    process = processes.detect({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})
+    gpus = [] if runtime.simulate else processes.local_gpus(process)
+    processes.initialize(process, gpus, runtime.join_timeout)
+    requested = config
+    config, mesh, dataset, step = on_all_processes(lambda: build(requested, process.count))
+    checkpoints = restore.agree(config.checkpoint)
     notes = []
-    if here.count > 1:
-        hosts = processes.everyone(socket.gethostname())
-        notes.append(f"{here.count} processes on {len(set(hosts))} hosts (as {here.source} says)")
-        notes += [f"warning: {text}" for text in [meshes.straddles(mesh, hosts)] if text]
-    if folder is None:
+    if process.count > 1:
+        hosts = processes.all_gather_text(socket.gethostname())
+        notes.append(f"{process.count} processes on {len(set(hosts))} hosts (from {process.source})")
+        notes += [f"warning: {text}" for text in [meshes.cross_host_warning(mesh, hosts)] if text]
+    if checkpoints is None:
         return Run(config, mesh, dataset, step, step.init(), 0, notes, None, None, {}, 0)
-    found = resume.resume(folder, asked, config, dataset, step)
-    notes += found.notes
-    origin = found.start, found.meta, found.damaged
-    return Run(config, mesh, dataset, step, found.state, found.position, notes, *origin, found.tokens)
+    resumed = resume.resume(checkpoints, requested, config, dataset, step)
+    notes += resumed.notes
+    origin = resumed.start, resumed.meta, resumed.damaged
+    return Run(config, mesh, dataset, step, resumed.state, resumed.position, notes, *origin, resumed.tokens)
 
 
-def build(config: Config, count: int) -> tuple[Config, Mesh, data.Dataset, steps.Step]:
-    """-> resolved config, mesh, data, step. count: processes."""
+def build(config: Config, count: int) -> tuple[Config, Mesh, batches.Dataset, steps.Step]:
+    """Build the step: -> resolved config, mesh, dataset, step. count: number of processes."""
     runtime = config.runtime
     if runtime.simulate % count:
-        raise ValueError(
-            f"runtime.simulate={runtime.simulate} devices cannot be divided among {count} processes; use a multiple"
-        )
-    # XLA:CPU, of a program with loops that it read from a cache, runs collectives side by side, and aborts.
-    keeps = runtime.compile_cache and not runtime.simulate
-    cache = str(Path.home() / ".cache" / "nanotrain_jax") if keeps else None
+        raise ValueError(f"runtime.simulate={runtime.simulate} is not divisible by {count} processes; use a multiple")
+    # XLA:CPU aborts on cached programs with loops: it runs their collectives concurrently.
+    use_cache = runtime.compile_cache and not runtime.simulate
+    cache = str(Path.home() / ".cache" / "nanotrain_jax") if use_cache else None
     meshes.configure(runtime.simulate // count, runtime.deterministic, cache)
     mesh = meshes.make(**config.parallel.axes)
     if jax.process_index() == 0:
         print(f"reading data from {config.data.source} ...", flush=True)
-    dataset = data.load(config.data, config.model.vocab_size)
+    dataset = batches.load(config.data, config.model.vocab_size)
     config = resolve(config, mesh.shape, dataset.vocab_size)
     capacity.check(config, mesh)
     step = steps.build(config, mesh)
     if config.memory.offload_optimizer == "nvme":
-        checkpointing.store(config, step)  # which says what is wrong with its folder
+        checkpointing.store(config, step)  # validates memory.nvme_dir
     return config, mesh, dataset, step
 
 
 @contextmanager
 def files_of(run: Run) -> Iterator[stores.Store | None]:
-    """The files of its optimizer state, of this run alone, where it rests in files. Raises OSError."""
+    """Yield the NVMe files of the optimizer state, locked by this run; None without NVMe offload. Raises OSError."""
     if run.config.memory.offload_optimizer != "nvme":
         yield None
         return
     folder = new_folder("memory.nvme_dir", run.config.memory.nvme_dir)
-    with checkpoint.alone("memory.nvme_dir", folder), stores.opened(checkpointing.store(run.config, run.step)) as files:
+    with lock.alone("memory.nvme_dir", folder), stores.opened(checkpointing.store(run.config, run.step)) as files:
         yield files
 
 
 if __name__ == "__main__":
-    for library in "absl", "asyncio":  # orbax logs pages of what it raises as well
+    for library in "absl", "asyncio":  # orbax also logs every exception it raises
         logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
         code = main()
     except Exception as error:
         traceback.print_exc()
-        code = watchdog.HUNG if processes.is_gone(error) else 1
-    processes.leave(code)
+        code = watchdog.HUNG if processes.is_peer_failure(error) else 1
+    processes.exit_process(code)

@@ -1,12 +1,12 @@
-"""Hold the compiled training step to theory, on a machine without a GPU: a table, and one JSON line for programs.
+"""Compare the compiled training step with the estimates, on a machine without a GPU: a table and one JSON line.
 
     python scripts/audit.py --config configs/gpt2_124m.yaml [--gpu h100] [--gpus 8] [--zero 0,1,2,3]
                             [--remat none,full] [--schedule 1f1b,interleaved:2] [section.key=value ...]
 
-Compiles the real step for GPUs that are not here (needs `pip install 'nanotrain_jax[cuda12]'`) and sets what the
-program moves, computes and stores beside the estimates of nanotrain_jax.plan, and whether it fits. With
---gpus, parallel.data becomes what they allow, and the batch grows or shrinks with it. What fits is what JAX takes of a
-GPU's memory: 75% of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+Compiles the real step without GPUs (needs `pip install 'nanotrain_jax[cuda12]'`) and compares the program's
+communication, FLOPs and memory with the estimates of nanotrain_jax.plan; also reports if it fits. With --gpus,
+parallel.data takes the GPUs that the other axes leave, and the batch scales with it. The memory limit is what JAX
+allocates of a GPU: 75%, or XLA_PYTHON_CLIENT_MEM_FRACTION.
 """
 
 import argparse
@@ -19,15 +19,15 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax import config as configs
-from nanotrain_jax.audit import hardware
+from nanotrain_jax.config import schema as configs
+from nanotrain_jax.config.load import load
+from nanotrain_jax.costs import hardware
 from nanotrain_jax.planner.compiled import compile_step, ratios
 from nanotrain_jax.planner.estimate import estimate, on_gpus
-from nanotrain_jax.runtime import request
 
 
 def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
-    """Compile the step of a config for GPUs -> estimate, compiled, and ratios. Bytes and FLOPs per device and step.
+    """Compile the step of a config for GPUs; -> estimate, compiled, ratios. Bytes and FLOPs per device and step.
 
     Raises ValueError if the config does not fit the GPUs, RuntimeError without the CUDA compiler.
     """
@@ -58,14 +58,14 @@ def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
 
 
 def cell(row: dict, name: str, unit: float) -> str:
-    """A compiled figure of a row in a unit, and its ratio to the estimate."""
+    """Format a compiled figure in a unit, and its ratio to the estimate."""
     return f"{row['compiled'][name] / unit:,.1f} ({row['ratios'][name]:.3f})"
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> Table:
-    """The audits as a table for people: compiled, and in brackets its ratio to the estimate.
+    """Return the audits as a table: compiled figures, and in brackets their ratio to the estimate.
 
-    fits: into what JAX takes of the GPU's memory, and the share of all of it that is needed.
+    fits: within what JAX allocates of the GPU's memory; the percentage is of all its memory.
     """
     table = Table(title=title)
     for name in (
@@ -98,32 +98,31 @@ def show(title: str, rows: list[dict[str, Any]]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Hold the compiled training step to theory.")
+    """Print a table and one JSON line; -> 2 if the request is wrong."""
+    parser = argparse.ArgumentParser(description="Compare the compiled training step with the estimates.")
     parser.add_argument("--config", required=True)
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(hardware.GPUS)} (default: h100)")
     parser.add_argument("--gpus", type=int, default=8, help="number of GPUs (default: 8)")
-    parser.add_argument("--zero", help="stages to compare, e.g. 0,1,2,3 (default: that of the config)")
-    parser.add_argument("--remat", help="policies to compare, e.g. none,full (default: that of the config)")
-    parser.add_argument(
-        "--schedule", help="pipeline schedules to compare, e.g. 1f1b,interleaved:2 (default: the config's)"
-    )
+    parser.add_argument("--zero", help="ZeRO stages, e.g. 0,1,2,3 (default: the config's)")
+    parser.add_argument("--remat", help="remat policies, e.g. none,full (default: the config's)")
+    parser.add_argument("--schedule", help="pipeline schedules, e.g. 1f1b,interleaved:2 (default: the config's)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     try:
         jax.config.update("jax_platforms", "cpu")  # nothing runs; no GPU is asked for
-        base = request.load(arguments.config, arguments.overrides)
+        base = load(arguments.config, arguments.overrides)
         stages = (arguments.zero or str(base.parallel.zero)).split(",")
         policies = (arguments.remat or base.memory.remat).split(",")
         schedules = (arguments.schedule or f"{base.parallel.schedule}:{base.parallel.chunks}").split(",")
         if arguments.schedule and base.parallel.pipe == 1:
-            raise ValueError(f"--schedule {arguments.schedule} with parallel.pipe=1: give parallel.pipe=2 or more")
+            raise ValueError(f"--schedule={arguments.schedule}: needs a pipeline; set parallel.pipe=2 or more")
         variants = []
         for stage, schedule, policy in product(stages, schedules, policies):
             name, _, chunks = schedule.partition(":")
             keys = {"parallel.zero": stage, "parallel.schedule": name, "parallel.chunks": chunks or 1}
             keys |= {"memory.remat": policy}
             overrides = [*arguments.overrides, *(f"{key}={value}" for key, value in keys.items())]
-            variants.append(request.load(arguments.config, overrides))
+            variants.append(load(arguments.config, overrides))
         rows = [audit(c, arguments.gpu, arguments.gpus) for c in variants]
     except (ValueError, OSError, RuntimeError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)

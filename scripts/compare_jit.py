@@ -1,20 +1,20 @@
-"""The yardstick: the same training step under plain `jax.jit`, where the compiler decides what moves, beside ours.
+"""Compare our training step with the same step under plain `jax.jit`, where the compiler chooses the communication.
 
     python scripts/compare_jit.py --config configs/quickstart.yaml [--stages 0,1,2,3] [--steps 30] [section.key=value]
     python scripts/compare_jit.py --config configs/quickstart.yaml [--stages 0,1,2,3] --gpu h100 [--gpus 8] [...]
 
-Three programs with one model, optimizer, accumulation, clipping, State and layout of State, at every ZeRO stage:
+Three programs with the same model, optimizer, accumulation, clipping, State and shardings of State, per ZeRO stage:
 
-    ours                step.train: one shard_map, every collective written out
+    ours                step.train: one shard_map with explicit collectives
     jit                 only State and batch are annotated; XLA's partitioner does the rest
     jit + constraints   activations are annotated as well, before and after attention and MLP and at the logits, as
                         MaxText does; with parallel.tensor split over tokens there, if parallel.sequence_parallel
 
-The first form runs them in turn, step by step; the second only compiles them, for GPUs that need not be here. Both
-first hold the three to the same losses in float32, on a small model of the same family, layout and options.
+The first form runs them in turn, step by step; the second only compiles them, without GPUs. Both first check that the
+losses of all three agree in float32, on a small model of the same family, layout and options.
 
-Our gradients travel in precision.grad_reduce; under jit they do in the dtype of the matmuls, precision.compute: set
-both alike to compare like with like. XLA's options are the same for all three.
+We reduce gradients in precision.grad_reduce; under jit they are reduced in the dtype of the matmuls, precision.compute:
+set both to the same dtype for a fair comparison. XLA options are the same for all three.
 """
 
 import argparse
@@ -36,22 +36,25 @@ from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax import config as configs
-from nanotrain_jax import mesh as meshes
-from nanotrain_jax import model
-from nanotrain_jax.audit import cost, hardware, hlo, topology
-from nanotrain_jax.config import padded_vocab
+from nanotrain_jax.audit import hlo, topology
+from nanotrain_jax.config import schema as configs
+from nanotrain_jax.config.load import load
+from nanotrain_jax.config.resolve import resolve
+from nanotrain_jax.config.schema import padded_vocab
+from nanotrain_jax.costs import counts, hardware
+from nanotrain_jax.data import batches
+from nanotrain_jax.models import decoder
+from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel import remat
-from nanotrain_jax.parallel.collectives import gpu_options
-from nanotrain_jax.parallel.update import Opt
+from nanotrain_jax.parallel.optimizer_step import Opt
+from nanotrain_jax.parallel.sharding import layout, specs
+from nanotrain_jax.parallel.xla_options import gpu_options
 from nanotrain_jax.parallel.zero import zero_specs
-from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import data, optim, request
-from nanotrain_jax.sharding import layout, specs
 from nanotrain_jax.step import build as steps
+from nanotrain_jax.step import optimizer as optim
 
-WARMUP, ENOUGH = 3, 30  # rounds before, and steps timed: the median of fewer says little
-FIGURES = {  # name -> (column, unit, digits); the first three of programs that run, the others of compiled ones
+WARMUP, MIN_STEPS = 3, 30  # warm-up rounds; timed steps: the median of fewer is too noisy
+FIGURES = {  # name -> (column, unit, digits); the first three if programs run, the others if they are only compiled
     "step_seconds": ("median ms", 1e-3, 1),
     "step_seconds_min": ("min ms", 1e-3, 1),
     "ratio_to_ours": ("ratio to ours", 1, 3),
@@ -68,18 +71,18 @@ FIGURES = {  # name -> (column, unit, digits); the first three of programs that 
 
 @dataclass(frozen=True)
 class JitPlan:
-    """What the training step under `jax.jit` knows of a run."""
+    """Static values of the training step under `jax.jit`."""
 
     config: configs.Config
     mesh: Mesh
     constrain: bool  # annotate activations as well
-    graphs: model.Graphs
+    graphs: decoder.Graphs
     shards: steps.Tree  # NamedSharding of each master weight
     optimizer: optax.GradientTransformation
     lr_schedule: Callable[[jax.Array], jax.Array]
 
     def pin(self, x: jax.Array, text: str) -> jax.Array:
-        """x, annotated with a layout as text, if activations are."""
+        """Annotate x with a layout given as text, if `constrain`."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, layout(text))) if self.constrain else x
 
     def pin_tokens(self, x_BTD: jax.Array) -> jax.Array:
@@ -87,16 +90,16 @@ class JitPlan:
         return self.pin(x_BTD, f"B/replica,data {tokens} D")
 
     def pin_sums(self, grads: steps.Tree) -> steps.Tree:
-        """Sums of gradients, sharded from stage 2 on."""
+        """Annotate accumulated gradients: sharded from stage 2 on."""
         return jax.lax.with_sharding_constraint(grads, self.shards) if self.config.parallel.zero >= 2 else grads
 
 
 def jit_plan(config: configs.Config, mesh: Mesh, constrain: bool) -> JitPlan:
-    kernel = model.attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
-    graphs, shapes = model.abstract(config.model.model_copy(update={"attention": kernel}))
+    kernel = decoder.attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
+    graphs, shapes = decoder.abstract(config.model.model_copy(update={"attention": kernel}))
     tensor = config.parallel.tensor
-    split = model.Split("tensor", tensor) if tensor > 1 else model.ONE_DEVICE
-    weights = specs(model.rules(config.model, split), shapes, mesh)
+    split = decoder.Split("tensor", tensor) if tensor > 1 else decoder.ONE_DEVICE
+    weights = specs(decoder.rules(config.model, split), shapes, mesh)
     persist_below = config.parallel.persist_below
     _, shards = zero_specs(shapes, mesh, config.parallel.zero, persist_below, stacked=("layers",), specs=weights)
     return JitPlan(
@@ -105,27 +108,27 @@ def jit_plan(config: configs.Config, mesh: Mesh, constrain: bool) -> JitPlan:
         constrain=constrain,
         graphs=graphs,
         shards=jax.tree.map(lambda spec: NamedSharding(mesh, spec), shards),
-        optimizer=optim.build(config.optimizer, model.is_decayed),
+        optimizer=optim.build(config.optimizer, decoder.is_decayed),
         lr_schedule=optim.schedule(config.optimizer),
     )
 
 
-def refuse_what_differs(config: configs.Config) -> None:
-    """Raise ValueError for what our step does and the step under jit does not."""
-    rows = padded_vocab(config.model.vocab_size, config.parallel.tensor)
+def check_is_comparable(config: configs.Config) -> None:
+    """Raise ValueError for features that the step under jit does not implement."""
+    vocab_size = config.model.vocab_size
+    rows = padded_vocab(vocab_size, config.parallel.tensor)
     if config.precision.loss_scale != "none":
-        raise ValueError(f"precision.loss_scale={config.precision.loss_scale} is no part of the comparison; use none")
+        raise ValueError(f"precision.loss_scale={config.precision.loss_scale}: not implemented under jit; use none")
     if config.parallel.pipe > 1:
-        raise ValueError(f"parallel.pipe={config.parallel.pipe} is no part of the comparison; use 1")
-    if rows > config.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size={config.model.vocab_size}: padding is no part of the comparison; use {rows}"
-        )
+        raise ValueError(f"parallel.pipe={config.parallel.pipe}: not implemented under jit; use 1")
+    if rows > vocab_size:
+        raise ValueError(f"model.vocab_size={vocab_size}: padding is not implemented under jit; use {rows}")
     if config.model.loss_chunk:
-        raise ValueError(f"model.loss_chunk={config.model.loss_chunk} is no part of the comparison; use 0")
+        raise ValueError(f"model.loss_chunk={config.model.loss_chunk}: not implemented under jit; use 0")
 
 
 def run_layer(plan: JitPlan, x_BTD: jax.Array, weights: steps.Tree) -> jax.Array:
+    """Apply a layer."""
     layer = nnx.merge(plan.graphs.layer, weights)
     attended = layer.attention(plan.pin_tokens(layer.norm_attention(x_BTD)), len(x_BTD))
     x_BTD = plan.pin_tokens(x_BTD + plan.pin_tokens(attended))
@@ -133,7 +136,7 @@ def run_layer(plan: JitPlan, x_BTD: jax.Array, weights: steps.Tree) -> jax.Array
 
 
 def objective(plan: JitPlan, params: steps.Tree, batch: steps.Tree) -> jax.Array:
-    """The sum of a microbatch's losses over the number of all tokens of a batch."""
+    """Return the summed loss of a microbatch, divided by the tokens of the batch."""
     ends = nnx.merge(plan.graphs.ends, params["ends"])
     logits = ends.logits
     embedding_VD = ends.embedding_VD[...]
@@ -144,8 +147,8 @@ def objective(plan: JitPlan, params: steps.Tree, batch: steps.Tree) -> jax.Array
     def look_up(tokens_BT: jax.Array) -> jax.Array:
         return embedding_VD.astype(jnp.float32)[tokens_BT]
 
-    ends.logits = pinned_logits  # inside ends.loss, which is the model's own
-    ends.look_up = look_up  # one that XLA's partitioner knows: it moves more for ours
+    ends.logits = pinned_logits  # called by ends.loss
+    ends.look_up = look_up  # XLA's partitioner moves more for our look-up
     x_BTD = plan.pin_tokens(ends.embed(batch["inputs"]).astype(embedding_VD.dtype))
     policy = remat.Policy(plan.config.memory.rematerialization)
     x_BTD = remat.scan(partial(run_layer, plan), x_BTD, params["layers"], policy)
@@ -154,24 +157,24 @@ def objective(plan: JitPlan, params: steps.Tree, batch: steps.Tree) -> jax.Array
 
 
 def accumulate(plan: JitPlan, params: steps.Tree, batch: steps.Tree) -> tuple[jax.Array, steps.Tree]:
-    """-> the mean loss of a batch and its gradients in float32."""
+    """Return the mean loss of a batch and its gradients in float32."""
     count = plan.config.parallel.microbatches
 
     def microbatches(x: jax.Array) -> jax.Array:
-        """x[B T] -> x[M B/M T]. Row b goes to microbatch b mod M: so each device keeps its rows, and nothing moves."""
+        """x[B T] -> x[M B/M T]. Row b goes to microbatch b mod M, so that each device keeps its rows."""
         return x.reshape(len(x) // count, count, -1).swapaxes(0, 1)
 
-    def one(sums: tuple, microbatch: steps.Tree) -> tuple[tuple, None]:
-        found = jax.value_and_grad(partial(objective, plan))(params, microbatch)
-        loss, grads = jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, found)
+    def add_microbatch(sums: tuple, microbatch: steps.Tree) -> tuple[tuple, None]:
+        loss_and_grads = jax.value_and_grad(partial(objective, plan))(params, microbatch)
+        loss, grads = jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, loss_and_grads)
         return (loss, plan.pin_sums(grads)), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    return jax.lax.scan(one, (jnp.zeros(()), plan.pin_sums(zeros)), jax.tree.map(microbatches, batch))[0]
+    return jax.lax.scan(add_microbatch, (jnp.zeros(()), plan.pin_sums(zeros)), jax.tree.map(microbatches, batch))[0]
 
 
 def jit_train(plan: JitPlan, state: steps.State, batch: steps.Tree) -> tuple[steps.State, dict[str, jax.Array]]:
-    """One update, as ours: clipped by the global norm, and left out where that is not finite."""
+    """Take one step, as ours: gradients clipped by the global norm; no update if the norm is not finite."""
     loss, grads = accumulate(plan, state.params, batch)
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
     finite = jnp.isfinite(norm)
@@ -194,13 +197,13 @@ def jit_train(plan: JitPlan, state: steps.State, batch: steps.Tree) -> tuple[ste
 def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
     """(State, batch) -> (State, metrics): `steps.build(config, mesh).train` without shard_map or collectives.
 
-    State and batch are annotated, and activations if `constrain`. Sharded over data are:
+    State and batch are annotated, and activations if `constrain`. Sharded over data:
     stage 1      master weights and moments
-    stage 2      and the sums of gradients, in every turn of the accumulation
-    stage 3      and the parameters, gathered where and as often as the compiler likes
+    stage 2      also accumulated gradients, in every microbatch
+    stage 3      also parameters; the compiler chooses where and how often to gather them
     """
     ours = steps.build(config, mesh)
-    refuse_what_differs(config)
+    check_is_comparable(config)
     state, batch = jax.tree.map(lambda x: x.sharding, (ours.state, ours.batch))
     is_gpu = mesh.devices.flat[0].platform == "gpu"
     return jax.jit(
@@ -213,12 +216,13 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
 
 
 def programs(config: configs.Config, mesh: Mesh) -> tuple[steps.Step, dict[str, Callable]]:
-    """-> our Step, and the three training functions by name."""
+    """Return our Step, and the three training functions by name."""
     step, jit, constrained = steps.build(config, mesh), jit_step(config, mesh, False), jit_step(config, mesh, True)
     return step, {"ours": step.train, "jit": jit, "jit + constraints": constrained}
 
 
 def random_batch(config: configs.Config, step: steps.Step) -> steps.Tree:
+    """Return a batch of random tokens, placed on the mesh."""
     shape = config.data.batch_size, config.data.seq_len + 1
     tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
@@ -233,7 +237,10 @@ def check(config: configs.Config, updates: int = 3, tolerance: float = 1e-5) -> 
     sizes = {"d_model": 8 * N, "d_ff": 16 * devices, "vocab_size": vocab, "max_seq_len": 16}
     config = config.replace("model", attention="xla", **sizes).replace("data", batch_size=2 * rows, seq_len=16)
     config = config.replace("precision", compute="float32", grad_reduce="float32")
-    config, losses = config.replace("parallel", persist_below=256), {}  # even so small, it has something to shard
+    config, losses = (
+        config.replace("parallel", persist_below=256),
+        {},
+    )  # so that some small arrays are sharded
     with jax.default_matmul_precision("highest"):  # GPUs multiply float32 as TF32 otherwise
         step, trains = programs(config, mesh)
         for name, train in trains.items():
@@ -241,21 +248,21 @@ def check(config: configs.Config, updates: int = 3, tolerance: float = 1e-5) -> 
             for _ in range(updates):
                 state, metrics, *_ = train(state, batch)
                 losses[name].append(float(metrics["loss"]))
-    if not all(np.allclose(found, losses["ours"], rtol=tolerance, atol=0) for found in losses.values()):
+    if not all(np.allclose(each, losses["ours"], rtol=tolerance, atol=0) for each in losses.values()):
         raise ValueError(
-            f"zero stage {config.parallel.zero}: the programs compute different things, so nothing is compared: "
-            f"their first losses are {losses}, which have to agree to {tolerance}"
+            f"parallel.zero={config.parallel.zero}: the programs compute different losses, so they are not compared: "
+            f"first losses {losses} must agree to {tolerance}"
         )
 
 
 def run(config: configs.Config, mesh: Mesh, count: int) -> list[dict]:
-    """Steps of the three programs in turn, each on its own state; -> a row of figures per program."""
+    """Run the three programs in turn, each on its own state; -> a row of figures per program."""
     step, trains = programs(config, mesh)
     batch, names = random_batch(config, step), list(trains)
     trains = {name: train.lower(step.state, step.batch).compile() for name, train in trains.items()}
     states, times, losses = {name: step.init() for name in names}, {name: [] for name in names}, {}
-    for turn in range(WARMUP + count):
-        for name in names[turn % 3 :] + names[: turn % 3]:  # each is the first, second and third equally often
+    for i in range(WARMUP + count):
+        for name in names[i % 3 :] + names[: i % 3]:  # rotate the order
             started = time.perf_counter()
             states[name], metrics, *_ = jax.block_until_ready(trains[name](states[name], batch))
             times[name].append(time.perf_counter() - started)
@@ -267,55 +274,55 @@ def run(config: configs.Config, mesh: Mesh, count: int) -> list[dict]:
     return rows
 
 
-def compiled(train: Callable, step: steps.Step, chances: int = 3) -> tuple[jax.stages.Compiled, float]:
-    """-> the compiled program, seconds it took. Tries again where the assembler could not be started."""
+def compiled(train: Callable, step: steps.Step, attempts: int = 3) -> tuple[jax.stages.Compiled, float]:
+    """Return the compiled program and the seconds it took. Retries if ptxas did not start."""
     started = time.perf_counter()
     try:
         return train.lower(step.state, step.batch).compile(), time.perf_counter() - started
     except jax.errors.JaxRuntimeError as error:
-        if chances == 1 or "Failed to launch ptxas" not in str(error):
+        if attempts == 1 or "Failed to launch ptxas" not in str(error):
             raise
-    return compiled(train, step, chances - 1)
+    return compiled(train, step, attempts - 1)
 
 
-def without_names(text: str) -> str:
-    """Compiled text with groups of devices by number: the partitioner writes them along axes of its own naming."""
+def with_numbered_groups(text: str) -> str:
+    """Return compiled text with replica groups by device number; XLA's partitioner writes them as axes of a mesh."""
 
     def numbered(match: re.Match) -> str:
         sizes = [int(size) for size in re.findall(r"=(\d+)", match[1])]
         names, over = (re.findall(r"'(\w+)'", part) for part in match.groups())
-        group, everyone = np.prod([sizes[names.index(axis)] for axis in over]), np.prod(sizes)
+        group, total = np.prod([sizes[names.index(axis)] for axis in over]), np.prod(sizes)
         order = sorted(range(len(names)), key=lambda d: names[d] in over)
-        return f"replica_groups=[{everyone // group},{group}]<={sizes}T({str(order)[1:-1]})".replace(" ", "")
+        return f"replica_groups=[{total // group},{group}]<={sizes}T({str(order)[1:-1]})".replace(" ", "")
 
     text = re.sub(r"replica_groups=mesh\[([^\]]*)\] \{((?:'\w+',?)*)\}", numbered, text)
     if "replica_groups=mesh" in text:
-        raise ValueError("groups along parts of axes, or devices in another order than the mesh's")
+        raise ValueError("replica groups along parts of axes, or in another device order than the mesh")
     return text
 
 
 def audit(config: configs.Config, mesh: Mesh) -> list[dict]:
-    """Compile the three programs; -> a row of figures per program, None where notes say why there is none."""
+    """Compile the three programs; -> a row of figures per program. Figures may be None: "notes" say why."""
     step, trains = programs(config, mesh)
     rows = [audit_program(config, mesh, step, name, train) for name, train in trains.items()]
     if all(row["compile_seconds"] is not None for row in rows):
         return rows
-    again = audit(config.replace("model", attention="xla"), mesh)
-    return rows + [row | {"program": row["program"] + " (xla attention)"} for row in again]
+    with_xla = audit(config.replace("model", attention="xla"), mesh)
+    return rows + [row | {"program": row["program"] + " (xla attention)"} for row in with_xla]
 
 
 def audit_program(config: configs.Config, mesh: Mesh, step: steps.Step, name: str, train: Callable) -> dict:
-    """The row of one program."""
+    """Return the row of one program."""
     row = dict.fromkeys(list(FIGURES)[3:]) | {"stage": config.parallel.zero, "program": name, "notes": []}
     try:
         program, row["compile_seconds"] = compiled(train, step)
     except jax.errors.JaxRuntimeError as error:
         if name == "ours" or config.model.attention == "xla":
             raise
-        return row | {"notes": [f"does not compile; all three follow with xla attention: {str(error)[:200]}"]}
+        return row | {"notes": [f"compilation failed; see the rows with xla attention: {str(error)[:200]}"]}
     row |= hlo.memory(program)
     try:
-        text = without_names(program.as_text())
+        text = with_numbered_groups(program.as_text())
         moved = row["collectives"] = hlo.summary(hlo.collectives(text, mesh.shape))
         row["wire_bytes"] = sum(kind["bytes_per_device"] for kind in moved)
         row["exposed_bytes"] = sum(kind["exposed_bytes"] for kind in moved)
@@ -327,7 +334,7 @@ def audit_program(config: configs.Config, mesh: Mesh, step: steps.Step, name: st
 
 
 def show(rows: list[dict], title: str) -> Table:
-    """A row per program, per device where bytes or FLOPs; under each stage, ours over the best of jit's, per figure."""
+    """Return a table: a row per program (bytes, FLOPs: per device), and per stage ours over the better jit."""
     figures = {key: figure for key, figure in FIGURES.items() if key in rows[0]}
 
     def cell(value: float | None, unit: float, digits: int) -> str:
@@ -347,27 +354,27 @@ def show(rows: list[dict], title: str) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Our training step beside the same step under plain jax.jit.")
+    parser = argparse.ArgumentParser(description="Compare our training step with the same step under plain jax.jit.")
     parser.add_argument("--config", required=True)
     parser.add_argument("--stages", default="0,1,2,3", help="ZeRO stages (default: 0,1,2,3)")
-    parser.add_argument("--steps", type=int, default=ENOUGH, help=f"steps timed (default: {ENOUGH})")
+    parser.add_argument("--steps", type=int, default=MIN_STEPS, help=f"timed steps (default: {MIN_STEPS})")
     parser.add_argument("--gpu", help=f"compile only, for this GPU: {', '.join(hardware.GPUS)}")
-    parser.add_argument("--gpus", type=int, default=8, help="how many of them (default: 8)")
+    parser.add_argument("--gpus", type=int, default=8, help="number of GPUs (default: 8)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     asked = parser.parse_intermixed_args(argv)
     try:
-        config, rows, stages = request.load(asked.config, asked.overrides), [], asked.stages.split(",")
+        config, rows, stages = load(asked.config, asked.overrides), [], asked.stages.split(",")
         if config.memory.offload_optimizer == "nvme":
-            raise ValueError("memory.offload_optimizer=nvme is timed by scripts/compare_offload.py --modes nvme")
+            raise ValueError("memory.offload_optimizer=nvme: use scripts/compare_offload.py --modes nvme")
         if not set(stages) <= set("0123") or asked.steps < 1:
-            raise ValueError(f"--stages={asked.stages} --steps={asked.steps}: stages are 0, 1, 2, 3; steps 1 or more")
+            raise ValueError(f"--stages={asked.stages} --steps={asked.steps}: stages must be 0 to 3, steps at least 1")
         meshes.configure(asked.gpus if asked.gpu else config.runtime.simulate, config.runtime.deterministic)
         try:
             devices = topology.compile_only(asked.gpu, asked.gpus) if asked.gpu else None
         except RuntimeError as error:  # no CUDA compiler
             raise ValueError(str(error)) from None
         mesh = meshes.make(**config.parallel.axes, devices=devices)
-        vocab = None if config.model.vocab_size else data.load(config.data).vocab_size
+        vocab = None if config.model.vocab_size else batches.load(config.data).vocab_size
         config = resolve(config, mesh.shape, vocab)
         for stage in map(int, stages):
             staged = config.replace("parallel", zero=stage, prefetch=config.parallel.prefetch and stage == 3)
@@ -377,9 +384,9 @@ def main(argv: list[str] | None = None) -> int:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
     about = {"device": mesh.devices.flat[0].device_kind, "devices": mesh.size, "jax": jax.__version__}
-    about |= {"parameters": cost.parameters(config.model), "remat": config.memory.remat, **dict(config.precision)}
-    title = "{devices} x {device}, jax {jax}, {parameters:,} parameters, {compute}, sends {grad_reduce}, remat {remat}"
-    few = f" (fewer than {ENOUGH} say little)" * (asked.steps < ENOUGH)
+    about |= {"parameters": counts.parameters(config.model), "remat": config.memory.remat, **dict(config.precision)}
+    title = "{devices} x {device}, jax {jax}, {parameters:,} parameters, {compute}, grads {grad_reduce}, remat {remat}"
+    few = f" (noisy: fewer than {MIN_STEPS})" * (asked.steps < MIN_STEPS)
     title = title.format(**about) + (", compiled only" if asked.gpu else f", {asked.steps} steps each{few}")
     Console(width=130).print(show(rows, title))
     for line in (f"stage {r['stage']}, {r['program']}: {note}" for r in rows for note in r.get("notes", ())):

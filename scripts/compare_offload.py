@@ -1,12 +1,12 @@
-"""Host memory side by side in one run: what each mode costs in time and saves on the device. For a machine with a GPU.
+"""Compare offload modes in one run: step time, and memory on the device and the host. For a machine with a GPU.
 
     python scripts/compare_offload.py --config configs/gpt2_124m.yaml [--steps 10] [--modes optimizer,params]
                                       [--nvme-dir FOLDER] [section.key=value ...]
 
-One table and one JSON line: seconds of a step (median), over those of the plain run; bytes on the device and on the
-host as compiled, and copied in a step; seconds that these copies take alone, at the speed measured here, both ways at a
-time; and which share of them is hidden: 1 - (step - plain step) / copies alone (not of nvme, whose files take time as
-well). ZeRO 3, full remat unless overridden.
+Prints a table and one JSON line: median seconds of a step, also as a ratio to the step without offload; bytes on the
+device and on the host as compiled, and copied per step; seconds of these copies alone, at the link bandwidth measured
+with both directions busy; and the hidden fraction of the copies: 1 - (step - step without offload) / copies alone (not
+for nvme, whose files take time as well). ZeRO 3 and full remat unless overridden.
 """
 
 import argparse
@@ -25,14 +25,15 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax import mesh as meshes
-from nanotrain_jax.audit import copies, hlo, memory
-from nanotrain_jax.config import Config
+from nanotrain_jax.audit import copies, hlo
+from nanotrain_jax.config.load import load
+from nanotrain_jax.config.resolve import resolve
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.costs import memory
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as nvme
-from nanotrain_jax.parallel.offload import HOST
-from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import request
+from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.parallel.host_offload import HOST
 from nanotrain_jax.step import build as steps
 
 OPTIMIZER = {"offload_optimizer": "host"}
@@ -47,21 +48,22 @@ MODES = {
 }
 
 
-def copy_speed(size: int) -> float:
-    """Bytes per second between the first device and its host, with as many going each way at a time."""
+def link_bandwidth(size: int) -> float:
+    """Return bytes per second between the first device and its host, per direction, both directions busy."""
     device = jax.devices()[0]
-    here, there = SingleDeviceSharding(device), SingleDeviceSharding(device, memory_kind=HOST)
-    near, far = jax.device_put(jnp.ones(size // 4), here), jax.device_put(jnp.ones(size // 4), there)
+    on_device, on_host = SingleDeviceSharding(device), SingleDeviceSharding(device, memory_kind=HOST)
+    device_array = jax.device_put(jnp.ones(size // 4), on_device)
+    host_array = jax.device_put(jnp.ones(size // 4), on_host)
     times = []
     for _ in range(6):
         started = time.perf_counter()
-        jax.block_until_ready((jax.device_put(near, there), jax.device_put(far, here)))
+        jax.block_until_ready((jax.device_put(device_array, on_host), jax.device_put(host_array, on_device)))
         times.append(time.perf_counter() - started)
     return size / min(times[1:])
 
 
 def measure(config: Config, mesh: jax.sharding.Mesh, count: int) -> dict[str, float]:
-    """Seconds of a step, median after two; bytes per device."""
+    """Return median seconds of a step after two warm-up steps, and bytes per device."""
     step = steps.build(config, mesh)
     state, (B, T) = step.init(), step.batch["inputs"].shape
     tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=(B, T + 1), dtype=np.int32)
@@ -72,38 +74,40 @@ def measure(config: Config, mesh: jax.sharding.Mesh, count: int) -> dict[str, fl
     with ExitStack() as stack:
         if config.memory.offload_optimizer == "nvme":
             files = stack.enter_context(nvme.opened(checkpointing.store(config, step)))
-            checkpointing.fill(files, step, config, None, None)
+            checkpointing.restore(files, step, config, None, None)
             run = checkpointing.train(files, step, train)
         for _ in range(count + 2):
             started = time.perf_counter()
             state, metrics, _ = run(state, batch)
             metrics["loss"].block_until_ready()
             times.append(time.perf_counter() - started)
-    found = {row["to"]: row["bytes_per_device"] for row in copies.summary(copies.copies(train.as_text()))}
+    copied = {row["to"]: row["bytes_per_device"] for row in copies.summary(copies.copies(train.as_text()))}
     if mesh.devices.flat[0].platform == "cpu":  # whose programs show no copies
-        found = {
-            to: sum(r["bytes_per_device"] for r in memory.copied(config) if r["to"] == to) for to in ("device", "host")
+        copied = {
+            to: sum(r["bytes_per_device"] for r in memory.host_copies(config) if r["to"] == to)
+            for to in ("device", "host")
         }
     sizes = hlo.memory(train)
-    moved = {f"to_{to}_bytes": found.get(to, 0.0) for to in ("device", "host")}
-    kept = {"device_bytes": sizes["peak_bytes"], "host_bytes": sizes["host_bytes"], "loss": float(metrics["loss"])}
-    return {"step_seconds": statistics.median(times[2:])} | kept | moved
+    traffic = {f"to_{to}_bytes": copied.get(to, 0.0) for to in ("device", "host")}
+    stored = {"device_bytes": sizes["peak_bytes"], "host_bytes": sizes["host_bytes"], "loss": float(metrics["loss"])}
+    return {"step_seconds": statistics.median(times[2:])} | stored | traffic
 
 
 def compare(config: Config, modes: list[str], count: int, nvme_dir: str) -> list[dict[str, Any]]:
-    """A row for each mode, the plain run first. nvme_dir: where the files of nvme may be, for a while."""
+    """Return a row per mode, the step without offload first. nvme_dir: for temporary files of mode nvme."""
     meshes.configure(config.runtime.simulate)
     mesh = meshes.make(**config.parallel.axes)
-    speed, rows = copy_speed(2**28), []
+    bandwidth, rows = link_bandwidth(2**28), []
     for mode in ["none", *modes]:
         with tempfile.TemporaryDirectory(dir=nvme_dir) as folder:
             memory = MODES[mode] | {"nvme_dir": folder if mode == "nvme" else None}
-            found = measure(resolve(config.replace("memory", **memory), mesh.shape), mesh, count)
-        alone = max(found["to_device_bytes"], found["to_host_bytes"]) / speed
-        more = found["step_seconds"] - (rows or [found])[0]["step_seconds"]
-        hidden = 1 - more / alone if alone and mode != "nvme" else None
-        found |= {"over_plain": found["step_seconds"] / (rows or [found])[0]["step_seconds"]}
-        rows.append({"mode": mode} | found | {"copies_alone_seconds": alone, "hidden": hidden})
+            figures = measure(resolve(config.replace("memory", **memory), mesh.shape), mesh, count)
+        copy_seconds = max(figures["to_device_bytes"], figures["to_host_bytes"]) / bandwidth
+        plain_seconds = (rows or [figures])[0]["step_seconds"]
+        exposed = figures["step_seconds"] - plain_seconds
+        hidden = 1 - exposed / copy_seconds if copy_seconds and mode != "nvme" else None
+        figures |= {"over_plain": figures["step_seconds"] / plain_seconds}
+        rows.append({"mode": mode} | figures | {"copies_alone_seconds": copy_seconds, "hidden": hidden})
     return rows
 
 
@@ -113,32 +117,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--modes", default=",".join(list(MODES)[1:]))
-    parser.add_argument("--nvme-dir", default=".", help="folder for the files of --modes nvme (default: this one)")
+    parser.add_argument("--nvme-dir", default=".", help="folder for the files of --modes nvme (default: .)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     try:
         modes = arguments.modes.split(",")
         for mode in set(modes) - MODES.keys():
-            raise ValueError(f"--modes {mode!r} is unknown; use {', '.join(MODES)}")
+            raise ValueError(f"--modes={mode}: unknown; use {', '.join(MODES)}")
         if arguments.steps < 1:
-            raise ValueError(f"--steps {arguments.steps}: at least 1")
+            raise ValueError(f"--steps={arguments.steps}: must be at least 1")
         overrides = ["parallel.zero=3", "memory.remat=full", *arguments.overrides]
-        rows = compare(request.load(arguments.config, overrides), modes, arguments.steps, arguments.nvme_dir)
+        rows = compare(load(arguments.config, overrides), modes, arguments.steps, arguments.nvme_dir)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     device = jax.devices()[0].device_kind
     table = Table(title=f"{device}, jax {jax.__version__}: {arguments.config} {' '.join(arguments.overrides)}")
     for name in (
-        "in host memory",
+        "offloaded",
         "step s",
-        "over plain",
+        "x no offload",
         "GB on the device",
         "on the host",
         "copies alone s",
         "hidden",
     ):
-        table.add_column(name, justify="left" if name == "in host memory" else "right")
+        table.add_column(name, justify="left" if name == "offloaded" else "right")
     for row in rows:
         hidden = "-" if row["hidden"] is None else f"{row['hidden']:.0%}"
         sizes = (f"{row[key] / 1e9:.2f}" for key in ("device_bytes", "host_bytes"))

@@ -1,9 +1,9 @@
-"""Save with one layout and number of processes, go on with another: the same state, bit for bit, and the same losses.
+"""Resume with another layout and number of processes: bitwise the same state, and the same losses.
 
 python scripts/compare_restores.py [--first N] [section.key=value ...]
 
-A chain: each layout restores what the one before it saved, takes 3 steps, saves, and takes 3 more, which the next one
-is held to. Exit code 1 if a state differs, or a loss by more than 1e-6 of itself.
+A chain: each layout restores the previous layout's checkpoint, takes 3 steps, saves, and takes 3 more, whose losses the
+next layout must repeat. Exit code 1 if a state differs, or a loss by more than 1e-6 relative.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax import model, train
-from nanotrain_jax.runtime import checkpoint, data, request
+from nanotrain_jax import train
+from nanotrain_jax.checkpoint import write
+from nanotrain_jax.config.load import load
+from nanotrain_jax.data import batches as data
+from nanotrain_jax.models import decoder
 
 STEPS = 3
 TOLERANCE = 1e-6
@@ -75,43 +78,43 @@ LAYOUTS = [  # processes, keys of parallel and memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the chain, print a table; -> 1 if something differs."""
+    """Run the chain and print a table; -> 1 if a state or loss differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--first", type=int, default=len(LAYOUTS), help="so many layouts only")
+    parser.add_argument("--first", type=int, default=len(LAYOUTS), help="number of layouts (default: all)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args(argv)
     console, table = Console(highlight=False, soft_wrap=True), Table("saved by", "restored by", "state", "next losses")
-    wrong, before = 0, None
+    failures, previous = 0, None
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "small.yaml"
         config.write_text(yaml.safe_dump(CONFIG))
         for number, (count, layout) in enumerate(LAYOUTS[: options.first]):
             resume = f"{folder}/{number - 1}/checkpoints" if number else "auto"
             keys = [f"logging.dir={folder}/{number}", f"checkpoint.resume={resume}", *overrides(layout)]
-            found = processes(count, [str(config), *keys, *options.overrides])
+            result = processes(count, [str(config), *keys, *options.overrides])
             name = f"{count} x {layout}"
-            if before:
-                same = found["restored"] == before["saved"]
-                ours, theirs = np.array(found["losses"][:STEPS]), np.array(before["losses"][STEPS:])
-                apart = float(np.max(np.abs(ours / theirs - 1)))
-                wrong += not same or apart > TOLERANCE
-                row = before["name"], name, "bitwise equal" if same else "DIFFERS", f"within {apart:.1e}"
+            if previous:
+                same = result["restored"] == previous["saved"]
+                losses, expected = np.array(result["losses"][:STEPS]), np.array(previous["losses"][STEPS:])
+                difference = float(np.max(np.abs(losses / expected - 1)))
+                failures += not same or difference > TOLERANCE
+                row = previous["name"], name, "bitwise equal" if same else "DIFFERS", f"within {difference:.1e}"
                 table.add_row(*row)
                 console.print("  |  ".join(row))
-            before = found | {"name": name}
+            previous = result | {"name": name}
     console.print(table)
-    return int(wrong > 0)
+    return int(failures > 0)
 
 
 def overrides(layout: str) -> list[str]:
-    """The words of a layout as overrides of a config."""
+    """Return a layout as overrides of a config."""
     sections = ["memory" if word.startswith("offload") else "parallel" for word in layout.split()]
     keys = [f"{section}.{word}" for section, word in zip(sections, layout.split(), strict=True)]
     return [*keys, "parallel.persist_below=0"]
 
 
 def processes(count: int, arguments: list[str]) -> dict:
-    """Run `worker` in so many processes; -> what the first of them prints. Raises RuntimeError."""
+    """Run `worker` in `count` processes; -> the JSON printed by process 0. Raises RuntimeError."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
     shared["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -137,19 +140,19 @@ def processes(count: int, arguments: list[str]) -> dict:
 
 def worker(path: str, *keys: str) -> None:
     """One of the processes of a layout: restore, 3 steps, save, 3 steps; print checksums of states, and losses."""
-    run = train.prepare(request.load(path, keys))
+    run = train.prepare(load(path, keys))
     state, losses, first = run.state, [], int(run.state.step)
     restored = checksums(run, state)
     batches = data.batches(run.dataset.train, run.step.batch, run.config.data.seed, run.position)
     for batch in islice(batches, STEPS):
         state, metrics, _ = run.step.train(state, batch)
         losses.append(float(metrics["loss"]))
-    saved, keep = checksums(run, state), run.config.checkpoint
+    saved, checkpoint = checksums(run, state), run.config.checkpoint
     position = run.position + STEPS * run.config.data.batch_size
     meta = {"config": run.config.to_dict(), "tokenizer": run.dataset.tokenizer, "nvme": None}
     meta["data"] = {"position": position, "fingerprint": run.dataset.fingerprint}
-    Path(keep.dir).mkdir(parents=True, exist_ok=True)
-    with checkpoint.writing(keep) as save:
+    Path(checkpoint.dir).mkdir(parents=True, exist_ok=True)
+    with write.writing(checkpoint) as save:
         save(first + STEPS, run.step.in_layer_order(state), meta)
     for batch in islice(batches, STEPS):
         state, metrics, _ = run.step.train(state, batch)
@@ -158,16 +161,16 @@ def worker(path: str, *keys: str) -> None:
 
 
 def checksums(run: train.Run, state: object) -> dict[str, int]:
-    """Path -> CRC-32 of each array, in the order of layers, without padding."""
+    """Return path -> CRC-32 of each array, in layer order, without padding."""
 
-    def one(path: tuple, x: jax.Array) -> tuple[str, int]:
+    def checksum(path: tuple, x: jax.Array) -> tuple[str, int]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        whole = np.asarray(multihost_utils.process_allgather(jax.device_put(x, jax.memory.Space.Device), tiled=True))
-        rows = run.config.model.vocab_size if model.is_padded(name) else None
-        return name, zlib.crc32(np.ascontiguousarray(whole[:rows] if whole.ndim else whole))
+        full = np.asarray(multihost_utils.process_allgather(jax.device_put(x, jax.memory.Space.Device), tiled=True))
+        rows = run.config.model.vocab_size if decoder.is_padded(name) else None
+        return name, zlib.crc32(np.ascontiguousarray(full[:rows] if full.ndim else full))
 
     leaves = jax.tree_util.tree_leaves_with_path(run.step.in_layer_order(state))
-    return dict(one(path, x) for path, x in leaves)
+    return dict(checksum(path, x) for path, x in leaves)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
-"""Wall-clock of pipeline schedules, side by side in one run, as ratios to the first.
+"""Compare the wall-clock time of pipeline schedules in one run, as ratios to the first.
 
     python scripts/compare_schedules.py --config configs/laptop_3d.yaml
                                         [--schedules gpipe,1f1b,1f1b_lean,interleaved:2,zero_bubble,zb_h1]
                                         [--rounds 5] [--idle skip,mask] [section.key=value ...]
 
-Compiles the real step with each schedule (interleaved:CHUNKS) and each way to idle (default: that of the config), on
-one mesh and one batch of random tokens, and runs them in turn, a few steps each, another one first in every round.
-Beside the measured ratio stands that of `chart.stats`, where F, dX and W of a layer take the same time and all else
-takes none; if stages mask, every tick there is as long as all of its slots. The first losses have to agree.
+Compiles the real step with each schedule (interleaved:CHUNKS) and idle mode (default: the config's), on one mesh and
+one batch of random tokens. Runs the programs in turn, a few steps each, with a rotated order in every round. The table
+also has the ratio modelled by `schedule_text.stats`, where F, dX and W of a layer take the same time and all else takes
+none; with idle=mask every tick takes the time of all its slots. The first losses must agree.
 
-That model is of devices that work at the same time. Simulated devices share the cores of one machine: where there are
-fewer cores than stages, another device works while one waits, so all work adds up and a bubble costs little. What
-wall-clock can show there is overhead: of a tick, of an idle slot, and of work that is done more than once or thrown
-away. Memory costs time there too: temporaries above 32 MiB per device are, by glibc, taken from Linux anew in every
-step, page by page. cpu ms is what all cores spent on a step; where it is hardly more than the median, only one of them
-was free, and where it differs between runs, somebody else was busy.
+The model assumes devices that run in parallel. Simulated devices share the cores of one machine: with fewer cores than
+stages, one device computes while another waits, so a bubble costs little and all work adds up. Wall-clock time then
+shows overhead: of a tick, of an idle slot, of recomputed or masked work. Memory costs time as well: for temporaries
+above 32 MiB per device, glibc maps new pages in every step. cpu ms is the time of all cores per step: if it is about
+the median, only one core was free; if it differs between runs, the machine was busy.
 """
 
 import argparse
@@ -31,13 +30,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax import config as configs
-from nanotrain_jax import mesh as meshes
 from nanotrain_jax.audit import hlo
-from nanotrain_jax.parallel import chart
-from nanotrain_jax.parallel import schedule as schedules
-from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import data, request
+from nanotrain_jax.config import schema as configs
+from nanotrain_jax.config.load import load
+from nanotrain_jax.config.resolve import resolve
+from nanotrain_jax.data import batches
+from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.parallel.pipeline import schedule as schedules
+from nanotrain_jax.parallel.pipeline import schedule_text
 from nanotrain_jax.step import build as steps
 
 SCHEDULES = "gpipe,1f1b,1f1b_lean,interleaved:2,zero_bubble,zb_h1"
@@ -55,14 +55,14 @@ class Program(NamedTuple):
 
 
 def modelled(p: configs.Parallel) -> tuple[int, float]:
-    """-> ticks, and the time that the schedule takes where a stage takes 1 for each of F, dX and W."""
+    """Return ticks, and the time of the schedule if F, dX and W of a stage take 1 each."""
     schedule = schedules.make(p.schedule, p.pipe, p.microbatches, p.chunks)
-    stats = chart.stats(schedule)
+    stats = schedule_text.stats(schedule)
     return stats.ticks, stats.masked * 3 * schedule.microbatches if p.idle == "mask" else float(stats.time)
 
 
 def prepare(config: configs.Config, mesh: jax.sharding.Mesh) -> tuple[Program, Row]:
-    """Compile the step of a resolved config and run it once -> program, and what is known of it by then."""
+    """Compile the step of a resolved config and run it once; -> program, and the first figures of its row."""
     step, p = steps.build(config, mesh), config.parallel
     started = time.perf_counter()
     train = step.train.lower(step.state, step.batch).compile()
@@ -87,28 +87,28 @@ def prepare(config: configs.Config, mesh: jax.sharding.Mesh) -> tuple[Program, R
 
 
 def measure(programs: Sequence[Program], rounds: int) -> list[list[tuple[float, float]]]:
-    """-> seconds of each step of each program: by the clock, and of all cores together."""
+    """Return for each program and step: seconds of wall-clock time, and seconds of all cores."""
     states, times = [p.state for p in programs], [[] for _ in programs]
-    for turn in range(rounds):
-        for i in (np.arange(len(programs)) + turn) % len(programs):
+    for round_index in range(rounds):
+        for i in (np.arange(len(programs)) + round_index) % len(programs):
             states[i], seconds = run_steps(programs[i], states[i])
             times[i] += seconds
     return times
 
 
 def run_steps(program: Program, state: steps.State) -> tuple[steps.State, list[tuple[float, float]]]:
-    """Take STEPS steps -> the state after them, and seconds of each as in `measure`."""
+    """Take STEPS steps; -> the state after them, and seconds of each as in `measure`."""
     seconds = []
     for _ in range(STEPS):
-        by_clock = time.perf_counter()
-        of_cores = time.process_time()
+        wall_start = time.perf_counter()
+        cpu_start = time.process_time()
         state, _, _ = jax.block_until_ready(program.train(state, program.batch))
-        seconds.append((time.perf_counter() - by_clock, time.process_time() - of_cores))
+        seconds.append((time.perf_counter() - wall_start, time.process_time() - cpu_start))
     return state, seconds
 
 
 def show(rows: Sequence[Row], title: str) -> Table:
-    """A row per schedule and way to idle."""
+    """Return a table with a row per schedule and idle mode."""
     table = Table("schedule", "idle", title=title)
     for column in ("ticks", "chunks", "median ms", "ratio", "modelled", "cpu ms", "temp MB", "compile s"):
         table.add_column(column, justify="right")
@@ -129,46 +129,47 @@ def show(rows: Sequence[Row], title: str) -> Table:
 
 
 def variants(asked: argparse.Namespace, base: configs.Config, mesh: jax.sharding.Mesh) -> list[configs.Config]:
-    """The config of each schedule and way to idle, resolved. Raises ValueError or OSError."""
-    vocab = None if base.model.vocab_size else data.load(base.data).vocab_size
-    found = []
+    """Return the resolved config of each schedule and idle mode. Raises ValueError or OSError."""
+    vocab = None if base.model.vocab_size else batches.load(base.data).vocab_size
+    resolved = []
     for idle, text in product((asked.idle or base.parallel.idle).split(","), asked.schedules.split(",")):
         name, _, chunks = text.partition(":")
         keys = {"schedule": name, "chunks": chunks or 1, "idle": idle}
         overrides = [f"parallel.{key}={value}" for key, value in keys.items()]
-        config = request.load(asked.config, [*asked.overrides, *overrides])
-        found.append(resolve(config, mesh.shape, vocab))
-    return found
+        config = load(asked.config, [*asked.overrides, *overrides])
+        resolved.append(resolve(config, mesh.shape, vocab))
+    return resolved
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print a table and one JSON line; -> 2 if the request is wrong, 1 if the losses differ."""
     parser = argparse.ArgumentParser(description="Time pipeline schedules side by side.")
     parser.add_argument("--config", required=True)
     parser.add_argument("--schedules", default=SCHEDULES, help=f"NAME or interleaved:CHUNKS (default: {SCHEDULES})")
-    parser.add_argument("--idle", help="skip, mask or both (default: that of the config)")
+    parser.add_argument("--idle", help="skip, mask, or both as skip,mask (default: the config's)")
     parser.add_argument("--rounds", type=int, default=5, help=f"rounds of {STEPS} steps each (default: 5)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     asked = parser.parse_intermixed_args(argv)
     try:
         if asked.rounds < 1:
             raise ValueError(f"--rounds={asked.rounds}: use 1 or more")
-        base = request.load(asked.config, asked.overrides)
+        base = load(asked.config, asked.overrides)
         if base.memory.offload_optimizer == "nvme":
-            raise ValueError("memory.offload_optimizer=nvme is timed by scripts/compare_offload.py --modes nvme")
+            raise ValueError("memory.offload_optimizer=nvme: use scripts/compare_offload.py --modes nvme")
         meshes.configure(base.runtime.simulate, base.runtime.deterministic)
         mesh = meshes.make(**base.parallel.axes)
         if mesh.shape["pipe"] == 1:
-            raise ValueError("parallel.pipe=1 has no schedule to compare; use 2 or more stages")
-        configs_of_all = variants(asked, base, mesh)
+            raise ValueError("parallel.pipe=1: has no schedule to compare; use 2 or more stages")
+        all_configs = variants(asked, base, mesh)
     except (ValueError, OSError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
 
-    programs, rows = zip(*(prepare(config, mesh) for config in configs_of_all), strict=True)
+    programs, rows = zip(*(prepare(config, mesh) for config in all_configs), strict=True)
     losses = [row["first_loss"] for row in rows]
     if not np.allclose(losses, losses[0], rtol=TOLERANCE, atol=0):
-        found = ", ".join(f"{row['schedule']} ({row['idle']}) {row['first_loss']:.7g}" for row in rows)
-        print(f"error: the first losses have to agree to {TOLERANCE}, but are {found}", file=sys.stderr)
+        first_losses = ", ".join(f"{row['schedule']} ({row['idle']}) {row['first_loss']:.7g}" for row in rows)
+        print(f"error: first losses must agree to {TOLERANCE}: {first_losses}", file=sys.stderr)
         return 1
     for row, times in zip(rows, measure(programs, asked.rounds), strict=True):
         seconds, cpu = zip(*times, strict=True)

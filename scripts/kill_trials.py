@@ -1,11 +1,11 @@
-"""Kill processes of a launched run with SIGKILL, again and again, and see whether it ends as if nothing had happened.
+"""Kill processes of launched runs with SIGKILL and check that each run ends with the losses of an undisturbed run.
 
 python scripts/kill_trials.py [--trials 50] [--processes 2] [--seed 0] [section.key=value ...]
 
-In each trial a launcher runs a small model; one of its processes, drawn by chance, is killed at a moment drawn by
-chance: while it starts, while it trains, or while a checkpoint is written. The run must reach its last step, with the
-losses of a run that was left alone, and not lose more steps than lie between two checkpoints; where they are written in
-the background (every other trial), not more than twice as many. Exit code 1 if one did not.
+In each trial a launcher trains a small model; a random process is killed at a random moment: during start-up, training
+or the write of a checkpoint. The run must reach its last step with the losses of an undisturbed run and lose at most
+the steps between two checkpoints; with asynchronous checkpoints (every other trial), at most twice as many. Exit code 1
+if a trial fails.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ CONFIG = {
 
 
 class Trial(NamedTuple):
-    """What became of a run."""
+    """The result of a run."""
 
-    killed: str  # which process, when
-    step: int  # at which it was, by the losses written so far
-    resumed: int | None  # the step that it went on from; None: not restarted
-    problem: str  # "" if there is none
+    killed: str  # rank and moment
+    step: int  # last step with a logged loss when it was killed
+    resumed: int | None  # the step it resumed from; None: not restarted
+    problem: str  # "" if none
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the trials, print a table; -> 1 if one failed."""
+    """Run the trials and print a table; -> 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--processes", type=int, default=2)
@@ -64,35 +64,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "small.yaml"
         config.write_text(yaml.safe_dump(CONFIG))
-        alone = start(config, Path(folder) / "alone", options)
-        _, err = alone.communicate()
-        if alone.returncode:
-            console.print(f"the run that was left alone failed: {err}")
+        undisturbed = start(config, Path(folder) / "undisturbed", options)
+        _, err = undisturbed.communicate()
+        if undisturbed.returncode:
+            console.print(f"the undisturbed run failed: {err}")
             return 1
-        expected = losses(Path(folder) / "alone")
-        table = Table("trial", "killed", "at step", "went on from", "lost", "")
+        expected = losses(Path(folder) / "undisturbed")
+        table = Table("trial", "killed", "at step", "resumed from", "lost", "")
         failed = 0
         for number in range(options.trials):
             run = Path(folder) / str(number)
-            most = (1 + number % 2) * CONFIG["checkpoint"]["every"]
+            max_lost = (1 + number % 2) * CONFIG["checkpoint"]["every"]
             launcher = start(config, run, options, f"checkpoint.async={str(bool(number % 2)).lower()}")
-            found = trial(launcher, run, MOMENTS[number % len(MOMENTS)], rng.randrange(options.processes), rng)
-            found = found._replace(problem=found.problem or problem(found, losses(run), expected, most))
-            failed += bool(found.problem)
-            lost = "-" if found.resumed is None else str(max(found.step - found.resumed, 0))
-            row = (str(number), found.killed, str(found.step), str(found.resumed), lost, found.problem or "same losses")
+            result = trial(launcher, run, MOMENTS[number % len(MOMENTS)], rng.randrange(options.processes), rng)
+            result = result._replace(problem=result.problem or problem(result, losses(run), expected, max_lost))
+            failed += bool(result.problem)
+            lost = "-" if result.resumed is None else str(max(result.step - result.resumed, 0))
+            outcome = result.problem or "same losses"
+            row = (str(number), result.killed, str(result.step), str(result.resumed), lost, outcome)
             table.add_row(*row)
             console.print("  ".join(row))
     console.print(table)
-    console.print(f"{options.trials - failed} of {options.trials} runs ended as if nothing had happened")
+    console.print(f"{options.trials - failed} of {options.trials} runs ended with the same losses")
     return int(failed > 0)
 
 
-def start(config: Path, run: Path, options: argparse.Namespace, *more: str) -> subprocess.Popen:
-    """A launcher."""
+def start(config: Path, run: Path, options: argparse.Namespace, *overrides: str) -> subprocess.Popen:
+    """Start a launcher."""
     command = ["-m", "nanotrain_jax.launch", "--processes", str(options.processes), "--", "--config", str(config)]
     return subprocess.Popen(
-        [sys.executable, *command, f"logging.dir={run}", *more, *options.overrides],
+        [sys.executable, *command, f"logging.dir={run}", *overrides, *options.overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -101,39 +102,39 @@ def start(config: Path, run: Path, options: argparse.Namespace, *more: str) -> s
 
 
 def trial(launcher: subprocess.Popen, run: Path, moment: str, rank: int, rng: random.Random) -> Trial:
-    """Kill a process at such a moment, and see what becomes of the run."""
+    """Kill a process at the given moment and wait for the run to end."""
     if moment == "start":
         wait(launcher, lambda: rank in children(launcher))
         time.sleep(rng.uniform(0, 6))
     else:
-        seen = rng.uniform(0.1, 0.8) * CONFIG["train"]["steps"]
-        wait(launcher, lambda: max(losses(run), default=0) >= seen)
+        kill_step = rng.uniform(0.1, 0.8) * CONFIG["train"]["steps"]
+        wait(launcher, lambda: max(losses(run), default=0) >= kill_step)
         if moment == "checkpoint":
             wait(launcher, lambda: any((run / "checkpoints").glob("*-tmp*")))
         time.sleep(rng.uniform(0, 0.05))
-    with suppress(KeyError, ProcessLookupError):  # of a run that has ended already
+    with suppress(KeyError, ProcessLookupError):  # the run has already ended
         os.kill(children(launcher)[rank], signal.SIGKILL)
     step = max(losses(run), default=0)
     out, err = launcher.communicate(timeout=300)
     resumed = [int(number) for number in re.findall(r"resumed from step (\d+)", out)]
-    went_on = (resumed or [0])[-1] if "ended by SIGKILL; restart 1" in err else None
+    resumed_from = (resumed or [0])[-1] if "killed by SIGKILL; restart 1" in err else None
     failed = f"exit code {launcher.returncode}: {err.splitlines()[-1:]}" if launcher.returncode else ""
-    return Trial(f"{rank}, {moment}", step, went_on, failed)
+    return Trial(f"{rank}, {moment}", step, resumed_from, failed)
 
 
-def problem(found: Trial, losses: dict[int, float], expected: dict[int, float], most: int) -> str:
-    """What is wrong with a run that has ended, in a few words; most: steps that it may lose."""
-    if found.resumed is None:
+def problem(result: Trial, losses: dict[int, float], expected: dict[int, float], max_lost: int) -> str:
+    """Return what is wrong with a run that has ended; "" if nothing. max_lost: steps that it may lose."""
+    if result.resumed is None:
         return "ended before it was killed"
     if losses != expected:
-        return f"losses differ from step {min(i for i in expected if losses.get(i) != expected[i])} on"
-    lost = found.step - found.resumed
-    return f"{lost} steps were lost" if lost > most else ""
+        return f"losses differ from step {min(i for i in expected if losses.get(i) != expected[i])}"
+    lost = result.step - result.resumed
+    return f"lost {lost} steps" if lost > max_lost else ""
 
 
 def children(launcher: subprocess.Popen) -> dict[int, int]:
-    """Rank -> process id, of the processes that a launcher has started (Linux)."""
-    found = {}
+    """Return rank -> process id of a launcher's workers (Linux)."""
+    pid_of_rank = {}
     try:
         pids = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     except OSError:
@@ -143,12 +144,12 @@ def children(launcher: subprocess.Popen) -> dict[int, int]:
             env = Path(f"/proc/{pid}/environ").read_text().split("\0")
         except OSError:
             continue
-        found |= {int(value.removeprefix("RANK=")): int(pid) for value in env if value.startswith("RANK=")}
-    return found
+        pid_of_rank |= {int(value.removeprefix("RANK=")): int(pid) for value in env if value.startswith("RANK=")}
+    return pid_of_rank
 
 
 def losses(run: Path) -> dict[int, float]:
-    """Step -> loss, as last written."""
+    """Return step -> loss, as last logged."""
     try:
         lines = (run / "metrics.jsonl").read_text().splitlines()
     except FileNotFoundError:
@@ -159,7 +160,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def wait(launcher: subprocess.Popen, until: Callable[[], bool]) -> None:
-    """Until something is so, or the launcher has ended."""
+    """Wait until a condition holds or the launcher has exited."""
     while launcher.poll() is None and not until():
         time.sleep(0.002)
 

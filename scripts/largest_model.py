@@ -1,9 +1,9 @@
-"""The largest decoder that one GPU trains, by the compiler's word, with more and more of it in host memory.
+"""Find the largest decoder that fits on one GPU, as compiled, with more and more state offloaded.
 
     python scripts/largest_model.py [--gpu h100] [--host-gb 2000] [section.key=value ...]
 
-Layers of the shape of Llama-3-70B's (or as overridden), as many as fit: the estimate says how many, the compiler has
-the last word. A GPU gives what JAX takes of it: 75%. Needs `pip install 'nanotrain_jax[cuda12]'`.
+Searches for the number of layers of the shape of Llama-3-70B's (or as overridden): first by the estimate, then by
+compiling. The memory limit is what JAX allocates of a GPU: 75%. Needs `pip install 'nanotrain_jax[cuda12]'`.
 """
 
 import argparse
@@ -13,17 +13,18 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax.audit import cost, topology
-from nanotrain_jax.config import Config
+from nanotrain_jax.audit import topology
+from nanotrain_jax.config import load
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.costs import counts
 from nanotrain_jax.planner.compiled import compile_step
 from nanotrain_jax.planner.estimate import Estimate, estimate, on_gpus
-from nanotrain_jax.runtime import request
 
 MODEL = {"family": "llama", "d_model": 8192, "num_heads": 64, "num_kv_heads": 8, "d_ff": 28672, "vocab_size": 128256}
 MODEL |= {"loss_chunk": 2048}
 HOST, FULL = {"offload_optimizer": "host"}, {"remat": "full"}
 NVME = {"offload_optimizer": "nvme", "nvme_dir": "."}
-MODES = {  # what rests in host memory -> ZeRO stage (2 and 3 part with gradients, also of one device), keys of memory
+MODES = {  # what is offloaded -> ZeRO stage (from 2 on gradients are offloaded, also on one device), keys of memory
     "nothing": (0, FULL),
     "optimizer": (0, FULL | HOST),
     "optimizer, gradients": (2, FULL | HOST),
@@ -34,22 +35,22 @@ MODES = {  # what rests in host memory -> ZeRO stage (2 and 3 part with gradient
 
 
 def planned(mode: str, layers: int, overrides: list[str]) -> Config:
-    """The config of a mode with so many layers, resolved for one GPU."""
+    """Return the config of a mode with this number of layers, resolved for one GPU."""
     zero, memory = MODES[mode]
     tree = {"model": MODEL | {"num_layers": layers}, "parallel": {"data": 1, "zero": zero}, "memory": memory}
     tree |= {"data": {"source": "synthetic", "batch_size": 1, "seq_len": 4096}}
-    for key, value in request.nested(overrides).items():
+    for key, value in load.nested(overrides).items():
         tree[key] = tree.get(key, {}) | value
-    return on_gpus(request.parse(tree), 1, "h100")
+    return on_gpus(load.parse(tree), 1, "h100")
 
 
 def fits(e: Estimate, peak: float, host: float, host_bytes: float) -> bool:
-    """Whether so many bytes of device and host memory are there."""
+    """True if these bytes of device and host memory are available."""
     return peak <= e.limit_bytes and host <= host_bytes
 
 
 def largest(mode: str, gpu: str, host_bytes: float, overrides: list[str]) -> tuple[Estimate, dict]:
-    """-> estimate and compiled step of the model with the most layers that fits."""
+    """Return the estimate and the compiled step of the largest model that fits."""
 
     @functools.cache
     def estimated(layers: int) -> Estimate:
@@ -64,8 +65,8 @@ def largest(mode: str, gpu: str, host_bytes: float, overrides: list[str]) -> tup
         return fits(e, e.peak_bytes, sum(e.on_host.values()), host_bytes)
 
     def fits_when_compiled(layers: int) -> bool:
-        found = compiled(layers)
-        return fits(estimated(layers), found["peak_bytes"], found["host_bytes"], host_bytes)
+        memory = compiled(layers)
+        return fits(estimated(layers), memory["peak_bytes"], memory["host_bytes"], host_bytes)
 
     low, high = 1, 2
     while is_estimated_to_fit(high) and high < 4096:
@@ -84,19 +85,19 @@ def main(argv: list[str] | None = None) -> int:
     """Print a table; 2 if the request is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gpu", default="h100")
-    parser.add_argument("--host-gb", type=float, default=2000, help="host memory for this GPU, GB")
+    parser.add_argument("--host-gb", type=float, default=2000, help="host memory of the GPU, GB (default: 2000)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args(argv)
-    table = Table("in host memory", "layers", "parameters", "GB on the GPU", "GB on the host", "GB on NVMe")
+    table = Table("offloaded", "layers", "parameters", "GB on the GPU", "GB on the host", "GB on NVMe")
     try:
         for mode in MODES:
-            e, found = largest(mode, arguments.gpu, arguments.host_gb * 1e9, arguments.overrides)
+            e, memory = largest(mode, arguments.gpu, arguments.host_gb * 1e9, arguments.overrides)
             m = e.config.model
             row = (
                 m.num_layers,
-                f"{cost.parameters(m) / 1e9:.1f}e9",
-                found["peak_bytes"] / 1e9,
-                found["host_bytes"] / 1e9,
+                f"{counts.parameters(m) / 1e9:.1f}e9",
+                memory["peak_bytes"] / 1e9,
+                memory["host_bytes"] / 1e9,
                 e.nvme_bytes / 1e9,
             )
             table.add_row(mode, *(f"{x:.1f}" if isinstance(x, float) else str(x) for x in row))

@@ -1,10 +1,9 @@
-"""Text files -> a folder of memory-mapped tokens for `data.source=tokens:DIR`.
+"""Tokenize text files into a folder of memory-mapped tokens for `data.source=tokens:DIR`.
 
     python scripts/prepare_data.py TEXT_FILES... --out DIR [--tokenizer bytes|train-bpe:32000|FILE] [--skip-bad]
 
-.txt: a document per file (one file alone is cut at line ends into about a hundred); .jsonl, .jsonl.gz: a document per
-line; .parquet: a document per row. Exit codes: 0 done; 2 the request is wrong, told in one line on stderr; 1 anything
-else.
+.txt: a document per file (a single file is split at line ends into about a hundred); .jsonl, .jsonl.gz: a document per
+line; .parquet: a document per row. Exit codes: 0 done; 2 the request is wrong (one line on stderr); 1 anything else.
 """
 
 import argparse
@@ -20,15 +19,16 @@ from pathlib import Path
 import tokenizers
 from rich.progress import track
 
-from nanotrain_jax.runtime import corpus, request
+from nanotrain_jax.config.load import Parser, one_line, path_argument, refuse
+from nanotrain_jax.data import corpus
 
 KINDS = ".txt", ".jsonl", ".jsonl.gz", ".parquet"
 
 
 def documents(paths: list[Path], field: str, skipped: Counter[str] | None) -> Iterator[bytes]:
-    """The texts of all files. Raises ValueError or OSError.
+    """Yield the texts of all files. Raises ValueError or OSError.
 
-    skipped: counts bad lines of .jsonl by kind, and they are left out; None: the first one raises ValueError.
+    skipped: counts bad lines of .jsonl, which are skipped, by kind; None: the first bad line raises ValueError.
     """
     if texts := [p for p in paths if p.suffix == ".txt"]:
         yield from corpus.text_documents(texts)
@@ -40,14 +40,14 @@ def documents(paths: list[Path], field: str, skipped: Counter[str] | None) -> It
 
 
 def json_documents(path: Path, field: str, skipped: Counter[str] | None) -> Iterator[bytes]:
-    """The text of each line that is not blank. Raises ValueError or OSError. skipped: as in `documents`."""
+    """Yield the text of each line that is not blank. Raises ValueError or OSError. skipped: as in `documents`."""
 
     def text_or_none(number: int, line: bytes) -> bytes | None:
         try:
             return text_of(line, field) if line.strip() else b""
         except BadLine as error:
             if skipped is None:
-                raise ValueError(f"{path}:{number}: {error}, or leave out such lines with --skip-bad") from None
+                raise ValueError(f"{path}:{number}: {error}, or skip such lines with --skip-bad") from None
             skipped[error.kind] += 1
             return None
 
@@ -56,11 +56,11 @@ def json_documents(path: Path, field: str, skipped: Counter[str] | None) -> Iter
             texts = (text_or_none(number, line) for number, line in enumerate(lines, 1))
             yield from (text for text in texts if text is not None)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is damaged or cut short ({error}); fetch or write it again") from None
+        raise ValueError(f"{path}: damaged or truncated ({error}); download or write it again") from None
 
 
 class BadLine(ValueError):
-    """A line of .jsonl without a text. kind: what it is counted as."""
+    """A line of .jsonl without text. kind: the category it is counted in."""
 
     def __init__(self, kind: str, message: str):
         super().__init__(message)
@@ -68,21 +68,21 @@ class BadLine(ValueError):
 
 
 def text_of(line: bytes, field: str) -> bytes:
-    """The text of a line of JSON. Raises BadLine."""
+    """Return the text of a line of JSON. Raises BadLine."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadLine("not valid JSON", f"not valid JSON ({getattr(error, 'msg', error)}); mend the line") from None
+        raise BadLine("not valid JSON", f"not valid JSON ({getattr(error, 'msg', error)}); fix the line") from None
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        found = f"with the keys {[*record][:20]}" if isinstance(record, dict) else "that is no object"
-        what = f"no text under {field!r} in a line {found}; name the key of the text with --field"
-        raise BadLine(f"no text under {field!r}", what)
-    return text.encode("utf-8", "surrogatepass")  # half a pair of surrogates stays: invalid UTF-8, which is counted
+        content = f"an object with the keys {[*record][:20]}" if isinstance(record, dict) else "not an object"
+        message = f"no text under {field!r} (the line is {content}); name the key of the text with --field"
+        raise BadLine(f"no text under {field!r}", message)
+    return text.encode("utf-8", "surrogatepass")  # a lone surrogate becomes invalid UTF-8, which is counted
 
 
 def parquet_documents(path: Path, field: str) -> Iterator[bytes]:
-    """The texts in one column of a file. Raises ValueError or OSError."""
+    """Yield the texts in one column of a file. Raises ValueError or OSError."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -91,25 +91,23 @@ def parquet_documents(path: Path, field: str) -> Iterator[bytes]:
     try:
         file = parquet.ParquetFile(path)
         if field not in file.schema_arrow.names:
-            raise ValueError(
-                f"{path} has no column {field!r} (it has {', '.join(file.schema_arrow.names)}); use --field"
-            )
+            raise ValueError(f"{path}: no column {field!r} (it has {', '.join(file.schema_arrow.names)}); use --field")
         kind = file.schema_arrow.field(field).type
         if kind not in (pyarrow.string(), pyarrow.large_string()):
-            raise ValueError(f"{path}: column {field!r} holds {kind}, not text; use --field")
+            raise ValueError(f"{path}: column {field!r} has type {kind}, not text; use --field")
         for batch in file.iter_batches(columns=[field]):
             yield from (text.encode() for text in batch.column(0).to_pylist() if text)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a parquet file ({error}); remove it from the list") from None
+        raise ValueError(f"{path}: not a parquet file ({error}); remove it from the list") from None
 
 
 def train_bpe(texts: Iterator[bytes], size: str) -> corpus.Tokenizer:
-    """A byte-level BPE (as GPT-2) of `size` ids, trained on the texts. Raises ValueError."""
+    """Train a byte-level BPE (as GPT-2) of `size` ids on the texts. Raises ValueError."""
     end = corpus.END_OF_TEXT[0]
     if not re.fullmatch(r"\d{1,7}", size, re.ASCII) or int(size) < 257:
         raise ValueError(
-            f"--tokenizer train-bpe:{size}: the size is a number of at least 257 (256 bytes and {end}); "
-            "try train-bpe:32000"
+            f"--tokenizer=train-bpe:{size}: the size must be at least 257 (256 bytes and {end}); "
+            "use e.g. train-bpe:32000"
         )
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -126,10 +124,10 @@ def train_bpe(texts: Iterator[bytes], size: str) -> corpus.Tokenizer:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line. Exits with 2 if it is wrong."""
-    parser = request.Parser(description="Turn text files into a folder of memory-mapped tokens.")
-    path = request.path_argument
+    parser = Parser(description="Turn text files into a folder of memory-mapped tokens.")
+    path = path_argument
     parser.add_argument("files", nargs="+", type=path, help=", ".join(KINDS))
-    parser.add_argument("--out", required=True, type=path, help="folder to write; must not exist")
+    parser.add_argument("--out", required=True, type=path, help="output folder; must not exist")
     parser.add_argument(
         "--tokenizer",
         default="bytes",
@@ -137,21 +135,22 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help="bytes (default) | train-bpe:SIZE | path of a tokenizer.json, as in a Hugging Face model repository",
     )
     parser.add_argument("--field", default="text", help="key or column that holds the text (default: text)")
-    parser.add_argument("--skip-bad", action="store_true", help="leave out and count bad lines of .jsonl")
+    parser.add_argument("--skip-bad", action="store_true", help="skip and count bad lines of .jsonl")
     return parser.parse_args(argv)
 
 
 def check(files: list[Path]) -> None:
-    """Raise ValueError or OSError if one of them is of no known kind, a folder, or missing."""
+    """Raise ValueError or OSError if a file has an unknown extension, is a folder, or is missing."""
     for path in files:
         if not path.name.endswith(KINDS):
-            raise ValueError(f"{path}: not one of {', '.join(KINDS)}; rename or convert it")
+            raise ValueError(f"{path}: must be one of {', '.join(KINDS)}; rename or convert it")
         if path.is_dir():
-            raise ValueError(f"{path} is a folder; give the files in it")
+            raise ValueError(f"{path}: is a folder; give the files in it")
         path.stat()
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Write the folder; 2 if the request is wrong."""
     asked = arguments(argv)
     files = [Path(file) for file in asked.files]
     out, name = Path(asked.out), asked.tokenizer
@@ -159,26 +158,26 @@ def main(argv: list[str] | None = None) -> int:
 
     def texts(task):
         if skipped:
-            skipped.clear()  # of the pass that trained the tokenizer
+            skipped.clear()  # counts of the pass that trained the tokenizer
         return track(documents(files, asked.field, skipped), task, disable=not sys.stderr.isatty())
 
     try:
         check(files)
         if out.exists():
-            raise ValueError(f"--out {out} exists already; remove it or choose another")
+            raise ValueError(f"--out={out}: already exists; remove it or choose another")
         if name.startswith("train-bpe:"):
             tokenizer = train_bpe(texts("training the tokenizer"), name.removeprefix("train-bpe:"))
         else:
             tokenizer = corpus.tokenizer(name, "--tokenizer", "bytes, train-bpe:SIZE")
         header = corpus.write(out, texts("tokenizing"), tokenizer)
     except (ValueError, OSError) as error:
-        return request.refuse(error)
-    told = [f"{out}: {header['tokens']:,} tokens in {header['documents']:,} documents, {header['vocab_size']:,} ids "]
-    told[0] += f"({header['tokenizer']}); train with data.source=tokens:{out}"
-    told += [f"left out {count:,} lines: {kind}" for kind, count in sorted((skipped or {}).items())]
+        return refuse(error)
+    lines = [f"{out}: {header['tokens']:,} tokens in {header['documents']:,} documents, {header['vocab_size']:,} ids "]
+    lines[0] += f"({header['tokenizer']}); train with data.source=tokens:{out}"
+    lines += [f"skipped {count:,} lines: {kind}" for kind, count in sorted((skipped or {}).items())]
     if header["replaced"]:
-        told.append(f"{header['replaced']:,} invalid pieces of UTF-8 became U+FFFD")
-    print("\n".join(map(request.one_line, told)))
+        lines.append(f"replaced {header['replaced']:,} invalid UTF-8 sequences by U+FFFD")
+    print("\n".join(map(one_line, lines)))
     return 0
 
 

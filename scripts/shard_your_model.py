@@ -1,4 +1,4 @@
-"""A Flax model that knows nothing of this package, under plain jit with AdamW: tensor parallel by rules, ZeRO-3 on top.
+"""A plain Flax model under jit with AdamW: tensor parallelism by rules, plus ZeRO-3.
 
 python scripts/shard_your_model.py
 """
@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nanotrain_jax import FLAX, describe, optimizer_specs, shard, specs, zero_specs
-from nanotrain_jax import mesh as meshes
+from nanotrain_jax.parallel import mesh as meshes
 
 V, D, T, LAYERS = 256, 64, 32, 4
 OPTIMIZER = optax.adamw(1e-3, eps=1e-4)
@@ -39,8 +39,8 @@ class YourModel(nnx.Module):
 
 
 def train(graph: nnx.GraphDef, params: nnx.State, moments: optax.OptState, tokens: jax.Array) -> tuple:
-    """-> losses of three steps, and what became of params and moments, which stay laid out as they are."""
-    places = jax.tree.map(lambda x: x.sharding, (params, moments))
+    """Take three steps; -> losses, and the new params and moments with their shardings unchanged."""
+    shardings = jax.tree.map(lambda x: x.sharding, (params, moments))
 
     def step(params: nnx.State, moments: optax.OptState, tokens: jax.Array) -> tuple:
         def loss(params: nnx.State) -> jax.Array:
@@ -51,7 +51,7 @@ def train(graph: nnx.GraphDef, params: nnx.State, moments: optax.OptState, token
         updates, moments = OPTIMIZER.update(grads, moments, params)
         return optax.apply_updates(params, updates), moments, value
 
-    step, losses = jax.jit(step, out_shardings=(*places, None)), []
+    step, losses = jax.jit(step, out_shardings=(*shardings, None)), []
     for _ in range(3):
         params, moments, loss = step(params, moments, tokens)
         losses.append(float(loss))
@@ -63,18 +63,18 @@ def main() -> None:
     mesh = meshes.make(data=4, tensor=2)
     graph, params = nnx.split(YourModel(nnx.Rngs(0)))
     tokens = jax.random.randint(jax.random.key(1), (8, T + 1), 0, V)
-    by_rules = specs(FLAX, params, mesh)  # rules are pairs of a path's end and a layout: ("up/kernel", "D F/tensor")
+    by_rules = specs(FLAX, params, mesh)  # rules: pairs of a path suffix and a layout, ("up/kernel", "D F/tensor")
     weights, moments = zero_specs(params, mesh, stage=3, persist_below=100, specs=by_rules)
     print(*describe(params, mesh, weights), sep="\n")
     sharded = shard(params, mesh, weights)
-    of_state = optimizer_specs(OPTIMIZER, params, moments)  # Adam's mu and nu like moments, its count whole
-    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), of_state)
-    state = jax.jit(OPTIMIZER.init, out_shardings=places)(sharded)
+    state_specs = optimizer_specs(OPTIMIZER, params, moments)  # Adam's mu and nu like moments, its count replicated
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs)
+    state = jax.jit(OPTIMIZER.init, out_shardings=shardings)(sharded)
     batch = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec("data")))
     for where, args in ("one device", (params, OPTIMIZER.init(params), tokens)), ("8 devices", (sharded, state, batch)):
-        losses, after = train(graph, *args)
-        held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(after))
-        print(f"{where:10}  {held:9,} bytes of parameters and moments  losses", *(f"{loss:.6f}" for loss in losses))
+        losses, trained = train(graph, *args)
+        nbytes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(trained))
+        print(f"{where:10}  {nbytes:9,} bytes of parameters and moments  losses", *(f"{loss:.6f}" for loss in losses))
 
 
 if __name__ == "__main__":

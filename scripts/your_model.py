@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from nanotrain_jax import Config, Model, Rules, enter, initializer, leave
 from nanotrain_jax.parallel.tensor import cross_entropy
 
-RULES = Rules([  # which dim is split over tensor; the step splits L, the layers, over pipe, and adds ZeRO over data
+RULES = Rules([  # dims sharded over tensor; the step shards L (layers) over pipe and adds ZeRO over data
     ("attention/(query|key|value)/kernel", "L D N/tensor H"),
     ("attention/out/kernel", "L N/tensor H D"),
     ("up/kernel", "L D F/tensor"), ("down/kernel", "L F/tensor D"),
@@ -17,7 +17,7 @@ RULES = Rules([  # which dim is split over tensor; the step splits L, the layers
 
 class Layer(nnx.Module):
     def __init__(self, config: Config, tensor: int, rngs: nnx.Rngs):
-        D, N = config.model.d_model, config.model.num_heads // tensor  # heads and F of this device
+        D, N = config.model.d_model, config.model.num_heads // tensor  # heads per device
         sizes = {"num_heads": N, "in_features": D, "qkv_features": D // tensor, "out_features": D}
         self.attention = nnx.MultiHeadAttention(**sizes, use_bias=False, decode=False, rngs=rngs)
         self.up = nnx.Linear(D, 4 * D // tensor, use_bias=False, rngs=rngs)

@@ -4,6 +4,17 @@ from typing import NamedTuple
 
 from conftest import small
 
+OPTIMIZER = {"offload_optimizer": "host"}
+PARAMS = OPTIMIZER | {"offload_params": "host"}
+ACTIVATIONS = {"offload_activations": "host"}
+ALL = PARAMS | ACTIVATIONS
+WORDS = {  # keys of the section memory, by what is in host memory
+    "optimizer": OPTIMIZER,
+    "params": PARAMS,
+    "activations": ACTIVATIONS,
+    "all": ALL,
+}
+
 
 class Case(NamedTuple):
     """Mesh axes and their sizes in words, and further keys of a config; as a str, the id of a test."""
@@ -19,7 +30,7 @@ class Case(NamedTuple):
         return " ".join([self.layout, *keys, self.family, *([self.remat] if self.remat != "none" else [])])
 
     def tree(self, **sections):
-        """The small config of conftest with this layout, as plain data; sections=dict has the last word."""
+        """The small config of conftest with this layout, as plain data; sections=dict overrides it."""
         words = self.layout.split()
         axes = {axis: int(size) for axis, size in zip(words[::2], words[1::2], strict=True)}
         parallel = {"data": 1} | axes | self.parallel | sections.pop("parallel", {})

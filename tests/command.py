@@ -1,4 +1,4 @@
-"""The command as people use it, in this process or as one of its own, and what it leaves behind."""
+"""Run the train command, in this process or in its own, and read its outputs."""
 
 import os
 import subprocess
@@ -40,19 +40,19 @@ def main(config_file, *overrides):
 
 
 def start(config_file, *overrides, **how):
-    """The command as a process of its own."""
+    """Start the command as a subprocess."""
     command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(config_file), *overrides]
     environment = os.environ | {"HOME": str(config_file.parent), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
 
 
 def losses(folder):
-    """step -> (loss, val_loss), as it ran last."""
+    """Return step -> (loss, val_loss) of the last time each step ran."""
     return {r["step"]: (r["loss"], r.get("val_loss")) for r in records(folder)}
 
 
 def saved_state(folder):
-    """Step and state of the newest checkpoint of a run, as host arrays."""
+    """Return step and state of the newest checkpoint of a run, as host arrays."""
     with ocp.CheckpointManager(folder / "checkpoints", options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
         number = manager.latest_step()
         state = manager.restore(number, args=ocp.args.Composite(state=ocp.args.StandardRestore())).state
@@ -63,7 +63,7 @@ def saved_state(folder):
 
 
 def arrays_of(shapes, device):
-    """A tree of shapes -> abstract float32 arrays on a device (a sharding)."""
+    """Map a tree of shapes to abstract float32 arrays with a sharding."""
     return jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, np.float32, sharding=device),
         shapes,
@@ -76,7 +76,7 @@ def same(a, b):
 
 
 def wait_for_lines(run, more_than, process, limit=120):
-    """Wait until metrics.jsonl has more lines than that."""
+    """Wait until metrics.jsonl has more lines than given."""
     path, end = run / "metrics.jsonl", time.monotonic() + limit
     while time.monotonic() < end:
         if path.exists() and path.read_text().count("\n") > more_than:
@@ -88,7 +88,7 @@ def wait_for_lines(run, more_than, process, limit=120):
 
 
 def flip(folder, rng, by_size=True):
-    """Flip a bit of a checkpoint or of its checksums: any as likely as any other, or of any file as of any other."""
+    """Flip a random bit of a checkpoint or its checksums, uniform over bits or over files."""
     files = [*folder.rglob("*"), *(folder.parent / "checksums" / folder.name).iterdir()]
     files = [f for f in files if f.is_file() and f.stat().st_size]
     file = rng.choices(files, [f.stat().st_size if by_size else 1 for f in files])[0]

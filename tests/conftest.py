@@ -1,9 +1,10 @@
-"""8 simulated CPU devices, strict dtype promotion, rank promotion raises; what several test files share."""
+"""Shared fixtures. 8 simulated CPU devices, strict dtype promotion, rank promotion raises."""
 
 import json
 import os
 import re
 import tempfile
+from pathlib import Path
 
 import chex
 import jax
@@ -13,11 +14,13 @@ import oracle
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from nanotrain_jax import mesh as meshes
 from nanotrain_jax.audit import topology
-from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import request
+from nanotrain_jax.config import load
+from nanotrain_jax.config.resolve import resolve
+from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.step import build as steps
+
+ROOT = Path(__file__).parents[1]
 
 # Most of the time goes into compiling, and machine code need not be fast here. Subprocesses of tests inherit it.
 FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -40,7 +43,7 @@ def _can_compile_for_cuda():
 
 
 def needs_cuda_compiler(test):
-    """For tests that compile for GPUs that are not here."""
+    """Fixture of tests that compile for GPUs this machine does not have."""
     missing = "the CUDA compiler is not installed: pip install -e '.[cuda12]'"
     return pytest.mark.cuda_compiler(pytest.mark.skipif(not _can_compile_for_cuda(), reason=missing)(test))
 
@@ -96,14 +99,14 @@ def small(family="llama", **changes):
 
 
 def resolved(tree, vocab=None):
-    """-> (resolved config, mesh) of plain data."""
-    config = request.parse(tree)
+    """Return (resolved config, mesh) of plain data."""
+    config = load.parse(tree)
     mesh = meshes.make(**config.parallel.axes)
     return resolve(config, mesh.shape, vocab), mesh
 
 
 def random_tokens(config, seed=0, count=1):
-    """count arrays int32 [B T+1]."""
+    """Return count arrays int32 [B T+1]."""
     shape = count, config.data.batch_size, config.data.seq_len + 1
     return list(np.random.default_rng(seed).integers(config.model.vocab_size, size=shape, dtype=np.int32))
 
@@ -115,7 +118,7 @@ def on_devices(tokens, step):
 
 
 class Expected(dict):
-    """Keys of a model -> the state at first (host arrays), and what the oracle makes of it in 3 updates."""
+    """Return the initial state of a model (host arrays) and the oracle's result after 3 updates."""
 
     def __missing__(self, key):
         family, *numbers = key
@@ -132,7 +135,7 @@ def expected():
 
 
 def padded(tree, like):
-    """tree, with zeros after the rows of each array that has fewer than in like."""
+    """Zero-pad the rows of the arrays of tree to those of like."""
 
     def grown(x, y):
         return np.pad(x, [(0, n - m) for m, n in zip(x.shape, y.shape, strict=True)]) if x.ndim else x
@@ -141,7 +144,7 @@ def padded(tree, like):
 
 
 def equals_the_oracle(tree, expected):
-    """Hold 3 updates of a config (plain data, based on `small`) against the oracle: loss, gradients, state.
+    """Compare 3 updates of a config (plain data, based on `small`) with the oracle: loss, gradients, state.
 
     Where the vocabulary is padded, all that belongs to the padding stays zero.
     """
@@ -182,7 +185,7 @@ def relative_errors(found, exact):
 
 
 def stays_near_the_oracle(tree, expected, loss_error):
-    """Hold a run in 16 bit (plain data, based on `small`) against the oracle: the losses of 3 updates, and the first
+    """Compare a 16-bit run (plain data, based on `small`) with the oracle: the losses of 3 updates, and the first
     moment of every parameter after the first of them, within 3%."""
     config, mesh = resolved(tree)
     assert config.parallel.microbatches > 1  # so that gradients are summed
@@ -205,7 +208,7 @@ def stays_near_the_oracle(tree, expected, loss_error):
 
 
 def run(tree, updates=5):
-    """-> the state after some updates of a config (plain data), and the metrics of each."""
+    """Return the state after some updates of a config (plain data), and the metrics of each."""
     config, mesh = resolved(tree)
     step = steps.build(config, mesh)
     state, log = step.init(), []
@@ -216,7 +219,7 @@ def run(tree, updates=5):
 
 
 def with_embedding(state, row, value):
-    """state with one row of the embedding changed, in the weights and in their master copy."""
+    """Return the state with one embedding row changed, in weights and master weights."""
 
     def changed(params):
         old = params["ends"]["embedding_VD"]
@@ -257,13 +260,13 @@ def collectives(text):
 
 
 def records(folder):
-    """The lines of a run's metrics.jsonl."""
+    """Return the records of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def no_cache_of_programs():
-    """XLA:CPU aborts now and then in loops of programs that it has read from a cache (jax 0.10.2, 0.12.0)."""
+    """XLA:CPU sometimes aborts in loops of programs read from a cache (jax 0.10.2, 0.12.0)."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
@@ -273,7 +276,7 @@ def no_cache_of_programs():
 
 @pytest.fixture
 def text_files(tmp_path):
-    """40 documents of real words; -> the glob that matches them."""
+    """Write 40 documents of real words; -> the glob that matches them."""
     import sysconfig
     from pathlib import Path
 

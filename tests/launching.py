@@ -1,4 +1,4 @@
-"""The command in several processes, with a launcher or one by one."""
+"""Start training in several processes, with or without the launcher."""
 
 import json
 import os
@@ -12,20 +12,21 @@ ROOT = Path(__file__).parents[1]
 
 
 def launched(count, config_file, *overrides, options=()):
-    """A launcher with so many processes, of `train`."""
+    """Start a launcher of `count` training processes."""
     command = ["-m", "nanotrain_jax.launch", "--processes", str(count), *options, "--", "--config", str(config_file)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, *command, *overrides], cwd=ROOT, **pipes)
 
 
 def finished(process, code=0):
+    """Wait for a process and check its exit code; -> stdout, stderr."""
     out, err = process.communicate(timeout=240)
     assert process.returncode == code, out + err
     return out, err
 
 
 def status_of(run, process, launcher, least=1):
-    """What a process says of itself, once it has come so far."""
+    """Return the heartbeat of a process once it has reached step `least`."""
     until = time.monotonic() + 120
     while time.monotonic() < until:
         assert launcher.poll() is None, launcher.communicate()
@@ -43,7 +44,7 @@ FOREVER = ["train.steps=100000", "train.eval_every=0", "checkpoint.every=100000"
 
 
 def one(config_file, env, *overrides, begin=("-m", "nanotrain_jax.train")):
-    """One process by itself, without a launcher."""
+    """Start a single process without the launcher."""
     return subprocess.Popen(
         [sys.executable, *begin, "--config", str(config_file), *overrides],
         cwd=ROOT,

@@ -1,5 +1,6 @@
-"""The oracle: a decoder and AdamW on one device, in plain JAX and float32, written from the papers without looking left
-or right. It imports nothing from the package; every layout is compared with it.
+"""The oracle: a decoder and AdamW on one device, in plain JAX and float32, written from the papers.
+
+It imports nothing from the package; every layout is compared with it.
 
 Parameters have the package's names (a nested dict, `layers` stacked along a leading dim).
 """

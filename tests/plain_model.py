@@ -1,4 +1,4 @@
-"""A model of plain functions, for model.factory: each token sees the mean of those before it."""
+"""A model of plain functions, for model.factory: each token gets the mean of its prefix."""
 
 import jax
 import jax.numpy as jnp

@@ -1,10 +1,10 @@
-"""The planner's command, and a small config for it."""
+"""Run the planner's command in-process; a small config for it."""
 
 from pathlib import Path
 
 from nanotrain_jax import plan
-from nanotrain_jax.resolved import resolve
-from nanotrain_jax.runtime import request
+from nanotrain_jax.config import load
+from nanotrain_jax.config.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
 
@@ -15,7 +15,7 @@ def small(batch=32, **parallel):
         "parallel": {"data": 1} | parallel,
         "data": {"source": "synthetic", "batch_size": batch, "seq_len": 512},
     }
-    config = request.parse(tree)
+    config = load.parse(tree)
     return resolve(config, config.parallel.axes)
 
 

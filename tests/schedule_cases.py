@@ -1,4 +1,4 @@
-"""Schedules for tests: all that have a name, and any that have none."""
+"""Schedules for tests: the named ones, and random valid ones."""
 
 import functools
 import random
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from nanotrain_jax.parallel.schedule import IDLE, SCHEDULES, Schedule, make
+from nanotrain_jax.parallel.pipeline.schedule import IDLE, SCHEDULES, Schedule, make
 
 EQUAL, UNEQUAL = (1, 1, 1), (1, Fraction(13, 10), Fraction(9, 10))  # F, dX, W
 CHUNKS = {"interleaved": (1, 2, 3, 4)}
@@ -18,7 +18,7 @@ hypothesis = settings(deadline=None, derandomize=True, max_examples=300)
 
 
 def least(name, P):
-    """Microbatches without which there is no such schedule."""
+    """The minimum number of microbatches of a schedule."""
     return {"zb_h1": P, "zb_h2": 2 * P - 1}.get(name, 1)
 
 
@@ -26,7 +26,7 @@ made = functools.cache(make)
 
 
 def order(schedule, s, kinds="FBW"):
-    """What stage s does, one after the other."""
+    """The work of stage s in order."""
     done = []
     for t in range(schedule.ticks):
         work = [("F", schedule.forward[t, s]), ("B", schedule.backward[t, s])]
@@ -37,7 +37,7 @@ def order(schedule, s, kinds="FBW"):
 
 @st.composite
 def named(draw):
-    """A schedule that has a name."""
+    """A named schedule."""
     name, P = draw(st.sampled_from(list(SCHEDULES))), draw(st.integers(1, 6))
     if name == "interleaved":
         return make(name, P, P * draw(st.integers(1, 4)), draw(st.integers(1, 4)))
@@ -45,7 +45,7 @@ def named(draw):
 
 
 def needed_from_another_stage(kind, unit, s, sizes):
-    """The work whose result stage s needs before the tick of its own: (kind, unit, stage), or None. sizes: P, M, C."""
+    """The work of another stage that this work depends on: (kind, unit, stage), or None. sizes: P, M, C."""
     P, M, C = sizes
     if kind == "F" and (unit >= M or s):
         return ("F", unit, s - 1) if s else ("F", unit - M, P - 1)
@@ -56,7 +56,7 @@ def needed_from_another_stage(kind, unit, s, sizes):
 
 @st.composite
 def anything(draw):
-    """A schedule that has none: stages do what they happen to, in any order of microbatches."""
+    """A random valid schedule: work in any order that dependencies allow."""
     P, M, C, weights = (draw(st.integers(*range_)) for range_ in ((1, 4), (1, 5), (1, 3), (0, 2)))
     dice = random.Random(draw(st.integers(0, 10**6)))
     when, rows, units = {}, [], range(C * M)
@@ -68,8 +68,8 @@ def anything(draw):
                 for u in units:
                     other = needed_from_another_stage(kind, u, s, (P, M, C))
                     same = {"F": None, "B": ("F", u, s), "W": ("B", u, s)}[kind]
-                    came = other is None or when.get(other, t) < t
-                    if (kind, u, s) not in when and came and (same is None or same in when):
+                    has_arrived = other is None or when.get(other, t) < t
+                    if (kind, u, s) not in when and has_arrived and (same is None or same in when):
                         ready.append(u)
                 if ready and dice.random() < 0.6:
                     tables[row, s] = dice.choice(ready)

@@ -1,4 +1,4 @@
-"""What a trained model writes: the tokens of the oracle, reproducibly, from a run of any layout."""
+"""Text generation: equal to the oracle, reproducible, from a run of any layout."""
 
 import json
 import shutil
@@ -14,19 +14,20 @@ import tokenizers
 import yaml
 from conftest import resolved, small
 
-from nanotrain_jax import generate, load_params, model, train
-from nanotrain_jax.config import Data
+from nanotrain_jax import generate, load_params, train
+from nanotrain_jax.config.schema import Data
+from nanotrain_jax.data import batches, corpus
 from nanotrain_jax.generate import Sampling
-from nanotrain_jax.runtime import corpus, data
+from nanotrain_jax.models import decoder
 
 GREEDY = {"temperature": 0.0, "top_k": 50, "seed": 0}
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def weights(family, split=model.ONE_DEVICE):
-    """A resolved config and weights of a size at which each token depends on those before."""
+def weights(family, split=decoder.ONE_DEVICE):
+    """A resolved config, and weights large enough that each token depends on the previous ones."""
     config, _ = resolved(small(family, model={"tie_embeddings": False}))  # tied ones repeat a token
-    params = model.init(config.model, 0, split)
+    params = decoder.init(config.model, 0, split)
     return config, jax.tree.map(lambda w: np.asarray(w * 8 if w.ndim > 1 else w), params)
 
 
@@ -35,7 +36,7 @@ def generated(params, config, **how):
 
 
 def oracle_tokens(params, prompt, count, length):
-    """Greedy tokens of the oracle, which sees the last `length` of them."""
+    """Greedy tokens of the oracle with a window of `length` tokens."""
     logits, ids = jax.jit(oracle.logits), list(prompt)
     for _ in range(count):
         seen = ids[-length:]
@@ -46,7 +47,7 @@ def oracle_tokens(params, prompt, count, length):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_greedy_tokens_are_those_of_the_oracle_also_beyond_the_longest_sequence(family):
+def test_greedy_tokens_equal_the_oracle_also_beyond_max_seq_len(family):
     config, params = weights(family)
     assert config.model.max_seq_len == 16
     found = generated(params, config, tokens=24, **GREEDY)
@@ -64,7 +65,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others():
 
 
 def test_ids_of_padding_and_beyond_the_tokenizer_are_never_chosen():
-    config, params = weights("llama", model.Split(size=2))
+    config, params = weights("llama", decoder.Split(size=2))
     head = params["ends"]["head_VD"] = np.array(params["ends"]["head_VD"])
     assert len(head) == 128
     head[50:] = 5.0 * head[:50].sum(0)
@@ -75,7 +76,7 @@ def test_ids_of_padding_and_beyond_the_tokenizer_are_never_chosen():
         assert max(generate.generate(params, config, PROMPT, 50, how)) < 50
 
 
-def test_tokens_are_drawn_with_the_probabilities_of_the_top_k_at_the_temperature():
+def test_sampling_follows_top_k_and_temperature():
     logits_V = jnp.asarray([0.0, 2.0, 1.0, -1.0, 0.5])
     how = Sampling(temperature=0.7, top_k=3, seed=3)
     drawn = jax.jit(jax.vmap(lambda draw: generate.choose(logits_V, how, draw)))(jnp.arange(20_000))
@@ -84,7 +85,7 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_top_k_at_the_temperature
     np.testing.assert_allclose(found, expected / expected.sum(), atol=0.015)
 
 
-def test_characters_are_shown_when_they_are_whole_and_a_document_ends_the_text():
+def test_only_complete_characters_are_printed_and_the_end_token_stops():
     tokenizer = corpus.byte_tokenizer()
     ids = [*"aé€".encode(), 0xFF, *b"b", 0xE2, 256, *b"never"]
     pieces = list(generate.as_text(ids, b"x", tokenizer))
@@ -94,7 +95,7 @@ def test_characters_are_shown_when_they_are_whole_and_a_document_ends_the_text()
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Names -> folders of runs, trained when they are asked for."""
+    """Name -> folder of a run, trained on first use."""
     folder = tmp_path_factory.mktemp("runs")
     text = Path(sysconfig.get_paths()["stdlib"], "heapq.py").read_text()
     (folder / "text.txt").write_text(text)
@@ -125,7 +126,7 @@ def runs(tmp_path_factory):
 
 
 def printed(capsys, *arguments):
-    """What the command prints."""
+    """Output of the command."""
     capsys.readouterr()
     assert generate.main([str(a) for a in arguments]) == 0
     return capsys.readouterr().out
@@ -144,7 +145,7 @@ def test_the_command_prints_prompt_and_text_of_the_oracle(runs, capsys):
     assert printed(capsys, *again) == printed(capsys, *again)
 
 
-def test_a_run_on_pipeline_stages_tensor_and_zero_3_writes_the_same(runs, capsys):
+def test_a_run_with_pipeline_tensor_and_zero_3_generates_the_same_text(runs, capsys):
     layout = ["parallel.data=2", "parallel.tensor=2", "parallel.pipe=2", "parallel.zero=3", "parallel.microbatches=2"]
     layout += ["parallel.schedule=interleaved", "parallel.chunks=2", "parallel.persist_below=0"]
     same = "--prompt", "import ", "--tokens", 60, "--temperature", 0
@@ -168,7 +169,7 @@ def test_a_run_keeps_its_tokenizer_and_may_be_moved(runs, capsys, tmp_path):
 
 def test_the_tokenizer_file_of_a_source_is_found(tmp_path):
     def found(**keys):
-        return data.tokenizer_file(Data(**keys))
+        return batches.tokenizer_file(Data(**keys))
 
     source = f"tokens:{tmp_path}"
     assert found() is found(tokenizer="bytes") is found(source=source) is None
@@ -180,17 +181,17 @@ def test_the_tokenizer_file_of_a_source_is_found(tmp_path):
 BAD = [
     (["--run", "{run}/.."], "has no config.yaml; give the folder of a run"),
     (["--run", "{run}", "--step", "2"], "holds no checkpoint of step 2"),
-    (["--prompt", ""], "--prompt='' holds no token"),
-    (["--temperature", "-1"], "--temperature: '-1' is not a number from 0"),
-    (["--temperature", "nan"], "--temperature: 'nan' is not a number"),
-    (["--top-k", "0"], "--top-k: '0' is not a number from 1"),
-    (["--tokens", "many"], "--tokens: 'many' is not a number from 1"),
-    (["--seed", "-1"], "--seed: '-1' is not"),
+    (["--prompt", ""], "--prompt='' gives no tokens"),
+    (["--temperature", "-1"], "--temperature: '-1' must be a number from 0"),
+    (["--temperature", "nan"], "--temperature: 'nan' must be a number"),
+    (["--top-k", "0"], "--top-k: '0' must be a number from 1"),
+    (["--tokens", "many"], "--tokens: 'many' must be a number from 1"),
+    (["--seed", "-1"], "--seed: '-1' must be a number from 0"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD, ids=[" ".join(a) for a, _ in BAD])
-def test_a_wrong_request_is_told_in_one_line(arguments, message, runs, capsys):
+def test_an_invalid_request_is_reported_in_one_line(arguments, message, runs, capsys):
     run = runs(*ONE)
     capsys.readouterr()
     given = ["--run", str(run), "--prompt", "def ", *(a.format(run=run) for a in arguments)]
@@ -205,14 +206,14 @@ def test_a_wrong_request_is_told_in_one_line(arguments, message, runs, capsys):
     assert message in err
 
 
-def test_a_run_that_left_nothing_to_read_is_told_in_one_line(runs, capsys, tmp_path):
+def test_a_run_without_checkpoint_or_text_is_reported_in_one_line(runs, capsys, tmp_path):
     unsaved = runs("unsaved", "parallel.data=1", "train.steps=1", "checkpoint.every=0")
     synthetic = tmp_path / "synthetic"
     synthetic.mkdir()
     (synthetic / "config.yaml").write_text(json.dumps({"data": {"source": "synthetic"}}))
     for run, message in (
         (unsaved, "holds no finished checkpoint"),
-        (synthetic, "data.source=synthetic, which is no text"),
+        (synthetic, "data.source=synthetic, which is not text"),
     ):
         assert generate.main(["--run", str(run), "--prompt", "def "]) == 2
         err = capsys.readouterr().err

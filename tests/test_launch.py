@@ -1,6 +1,6 @@
-"""The launcher: who is started, what happens when a process ends, and what is left where one is lost.
+"""The launcher: ranks, restarts after failures, root causes, elastic restarts, signals, exit codes.
 
-Processes are small programs here, except in test_several_processes.py.
+The workers are small programs; test_several_processes.py launches training.
 """
 
 import json
@@ -14,14 +14,14 @@ import time
 import pytest
 
 from nanotrain_jax import launch
-from nanotrain_jax.runtime import request
+from nanotrain_jax.config import load
 
-# What a process does: ignore SIGTERM if it is deaf, or else end by it; append a line to a log; then what the test says
-# of (restart, rank), or else wait a second.
+# A worker: ignore SIGTERM if "ignores_sigterm", or else exit on it; append a line to a log; then run the test's code
+# for (restart, rank), or else sleep for a second.
 FAKE = """
 import json, os, signal, sys, time
 log, plan = {log!r}, {plan!r}
-signal.signal(signal.SIGTERM, signal.SIG_IGN if plan.get("deaf") else lambda *_: sys.exit(0))
+signal.signal(signal.SIGTERM, signal.SIG_IGN if plan.get("ignores_sigterm") else lambda *_: sys.exit(0))
 keys = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"]
 me = {{key: os.environ.get(key) for key in keys}} | {{"pid": os.getpid(), "arguments": sys.argv[1:]}}
 with open(log + me["RANK"], "a") as file:
@@ -31,13 +31,13 @@ with open(log + me["RANK"]) as file:
 print("hello", flush=True)
 exec(plan.get((restart, int(me["RANK"])), "time.sleep(1)"))
 """
-STUCK = "time.sleep(60)"
-# Wait until processes have started, and send signals to them, in this order.
-END_THE_OTHERS = """
-for rank in {ends}:
+HANG = "time.sleep(60)"
+# Wait until the workers have started, then send them signals, in this order.
+SIGNAL_OTHERS = """
+for rank in {signals}:
     while not (os.path.exists(log + rank) and open(log + rank).read().endswith(chr(10))):
         time.sleep(0.05)
-for rank, number in {ends}.items():
+for rank, number in {signals}.items():
     os.kill(json.loads(open(log + rank).readline())["pid"], number)
 """
 CONFIG = """
@@ -48,8 +48,8 @@ runtime: {simulate: 8}
 """
 
 
-class Started:
-    """One launcher for each host, all on this machine."""
+class Launched:
+    """One launcher per host, all on this machine."""
 
     def __init__(self, folder, plan, *options, hosts=1, overrides=(), env=None):
         self.folder = folder
@@ -71,28 +71,28 @@ class Started:
             for host in range(hosts)
         ]
 
-    def ended(self):
-        """-> exit codes, what all have printed on stdout and stderr."""
+    def wait_for_exit(self):
+        """-> exit codes, stdout and stderr of all launchers."""
         printed = [launcher.communicate(timeout=60) for launcher in self.launchers]
         out, err = ("".join(parts) for parts in zip(*printed, strict=True))
         return [launcher.returncode for launcher in self.launchers], out, err
 
     def log(self):
-        """What each rank was started with, time after time."""
+        """-> by rank, the environment and arguments of each start."""
         return {int(f.name[3:]): [json.loads(line) for line in f.read_text().splitlines()] for f in self.logs()}
 
     def logs(self):
         return sorted(self.folder.glob("log*"))
 
-    def wait(self, count):
-        """Until so many processes have started."""
+    def wait_for_starts(self, count):
+        """Wait until `count` workers have started."""
         until = time.monotonic() + 30
         while sum(len(starts) for starts in self.log().values()) < count:
             assert time.monotonic() < until
             time.sleep(0.05)
 
 
-def is_gone(pid):
+def is_dead(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] == "Z"
@@ -100,8 +100,8 @@ def is_gone(pid):
         return True
 
 
-def test_processes_are_numbered_and_what_they_print_says_who_did(tmp_path):
-    codes, out, err = (run := Started(tmp_path, {}, "--processes", "4")).ended()
+def test_workers_get_ranks_and_their_output_is_prefixed_with_the_rank(tmp_path):
+    codes, out, err = (run := Launched(tmp_path, {}, "--processes", "4")).wait_for_exit()
     assert (codes, err) == ([0], "")
     assert sorted(out.splitlines()) == [f"[{i}] hello" for i in range(4)]
     for rank, (start,) in run.log().items():
@@ -109,70 +109,70 @@ def test_processes_are_numbered_and_what_they_print_says_who_did(tmp_path):
         assert (start["WORLD_SIZE"], start["LOCAL_WORLD_SIZE"]) == ("4", "4")
 
 
-def test_when_one_fails_all_are_ended_and_started_again(tmp_path):
-    # Process 3 ends as one of JAX's does when it has lost another one.
-    end = END_THE_OTHERS.format(ends={"1": int(signal.SIGKILL), "3": int(signal.SIGABRT)}) + STUCK
-    plan = {(0, 0): end, (0, 1): STUCK, (0, 2): STUCK, (0, 3): STUCK, (1, 2): "sys.exit(3)"}
-    run = Started(tmp_path, plan, "--processes", "4", overrides=["checkpoint.resume=never"])
-    codes, _, err = run.ended()
+def test_a_failure_restarts_all_processes(tmp_path):
+    # Process 3 aborts as JAX does after losing another process.
+    kill = SIGNAL_OTHERS.format(signals={"1": int(signal.SIGKILL), "3": int(signal.SIGABRT)}) + HANG
+    plan = {(0, 0): kill, (0, 1): HANG, (0, 2): HANG, (0, 3): HANG, (1, 2): "sys.exit(3)"}
+    run = Launched(tmp_path, plan, "--processes", "4", overrides=["checkpoint.resume=never"])
+    codes, _, err = run.wait_for_exit()
     assert codes == [0]
     first, second = err.splitlines()
     assert first.startswith("launcher: process 1 on host 0 (pid ")
-    assert first.endswith(") ended by SIGKILL; restart 1 of 3")
-    assert second.endswith(") ended with exit code 3; restart 2 of 3")
+    assert first.endswith(") killed by SIGKILL; restart 1 of 3")
+    assert second.endswith(") exited with code 3; restart 2 of 3")
     assert {len(starts) for starts in run.log().values()} == {3}
-    assert all(is_gone(start["pid"]) for starts in run.log().values() for start in starts)
-    # A run that was told not to go on from anything goes on from itself.
+    assert all(is_dead(start["pid"]) for starts in run.log().values() for start in starts)
+    # A run with checkpoint.resume=never resumes from its own checkpoints after a restart.
     assert run.log()[0][0]["arguments"][2:] == ["checkpoint.resume=never"]
     assert run.log()[0][1]["arguments"][2:] == ["checkpoint.resume=never", "checkpoint.resume=auto"]
 
 
-def test_a_run_that_fails_too_often_ends_with_1(tmp_path):
-    run = Started(
+def test_a_run_that_exceeds_max_restarts_exits_with_1(tmp_path):
+    run = Launched(
         tmp_path, dict.fromkeys([(i, 1) for i in range(9)], "sys.exit(1)"), "--max-restarts", "2", "--processes", "2"
     )
-    codes, _, err = run.ended()
+    codes, _, err = run.wait_for_exit()
     assert codes == [1]
-    assert "restarted 2 times, as often as --max-restarts says" in err.splitlines()[-1]
+    assert "giving up after 2 restarts (--max-restarts)" in err.splitlines()[-1]
     assert len(run.log()[1]) == 3
 
 
-def test_a_wrong_request_is_not_tried_again(tmp_path):
-    plan = {(0, 0): END_THE_OTHERS.format(ends={"1": 0}) + "sys.exit(2)", (0, 1): "time.sleep(0.5); sys.exit(2)"}
-    run = Started(tmp_path, plan, "--processes", "2")
-    assert run.ended()[::2] == ([2], "")
+def test_a_wrong_request_is_not_restarted(tmp_path):
+    plan = {(0, 0): SIGNAL_OTHERS.format(signals={"1": 0}) + "sys.exit(2)", (0, 1): "time.sleep(0.5); sys.exit(2)"}
+    run = Launched(tmp_path, plan, "--processes", "2")
+    assert run.wait_for_exit()[::2] == ([2], "")
     assert len(run.log()[1]) == 1
 
 
-def test_a_halted_process_is_named_and_ended(tmp_path):
-    plan = {(0, 0): END_THE_OTHERS.format(ends={"1": int(signal.SIGSTOP)}) + "sys.exit(1)", (0, 1): STUCK}
-    codes, _, err = Started(tmp_path, plan, "--processes", "2").ended()
+def test_a_stopped_process_is_the_root_cause(tmp_path):
+    plan = {(0, 0): SIGNAL_OTHERS.format(signals={"1": int(signal.SIGSTOP)}) + "sys.exit(1)", (0, 1): HANG}
+    codes, _, err = Launched(tmp_path, plan, "--processes", "2").wait_for_exit()
     assert codes == [0]
     assert "process 1 on host 0" in err
-    assert "is halted (SIGSTOP); restart 1 of 3" in err
+    assert "is stopped (SIGSTOP); restart 1 of 3" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_goes_to_all_processes_and_a_second_one_ends_them(number, tmp_path):
-    plan = dict.fromkeys([(0, 0), (0, 1)], STUCK)
-    run = Started(tmp_path, plan, "--processes", "2")
-    run.wait(2)
+def test_a_signal_is_forwarded_to_all_processes_and_a_second_one_kills_them(number, tmp_path):
+    plan = dict.fromkeys([(0, 0), (0, 1)], HANG)
+    run = Launched(tmp_path, plan, "--processes", "2")
+    run.wait_for_starts(2)
     run.launchers[0].send_signal(number)
-    assert run.ended()[::2] == ([75], "")
-    (tmp_path / "deaf").mkdir()
-    run = Started(tmp_path / "deaf", plan | {"deaf": True}, "--processes", "2")
-    run.wait(2)
+    assert run.wait_for_exit()[::2] == ([75], "")
+    (tmp_path / "second").mkdir()
+    run = Launched(tmp_path / "second", plan | {"ignores_sigterm": True}, "--processes", "2")
+    run.wait_for_starts(2)
     for _ in range(2):
         time.sleep(0.5)
         run.launchers[0].send_signal(number)
-    assert run.ended()[0] == [1]
-    assert all(is_gone(start["pid"]) for starts in run.log().values() for start in starts)
+    assert run.wait_for_exit()[0] == [1]
+    assert all(is_dead(start["pid"]) for starts in run.log().values() for start in starts)
 
 
 def test_launchers_of_several_hosts_start_and_restart_together(tmp_path):
-    plan = {(0, 0): STUCK, (0, 1): STUCK, (0, 2): "sys.exit(5)", (0, 3): STUCK}
-    run = Started(tmp_path, plan, "--processes", "2", hosts=2)
-    codes, _, err = run.ended()
+    plan = {(0, 0): HANG, (0, 1): HANG, (0, 2): "sys.exit(5)", (0, 3): HANG}
+    run = Launched(tmp_path, plan, "--processes", "2", hosts=2)
+    codes, _, err = run.wait_for_exit()
     assert codes == [0, 0]
     assert err.count("\n") == 1
     assert "process 2 on host 1" in err
@@ -182,130 +182,130 @@ def test_launchers_of_several_hosts_start_and_restart_together(tmp_path):
         ] * 2
 
 
-def test_an_elastic_run_goes_on_without_the_host_that_is_gone(tmp_path):
-    plan = {(0, i): STUCK for i in range(4)}
-    run = Started(tmp_path, plan, "--processes", "2", "--elastic", hosts=2)
-    run.wait(4)
+def test_an_elastic_run_continues_without_a_lost_host(tmp_path):
+    plan = {(0, i): HANG for i in range(4)}
+    run = Launched(tmp_path, plan, "--processes", "2", "--elastic", hosts=2)
+    run.wait_for_starts(4)
     run.launchers[1].kill()
-    codes, _, err = run.ended()
+    codes, _, err = run.wait_for_exit()
     assert codes == [0, -signal.SIGKILL]
-    assert "host 1 is gone; restart 1 of 3" in err
-    assert "2 processes instead of 4: runtime.simulate=4 parallel.data=4 parallel.microbatches=2" in err
+    assert "host 1 is lost; restart 1 of 3" in err
+    assert "continuing with 2 of 4 processes: runtime.simulate=4 parallel.data=4 parallel.microbatches=2" in err
     assert {rank: len(starts) for rank, starts in run.log().items()} == {0: 2, 1: 2, 2: 1, 3: 1}
     assert run.log()[1][1]["WORLD_SIZE"] == "2"
 
 
-def test_an_elastic_run_loses_what_failed_first_not_what_that_took_along(tmp_path):
-    # Host 0 tells of its own first, which but waited for another one.
-    ends = {"1": int(signal.SIGABRT), "2": int(signal.SIGKILL), "3": int(signal.SIGABRT)}
-    plan = dict.fromkeys([(0, rank) for rank in range(1, 4)], STUCK)
-    plan[0, 0] = END_THE_OTHERS.format(ends=ends) + "sys.exit(3)"
+def test_an_elastic_run_drops_only_the_root_cause(tmp_path):
+    # Host 0 reports first, but its processes only waited for the root cause.
+    signals = {"1": int(signal.SIGABRT), "2": int(signal.SIGKILL), "3": int(signal.SIGABRT)}
+    plan = dict.fromkeys([(0, rank) for rank in range(1, 4)], HANG)
+    plan[0, 0] = SIGNAL_OTHERS.format(signals=signals) + "sys.exit(3)"
     overrides = ["data.batch_size=24"]
-    run = Started(tmp_path, plan, "--processes", "2", "--elastic", hosts=2, overrides=overrides)
-    codes, _, err = run.ended()
+    run = Launched(tmp_path, plan, "--processes", "2", "--elastic", hosts=2, overrides=overrides)
+    codes, _, err = run.wait_for_exit()
     assert codes == [0, 0]
     assert "process 2 on host 1" in err
-    assert "3 processes instead of 4: runtime.simulate=6 parallel.data=6 parallel.microbatches=2" in err
+    assert "continuing with 3 of 4 processes: runtime.simulate=6 parallel.data=6 parallel.microbatches=2" in err
 
 
-def test_who_ends_after_those_who_wait_for_it_is_named_all_the_same(tmp_path):
-    plan = dict.fromkeys([(0, 2), (0, 3)], STUCK)
-    plan[0, 0] = END_THE_OTHERS.format(ends={"1": 0}) + "os.abort()"
+def test_a_root_cause_that_exits_after_the_processes_waiting_for_it_is_named(tmp_path):
+    plan = dict.fromkeys([(0, 2), (0, 3)], HANG)
+    plan[0, 0] = SIGNAL_OTHERS.format(signals={"1": 0}) + "os.abort()"
     plan[0, 1] = "time.sleep(1); os.kill(os.getpid(), 9)"
-    run = Started(tmp_path, plan, "--processes", "4", "--elastic")
-    codes, _, err = run.ended()
+    run = Launched(tmp_path, plan, "--processes", "4", "--elastic")
+    codes, _, err = run.wait_for_exit()
     assert codes == [0]
     assert "launcher: process 1 on host 0 (pid " in err.splitlines()[0]
-    assert ") ended by SIGKILL; restart 1 of 3" in err.splitlines()[0]
-    assert "2 processes instead of 4" in err
+    assert ") killed by SIGKILL; restart 1 of 3" in err.splitlines()[0]
+    assert "continuing with 2 of 4 processes" in err
 
 
-def test_an_elastic_run_that_hangs_or_aborts_loses_nobody_who_has_but_waited(tmp_path):
-    plan = {(0, 0): "sys.exit(3)", (0, 1): "sys.exit(3)", (1, 0): "os.abort()", (1, 1): STUCK}
-    codes, _, err = (run := Started(tmp_path, plan, "--processes", "2", "--elastic")).ended()
+def test_an_elastic_run_drops_no_process_that_only_waited(tmp_path):
+    plan = {(0, 0): "sys.exit(3)", (0, 1): "sys.exit(3)", (1, 0): "os.abort()", (1, 1): HANG}
+    codes, _, err = (run := Launched(tmp_path, plan, "--processes", "2", "--elastic")).wait_for_exit()
     assert codes == [0]
     assert "restart 2 of 3" in err
-    assert "instead of" not in err
+    assert "continuing with" not in err
     assert {len(starts) for starts in run.log().values()} == {3}
 
 
-def test_the_host_with_most_processes_comes_first(tmp_path):
-    plan = dict.fromkeys([(0, rank) for rank in range(4)], STUCK)
-    plan[0, 3] = END_THE_OTHERS.format(ends={"1": 0, "2": 0, "0": int(signal.SIGKILL)}) + STUCK
+def test_the_host_with_most_processes_gets_the_lowest_ranks(tmp_path):
+    plan = dict.fromkeys([(0, rank) for rank in range(4)], HANG)
+    plan[0, 3] = SIGNAL_OTHERS.format(signals={"1": 0, "2": 0, "0": int(signal.SIGKILL)}) + HANG
     overrides = ["data.batch_size=24"]
-    run = Started(tmp_path, plan, "--processes", "2", "--elastic", hosts=2, overrides=overrides)
-    codes, _, err = run.ended()
+    run = Launched(tmp_path, plan, "--processes", "2", "--elastic", hosts=2, overrides=overrides)
+    codes, _, err = run.wait_for_exit()
     assert codes == [0, 0]
-    assert "3 processes instead of 4" in err
+    assert "continuing with 3 of 4 processes" in err
     assert [run.log()[rank][1]["LOCAL_WORLD_SIZE"] for rank in range(3)] == ["2", "2", "1"]
 
 
-def test_a_signal_between_two_rounds_ends_the_run_with_75(tmp_path):
-    run = Started(tmp_path, {(0, i): STUCK for i in range(2)}, "--join-timeout", "60", hosts=2)
-    run.wait(2)
-    run.launchers[1].kill()  # and host 0 waits for it
+def test_a_signal_between_two_rounds_exits_with_75(tmp_path):
+    run = Launched(tmp_path, {(0, i): HANG for i in range(2)}, "--join-timeout", "60", hosts=2)
+    run.wait_for_starts(2)
+    run.launchers[1].kill()  # host 0 waits for it
     assert "restart 1 of 3" in run.launchers[0].stderr.readline()
     run.launchers[0].send_signal(signal.SIGTERM)
-    assert run.ended()[0] == [75, -signal.SIGKILL]
+    assert run.wait_for_exit()[0] == [75, -signal.SIGKILL]
 
 
-def test_a_host_that_cannot_reach_the_leader_says_so(tmp_path):
-    run = Started(tmp_path, {}, "--join-timeout", "1", hosts=2)
+def test_a_host_that_cannot_reach_the_coordinator_says_so(tmp_path):
+    run = Launched(tmp_path, {}, "--join-timeout", "1", hosts=2)
     run.launchers[0].kill()
-    codes, _, err = run.ended()
+    codes, _, err = run.wait_for_exit()
     assert codes == [-signal.SIGKILL, 1]
     assert "cannot reach host 0 at 127.0.0.1:" in err
 
 
-def test_a_host_that_has_lost_all_its_processes_does_not_count(tmp_path):
-    plan = {(0, 0): "os.kill(os.getpid(), 9)", (0, 1): STUCK}
+def test_a_host_without_processes_is_left_out(tmp_path):
+    plan = {(0, 0): "os.kill(os.getpid(), 9)", (0, 1): HANG}
     env = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     overrides = ["runtime.simulate=0", "parallel.zero=3"]
-    run = Started(tmp_path, plan, "--processes", "1", "--elastic", hosts=2, env=env, overrides=overrides)
-    codes, _, err = run.ended()
+    run = Launched(tmp_path, plan, "--processes", "1", "--elastic", hosts=2, env=env, overrides=overrides)
+    codes, _, err = run.wait_for_exit()
     assert codes == [0, 0]
-    assert "1 processes instead of 2: parallel.data=8 parallel.microbatches=2" in err
+    assert "continuing with 1 of 2 processes: parallel.data=8 parallel.microbatches=2" in err
     assert [s["CUDA_VISIBLE_DEVICES"] for s in run.log()[0]] == [env["CUDA_VISIBLE_DEVICES"]] * 2
 
 
-def test_without_elastic_a_host_that_does_not_come_back_in_time_ends_the_run(tmp_path):
-    run = Started(tmp_path, {(0, i): STUCK for i in range(2)}, "--join-timeout", "3", hosts=2)
-    run.wait(2)
+def test_without_elastic_a_host_that_does_not_rejoin_in_time_ends_the_run(tmp_path):
+    run = Launched(tmp_path, {(0, i): HANG for i in range(2)}, "--join-timeout", "3", hosts=2)
+    run.wait_for_starts(2)
     run.launchers[1].kill()
-    codes, _, err = run.ended()
+    codes, _, err = run.wait_for_exit()
     assert codes == [1, -signal.SIGKILL]
     assert "hosts [1] did not join within 3 s" in err
 
 
-def test_the_launchers_end_when_host_0_is_gone(tmp_path):
-    run = Started(tmp_path, {(0, i): STUCK for i in range(2)}, hosts=2)
-    run.wait(2)
+def test_all_launchers_exit_when_host_0_is_lost(tmp_path):
+    run = Launched(tmp_path, {(0, i): HANG for i in range(2)}, hosts=2)
+    run.wait_for_starts(2)
     run.launchers[0].kill()
-    codes, _, err = run.ended()
+    codes, _, err = run.wait_for_exit()
     assert codes == [-signal.SIGKILL, 1]
-    assert "the launcher of host 0 is gone" in err
-    assert is_gone(run.log()[1][0]["pid"])
+    assert "lost the connection to the launcher of host 0" in err
+    assert is_dead(run.log()[1][0]["pid"])
 
 
-def test_gpus_are_divided_and_a_lost_process_takes_its_own_along(tmp_path):
+def test_gpus_are_divided_and_those_of_a_failed_process_are_left_out(tmp_path):
     env = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
-    plan = {(0, 0): STUCK, (0, 1): "os.kill(os.getpid(), 11)", (0, 2): STUCK, (0, 3): STUCK}
+    plan = {(0, 0): HANG, (0, 1): "os.kill(os.getpid(), 11)", (0, 2): HANG, (0, 3): HANG}
     overrides = ["runtime.simulate=0", "parallel.tensor=2", "data.batch_size=24"]
-    run = Started(tmp_path, plan, "--processes", "4", "--elastic", env=env, overrides=overrides)
-    codes, _, err = run.ended()
+    run = Launched(tmp_path, plan, "--processes", "4", "--elastic", env=env, overrides=overrides)
+    codes, _, err = run.wait_for_exit()
     assert codes == [0]
-    assert "ended by SIGSEGV" in err
+    assert "killed by SIGSEGV" in err
     assert run.log()[0][0]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
     assert run.log()[0][1]["CUDA_VISIBLE_DEVICES"] == "0,1,4,5,6,7"
     assert run.log()[0][1]["arguments"][-2:] == ["parallel.data=3", "parallel.microbatches=2"]
     (tmp_path / "one").mkdir()
-    run = Started(tmp_path / "one", {}, env=env, overrides=overrides)  # one for each GPU
-    assert run.ended()[0] == [0]
+    run = Launched(tmp_path / "one", {}, env=env, overrides=overrides)  # one process per GPU
+    assert run.wait_for_exit()[0] == [0]
     assert len(run.log()) == 8
 
 
 @pytest.mark.parametrize(
-    ("changes", "before", "left", "devices", "expected"),
+    ("changes", "initial", "available", "devices", "expected"),
     [
         ({}, 4, 4, 1, (4, [])),
         ({}, 4, 3, 1, (2, ["parallel.data=2", "parallel.microbatches=2"])),  # 16 sequences: 3 does not divide them
@@ -318,7 +318,7 @@ def test_gpus_are_divided_and_a_lost_process_takes_its_own_along(tmp_path):
             2,
             (2, ["parallel.data=2", "parallel.microbatches=4"]),
         ),
-        ({"parallel.pipe": 8}, 4, 3, 2, "3 of 4 processes are left: no data axis over their devices divides"),
+        ({"parallel.pipe": 8}, 4, 3, 2, "3 of 4 processes remain: no parallel.data on their devices divides"),
         ({"parallel.tensor": 4}, 4, 3, 2, (2, ["parallel.data=1", "parallel.microbatches=2"])),
         (
             {"parallel.tensor": -1, "parallel.data": 2},
@@ -329,36 +329,36 @@ def test_gpus_are_divided_and_a_lost_process_takes_its_own_along(tmp_path):
         ),
     ],
 )
-def test_fewer_processes_train_the_same_batch_in_microbatches_of_the_same_size(
-    changes, before, left, devices, expected, tmp_path
+def test_fewer_processes_keep_the_batch_and_the_microbatch_size(
+    changes, initial, available, devices, expected, tmp_path
 ):
     (tmp_path / "x.yaml").write_text(CONFIG)
     overrides = ["runtime.simulate=0", *(f"{key}={value}" for key, value in changes.items())]
-    config = request.load(tmp_path / "x.yaml", overrides)
+    config = load.load(tmp_path / "x.yaml", overrides)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            launch.restarted(config, before, left, devices)
+            launch.restarted(config, initial, available, devices)
     else:
-        assert launch.restarted(config, before, left, devices) == expected
+        assert launch.restarted(config, initial, available, devices) == expected
 
 
-OF_RUN = ["--", "--config", "x.yaml"]
+RUN_OPTIONS = ["--", "--config", "x.yaml"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--processes", "0", *OF_RUN], "argument --processes: '0' is not a number of at least 1"),
-        (["--processes", "99999", *OF_RUN], "--processes 99999: a host starts at most 1024; use one per GPU, or fewer"),
-        ([*OF_RUN, "model.num_layer=3"], "did you mean model.num_layers"),
-        (["--processes", "3", *OF_RUN], "runtime.simulate=8 devices cannot be divided among 3 processes"),
-        (["--hosts", "2", *OF_RUN], "--leader and --host not set; set all of --leader, --hosts, --host, or none"),
-        (["--hosts", "2", "--host", "2", "--leader", "a:1", *OF_RUN], "process 2 of 2; processes count from 0"),
-        (["--hosts", "2", "--host", "1", "--leader", "node", *OF_RUN], "it is a host:port"),
+        (["--processes", "0", *RUN_OPTIONS], "argument --processes: '0' must be an integer from 1 to 999999"),
+        (["--processes", "99999", *RUN_OPTIONS], "--processes=99999: must be at most 1024; use one per GPU"),
+        ([*RUN_OPTIONS, "model.num_layer=3"], "did you mean model.num_layers"),
+        (["--processes", "3", *RUN_OPTIONS], "runtime.simulate=8 is not divisible by 3 processes; use a multiple"),
+        (["--hosts", "2", *RUN_OPTIONS], "--leader and --host not set; set all of --leader, --hosts, --host, or none"),
+        (["--hosts", "2", "--host", "2", "--leader", "a:1", *RUN_OPTIONS], "process index=2: must be in [0, 2)"),
+        (["--hosts", "2", "--host", "1", "--leader", "node", *RUN_OPTIONS], "must be host:port"),
         (["--processes", "2"], "the following arguments are required: --config"),
     ],
 )
-def test_a_wrong_request_is_told_in_one_line(arguments, message, tmp_path, capsys, monkeypatch):
+def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, message, tmp_path, capsys, monkeypatch):
     (tmp_path / "x.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
     try:

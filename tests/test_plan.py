@@ -1,4 +1,4 @@
-"""The planner's command: what it prints, writes, explains and refuses; what it says holds when compiled."""
+"""The planner's command: output, files, formulas and errors; its estimates against compiled programs."""
 
 import json
 import re
@@ -13,16 +13,16 @@ from planning import ROOT, run, small
 
 from nanotrain_jax import plan
 from nanotrain_jax.audit import topology
+from nanotrain_jax.config import load
 from nanotrain_jax.planner import explain, search
 from nanotrain_jax.planner.estimate import estimate, on_gpus
-from nanotrain_jax.runtime import request
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
-CONFIGS = [path.stem for path in FILES if "factory" not in path.read_text()]  # the planner knows the decoder only
+CONFIGS = [path.stem for path in FILES if "factory" not in path.read_text()]  # the planner supports the decoder only
 
 
 def values_of(numbers):
-    """The arithmetic of an explanation, computed again."""
+    """Evaluate the arithmetic of a formula."""
     assert re.fullmatch(r"[\d,.e+\-x/^() ]+", numbers), numbers
     return eval(numbers.replace(",", "").replace(" x ", " * ").replace("^", "**"))
 
@@ -47,47 +47,48 @@ EXPLAINED = [(name, []) for name in CONFIGS] + [
 
 
 @pytest.mark.parametrize(("name", "overrides"), EXPLAINED)
-def test_every_explained_number_is_what_its_arithmetic_gives(name, overrides):
-    config = request.load(ROOT / "configs" / f"{name}.yaml", overrides)
+def test_every_formula_evaluates_to_its_value(name, overrides):
+    config = load.load(ROOT / "configs" / f"{name}.yaml", overrides)
     gpu = "cpu" if config.runtime.simulate else "h100"
     sections = explain.explain(estimate(on_gpus(config, 0, gpu, plan.vocabulary(config)), gpu))
-    assert {"Parameters", "FLOPs", "State", "Activations", "Peak"} <= {section.title for section in sections}
+    titles = {section.title for section in sections}
+    assert {"Parameters", "FLOPs", "Model states", "Activations", "Peak memory"} <= titles
     for section in sections:
         assert section.source
         for line in section.lines:
             assert values_of(line.numbers) == pytest.approx(line.value, rel=1e-4), line
 
 
-def test_what_rests_on_the_host_is_planned_and_told(tmp_path, capsys):
-    """Llama-3-8B on one GPU: 18 bytes per parameter on its host, there and back over PCIe."""
+def test_host_offload_is_planned_and_reported(tmp_path, capsys):
+    """Llama-3-8B on one GPU: 18 bytes per parameter in host memory, copied over PCIe."""
     file, folder = tmp_path / "plan.json", tmp_path / "report"
     modes = ["memory.offload_optimizer=host", "memory.offload_params=host"]
     one = ["data.batch_size=1", "parallel.microbatches=1", "memory.remat=full"]
     common = "--config", ROOT / "configs/llama3_8b.yaml", "--gpu", "h100", "--gpus", 1
     assert run(*common, "--json", file, "--report", folder, *modes, *one) == 0
     out, found = capsys.readouterr().out, json.loads(file.read_text())
-    assert "in host memory, GB for each GPU: optimizer 96.36, params 16.06, gradients 32.12; together 144.54" in out
+    assert "host memory per GPU, GB: optimizer 96.36, params 16.06, gradients 32.12; total 144.54" in out
     assert sum(found["estimate"]["on_host"].values()) == pytest.approx(18 * 8.03e9, rel=1e-3)
     to_host = sum(row["bytes_per_device"] for row in found["host_copies"] if row["to"] == "host")
     assert to_host == pytest.approx((12 + 2 + 4) * 8.03e9, rel=1e-3)
     assert {row["link"] for row in found["host_copies"]} == {"PCIe"}
-    # Both ways at a time, and what every microbatch copies behind its computing.
-    alone = [sum(r["exposed_seconds"] for r in found["host_copies"] if r["to"] == to) for to in ("device", "host")]
-    assert max(alone) <= found["estimate"]["seconds"]["host"] < sum(alone)
-    assert "its host's memory holds" in next(folder.glob("*.html")).read_text()
+    # The two directions overlap, and copies of each microbatch hide behind its compute.
+    each_way = [sum(r["exposed_seconds"] for r in found["host_copies"] if r["to"] == to) for to in ("device", "host")]
+    assert max(each_way) <= found["estimate"]["seconds"]["host"] < sum(each_way)
+    assert "Host memory per GPU" in next(folder.glob("*.html")).read_text()
     assert run(*common, *one) == 1  # 132 GB without
 
 
-def test_a_search_says_when_host_memory_would_do_and_finds_layouts_with_it(capsys):
+def test_a_search_suggests_host_offload_and_finds_layouts_with_it(capsys):
     common = "--config", ROOT / "configs/llama3_70b.yaml", "--gpu", "h100", "--gpus", 8, "--choose"
     assert run(*common) == 2
-    assert "what would do: memory.offload_optimizer=host (" in capsys.readouterr().err
+    assert "would fit with memory.offload_optimizer=host (" in capsys.readouterr().err
     modes = "memory.offload_optimizer=host", "memory.offload_params=host", "memory.offload_activations=host"
     assert run(*common, *modes) == 0
     assert "ZeRO 3" in capsys.readouterr().out
 
 
-def test_the_json_has_what_is_promised(tmp_path):
+def test_the_json_has_the_documented_keys(tmp_path):
     file = tmp_path / "plan.json"
     assert run("--config", ROOT / "configs/llama3_8b.yaml", "--gpu", "h100", "--gpus", 64, "--json", file) == 0
     found = json.loads(file.read_text())
@@ -101,20 +102,20 @@ def test_the_json_has_what_is_promised(tmp_path):
     assert "compiled" not in found and "candidates" not in found
 
 
-def test_the_winner_is_written_and_planned_again_the_same(tmp_path, capsys):
-    won, first, again = (tmp_path / name for name in ("won.yaml", "first.json", "again.json"))
+def test_the_chosen_layout_is_written_and_plans_the_same(tmp_path, capsys):
+    chosen, first, again = (tmp_path / name for name in ("chosen.yaml", "first.json", "again.json"))
     config = ROOT / "configs/llama3_70b.yaml"
-    assert run("--config", config, "--gpus", 64, "--choose", "--write", won, "--json", first) == 0
-    assert run("--config", won, "--json", again) == 0
+    assert run("--config", config, "--gpus", 64, "--choose", "--write", chosen, "--json", first) == 0
+    assert run("--config", chosen, "--json", again) == 0
     first, again = (json.loads(file.read_text()) for file in (first, again))
     assert 1 < len(first["candidates"]) <= 10
     for key in ("mesh", "zero", "microbatches", "estimate"):
         assert first[key] == again[key]
-    assert yaml.safe_load(won.read_text())["model"]["num_kv_heads"] == 8  # the rest is as it was
+    assert yaml.safe_load(chosen.read_text())["model"]["num_kv_heads"] == 8  # other keys are unchanged
     assert "interleaved, with microbatches" in capsys.readouterr().out
 
 
-def test_overrides_hold_while_choosing_and_keys_of_the_file_do_where_it_has_no_mesh(tmp_path):
+def test_a_search_keeps_overrides_and_without_a_mesh_the_keys_of_the_file(tmp_path):
     out = tmp_path / "out.json"
     config = ROOT / "configs/llama3_8b.yaml"
     assert run("--config", config, "--gpus", 8, "--choose", "parallel.zero=2", "--json", out) == 0
@@ -125,15 +126,15 @@ def test_overrides_hold_while_choosing_and_keys_of_the_file_do_where_it_has_no_m
     meshless.write_text(yaml.safe_dump(tree))
     assert run("--config", meshless, "--gpus", 16, "--json", out) == 0
     found = json.loads(out.read_text())
-    assert (found["zero"], found["remat"]) == (3, "full")  # full stands in the file
+    assert (found["zero"], found["remat"]) == (3, "full")  # full is in the file
     assert found["candidates"]
-    assert run("--config", meshless) == 2  # on how many GPUs?
+    assert run("--config", meshless) == 2  # the number of GPUs is missing
 
 
-def test_a_layout_that_does_not_fit_ends_with_1_and_says_by_how_much(capsys):
+def test_a_layout_that_does_not_fit_exits_with_1_and_prints_the_excess(capsys):
     arguments = "--config", ROOT / "configs/llama3_8b.yaml", "--gpu", "a100-40", "parallel.zero=0"
     assert run(*arguments) == 1
-    assert re.search(r"does not fit: 1\d\d\.\d GB .* of the 31\.7 GB .* too much", capsys.readouterr().out)
+    assert re.search(r"does not fit: peak memory 1\d\d\.\d GB .* limit 31\.7 GB .* over", capsys.readouterr().out)
     assert run("--config", ROOT / "configs/llama3_8b.yaml", "--memory-fraction", 0.3) == 1
 
 
@@ -144,11 +145,11 @@ def test_a_layout_that_does_not_fit_ends_with_1_and_says_by_how_much(capsys):
         (["--gpus", 12], "gpus=12: 1 to 8, or whole hosts of 8; use 16"),
         (["--gpus", 64, "parallel.tensor=3"], "parallel.tensor=3 does not divide 64 GPUs"),
         (["--choose", "parallel.prefetch=true", "parallel.microbatches=1"], "parallel.prefetch is not searched"),
-        (["--choose", "parallel.tensor=0"], "parallel.tensor=0: an axis has 1 or more devices"),
+        (["--choose", "parallel.tensor=0"], "parallel.tensor=0: must be at least 1"),
         (["--gpus", 0], "gpus=0: 1 to 8, or whole hosts of 8; use 1"),
-        (["--gpus", 10**9, "--choose"], "gpus=1000000000: there are not so many"),
+        (["--gpus", 10**9, "--choose"], "gpus=1000000000: must be at most 100000"),
         (["--gpu", ""], "gpu='' is unknown"),
-        (["parallel.data=-1"], "parallel.data=-1 takes whatever devices remain"),
+        (["parallel.data=-1"], "parallel.data=-1 takes the remaining devices"),
         (["--memory-fraction", 1.5], "--memory-fraction=1.5: must be in (0, 1]"),
         (["model.d_model=100"], "model.num_heads=32 does not divide model.d_model=100"),
         (
@@ -162,14 +163,14 @@ def test_a_layout_that_does_not_fit_ends_with_1_and_says_by_how_much(capsys):
         (["--write", "/proc/none"], "/proc/none"),
     ],
 )
-def test_a_wrong_request_is_told_in_one_line(arguments, message, capsys):
+def test_a_request_error_is_one_line(arguments, message, capsys):
     assert run("--config", ROOT / "configs/llama3_8b.yaml", *arguments) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_to_compile_without_the_cuda_compiler_is_a_wrong_request(monkeypatch, capsys, tmp_path):
+def test_compiling_without_the_cuda_compiler_is_a_request_error(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(topology, "entry_points", lambda **_: [])
     assert run("--config", ROOT / "configs/gpt2_124m.yaml", "--compile", "--json", tmp_path / "plan.json") == 2
     message = "cannot compile for h100: the CUDA compiler is not installed; pip install 'nanotrain_jax[cuda12]'"
@@ -177,7 +178,7 @@ def test_to_compile_without_the_cuda_compiler_is_a_wrong_request(monkeypatch, ca
     assert not list(tmp_path.iterdir())
 
 
-def test_a_compiler_that_fails_is_told_in_one_line_and_ends_with_1(monkeypatch, capsys):
+def test_a_compiler_error_is_one_line_and_exits_with_1(monkeypatch, capsys):
     def fails(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED:\n  out of memory")
 
@@ -185,11 +186,11 @@ def test_a_compiler_that_fails_is_told_in_one_line_and_ends_with_1(monkeypatch, 
     monkeypatch.setattr(plan.compiler, "compile_step", fails)
     monkeypatch.setattr(plan.meshes, "configure", lambda **_: None)
     assert run("--config", ROOT / "configs/gpt2_124m.yaml", "--compile") == 1
-    assert capsys.readouterr().err == "error: cannot be compiled: RESOURCE_EXHAUSTED: out of memory\n"
+    assert capsys.readouterr().err == "error: compilation failed: RESOURCE_EXHAUSTED: out of memory\n"
 
 
 def cluster(name):
-    """What the first line of a config says it is for: -> number, kind of GPU."""
+    """Return the number and kind of GPUs that the first line of a config names."""
     first = (ROOT / "configs" / f"{name}.yaml").read_text().splitlines()[0]
     number, gpu = re.match(r"# For ([\d,]+) x ([\w-]+)[ ,:]", first).groups()
     return number.replace(",", ""), gpu
@@ -215,19 +216,19 @@ def planned_and_compiled(name, tmp_path):
 
 @needs_cuda_compiler
 @pytest.mark.parametrize("name", [name for name in CONFIGS if cluster(name)[1] != "cpu"])
-def test_every_config_is_planned_and_compiled_for_the_cluster_of_its_first_line(name, tmp_path):
+def test_every_config_is_planned_and_compiled_for_the_gpus_of_its_first_line(name, tmp_path):
     ratios = planned_and_compiled(name, tmp_path)["ratios"]
     assert ratios["peak_bytes"] == pytest.approx(1, abs=0.1)
     assert ratios["wire_bytes"] == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if cluster(name)[1] == "cpu"])
-def test_configs_for_a_laptop_are_planned_and_compiled_for_its_simulated_devices(name, tmp_path):
+def test_laptop_configs_are_planned_and_compiled_for_simulated_devices(name, tmp_path):
     planned_and_compiled(name, tmp_path)
 
 
 @needs_cuda_compiler
-def test_compiling_what_does_not_fit_ends_with_1(capsys):
+def test_a_compiled_step_that_does_not_fit_exits_with_1(capsys):
     arguments = "--config", ROOT / "configs/gpt2_124m.yaml", "--compile", "--memory-fraction", 0.05
     done = subprocess.run(
         [sys.executable, "-m", "nanotrain_jax.plan", *map(str, arguments)], capture_output=True, text=True
@@ -236,24 +237,22 @@ def test_compiling_what_does_not_fit_ends_with_1(capsys):
     assert "does not fit" in done.stdout and "(compiled)" in done.stdout
 
 
-def test_what_is_held_makes_no_other_sense_of_it(tmp_path, capsys):
-    """Chunks mean stages; what cannot go with the layout that was found is not written."""
-    config, won = ROOT / "configs/llama3_8b.yaml", tmp_path / "won.yaml"
-    held = search.search(small(), "h100", 8, fixed={"parallel.chunks": 2}).best
-    assert {(e.config.parallel.schedule, e.config.parallel.chunks) for e in held} == {("interleaved", 2)}
+def test_fixed_keys_are_kept_and_the_written_config_is_valid(tmp_path, capsys):
+    """Chunks require stages; keys incompatible with the chosen layout are not written."""
+    config, chosen = ROOT / "configs/llama3_8b.yaml", tmp_path / "chosen.yaml"
+    best = search.search(small(), "h100", 8, fixed={"parallel.chunks": 2}).best
+    assert {(e.config.parallel.schedule, e.config.parallel.chunks) for e in best} == {("interleaved", 2)}
     tree = yaml.safe_load(config.read_text())
     tree["parallel"] |= {"prefetch": True, "microbatches": 1}
-    ahead = tmp_path / "ahead.yaml"
-    ahead.write_text(yaml.safe_dump(tree))
-    assert run("--config", ahead, "--gpus", 8, "--choose", "--write", won) == 0
-    assert run("--config", won) == 0
-    assert not request.load(won).parallel.prefetch
-    assert (
-        run("--config", config, "--gpus", 8, "--choose", "memory.remat=block:4", "parallel.pipe=2", "--write", won) == 0
-    )
-    assert run("--config", won) == 0
-    assert (
-        run("--config", ROOT / "configs/quickstart.yaml", "--gpu", "h100", "--gpus", 8, "--choose", "--write", won) == 0
-    )
-    assert run("--config", won) == 0
-    assert request.load(won).runtime.simulate == 0
+    prefetching = tmp_path / "prefetching.yaml"
+    prefetching.write_text(yaml.safe_dump(tree))
+    assert run("--config", prefetching, "--gpus", 8, "--choose", "--write", chosen) == 0
+    assert run("--config", chosen) == 0
+    assert not load.load(chosen).parallel.prefetch
+    fixed = "memory.remat=block:4", "parallel.pipe=2"
+    assert run("--config", config, "--gpus", 8, "--choose", *fixed, "--write", chosen) == 0
+    assert run("--config", chosen) == 0
+    simulated = ROOT / "configs/quickstart.yaml"
+    assert run("--config", simulated, "--gpu", "h100", "--gpus", 8, "--choose", "--write", chosen) == 0
+    assert run("--config", chosen) == 0
+    assert load.load(chosen).runtime.simulate == 0

@@ -1,4 +1,4 @@
-"""The command, as people use it: it runs, says what it does, and leaves what the interface promises."""
+"""The train command end to end: it runs, prints its progress and writes the documented outputs."""
 
 import io
 import json
@@ -14,14 +14,15 @@ import pytest
 from command import config_file, losses, main
 from conftest import records
 
-from nanotrain_jax import config as configs
-from nanotrain_jax import loading, loop
-from nanotrain_jax.runtime import data, request
+from nanotrain_jax.config import load
+from nanotrain_jax.config import schema as configs
+from nanotrain_jax.data import batches
+from nanotrain_jax.run import loading, loop
 
 __all__ = ["config_file"]  # a fixture
 
 
-def test_a_run_leaves_what_the_interface_promises(config_file, tmp_path, capsys):
+def test_a_run_writes_all_documented_outputs(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/run", "logging.tensorboard=true") == 0
     run = tmp_path / "run"
     assert {p.name for p in run.iterdir()} - {".logging.dir.lock"} == {
@@ -43,7 +44,7 @@ def test_a_run_leaves_what_the_interface_promises(config_file, tmp_path, capsys)
     assert lines[19]["loss"] < lines[0]["loss"]
     assert all(str(np.float32(r["loss"])) == str(r["loss"]) for r in lines)  # all of a float32, and no more
     # The resolved config runs by itself.
-    resolved = request.load(run / "config.yaml")
+    resolved = load.load(run / "config.yaml")
     assert resolved.model.vocab_size == 257
     assert resolved.parallel.data == 4
     out = capsys.readouterr().out
@@ -59,7 +60,7 @@ def test_the_same_seed_gives_bitwise_the_same_losses(config_file, tmp_path):
     assert losses(tmp_path / "a") != losses(tmp_path / "c")
 
 
-def test_the_newest_checkpoints_are_kept_and_a_finished_run_is_left_alone(config_file, tmp_path, capsys):
+def test_only_the_newest_checkpoints_are_kept_and_a_finished_run_is_unchanged(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/run", "checkpoint.keep=2") == 0
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("[0-9]*")) == ["15", "20"]
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -82,23 +83,23 @@ def test_a_finished_run_started_again_prints_its_summary_without_compiling(confi
     assert "warning: 2 lines of " in again[0]
 
 
-def test_zero_with_nothing_to_shard_over_works_and_says_so(config_file, tmp_path, capsys):
+def test_zero_on_one_data_parallel_device_works_and_is_reported(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=2", "parallel.data=1", "parallel.zero=3") == 0
-    assert "parallel.zero=3 has nothing to shard over" in capsys.readouterr().out
+    assert "parallel.zero=3 has no effect: parallel.data is 1" in capsys.readouterr().out
 
 
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
-def test_float16_tells_its_loss_scale_and_warns_without_one(config_file, tmp_path, capsys):
+def test_float16_logs_its_loss_scale_and_warns_without_one(config_file, tmp_path, capsys):
     half = "precision.compute=float16", "train.steps=2", "checkpoint.every=0"
     assert main(config_file, f"logging.dir={tmp_path}/scaled", *half, "precision.loss_scale=dynamic") == 0
     assert [r["loss_scale"] for r in records(tmp_path / "scaled")] == [65536.0, 65536.0]
     assert "warning" not in capsys.readouterr().out
     assert main(config_file, f"logging.dir={tmp_path}/plain", *half) == 0
-    assert "warning: float16 without a loss scale: gradients below 6e-8 become zero" in capsys.readouterr().out
+    assert "warning: float16 without a loss scale: gradients below 6e-8 underflow to zero" in capsys.readouterr().out
     assert "loss_scale" not in records(tmp_path / "plain")[0]
 
 
-def test_help_lists_every_key_with_default_and_meaning():
+def test_help_lists_every_key_with_default_and_description():
     process = subprocess.run([sys.executable, "-m", "nanotrain_jax.train", "--help"], capture_output=True, text=True)
     assert process.returncode == 0
     for section, field in configs.Config.model_fields.items():
@@ -108,16 +109,16 @@ def test_help_lists_every_key_with_default_and_meaning():
             assert key.description in process.stdout
 
 
-def test_what_is_loading_read_and_compiled_is_said_before_it_is(config_file, tmp_path, capsys):
+def test_loading_reading_and_compiling_are_announced_first(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=1", "checkpoint.every=0") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("reading data from text:")
-    assert lines[1].startswith("llama of ")
+    assert lines[1].startswith("llama with ")
     first = lines.index("compiling the step ...")
     assert lines[first + 1].startswith("compiled in ")
 
 
-def test_loading_is_said_by_process_0_and_not_for_help():
+def test_loading_is_announced_by_process_0_and_not_for_help():
     def said(*arguments, **env):
         out = io.StringIO()
         loading.announce(arguments, out, env)
@@ -130,8 +131,8 @@ def test_loading_is_said_by_process_0_and_not_for_help():
     )
 
 
-def test_saying_what_is_loading_loads_nothing():
-    code = "import sys; from nanotrain_jax import loading; sys.exit(bool({'jax', 'numpy'} & set(sys.modules)))"
+def test_announcing_imports_nothing_slow():
+    code = "import sys; from nanotrain_jax.run import loading; sys.exit(bool({'jax', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -149,7 +150,7 @@ def test_an_evaluation_keeps_two_batches_in_flight(monkeypatch):
         most.append(len(flight) // 2)
         return sums
 
-    monkeypatch.setattr(data, "evaluation", lambda *_: range(100))
+    monkeypatch.setattr(batches, "evaluation", lambda *_: range(100))
     run = mock.Mock()
     run.step.evaluate = evaluate
     run.state.step = 0
@@ -195,7 +196,7 @@ def test_a_profile_survives_a_resume_within_it_and_the_end_of_the_run(config_fil
     assert len(list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))) == 2
 
 
-def test_metrics_of_a_step_that_is_not_finite_are_still_json(config_file, tmp_path):
+def test_metrics_of_a_non_finite_step_are_valid_json(config_file, tmp_path):
     assert (
         main(
             config_file, f"logging.dir={tmp_path}/run", "optimizer.lr=1.0e+30", "optimizer.grad_clip=0", "train.steps=6"

@@ -1,16 +1,16 @@
-"""What a compiled program does, read from its text: collectives, matmul FLOPs, bytes.
+"""Collectives, matmul FLOPs and memory of a compiled program, parsed from its HLO text.
 
-The text is that of `jax.jit(f).lower(...).compile().as_text()`, of any JAX program on CPU or GPU. What stands in a loop
-is counted as often as the loop runs. Wire bytes are those a device sends on a ring of N devices, S the whole buffer:
+The text is `jax.jit(f).lower(...).compile().as_text()` of any JAX program on CPU or GPU. Instructions in a loop count
+once per iteration. Wire bytes are those a device sends on a ring of N devices, S the full buffer:
 
     all_gather, reduce_scatter, all_to_all   (N-1)/N S
     all_reduce                               2 (N-1)/N S
     permute                                  S
 
-A loop of one turn or none, from a `jax.named_scope("at_most_once_NAME")`, counts as one turn, or as often as
-turns[NAME] says on average.
+A loop that runs at most once, from a `jax.named_scope("at_most_once_NAME")`, counts as rates[NAME] executions on
+average, by default one.
 
-XLA:CPU sends 16-bit values as float32: audit bytes of 16-bit programs on the GPU compile (audit/topology.py).
+XLA:CPU sends 16-bit values as float32: audit the bytes of 16-bit programs on the GPU compile (audit/topology.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Number = int | Fraction
-Turns = Mapping[str, Number]
-NO_TURNS: Turns = {}
+Rates = Mapping[str, Number]  # name of an at-most-once loop -> average executions
+NO_RATES: Rates = {}
 
 
 class Collective(NamedTuple):
@@ -35,9 +35,9 @@ class Collective(NamedTuple):
     axes: tuple[str, ...]  # the mesh axes it communicates over
     bytes: float  # on the wire, per device and execution
     count: Number  # executions in one run of the program
-    exposed: bool  # nothing computes between its start and its done
-    flops: float  # of the matmuls that do, each execution
-    source: str  # where in the traced program it comes from
+    exposed: bool  # no compute is scheduled between its start and its done
+    flops: float  # of the matmuls between them, per execution
+    source: str  # its op_name in the traced program
 
 
 class Instruction(NamedTuple):
@@ -73,16 +73,16 @@ TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 def parse(text: str) -> Program:
-    """Text of a compiled module -> its computations."""
-    computations, entry, here = {}, "", []
+    """Parse the text of a compiled module into its computations."""
+    computations, entry, block = {}, "", []
     for line in text.splitlines():
         if line and not line[0].isspace() and line.endswith("{") and not line.startswith("HloModule"):
             words = line.split()
             name = words[words[0] == "ENTRY"].lstrip("%")
             entry = name if words[0] == "ENTRY" else entry
-            computations[name] = here = []
+            computations[name] = block = []
         elif " = " in line and line.startswith(" "):
-            here.append(_instruction(line))
+            block.append(_instruction(line))
     return Program(computations, entry)
 
 
@@ -97,7 +97,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that opens text is closed (the index after it)."""
+    """Return the index after the parenthesis that closes the one text starts with."""
     depth = 0
     for index, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -111,50 +111,50 @@ def _shapes(kind: str) -> list[tuple[int, ...]]:
 
 
 def size(kind: str) -> int:
-    """Bytes of an HLO type: `bf16[8,128]{1,0}`, or a tuple of such."""
+    """Return the bytes of an HLO type: `bf16[8,128]{1,0}`, or a tuple of such."""
     bits = {dtype: int((re.search(r"\d+", dtype) or ["8"])[0]) for dtype, _ in ARRAY.findall(kind)}
     return sum(
         math.prod(int(n) for n in dims.split(",") if n) * bits[dtype] // 8 for dtype, dims in ARRAY.findall(kind)
     )
 
 
-def walk(program: Program, turns: Turns = NO_TURNS) -> Iterator[tuple[str, int, Number]]:
-    """-> (computation, index of the instruction in it, executions) for all that the program runs.
+def walk(program: Program, rates: Rates = NO_RATES) -> Iterator[tuple[str, int, Number]]:
+    """Yield (computation, index of the instruction in it, executions) for every instruction that the program runs.
 
-    A conditional counts as if each of its branches ran: an upper bound. Raises ValueError if a loop with an unknown
-    number of turns holds a collective or a matmul.
+    Each branch of a conditional counts as executed: an upper bound. Raises ValueError if a loop without a known trip
+    count contains a collective or a matmul.
     """
-    yield from _walk(program, program.entry, 1, turns)
+    yield from _walk(program, program.entry, 1, rates)
 
 
-def _walk(program: Program, name: str, times: Number, turns: Turns = NO_TURNS) -> Iterator[tuple[str, int, Number]]:
+def _walk(program: Program, name: str, count: Number, rates: Rates = NO_RATES) -> Iterator[tuple[str, int, Number]]:
     for index, i in enumerate(program.computations[name]):
-        yield name, index, times
-        inner = times * _turns_of(program, i, turns) if i.opcode == "while" else times
+        yield name, index, count
+        inner = count * _trip_count(program, i, rates) if i.opcode == "while" else count
         for other in _called(i):
-            yield from _walk(program, other, inner, turns)
+            yield from _walk(program, other, inner, rates)
 
 
 def _called(i: Instruction) -> list[str]:
-    """The computations that an instruction calls."""
+    """Return the computations that an instruction calls."""
     branches = [name.strip() for names in BRANCHES.findall(i.attributes) for name in names.split(",")]
     return CALLED.findall(i.attributes) + [name.lstrip("%") for name in branches if name]
 
 
-def _turns_of(program: Program, loop: Instruction, turns: Turns) -> Number:
-    """How often a loop runs; 0 if that is unknown and does not matter."""
+def _trip_count(program: Program, loop: Instruction, rates: Rates) -> Number:
+    """Return the trip count of a loop; 0 if it is unknown and the body has no collective or matmul."""
     trips = TRIPS.search(loop.attributes)
     if trips:
         return int(trips[1])
     at_most_once = AT_MOST_ONCE.search(loop.attributes)
     if at_most_once:
-        return turns.get(at_most_once[1], 1)
-    if any(_matters(i) for name in _called(loop) for i in _everything(program, name)):
-        raise ValueError(f"loop {loop.name} runs an unknown number of times; audit a program with static loops")
+        return rates.get(at_most_once[1], 1)
+    if any(_matters(i) for name in _called(loop) for i in _instructions(program, name)):
+        raise ValueError(f"loop {loop.name} has no known trip count; audit a program with static loops")
     return 0
 
 
-def _everything(program: Program, name: str) -> Iterator[Instruction]:
+def _instructions(program: Program, name: str) -> Iterator[Instruction]:
     return (program.computations[c][index] for c, index, _ in _walk(program, name, 1))
 
 
@@ -162,56 +162,57 @@ def _matters(i: Instruction) -> bool:
     return i.opcode == "dot" or i.opcode.removesuffix("-start") in OPERATIONS
 
 
-def collectives(text: str, axes: Mapping[str, int], turns: Turns = NO_TURNS) -> list[Collective]:
-    """Every collective of a compiled program. axes: mesh axis -> size, in mesh order (`mesh.shape`).
+def collectives(text: str, axes: Mapping[str, int], rates: Rates = NO_RATES) -> list[Collective]:
+    """Return every collective of a compiled program. axes: mesh axis -> size, in mesh order (`mesh.shape`).
 
-    Raises ValueError if a group of devices is not that of some mesh axes.
+    Raises ValueError if a replica group does not span mesh axes.
     """
     program, found = parse(text), []
-    for name, index, times in walk(program, turns):
+    for name, index, count in walk(program, rates):
         block = program.computations[name]
         i = block[index]
         operation = OPERATIONS.get(i.opcode.removesuffix("-start"))
-        if not operation or not times:
+        if not operation or not count:
             continue
         types = {other.name: other.type for other in block}
         over = _axes(i.attributes, axes)
         if not over:
-            continue  # each device by itself: nothing moves
+            continue  # groups of one device: no communication
         group = math.prod(axes[a] for a in over)
         sent = sum(size(types[operand]) for operand in i.operands)
         factor = {
-            "all_gather": group - 1,  # of the shard that goes in
+            "all_gather": group - 1,  # of the input shard
             "all_reduce": 2 * (group - 1) / group,
             "reduce_scatter": (group - 1) / group,
             "all_to_all": (group - 1) / group,
             "permute": 1,
         }[operation]
         source = (re.search(r'op_name="([^"]*)"', i.attributes) or ["", ""])[1]
-        others = meanwhile(program, name, index)
-        exposed = not any(program.computations[c][k].opcode in COMPUTES for c, k in others)
-        flops = sum(flops_inside(program, c, k) for c, k in others)
-        found.append(Collective(operation, over, sent * factor, times, exposed, flops, source))
+        between = overlapped(program, name, index)
+        exposed = not any(program.computations[c][k].opcode in COMPUTES for c, k in between)
+        flops = sum(flops_inside(program, c, k) for c, k in between)
+        found.append(Collective(operation, over, sent * factor, count, exposed, flops, source))
     return found
 
 
-def meanwhile(program: Program, name: str, index: int) -> list[tuple[str, int]]:
-    """(computation, index) of what is scheduled between the start of a collective, or of a copy, and its done."""
+def overlapped(program: Program, name: str, index: int) -> list[tuple[str, int]]:
+    """Return (computation, index) of the instructions scheduled between the start of a collective or copy and its
+    done."""
     block = program.computations[name]
-    starter = block[index]
-    if not starter.opcode.endswith("-start"):
+    start = block[index]
+    if not start.opcode.endswith("-start"):
         wrapper = _wrapper(program, name)
-        return meanwhile(program, *wrapper) if wrapper else []
-    if '"is_sync":true' in starter.attributes:
+        return overlapped(program, *wrapper) if wrapper else []
+    if '"is_sync":true' in start.attributes:
         return []
-    last = next(
-        (k for k, i in enumerate(block) if i.opcode.endswith("-done") and starter.name in i.operands), len(block)
-    )  # else it ends in another turn of the loop
-    return [(name, k) for k in range(index + 1, last)]
+    done = next(
+        (k for k, i in enumerate(block) if i.opcode.endswith("-done") and start.name in i.operands), len(block)
+    )  # else the done is in the next iteration of the loop
+    return [(name, k) for k in range(index + 1, done)]
 
 
 def _wrapper(program: Program, name: str) -> tuple[str, int] | None:
-    """-> (computation, index) of the async-start that runs a computation; None if none does."""
+    """Return (computation, index) of the async-start that runs a computation, or None."""
     starts = (
         (outer, k)
         for outer, block in program.computations.items()
@@ -222,7 +223,7 @@ def _wrapper(program: Program, name: str) -> tuple[str, int] | None:
 
 
 def _axes(attributes: str, axes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ, from the three ways XLA writes groups."""
+    """Return the mesh axes that a replica group spans, from any of the three forms in which XLA prints groups."""
     named = re.search(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}", attributes)
     if named:
         return tuple(a for a in re.findall(r"'(\w+)'", named[1]) if axes[a] > 1)
@@ -242,22 +243,22 @@ def _axes(attributes: str, axes: Mapping[str, int]) -> tuple[str, ...]:
     if "source_target_pairs" not in attributes and any(
         len(group) != math.prod(axes[a] for a in over) for group in groups
     ):
-        raise ValueError(f"devices {list(map(int, groups[0]))} are not those along some axes of the mesh {dict(axes)}")
+        raise ValueError(f"replica group {list(map(int, groups[0]))}: must span whole axes of the mesh {dict(axes)}")
     return over
 
 
-def matmul_flops(text: str, turns: Turns = NO_TURNS) -> float:
-    """FLOPs of all matmuls of a compiled program, per device; 2 per multiplication and addition.
+def matmul_flops(text: str, rates: Rates = NO_RATES) -> float:
+    """Return the matmul FLOPs of a compiled program per device, 2 per multiply-add.
 
-    cuDNN attention counts as the matmuls of its definition in full, without regard to a causal mask: 2 forward, 4
-    backward; that its backward computes the scores again is not counted.
+    cuDNN attention counts as full attention, whatever the mask: 2 matmuls forward, 4 backward; the recomputation of
+    scores in its backward is not counted.
     """
     program = parse(text)
-    return sum(times * _flops(program, name, index) for name, index, times in walk(program, turns))
+    return sum(count * _flops(program, name, index) for name, index, count in walk(program, rates))
 
 
 def _flops(program: Program, name: str, index: int) -> float:
-    """FLOPs of one instruction, without what it calls."""
+    """Return the FLOPs of one instruction, without the computations it calls."""
     block = program.computations[name]
     i = block[index]
     if i.opcode != "dot" and '"__cublas$' not in i.attributes and '"__cudnn$fmha' not in i.attributes:
@@ -275,16 +276,16 @@ def _flops(program: Program, name: str, index: int) -> float:
 
 
 def flops_inside(program: Program, name: str, index: int) -> float:
-    """FLOPs of one instruction and of what it calls."""
+    """Return the FLOPs of one instruction and of the computations it calls."""
     called = CALLED.findall(program.computations[name][index].attributes)
-    inner = (times * _flops(program, *place) for c in called for *place, times in _walk(program, c, 1))
+    inner = (count * _flops(program, *place) for c in called for *place, count in _walk(program, c, 1))
     return _flops(program, name, index) + sum(inner)
 
 
 def summary(found: list[Collective]) -> list[dict[str, Any]]:
-    """Collectives put together by axes and operation: count and bytes over all executions, most bytes first.
+    """Return the collectives grouped by axes and operation: count and bytes over all executions, most bytes first.
 
-    largest_bytes: those of the largest single one.
+    largest_bytes: of the largest single collective.
     """
     rows: dict[tuple, dict[str, Any]] = {}
     for c in found:
@@ -304,14 +305,14 @@ def summary(found: list[Collective]) -> list[dict[str, Any]]:
 
 
 def memory(compiled: Any) -> dict[str, int]:
-    """Bytes per device of a compiled program (`.compile()`): argument, temp, peak, and host.
+    """Return the bytes per device of a compiled program (`.compile()`): argument, temp, peak, and host.
 
-    Arguments that are donated are written in place, so they count once. XLA's own peak counts what rests on the
-    host as well; where anything does, peak is all that the device allocates.
+    Donated arguments are updated in place and count once. XLA's own peak includes host memory; for programs that use
+    it, peak is the sum of all device allocations instead.
     """
     m = compiled.memory_analysis()
     host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes
-    host += m.host_output_size_in_bytes - m.host_alias_size_in_bytes  # what is not written in place
+    host += m.host_output_size_in_bytes - m.host_alias_size_in_bytes  # outputs that are not donated arguments
     peak = m.peak_memory_in_bytes
     if host:
         peak = m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes

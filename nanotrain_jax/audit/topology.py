@@ -1,8 +1,8 @@
-"""Accelerators that are not here, as devices that only the compiler sees.
+"""Compile-only devices: compile for a GPU cluster on a machine without GPUs (ahead-of-time compilation).
 
-`compile_only("h100", 64)` gives 64 devices for `mesh.make(devices=...)`: XLA compiles for them as it would on the
-cluster (same passes, same schedule, same buffers) on a machine without a GPU or a driver. It needs the CUDA compiler
-of `pip install 'nanotrain_jax[cuda12]'`. Nothing can run on them, and nothing is autotuned.
+`compile_only("h100", 64)` returns 64 devices for `mesh.make(devices=...)`: XLA compiles for them as on the cluster
+(same passes, same schedule, same buffers), without a GPU or a driver. Needs the CUDA compiler of
+`pip install 'nanotrain_jax[cuda12]'`. Programs cannot run on these devices, and kernels are not autotuned.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from importlib.metadata import entry_points
 import jax
 from jax.experimental import topologies
 
-from nanotrain_jax.audit import hardware
+from nanotrain_jax.costs import hardware
 
-# XLA's GpuTargetConfig, as text. Shared memory per block is what a core has less 1 KiB, which CUDA keeps.
+# XLA's GpuTargetConfig as text. Shared memory per block: that of a core less 1 KiB, which CUDA reserves.
 TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: {gpu.fpus_per_core}
@@ -36,22 +36,22 @@ class NoCompiler(RuntimeError):
 
 
 def compile_only(gpu: str, count: int) -> list[jax.Device]:
-    """`count` devices of a kind (a name in hardware.GPUS) to compile for, host by host.
+    """Return `count` devices of a GPU (a name in hardware.GPUS) to compile for, host by host.
 
-    Raises ValueError for a kind or count that is not known, NoCompiler where the CUDA compiler is not installed.
+    Raises ValueError for an unknown GPU or an invalid count, NoCompiler if the CUDA compiler is not installed.
     """
-    found = hardware.find(gpu)
+    figures = hardware.find(gpu)
     hardware.check_count(gpu, count)
     check_compiler(gpu)
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # that check wants a driver
-    target = TARGET.format(gpu=found, optin=found.shared_bytes - 1024)
-    hosts, each = (count // found.host, found.host) if count > found.host else (1, count)
-    shape = f"1x{hosts}x{each}"
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # the check needs a driver
+    target = TARGET.format(gpu=figures, optin=figures.shared_bytes - 1024)
+    hosts, per_host = (count // figures.host, figures.host) if count > figures.host else (1, count)
+    shape = f"1x{hosts}x{per_host}"
     return topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape).devices
 
 
 def check_compiler(gpu: str) -> None:
-    """Raise NoCompiler where the CUDA compiler is not installed. Starts nothing."""
+    """Raise NoCompiler if the CUDA compiler is not installed, without starting it."""
     if not any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins")):
         raise NoCompiler(
             f"cannot compile for {gpu}: the CUDA compiler is not installed; pip install 'nanotrain_jax[cuda12]'"

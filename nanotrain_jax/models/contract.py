@@ -1,24 +1,24 @@
-"""What the training step needs of a model. Our decoder is one instance, anybody's model is another.
+"""The model contract: what the training step needs of a model. Our decoder is one instance, a user's model another.
 
-A model is a stack of alike layers, with something before and something after it:
+A model is a stack of identical layers, with a computation before and one after it:
 
     x = first(ends, batch, run)                       embedding, an encoder, ...
-    x = layer(weights[i], x)    for i in 0 .. L-1     each layer keeps shape and dtype of x
+    x = layer(weights[i], x)    for i in 0 .. L-1     x keeps its shape and dtype
     sum of losses, count = last(ends, x, batch)       norm, head, loss
 
-The functions run inside `shard_map` (check_vma=True) on this device's shards, on one of its microbatches, in the dtype
-of precision.compute. batch is {"inputs", "targets"}, both int32 [B T]; a negative target is padding, which counts for
-nothing (evaluation has some). The sum of losses is a float32 scalar; training divides it by batch_size x seq_len.
-`parallel.tensor.cross_entropy` does all of this. Functions are pure: weights are all their state, without random
-numbers (dropout) and running means.
+The functions run inside `shard_map` (check_vma=True) on this device's shards and one of its microbatches, in the dtype
+of precision.compute. batch is {"inputs", "targets"}, both int32 [B T]; negative targets are padding and ignored
+(evaluation has some). The sum of losses is a float32 scalar; training divides it by batch_size x seq_len.
+`parallel.tensor.cross_entropy` does all of this. Functions are pure: weights are their only state; no random numbers
+(dropout), no running means.
 
-ZeRO, remat, offload, pipeline stages and the optimizer are the step's business. remat=selective keeps what
-`jax.ad_checkpoint.checkpoint_name` calls by one of `parallel.remat.SAVED`. Tensor parallelism is the model's: rules say
-what is split over tensor, and `column`, `row`, `enter`, `leave` compute with it.
+The step handles ZeRO, remat, offload, pipeline stages and the optimizer. remat=selective saves values that
+`jax.ad_checkpoint.checkpoint_name` names with one of `parallel.remat.SAVED`. The model handles tensor parallelism: its
+rules shard weights over tensor, and it computes with `column`, `row`, `enter`, `leave`.
 
-Weights are a dict. Under "layers" every array has a leading dim L. All else is `ends`: nested dicts of arrays, for
-`first` and `last`. Further stacks of layers, an encoder's for instance, have keys of their own beside "layers", and a
-leading dim as well; `first` runs one with x = run("encoder", layer, x), layer by layer.
+Weights are a dict. Under "layers" every array has a leading dim L. All other keys are `ends`: nested dicts of arrays,
+for `first` and `last`. Further stacks of layers, e.g. an encoder, have their own keys beside "layers" and a leading dim
+too; `first` runs one with x = run("encoder", layer, x), layer by layer.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ import jax
 import jax.numpy as jnp
 
 from nanotrain_jax.models.parameters import ENDS, LAYERS
-from nanotrain_jax.sharding import Rules
+from nanotrain_jax.parallel.sharding import Rules
 
 Tree = Any  # a pytree of arrays
 
 
 def split_layers(weights: Tree) -> tuple[Tree, Tree]:
-    """Weights, or a tree like them -> ends (all but the layers), layers."""
+    """Split weights, or a tree like them -> ends (all but the layers), layers."""
     return {key: tree for key, tree in weights.items() if key != LAYERS}, weights[LAYERS]
 
 
@@ -49,20 +49,20 @@ def join_layers(ends: Tree, layers: Tree) -> Tree:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model as the step sees it.
+    """A model for the training step.
 
     init        init(seed, order=None, put=None) -> weights in float32; the same seed gives the same values on every
-                mesh. order: which layer each row of the stacked weights is; None: in order. put: applied to the weights
-                of each layer before they are stacked. See `initializer`
-    rules       which dim of each weight is split over tensor: ("up/kernel", "L D F/tensor"). The step splits the dim L
-                of layers over pipe, and with ZeRO another dim over data
+                mesh. order: the layer of each row of the stacked weights; None: model order. put: applied to each
+                layer's weights before they are stacked. See `initializer`
+    rules       the dims of weights that are sharded over tensor: ("up/kernel", "L D F/tensor"). The step shards the
+                dim L of layers over pipe, and with ZeRO another dim over data
     stacks      keys of further stacks of layers
-    used_by_first, used_by_last   of a tree like `ends` (without stacks), what `first` and what `last` are given. Loops
-                with a backward by hand gather it there, each for itself
-    is_decayed  tree path of a weight -> whether weight decay applies to it; by default not to biases and scales
-    has_partial_gradient   tree path of a weight that all devices along tensor store -> whether its gradient on each is
-                a partial sum: then it is summed once per step. Where False, JAX sums it at each use
-    is_padded   path of a weight ("params/ends/head_VD") -> whether its rows are padded to a multiple of tensor
+    used_by_first, used_by_last   select from a tree like `ends` (without stacks) what `first` and `last` use.
+                Hand-written layer loops gather the selected weights there, once for each
+    is_decayed  tree path of a weight -> True if weight decay applies; default: all but biases and scales
+    has_partial_gradient   tree path of a weight that is replicated over tensor -> True if its gradient on each device
+                is a partial sum: then it is summed once per step. If False, JAX sums it at each use
+    is_padded   path of a weight ("params/ends/head_VD") -> True if its rows are padded to a multiple of tensor
     """
 
     init: Callable[..., Tree]
@@ -89,7 +89,7 @@ def initializer(
     num_layers: int,
     stacks: Mapping[str, tuple[Callable[[jax.Array], Tree], int]] | None = None,
 ) -> Callable[..., Tree]:
-    """-> `Model.init`. ends(key) -> weights outside of layers; layer(key) -> weights of one layer, without the dim L.
+    """Return `Model.init`. ends(key) -> weights outside of layers; layer(key) -> weights of one layer, without dim L.
 
     stacks: key -> (function like layer, number of layers) of each further stack.
     """
@@ -100,8 +100,8 @@ def initializer(
         keys = keys if order is None else keys[jnp.asarray(order)]
         layers = jax.vmap(layer)(keys) if put is None else jax.lax.map(lambda key: put(layer(key)), keys)
         weights = {ENDS: ends(end_key)}
-        for i, (name, (one, count)) in enumerate((stacks or {}).items()):
-            weights[name] = jax.vmap(one)(jax.random.split(jax.random.fold_in(stack_key, i), count))
+        for i, (name, (stack_layer, count)) in enumerate((stacks or {}).items()):
+            weights[name] = jax.vmap(stack_layer)(jax.random.split(jax.random.fold_in(stack_key, i), count))
         return join_layers(weights, layers)
 
     return init

@@ -1,4 +1,4 @@
-"""The parameters of the decoder, one line each. No JAX.
+"""The parameter table of the decoder, one line per array. Needs no JAX.
 
 Dims: D model, F ffn, N query heads, K kv heads, H head dim, V vocabulary, T longest sequence.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from functools import lru_cache, partial
 
-from nanotrain_jax.config import Model, padded_vocab
-from nanotrain_jax.models.families import FAMILIES, Family
+from nanotrain_jax.config.families import FAMILIES, Family
+from nanotrain_jax.config.schema import Model, padded_vocab
 from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, Parameter, Table, Use
 
 STD = 0.02
@@ -24,12 +24,12 @@ _bias = partial(Parameter, init="zeros", decay=False)
 
 
 def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
-    """Every parameter of a family, without sizes. Arrays of one module are drawn in this order.
+    """Return every parameter of a family, without sizes. Arrays of a module are initialized in this order.
 
-    Keys and values are split over tensor where there is a head for each device; else each device stores all of them and
-    uses one head (`table`).
+    Keys and values are sharded over tensor if there is a head per device; else replicated, and each device uses one
+    head (`table`).
     """
-    residual = STD / math.sqrt(2 * num_layers)  # of what is added to the residual stream
+    residual = STD / math.sqrt(2 * num_layers)  # for projections that write to the residual stream
     table = {
         f"{ATTENTION}/q_DNH": _weight("D N/tensor H"),
         f"{ATTENTION}/k_DKH": _weight("D K/tensor H", is_partial=True),
@@ -51,8 +51,8 @@ def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
             f"{MLP}/bias_up_F": _bias("F/tensor"),
             f"{MLP}/bias_down_D": _bias("D"),
         }
-    embeds = "both" if is_tied else "first"
-    table[EMBEDDING] = _weight("V/tensor D", used=embeds, is_matmul=is_tied, is_padded=True)
+    embedding_use = "both" if is_tied else "first"
+    table[EMBEDDING] = _weight("V/tensor D", used=embedding_use, is_matmul=is_tied, is_padded=True)
     table |= _norm(NORM_LAST, family, "last")
     if family.learned_positions:
         table[POSITIONS] = Parameter("T D", used="first", std=STD, decay=False)
@@ -68,7 +68,7 @@ def _norm(path: str, family: Family, used: Use = "layer") -> Table:
 
 @lru_cache
 def table(model: Model, tensor: int = 1) -> Table:
-    """Every parameter of a resolved model on so many tensor devices, with its sizes. Not to be changed."""
+    """Return every parameter of a resolved model, with sizes. tensor: size of the tensor axis. Do not mutate."""
     V, K, H = padded_vocab(model.vocab_size, tensor), model.num_kv_heads, model.d_model // model.num_heads
     sizes = {"D": model.d_model, "F": model.d_ff, "N": model.num_heads, "K": K, "H": H, "V": V, "T": model.max_seq_len}
 
@@ -86,5 +86,5 @@ def table(model: Model, tensor: int = 1) -> Table:
 
 
 def every_parameter(is_tied: bool = False) -> Table:
-    """The parameters of all families, without sizes."""
+    """Return the parameters of all families, without sizes."""
     return {path: row for family in FAMILIES.values() for path, row in inventory(family, is_tied).items()}

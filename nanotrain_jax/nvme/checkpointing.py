@@ -1,7 +1,7 @@
-"""Training with optimizer state in files: step, files and checkpoints together.
+"""Training with optimizer state on NVMe: connects the step, the files and checkpoints.
 
-nvme/update.py says what a piece is and how it is updated, nvme/store.py has pieces in files. A checkpoint has whole
-arrays in the order of layers, as those of every other run: each can resume from the other's.
+nvme/update.py defines subgroups and their update, nvme/store.py their files. Checkpoints hold full arrays in layer
+order, as without NVMe: either kind of run resumes from the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -14,72 +14,76 @@ from typing import Any
 import jax
 import numpy as np
 
-from nanotrain_jax.config import Config
+from nanotrain_jax.checkpoint import compatibility, read
+from nanotrain_jax.config.schema import Config
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.nvme.update import Group, groups, lower
-from nanotrain_jax.parallel.offload import HOST
-from nanotrain_jax.parallel.update import merge, select
-from nanotrain_jax.runtime import compatibility, restore
+from nanotrain_jax.parallel.host_offload import HOST
+from nanotrain_jax.parallel.optimizer_step import merge, select
 from nanotrain_jax.step.build import Step
-from nanotrain_jax.step.optimizer import Pending
 from nanotrain_jax.step.plan import layers_of_rows
 from nanotrain_jax.step.state import State
+from nanotrain_jax.step.update import Pending
 
 Tree = Any  # a pytree of arrays
 
 
 def store(config: Config, step: Step) -> Store:
-    """The files of a resolved config, not yet made. Raises OSError or ValueError if they cannot be in their folder."""
-    stacks = {name: stores.Stack(group.state, group.count) for name, group in groups(step.plan).items()}
+    """Return the store of a resolved config; creates no files. Raises OSError or ValueError (see `Store`)."""
+    shapes = {name: stores.GroupShape(group.state, group.num_subgroups) for name, group in groups(step.plan).items()}
     plain = config.to_dict()
     layout = {key: plain[key] for key in ("parallel", "precision")}
-    return Store(config.memory.nvme_dir, stacks, compatibility.of_weights(config), layout)
+    return Store(config.memory.nvme_dir, shapes, compatibility.of_weights(config), layout)
 
 
-def fill(files: Store, step: Step, config: Config, start: tuple[Path, int] | None, digest: str | None) -> str:
-    """Bring the files to the state of a checkpoint (start: its folder and number; digest: what it knows of files), or
-    to that of a run that begins. -> how that was done, in a few words. Raises OSError."""
-    if start and files.holds(digest):
-        return "as the checkpoint left it"
-    damage = f" ({stores.MANIFEST} could not be used)" * files.damaged
-    files.make()
+def restore(files: Store, step: Step, config: Config, start: tuple[Path, int] | None, digest: str | None) -> str:
+    """Restore the files from a checkpoint, or initialize them; -> a phrase for the log. Raises OSError.
+
+    start: folder and step of the checkpoint (None: initialize). digest: of the files, as in the checkpoint.
+    """
+    if start and files.matches(digest):
+        return "reused (checksums match the checkpoint)"
+    damage = f" ({stores.MANIFEST} is invalid)" * files.has_invalid_manifest
+    files.allocate()
     if start is None:
         _initialize(files, step)
     else:
         _rebuild(files, step, config, start)
-    files.settle()
-    return f"rebuilt from the checkpoint{damage}" if start else "new"
+    files.flush()
+    return f"rebuilt from the checkpoint{damage}" if start else "initialized"
 
 
 def _initialize(files: Store, step: Step) -> None:
     for name, group in groups(step.plan).items():
-        for i in range(group.count):
+        for i in range(group.num_subgroups):
             files.put(name, i, group.init(np.int32(i)))
 
 
 def _rebuild(files: Store, step: Step, config: Config, start: tuple[Path, int]) -> None:
     for name, group in groups(step.plan).items():
-        for number, abstract in enumerate(_one_by_one(step, group)):
-            files.fill(name, number, _checkpointed(step, abstract, *start)[_rows(name, config)])
+        for leaf, abstract in enumerate(_one_leaf_each(step, group)):
+            files.write_stacked(name, leaf, _read_checkpoint(step, abstract, *start)[_rows(name, config)])
 
 
-def train(files: Store, step: Step, first: jax.stages.Compiled) -> Callable[[State, Tree], tuple[State, dict, None]]:
-    """-> a function like `Step.train` that leaves nothing to update. first: the compiled `Step.train`.
+def train(
+    files: Store, step: Step, step_train: jax.stages.Compiled
+) -> Callable[[State, Tree], tuple[State, dict, None]]:
+    """Return a function like `Step.train` whose third result is None. step_train: the compiled `Step.train`.
 
-    It runs first, then the update of each piece, which it compiles. It returns before the last pieces are written.
+    It runs step_train, then the update of each subgroup, compiled here. It returns before the last writes are done.
     """
-    left = first.out_info[2]
-    outside = groups(step.plan)
-    compiled = {name: lower(group, step.state.params, left).compile() for name, group in outside.items()}
+    pending_shapes = step_train.out_info[2]
+    all_groups = groups(step.plan)
+    compiled = {name: lower(group, step.state.params, pending_shapes).compile() for name, group in all_groups.items()}
 
     def run(state: State, batch: Tree) -> tuple[State, dict[str, jax.Array], None]:
-        state, metrics, pending = first(state, batch)
-        update = {name: partial(one, name, pending) for name in outside}
+        state, metrics, pending = step_train(state, batch)
+        update = {name: partial(update_subgroup, name, pending) for name in all_groups}
         return state._replace(params=files.update(update, state.params)), metrics, None
 
-    def one(name: str, pending: Pending, params: Tree, state: Tree, i: int) -> tuple[Tree, Tree]:
-        weights = select(params, outside[name].members)
+    def update_subgroup(name: str, pending: Pending, params: Tree, state: Tree, i: int) -> tuple[Tree, Tree]:
+        weights = select(params, all_groups[name].members)
         weights, state = compiled[name](weights, pending, state, np.int32(i))
         return merge(weights, params), state
 
@@ -87,38 +91,38 @@ def train(files: Store, step: Step, first: jax.stages.Compiled) -> Callable[[Sta
 
 
 def arrays(files: Store, step: Step, config: Config) -> Iterator[State]:
-    """What the files hold, as `checkpoint.writing` takes it: one stacked array at a time, in the order of layers."""
+    """Yield the arrays in the files for `checkpoint.write.writing`: one stacked array at a time, in layer order."""
 
-    def one(name: str, number: int, abstract: State) -> State:
-        x = files.stacked(name, number)
+    def read_leaf(name: str, leaf: int, abstract: State) -> State:
+        x = files.read_stacked(name, leaf)
         ordered = np.empty_like(x)
         ordered[_rows(name, config)] = x
         return jax.tree.unflatten(jax.tree.structure(abstract), [ordered])
 
     for name, group in groups(step.plan).items():
-        for number, abstract in enumerate(_one_by_one(step, group)):
-            yield one(name, number, abstract)
+        for leaf, abstract in enumerate(_one_leaf_each(step, group)):
+            yield read_leaf(name, leaf, abstract)
 
 
 def _rows(name: str, config: Config) -> np.ndarray | slice:
-    """Which layer each row of a stacked array is."""
+    """Return the layer of each row of a stacked array."""
     return layers_of_rows(config) if name == "layers" else slice(None)
 
 
-def _checkpointed(step: Step, abstract: State, folder: Path, number: int) -> np.ndarray:
-    """The one array of abstract, from the checkpoint with this number in folder. Raises OSError."""
+def _read_checkpoint(step: Step, abstract: State, folder: Path, number: int) -> np.ndarray:
+    """Read the single array of abstract from the checkpoint of step `number` in folder. Raises OSError."""
     try:
-        (x,) = jax.tree.leaves(restore.read_state(folder, number, abstract, step.plan.model.is_padded))
+        (x,) = jax.tree.leaves(read.read_state(folder, number, abstract, step.plan.model.is_padded))
     except ValueError as error:
         raise OSError(str(error)) from None
     return np.asarray(x)
 
 
-def _one_by_one(step: Step, group: Group) -> Iterator[State]:
-    """For each stacked array of a stack a tree like State, as checkpoints have it, with None for all others."""
+def _one_leaf_each(step: Step, group: Group) -> Iterator[State]:
+    """Yield for each stacked array of a group a State as in checkpoints with this array only (others: None)."""
     empty = jax.tree.map(lambda _: None, step.state)
     leaves, tree = jax.tree.flatten(empty._replace(opt=group.state))
     for k, x in enumerate(leaves):
         on_host = jax.sharding.SingleDeviceSharding(x.sharding.mesh.devices.flat[0], memory_kind=HOST)
-        one = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host)
-        yield tree.unflatten([one if j == k else None for j in range(len(leaves))])
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host)
+        yield tree.unflatten([shape if j == k else None for j in range(len(leaves))])

@@ -1,7 +1,4 @@
-"""Loops run by hand: work that a turn may leave out, and arrays that wait in the slots of a larger one.
-
-`lax.scan` carries them; nothing here communicates.
-"""
+"""Helpers for hand-written loops: conditional work, and ring buffers as stacked arrays. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -14,49 +11,54 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
-from nanotrain_jax.parallel.offload import on_host, to_host
+from nanotrain_jax.parallel.host_offload import on_host, to_host
 
 Tree = Any  # a pytree of arrays
 
 
-def at_most_once(wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
-    """work(0, values, store) where wanted, else both as they are.
+def cond_in_place(predicate: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
+    """Return work(0, values, store) if predicate, else (values, store).
 
-    A loop of one turn or none: XLA updates in place what a loop carries, but copies what a conditional returns. The 0
-    is the turn; what depends on it XLA cannot take out of the loop. what: a name for this work in the compiled program,
-    by which an audit knows how often it runs.
+    A loop of at most one iteration instead of `lax.cond`: XLA updates a loop's carry in place, but copies what a
+    conditional returns. The 0 is the iteration; XLA cannot hoist what depends on it out of the loop. what: names the
+    loop in the compiled program, for an audit to know how often it runs.
     """
     with jax.named_scope(f"at_most_once_{what}"):
-        return lax.fori_loop(0, wanted.astype(jnp.int32), lambda turn, both: work(turn, *both), (values, store))
+        return lax.fori_loop(
+            0, predicate.astype(jnp.int32), lambda iteration, carry: work(iteration, *carry), (values, store)
+        )
 
 
-def when(idle: str, wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
-    """`at_most_once`, or masked: work on idle values leaves the store as it is by itself."""
+def skip_or_mask(
+    idle: str, predicate: jax.Array, what: str, work: Callable, values: Tree, store: Tree
+) -> tuple[Tree, Tree]:
+    """idle="skip": `cond_in_place`. idle="mask": always compute, and discard new values unless predicate; work itself
+    must not change the store when idle."""
     if idle == "skip":
-        return at_most_once(wanted, what, work, values, store)
+        return cond_in_place(predicate, what, work, values, store)
     new, store = work(0, values, store)
-    return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), new, values), store
+    return jax.tree.map(lambda new, old: jnp.where(predicate, new, old), new, values), store
 
 
 def get(stack: Tree, i: jax.Array) -> Tree:
-    """stack[n ...] -> stack[i] of each array; i = -1 is the last."""
+    """stack[n ...] -> stack[i], each array; i = -1 is the last."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), stack)
 
 
 def put(stack: Tree, i: jax.Array, value: Tree) -> Tree:
-    """stack[n ...] with value at i, each array; i = -1 is the last."""
+    """stack[n ...] with stack[i] = value, each array; i = -1 is the last."""
     return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, i, 0), stack, value)
 
 
 def as_stored(x: jax.Array) -> jax.Array:
-    """x, row by row in memory as it came: else XLA may want it otherwise, and transpose the whole buffer it is from."""
+    """Constrain x to row-major layout: with another one XLA might transpose the whole buffer that x is a slice of."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def zeros(like: Tree, axis: str, count: int | None = None, dtype: Any = None) -> Tree:
-    """Zeros of each type of a tree, count of them (None: one, without a dim for it), varying over axis as well.
+    """Return zeros [count ...] of each type of a tree, varying also over axis. count=None: without that dim.
 
-    Of a type in host memory: there, one after the other, so that they are never whole on the device.
+    Types in host memory: zeros are copied there one by one, so the device never holds all of them.
     """
     return jax.tree.map(lambda x: _zeros(x, axis, count, dtype), like)
 

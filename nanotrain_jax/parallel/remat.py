@@ -1,16 +1,15 @@
-"""Rematerialisation: what the forward of a layer keeps for its backward, as data.
+"""Rematerialization (activation checkpointing): which residuals the forward of a layer saves for its backward.
 
-    none       everything that a matmul, an attention kernel or a sum over devices returned, and what the rest needs for
-               its backward
-    selective  the outputs of the matmuls (SAVED names), summed over devices; attention internals, norms and activations
-               are computed again (Korthikanti et al. 2022, arXiv 2205.05198, section 4)
-    full       nothing but the input of each layer (Chen et al. 2016, arXiv 1604.06174)
-    block:N    nothing but the input of every N-th layer: the square-root trick (same paper)
+    none       the outputs of matmuls, attention kernels and reductions over devices, and what else the backward needs
+    selective  the outputs of matmuls (SAVED names), reduced over devices; attention internals, norms and activations
+               are recomputed (Korthikanti et al. 2022, arXiv 2205.05198, section 4)
+    full       only the input of each layer (Chen et al. 2016, arXiv 1604.06174)
+    block:N    only the input of every N-th layer: the square-root trick (same paper)
 
-Gathered weights are kept by no policy: ZeRO-3 gathers them again in the backward.
+No policy saves gathered weights: ZeRO-3 gathers them again in the backward.
 
-offload: what selective, full and block:N keep waits in host memory (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2):
-each copy leaves in the forward of its layer and comes back in its backward.
+offload: store what selective, full and block:N save in host memory (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2):
+copied to the host in the forward of its layer, back to the device in its backward.
 """
 
 from __future__ import annotations
@@ -22,41 +21,39 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from nanotrain_jax.fields import Remat
+from nanotrain_jax.config.values import Remat
 
 INPUT = "input"  # of a layer, or of a block of them
 SAVED = ("q", "k", "v", "attention_out", "gate", "up")  # matmul outputs of a layer that its backward needs
 
-# Sums over devices are among it, or partial sums would be kept in their place, whole, and summed again.
+# Includes reductions over devices: otherwise their full-size inputs, partial sums, would be saved and reduced again.
 EXPENSIVE = ("dot_general", "dot_product_attention_fwd_wrapper", "reduce_scatter", "psum", "psum_invariant")
 
 Tree = Any  # a pytree of arrays
 
 
 class Policy(NamedTuple):
-    """What the backward of a layer finds, and where."""
+    """Which residuals of a layer are saved, and in which memory."""
 
     remat: Remat = Remat("none")
-    regather: bool = False  # the layer gathers its weights, which are not to be kept
-    prefetch: bool = False  # leave the compiler free to gather a layer's weights before its turn in the backward
-    offload: bool = False  # what is kept goes to host memory in the forward, and comes back in the backward; not none
+    regather: bool = False  # the layer gathers its weights; do not save them
+    prefetch: bool = False  # allow XLA to gather a layer's weights before its iteration of the backward
+    offload: bool = False  # store what is saved in host memory; has no effect with none
 
 
 def name(x: jax.Array, what: str) -> jax.Array:
-    """x, known to policies by one of the names in SAVED."""
+    """Return x, named for policies. what: one of SAVED."""
     return checkpoint_name(x, what)
 
 
 def _expensive(primitive: Any, *_: Any, **__: Any) -> bool:
-    """What matmuls, attention kernels and sums over devices return is kept; what was gathered or is cheap is not."""
+    """Policy: save the outputs of matmuls, attention kernels and reductions, not what is gathered or cheap."""
     return primitive.name in EXPENSIVE
 
 
-def unit(body: Callable[[Tree, Tree], Tree], policy: Policy) -> tuple[Callable[[Tree, Tree], Tree], int | None]:
-    """-> (body(x, layer) -> x, such that its backward keeps what policy says; how many layers, stacked, it takes).
-
-    None: one layer, not stacked.
-    """
+def checkpointed(body: Callable[[Tree, Tree], Tree], policy: Policy) -> tuple[Callable[[Tree, Tree], Tree], int | None]:
+    """-> body(x, layer) -> x that saves what policy says; its block size N: it takes N stacked layers. None: one layer,
+    not stacked."""
 
     def checkpoint(body: Callable, saved: Sequence[str] = ()) -> Callable:
         keep = jax.checkpoint_policies.save_only_these_names(*saved)
@@ -82,21 +79,18 @@ def unit(body: Callable[[Tree, Tree], Tree], policy: Policy) -> tuple[Callable[[
     return block, policy.remat.block
 
 
-def stacked(layers: Tree, size: int | None) -> Tree:
-    """Layers stacked along a leading dim -> the same in stacks of size (None: as they are).
-
-    Raises ValueError if size does not divide their number.
-    """
+def in_blocks(layers: Tree, size: int | None) -> Tree:
+    """layers[L ...] -> layers[L/size size ...]; None: unchanged. Raises ValueError if size does not divide L."""
     count = jax.tree.leaves(layers)[0].shape[0]
     if size and count % size:
-        raise ValueError(f"memory.remat='block:{size}': {count} layers are not a multiple of {size}; use a divisor")
+        raise ValueError(f"memory.remat='block:{size}': must divide the {count} layers; use a divisor of {count}")
     return jax.tree.map(lambda w: w.reshape(count // size, size, *w.shape[1:]), layers) if size else layers
 
 
 def scan(body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree, policy: Policy) -> Tree:
-    """x after body(x, layer) for each layer in turn, keeping what policy says (see `unit`). Moves nothing by itself.
+    """Run x = body(x, layer) for each layer of layers[L ...], rematerialized by policy. Moves nothing itself.
 
-    layers: arrays stacked along a leading dim. Raises ValueError if block:N does not divide their number.
+    Raises ValueError if block:N does not divide L.
     """
-    run, size = unit(body, policy)
-    return lax.scan(lambda x, layer: (run(x, layer), None), x, stacked(layers, size))[0]
+    run, size = checkpointed(body, policy)
+    return lax.scan(lambda x, layer: (run(x, layer), None), x, in_blocks(layers, size))[0]

@@ -1,22 +1,22 @@
 """Tensor parallelism: matmuls, embedding and loss split over one mesh axis (Megatron-LM, arXiv 1909.08053).
 
-Pure functions for use inside anybody's `shard_map` (with check_vma=True). B batch, T tokens, D model, F ffn, V vocab,
-c tokens of a chunk; t devices along the axis, here called tensor. A block of a transformer is
+Pure functions for use inside any `shard_map` (with check_vma=True). B batch, T tokens, D model, F ffn, V vocab,
+c tokens of a chunk; t devices along the axis, here called tensor. A transformer block is
 
     h[B T F/tensor] = column(enter(x), w_in)        y = row(h, w_out)
 
-(`columns` is the former for several weights, with a backward that keeps less and hides more). Between blocks
-activations lie in one of two ways:
+(`columns` is the former for several weights, with a backward that stores less and overlaps more). Between blocks
+activations have one of two layouts:
 
     sequence_parallel (arXiv 2205.05198)   x[B T/tensor D]   enter: all-gather over T     leave: reduce-scatter over T
     else                                   x[B T D]          enter: nothing               leave: all-reduce
 
-The backward of each is the other's forward: 4 all-reduces of B T D per layer of two blocks, or as many pairs of
-reduce-scatter and all-gather, which move the same. What is used on x[B T/tensor D] but stored whole (gains of norms,
-biases after `leave`) has gradients that are partial sums over the axis; JAX sums them where its type says that the
-parameter is the same everywhere, at each use: cast it with `as_varying` before, and sum once, to move less.
+The backward of each is the other's forward: 4 all-reduces of B T D per layer of two blocks, or 4 pairs of
+reduce-scatter and all-gather, which move the same bytes. Parameters that are replicated over the axis but applied to
+x[B T/tensor D] (norm gains, biases after `leave`) have gradients that are partial sums over it. JAX sums these at each
+use of an invarying parameter; to sum once, cast the parameter with `as_varying` first and sum its gradient.
 
-axis=None stands for one device: the same maths, nothing moves, no `shard_map` is needed.
+axis=None: one device. The same maths, moves nothing, needs no `shard_map`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ from nanotrain_jax.parallel.collectives import (
 
 
 def enter(x_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool = True) -> jax.Array:
-    """x[B T/tensor D] -> x[B T D], to be used by `column`; without sequence_parallel x[B T D] stays as it is.
+    """x[B T/tensor D] -> x[B T D], the input of `column`; without sequence_parallel x[B T D] -> x[B T D].
 
         x[B T D] = all_gather(x)                            (t-1)/t B T D elements
-    Backward: g[B T/tensor D] = reduce_scatter(g[B T D] {sum tensor}), the same; else an all-reduce, twice that.
+    Backward: g[B T/tensor D] = reduce_scatter(g[B T D] {sum tensor}), the same; without sequence_parallel an
+    all-reduce, twice that.
     """
     if axis is None:
         return x_BTD
@@ -58,7 +59,7 @@ def leave(y_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool
 
         y[B T/tensor D] = reduce_scatter(y)                 (t-1)/t B T D elements
         y[B T D] = all_reduce(y)                            2 (t-1)/t B T D elements
-    Backward: an all-gather; else nothing. Raises ValueError if t does not divide T.
+    Backward: an all-gather; without sequence_parallel nothing. Raises ValueError if t does not divide T.
     """
     if axis is None:
         return y_BTD
@@ -73,11 +74,11 @@ def leave(y_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool
 
 
 def column(x_BTD: jax.Array, w_DF: jax.Array) -> jax.Array:
-    """x[B T D], w[D F/tensor] -> y[B T F/tensor]: what has entered, times columns. Moves nothing.
+    """x[B T D], w[D F/tensor] -> y[B T F/tensor]
 
-    F may be several dims, the first of them split: heads and head dim. Backward: the gradient of w arrives summed over
-    each mesh axis over which w is invarying but x is not (data): do not sum it again. JAX sums it at every use; to sum
-    once, cast w with `as_varying` before, and sum the gradient.
+    Column-parallel matmul; x is the output of `enter`. Moves nothing. F may be several dims, the first of them split:
+    heads and head dim. Backward: JAX sums the gradient of w over each mesh axis over which w is invarying but x is not
+    (data), at every use: do not sum it again. To sum once, cast w with `as_varying` first and sum the gradient.
     """
     return jnp.tensordot(x_BTD, w_DF, 1)
 
@@ -89,15 +90,16 @@ def columns(
     sequence_parallel: bool = True,
     regather: bool = True,
 ) -> list[jax.Array]:
-    """x[B T/tensor D], w[D F/tensor] for each of weights -> y[B T F/tensor] each: `enter`, then `column` with each.
+    """x[B T/tensor D], w[D F/tensor] for each of weights -> y[B T F/tensor] each
 
-    What autodiff makes of those two, but for what is kept, and for the order of the backward, which hides what moves:
+    `enter` once, then `column` with each weight. The backward computes what autodiff would, with other residuals and in
+    an order that overlaps communication with matmuls:
 
-        x[B T D] = all_gather(x)              (t-1)/t B T D elements, if regather; g w^T needs not wait for it
+        x[B T D] = all_gather(x)              (t-1)/t B T D elements, if regather; overlaps with g w^T
         g[B T D] {sum tensor} = sum of g w^T  moves nothing
-        g[B T/tensor D] = reduce_scatter(g)   (t-1)/t B T D elements; while x^T g, the gradients of the weights, compute
+        g[B T/tensor D] = reduce_scatter(g)   (t-1)/t B T D elements; overlaps with x^T g, the weight gradients
 
-    regather: keep x[B T/tensor D] for the backward, else x[B T D]. Without sequence_parallel nothing is gathered, and g
+    regather: store x[B T/tensor D] for the backward, else x[B T D]. Without sequence_parallel nothing is gathered and g
     is all-reduced.
     """
     if axis is None:
@@ -106,20 +108,20 @@ def columns(
     weights = as_varying(list(weights), sorted(varying_axes(x_BTD) | {axis}))
 
     def forward(x_BTD: jax.Array, weights: list) -> tuple[list, tuple]:
-        whole_BTD = enter(x_BTD, axis, sequence_parallel)
-        keep = x_BTD if regather else whole_BTD
-        return [column(whole_BTD, w_DF) for w_DF in weights], (keep, weights)
+        entered_BTD = enter(x_BTD, axis, sequence_parallel)
+        residual_BTD = x_BTD if regather else entered_BTD
+        return [column(entered_BTD, w_DF) for w_DF in weights], (residual_BTD, weights)
 
-    def backward(kept: tuple, grads: list) -> tuple[jax.Array, list]:
-        x_BTD, weights = kept
+    def backward(residuals: tuple, grads: list) -> tuple[jax.Array, list]:
+        x_BTD, weights = residuals
         if regather:
             x_BTD = enter(x_BTD, axis, sequence_parallel)
         rows = [jnp.moveaxis(w_DF, 0, -1) for w_DF in weights]
-        parts = [jnp.tensordot(g_BTF, w_FD, w_FD.ndim - 1) for g_BTF, w_FD in zip(grads, rows, strict=True)]
-        g_BTD = leave(reduce(operator.add, parts).astype(x_BTD.dtype), axis, sequence_parallel)
+        partial_grads = [jnp.tensordot(g_BTF, w_FD, w_FD.ndim - 1) for g_BTF, w_FD in zip(grads, rows, strict=True)]
+        g_BTD = leave(reduce(operator.add, partial_grads).astype(x_BTD.dtype), axis, sequence_parallel)
         grads_DF = [jnp.tensordot(x_BTD, g_BTF, ((0, 1), (0, 1))) for g_BTF in grads]
         grads_DF = [g_DF.astype(w_DF.dtype) for g_DF, w_DF in zip(grads_DF, weights, strict=True)]
-        # Nobody may use one before all are made: else XLA makes the gradients of the weights when nothing moves.
+        # The barrier makes XLA compute the weight gradients during the reduce-scatter, not after it.
         return lax.optimization_barrier((g_BTD, grads_DF)) if sequence_parallel else (g_BTD, grads_DF)
 
     run = jax.custom_vjp(lambda x_BTD, weights: forward(x_BTD, weights)[0])
@@ -128,11 +130,11 @@ def columns(
 
 
 def row(x_BTF: jax.Array, w_FD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool = True) -> jax.Array:
-    """x[B T F/tensor], w[F/tensor D] -> y[B T/tensor D], or y[B T D] without sequence_parallel.
+    """x[B T F/tensor], w[F/tensor D] -> y[B T/tensor D], or y[B T D] without sequence_parallel
 
+    Row-parallel matmul. F may be several dims, the first of them split.
         y[B T D] {sum tensor} = x w                         moves nothing
-        leave(y)
-    F may be several dims, the first of them split.
+        leave(y)                                            see `leave`
     """
     return leave(jnp.tensordot(x_BTF, w_FD, w_FD.ndim - 1), axis, sequence_parallel)
 
@@ -140,27 +142,27 @@ def row(x_BTF: jax.Array, w_FD: jax.Array, axis: str | None = "tensor", sequence
 def look_up(
     embedding_VD: jax.Array, tokens_BT: jax.Array, axis: str | None = "tensor", sequence_parallel: bool = True
 ) -> jax.Array:
-    """embedding[V/tensor D], tokens[B T] -> x[B T/tensor D], or x[B T D] without sequence_parallel.
+    """embedding[V/tensor D], tokens[B T] -> x[B T/tensor D], or x[B T D] without sequence_parallel
 
-    Each device looks up the tokens whose rows it has and takes zeros for the others; then `leave`. The gradient of a
-    row, a sum over all places of its token, is made in float32.
+    Vocabulary-parallel embedding: each device looks up the tokens whose rows it stores, zeros for the others; then
+    `leave`. The gradient of a row, a sum over all occurrences of its token, is accumulated in float32.
     """
     if axis is not None:
-        tokens_BT = tokens_BT - position(axis) * embedding_VD.shape[0]  # out of range: a row of another device
+        tokens_BT = tokens_BT - position(axis) * embedding_VD.shape[0]  # out of range: stored on another device
     return leave(_rows(as_varying(embedding_VD, varying_axes(tokens_BT)), tokens_BT), axis, sequence_parallel)
 
 
 @jax.custom_vjp
 def _rows(embedding_VD: jax.Array, rows_BT: jax.Array) -> jax.Array:
-    """The rows of the embedding, zeros where there is no such row."""
-    here_BT = (rows_BT >= 0) & (rows_BT < embedding_VD.shape[0])
-    x_BTD = embedding_VD[jnp.where(here_BT, rows_BT, 0)]
-    return jnp.where(here_BT[..., None], x_BTD, jnp.zeros((), x_BTD.dtype))
+    """Look up rows of the embedding; zeros for indices out of range."""
+    in_range_BT = (rows_BT >= 0) & (rows_BT < embedding_VD.shape[0])
+    x_BTD = embedding_VD[jnp.where(in_range_BT, rows_BT, 0)]
+    return jnp.where(in_range_BT[..., None], x_BTD, jnp.zeros((), x_BTD.dtype))
 
 
-def _rows_backward(kept: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tuple[jax.Array, None]:
-    embedding_VD, rows_BT = kept
-    # A whole table in float32, which the compiler must not fill with zeros before the layers' backward is over.
+def _rows_backward(residuals: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tuple[jax.Array, None]:
+    embedding_VD, rows_BT = residuals
+    # The float32 gradient of the table must not be allocated before the layers' backward is done.
     zero, g_BTD = lax.optimization_barrier((jnp.zeros_like(g_BTD, jnp.float32, shape=()), g_BTD))
     rows_BT = jnp.where(rows_BT < 0, embedding_VD.shape[0], rows_BT)  # a negative index would count from the end
     g_VD = jnp.broadcast_to(zero, embedding_VD.shape).at[rows_BT].add(g_BTD.astype(jnp.float32), mode="drop")
@@ -171,10 +173,10 @@ _rows.defvjp(lambda embedding, rows: (_rows(embedding, rows), (embedding, rows))
 
 
 class LossOptions(NamedTuple):
-    """How `cross_entropy` makes the loss."""
+    """Options of `cross_entropy`."""
 
-    vocab_size: int | None = None  # rows of the head from here on are padding; None: no row is
-    chunk: int | None = None  # tokens at a time; None: all
+    vocab_size: int | None = None  # rows of the head from this one on are padding; None: no padding
+    chunk: int | None = None  # tokens per chunk; None: all
     z_loss: float = 0.0  # weight of the square of log z (PaLM, arXiv 2204.02311)
 
 
@@ -188,19 +190,20 @@ def cross_entropy(
     axis: str | None = "tensor",
     options: LossOptions = PLAIN_LOSS,
 ) -> tuple[jax.Array, jax.Array]:
-    """x[B T D], head[V/tensor D], targets[B T] -> sum of the losses in nats (float32), how many targets count (int32).
+    """x[B T D], head[V/tensor D], targets[B T] -> sum of losses in nats (float32), number of valid targets (int32)
 
-    x has entered. A target that is negative or not below vocab_size counts for nothing. The loss of a token is
-    log z - logit of its target + z_loss (log z)^2, with z the sum of exp(logits). For each chunk of tokens:
+    Vocabulary-parallel cross-entropy, chunked over tokens; x is the output of `enter`. Targets below 0 or from
+    vocab_size on are ignored. The loss of a token is log z - logit of its target + z_loss (log z)^2, with z the sum of
+    exp(logits). For each chunk of tokens:
 
         l[c V/tensor] = x[c D] head                         moves nothing; float32
         top[c] = all_max(max l)                             2 (t-1)/t c scalars
         sum[c], hit[c] = all_reduce(sum exp(l - top), l[target])   twice as many
-        g[c V/tensor] = softmax(l) - onehot(target), and with it the gradients of x and head, at once
+        g[c V/tensor] = softmax(l) - onehot(target), then at once the gradients of x and head
 
-    so that no more than one chunk's logits exist, and none is computed twice; kept for the backward are the gradients
-    of x[B T D] and, in float32, of head[V/tensor D]. Backward: that of x is a partial sum over tensor, which the
-    backward of `enter` reduces. Raises ValueError if chunk does not divide B T.
+    Only one chunk's logits exist at a time, and none is recomputed. Residuals: the gradients of x[B T D] and, in
+    float32, of head[V/tensor D]. Backward: the gradient of x is a partial sum over tensor; the backward of `enter`
+    reduces it. Raises ValueError if chunk does not divide B T.
     """
     B, T, _ = x_BTD.shape
     tokens = B * T
@@ -217,30 +220,30 @@ def cross_entropy(
 
 @dataclass(frozen=True)
 class _Loss:
-    """What `cross_entropy` computes, but for its arrays."""
+    """The static arguments of `cross_entropy`."""
 
-    axes: tuple[str, ...]  # the mesh axis that splits the vocabulary, or none
+    axes: tuple[str, ...]  # the mesh axis that splits the vocabulary, or ()
     vocab_size: int
     chunk: int  # tokens
     z_loss: float
     everywhere: tuple[str, ...]  # mesh axes over which any of the arrays varies
 
     def counts(self, targets: jax.Array) -> jax.Array:
-        """True for each target that counts; the others are padding."""
+        """True for each valid target; the others are padding."""
         return (targets >= 0) & (targets < self.vocab_size)
 
     def chunks(self, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """-> x[n c D], targets[n c]: the tokens of a device, a chunk in each row."""
+        """-> x[n c D], targets[n c]: this device's tokens, one chunk per row."""
         return x_BTD.reshape(-1, self.chunk, x_BTD.shape[-1]), targets_BT.reshape(-1, self.chunk)
 
     def zero(self) -> jax.Array:
-        """The sum of no losses. It varies as a sum of losses does: each is summed over axes already."""
+        """Return a zero that varies as a sum of losses does: losses are already summed over axes."""
         return as_varying(jnp.zeros(()), [name for name in self.everywhere if name not in self.axes])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_of_losses(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """The losses of all tokens, summed; both arrays vary over loss.everywhere."""
+    """Sum the losses of all tokens. Both arrays vary over loss.everywhere."""
 
     def add_chunk(total: jax.Array, chunk: tuple) -> tuple[jax.Array, None]:
         x_cD, targets_c = chunk
@@ -250,7 +253,7 @@ def _sum_of_losses(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets_BT
 
 
 def _sum_and_gradients(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> tuple:
-    """-> the sum, and its gradients, times `_gradient_scale`, as residuals of the backward."""
+    """The forward under differentiation: -> sum, residuals (its gradients times `_gradient_scale`)."""
 
     def add_chunk(sums: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
         total, grad_VD = sums
@@ -265,7 +268,7 @@ def _sum_and_gradients(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, target
 
 
 def _scale_gradients(_: _Loss, residuals: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    """The backward: the gradients are made already; times g, that of the sum."""
+    """The backward: multiply the gradients that the forward computed by g, the gradient of the sum."""
     grad_BTD, grad_VD, like_head = residuals
     g = g / _gradient_scale(grad_BTD.dtype)
     grad_BTD = (g * grad_BTD.astype(jnp.float32)).astype(grad_BTD.dtype)
@@ -276,22 +279,22 @@ _sum_of_losses.defvjp(_sum_and_gradients, _scale_gradients)
 
 
 def _gradient_scale(dtype: jnp.dtype) -> float:
-    """Keeps gradients in float16 from underflow: made in the forward, they meet the loss scale only in the backward."""
+    """Return a factor that prevents float16 underflow: the loss scale applies only in the backward."""
     return 2.0**10 if dtype == jnp.float16 else 1.0
 
 
 class _Softmax(NamedTuple):
-    """Of the tokens of a chunk: what the gradients of their losses need."""
+    """The intermediates of a chunk that the gradients of its losses need."""
 
-    counts_c: jax.Array
-    hit_cV: jax.Array  # whether this row is that of the target
+    counts_c: jax.Array  # True for valid targets
+    hit_cV: jax.Array  # True in the row of the target
     exp_cV: jax.Array  # exp(logits - their maximum)
     sum_c: jax.Array  # of exp_cV, over the whole vocabulary
     log_z_c: jax.Array
 
 
 def _losses(loss: _Loss, x_cD: jax.Array, head_VD: jax.Array, targets_c: jax.Array) -> tuple[jax.Array, _Softmax]:
-    """-> losses[c] of the tokens of a chunk, 0 where a target does not count; and what `_gradients` takes."""
+    """-> losses[c] of a chunk, 0 for ignored targets; the intermediates that `_gradients` takes."""
     V = head_VD.shape[0]
     row_V = jnp.arange(V) + (position(loss.axes[0]) * V if loss.axes else 0)
     logits_cV = jnp.einsum("cD,VD->cV", x_cD, head_VD, preferred_element_type=jnp.float32)
@@ -307,7 +310,7 @@ def _losses(loss: _Loss, x_cD: jax.Array, head_VD: jax.Array, targets_c: jax.Arr
 
 
 def _gradients(loss: _Loss, softmax: _Softmax, x_cD: jax.Array, head_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """-> the gradients of the summed losses of a chunk, times `_gradient_scale`: of x[c D], of head[V/tensor D]."""
+    """-> gradients of a chunk's summed losses with respect to x[c D] and head[V/tensor D], times `_gradient_scale`."""
     slope_c = jnp.where(softmax.counts_c, 1 + 2 * loss.z_loss * softmax.log_z_c, 0.0)
     g_cV = (slope_c / softmax.sum_c)[:, None] * softmax.exp_cV - jnp.where(softmax.hit_cV, 1.0, 0.0)
     g_cV = (_gradient_scale(x_cD.dtype) * g_cV).astype(x_cD.dtype)

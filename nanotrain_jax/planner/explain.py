@@ -1,6 +1,6 @@
-"""The formulas behind an estimate, with this model's numbers put in, and where they come from.
+"""Formulas of an estimate with this run's numbers substituted, and their sources.
 
-Every line's numbers are arithmetic that gives its value: the tests compute them again.
+The numbers of every line are arithmetic that evaluates to its value: the tests evaluate them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections import Counter
 from math import prod
 from typing import NamedTuple
 
-from nanotrain_jax.audit import cost, hardware, memory, offloaded
-from nanotrain_jax.audit.cost import Traffic
+from nanotrain_jax.costs import communication, counts, flops, hardware, memory, offload
+from nanotrain_jax.costs.communication import Traffic
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS, Parameter
 from nanotrain_jax.planner.estimate import Estimate, Transfer
 
-DIMS = "VTDNKHF"  # in the order in which they are written: vocabulary, positions, model, heads, head dim, ffn
+DIMS = "VTDNKHF"  # in printing order: vocabulary, positions, model, query heads, kv heads, head dim, ffn
 
 
 class Line(NamedTuple):
@@ -23,13 +23,13 @@ class Line(NamedTuple):
 
     what: str
     formula: str
-    numbers: str  # the formula with numbers put in: digits with commas, + - x / ^ ( )
+    numbers: str  # the formula with numbers substituted: digits with commas, + - x / ^ ( )
     value: float
     unit: str
 
 
 class Section(NamedTuple):
-    """Lines that belong together."""
+    """Formulas of one topic, with their source."""
 
     title: str
     source: str
@@ -37,41 +37,41 @@ class Section(NamedTuple):
 
 
 def explain(e: Estimate) -> list[Section]:
-    """The sections of an estimate, each building on those before it."""
-    found = [parameters(e), flops(e), state(e), activations(e), peak(e), host(e), moves(e), schedule(e), speed(e)]
-    return [section for section in found if section.lines]
+    """Return the sections of an estimate; each uses values of those before it."""
+    sections = [parameters(e), compute(e), state(e), activations(e), peak(e), host(e), traffic(e), bubble(e), speed(e)]
+    return [section for section in sections if section.lines]
 
 
 def number(x: float) -> str:
-    """A number as people and Python read it: whole ones with commas, others with 5 digits."""
+    """Format a number: whole ones with commas, others with 5 significant digits."""
     return f"{round(x):,}" if x == round(x) and abs(x) < 1e15 else f"{x:.5g}"
 
 
 def parameters(e: Estimate) -> Section:
-    """How many, and how many of them multiply every token; by the table of parameters, from the names of its dims."""
+    """Count all parameters, and those that multiply every token, from the dims in the parameter table."""
     m, n = e.config.model, number
     rows = table(m).values()
     of_layers = [row for row in rows if row.part == LAYERS]
-    matmuls = _counted("matmuls of a layer", [row for row in of_layers if row.is_matmul])
-    vectors = _counted("norms and biases of a layer", [row for row in of_layers if not row.is_matmul])
-    ends = _counted("both ends", [row for row in rows if row.part == ENDS])
+    matmuls = _counted("matmuls, per layer", [row for row in of_layers if row.is_matmul])
+    vectors = _counted("norms and biases, per layer", [row for row in of_layers if not row.is_matmul])
+    ends = _counted("ends (before and after the layers)", [row for row in rows if row.part == ENDS])
     head = _counted("head", [row for row in rows if row.part == ENDS and row.is_matmul])
     lines = [
         matmuls,
         vectors,
         ends,
         Line(
-            "all",
+            "total",
             "L (matmuls + norms and biases) + ends",
             f"{m.num_layers} x ({n(matmuls.value)} + {n(vectors.value)}) + {n(ends.value)}",
-            cost.parameters(m),
+            counts.parameters(m),
             "parameters",
         ),
         Line(
-            "N, which multiply every token",
+            "N, parameters that multiply every token",
             f"L matmuls + {head.formula}",
             f"{m.num_layers} x {n(matmuls.value)} + {head.numbers}",
-            cost.matmul_parameters(m),
+            counts.matmul_parameters(m),
             "parameters",
         ),
     ]
@@ -79,7 +79,7 @@ def parameters(e: Estimate) -> Section:
 
 
 def _counted(what: str, rows: list[Parameter]) -> Line:
-    """The number of parameters of some rows: each product of dims, and how often it is there."""
+    """Return the line of the sum of some rows: each product of dims, and its number of arrays."""
     sizes = [
         sorted(zip(row.layout.split(), row.shape, strict=True), key=lambda dim: DIMS.index(dim[0])) for row in rows
     ]
@@ -91,39 +91,39 @@ def _counted(what: str, rows: list[Parameter]) -> Line:
     return Line(what, " + ".join(formula), " + ".join(numbers), sum(row.size for row in rows), "parameters")
 
 
-def flops(e: Estimate) -> Section:
-    """What a token costs, and what one GPU executes."""
+def compute(e: Estimate) -> Section:
+    """Return model FLOPs per token, and hardware FLOPs per GPU."""
     c, m, n = e.config, e.config.model, number
-    L, D, T, N = m.num_layers, m.d_model, c.data.seq_len, cost.matmul_parameters(m)
-    here, tokens = cost.flops_here(c), cost.tokens_per_device(c)
-    forward = f"{n(here['layers'])} + {n(here['head'])} + {n(here['attention'])}"
-    full = cost.flops_per_token(m, T)["full"]
+    L, D, T, N = m.num_layers, m.d_model, c.data.seq_len, counts.matmul_parameters(m)
+    local, tokens = flops.local_flops(c), counts.tokens_per_device(c)
+    forward = f"{n(local['layers'])} + {n(local['head'])} + {n(local['attention'])}"
+    full = flops.flops_per_token(m, T)["full"]
     lines = [
-        Line("useful, per token", "6 N + 12 L D T", f"6 x {n(N)} + 12 x {L} x {n(D)} x {n(T)}", full, "FLOPs"),
+        Line("model FLOPs, per token", "6 N + 12 L D T", f"6 x {n(N)} + 12 x {L} x {n(D)} x {n(T)}", full, "FLOPs"),
         Line(
-            "executed by a GPU, per step",
-            "(3 (layers + head + attention) + computed again) tokens",
-            f"(3 x ({forward}) + {n(here['again'])}) x {n(tokens)}",
+            "hardware FLOPs, per GPU and step",
+            "(3 (layers + head + attention) + recompute) tokens",
+            f"(3 x ({forward}) + {n(local['recompute'])}) x {n(tokens)}",
             e.flops,
             "FLOPs",
         ),
     ]
-    source = "PaLM (arXiv 2204.02311, appendix B), attention in full; of the stage with the head, over tensor"
+    source = "PaLM (arXiv 2204.02311, appendix B), full attention; hardware: of the stage with the head, over tensor"
     return Section("FLOPs", source, lines)
 
 
 def state(e: Estimate) -> Section:
-    """What rests between steps."""
+    """Return the bytes of training state between steps."""
     p, n = e.config.parallel, number
-    whole, shard = memory.held(e.config)
-    parts, b = memory.state(e.config), cost.BYTES[e.config.precision.compute]
-    psi, over = sum(whole.values()), sum(shard.values())
-    here = f"{n(whole[LAYERS])} + {n(whole[ENDS])}"
-    lines = [Line("Psi", "layers / (P t) + ends / t, what is split", here, psi, "parameters on a GPU")]
+    full, shard = memory.local_parameters(e.config)
+    parts, b = memory.state(e.config), counts.BYTES[e.config.precision.compute]
+    psi, over = sum(full.values()), sum(shard.values())
+    parts_of_psi = f"{n(full[LAYERS])} + {n(full[ENDS])}"
+    lines = [Line("Psi", "layers / (P t) + ends / t, of split arrays", parts_of_psi, psi, "parameters per GPU")]
     if p.zero and p.data > 1:
-        both = f"{n(shard[LAYERS])} + {n(shard[ENDS])}"
-        lines.append(Line("Psi / N", f"over {p.data} data, what is split", both, over, "parameters"))
-    rests = 12 if b == 2 else 8
+        sharded = f"{n(shard[LAYERS])} + {n(shard[ENDS])}"
+        lines.append(Line("Psi / N", f"N = {p.data} data, of sharded arrays", sharded, over, "parameters per GPU"))
+    optimizer = 12 if b == 2 else 8
     lines += [
         Line(
             "weights",
@@ -134,89 +134,89 @@ def state(e: Estimate) -> Section:
         ),
         Line(
             "master weights and moments" if b == 2 else "moments",
-            f"{rests} Psi" + " / N" * (p.zero > 0),
-            f"{rests} x {n(over if p.zero else psi)}",
+            f"{optimizer} Psi" + " / N" * (p.zero > 0),
+            f"{optimizer} x {n(over if p.zero else psi)}",
             parts["optimizer"],
             "bytes",
         ),
     ]
-    return Section("State", "ZeRO (arXiv 1910.02054, section 3.1)", lines)
+    return Section("Model states", "ZeRO (arXiv 1910.02054, section 3.1)", lines)
 
 
 def activations(e: Estimate) -> Section:
-    """What layers keep between their forward and their backward."""
+    """Return what layers store from their forward to their backward."""
     c, p, n = e.config, e.config.parallel, number
-    b, tokens = cost.BYTES[c.precision.compute], cost.tokens_per_device(c) / p.microbatches
+    b, tokens = counts.BYTES[c.precision.compute], counts.tokens_per_device(c) / p.microbatches
     remat = c.memory.rematerialization
-    layer, kept = memory.layer_activations(c, remat), memory.activations(c)
-    whole, inside = memory.layer_parts(c, remat)
+    layer, stored = memory.layer_activations(c, remat), memory.activations(c)
+    like_x, inner = memory.layer_widths(c, remat)
     split = p.tensor if p.sequence_parallel else 1
     lines = [
         Line(
-            f"a layer, per token (remat {remat})",
-            "whole / t + split / t" if split > 1 else "whole + split / t",
-            f"{n(whole)} / {split} + {n(inside)} / {p.tensor}",
+            f"per layer and token (remat {remat})",
+            "residual width / t + inner width / t" if split > 1 else "residual width + inner width / t",
+            f"{n(like_x)} / {split} + {n(inner)} / {p.tensor}",
             layer,
             "elements",
         )
     ]
     if p.pipe == 1:
         shown = f"{c.model.num_layers} x {n(layer)}"
-        lines.append(Line("all layers", "L of them", shown, kept, "elements per token"))
+        lines.append(Line("all layers", "L layers", shown, stored, "elements per token"))
     else:
-        slots = cost.outline(c).slots
-        late, handed = memory.layer_split(c, remat)
-        one = f"{slots['backward']} x ({n(layer)} - {n(late)}) + {slots['late']} x {n(late)}"
+        slots = counts.outline(c).slots
+        late, handed = memory.weight_grad_residuals(c, remat)
+        in_slots = f"{slots['backward']} x ({n(layer)} - {n(late)}) + {slots['backward_weight']} x {n(late)}"
         waiting = f"({slots['inputs']} + {slots['gradients']}) x {c.model.d_model} / {split}"
-        formula = "L / (P C) (slots (a layer - late) + late slots late + handed slots handed) + waiting x"
-        numbers = (
-            f"{c.model.num_layers} / ({p.pipe} x {p.chunks}) x ({one} + {slots['handed']} x {n(handed)}) + {waiting}"
-        )
+        formula = "L / (P C) (slots (layer - late) + late slots late + handed slots handed) + stage buffers x"
+        in_slots += f" + {slots['intermediates']} x {n(handed)}"
+        numbers = f"{c.model.num_layers} / ({p.pipe} x {p.chunks}) x ({in_slots}) + {waiting}"
         if p.idle == "skip":
-            lines.append(Line("all that a stage keeps", formula, numbers, kept, "elements per token"))
+            lines.append(Line("all layers of a stage", formula, numbers, stored, "elements per token"))
     size = e.moments["loss"]["activations"] + e.on_host.get("activations", 0.0)
-    lines.append(Line("of a microbatch", "bytes tokens elements", f"{b} x {n(tokens)} x {n(kept)}", size, "bytes"))
+    lines.append(Line("activations", "bytes tokens elements", f"{b} x {n(tokens)} x {n(stored)}", size, "bytes"))
     return Section("Activations", "Korthikanti et al. 2022 (arXiv 2205.05198, section 4), without dropout", lines)
 
 
 def peak(e: Estimate) -> Section:
-    """The three moments, part by part."""
+    """Return the sum of the parts of each moment."""
     lines = []
     for moment, parts in e.moments.items():
-        kept = {what: size for what, size in parts.items() if size}
-        shown = " + ".join(f"{size / 1e9:.5g}" for size in kept.values())
-        lines.append(Line(moment, " + ".join(kept), shown, sum(parts.values()) / 1e9, "GB"))
-    return Section("Peak", "the largest of three moments; audit/memory.py says what each part is", lines)
+        present = {part: size for part, size in parts.items() if size}
+        shown = " + ".join(f"{size / 1e9:.5g}" for size in present.values())
+        lines.append(Line(moment, " + ".join(present), shown, sum(parts.values()) / 1e9, "GB"))
+    return Section("Peak memory", "the largest of three moments; costs/memory.py describes each part", lines)
 
 
 def host(e: Estimate) -> Section:
-    """What rests in host memory, and what is copied."""
-    found, b = offloaded.large(e.config), cost.BYTES[e.config.precision.compute]
-    every, gradients = sum(x.size for x in found), sum(x.size for x in found if x.far_gradient)
+    """Return host memory, and host-device copies."""
+    parameters, b = offload.offloaded(e.config), counts.BYTES[e.config.precision.compute]
+    elements = sum(x.size for x in parameters)
+    gradients = sum(x.size for x in parameters if x.has_host_gradient)
     factors = {
-        "optimizer": (offloaded.optimizer_bytes(e.config), every),
-        "params": (b, every),
+        "optimizer": (offload.optimizer_bytes(e.config), elements),
+        "params": (b, elements),
         "gradients": (4, gradients),
     }
     lines = []
-    for what, size in e.on_host.items():
-        factor, elements = factors.get(what, (1, size))
+    for part, size in e.on_host.items():
+        factor, S = factors.get(part, (1, size))
         shown = (
-            ("what layers keep", number(size))
-            if what == "activations"
-            else (f"{factor} S", f"{factor} x {number(elements)}")
+            ("activations of all layers", number(size))
+            if part == "activations"
+            else (f"{factor} S", f"{factor} x {number(S)}")
         )
-        lines.append(Line(what, *shown, size, "bytes"))
+        lines.append(Line(part, *shown, size, "bytes"))
     for to in ("device", "host"):
         rows = [t for t in e.copies if t.op == f"to {to}"]
         formula, shown = " + ".join(t.why for t in rows), " + ".join(f"{t.bytes / 1e9:.5g}" for t in rows)
         lines += [Line(f"copied to the {to}", formula, shown, sum(t.bytes for t in rows) / 1e9, "GB")] if rows else []
-    source = "ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.07857); S: elements that rest there. audit/offloaded.py"
+    source = "ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.07857); S: offloaded elements. costs/offload.py"
     return Section("Host memory, per GPU and step", source, lines)
 
 
-def moves(e: Estimate) -> Section:
-    """Every row of what moves: the ring's factor and the whole buffers."""
+def traffic(e: Estimate) -> Section:
+    """Return every transfer: the ring factor times the full buffers."""
     lines = []
     for t in e.transfers:
         group, (formula, numbers) = prod(getattr(e.config.parallel, axis) for axis in t.axis.split(",")), buffers(e, t)
@@ -226,89 +226,90 @@ def moves(e: Estimate) -> Section:
             formula, numbers = ("2 " + formula, f"{factor} x {numbers}") if factor == 2 else (formula, numbers)
         lines.append(Line(f"{t.axis} {t.op}", formula, numbers, t.bytes, f"bytes: {t.why}"))
     source = "rings; volumes: ZeRO (1910.02054, section 7), Megatron-LM (1909.08053, 2205.05198, 2104.04473)"
-    return Section("What moves, per GPU and step", source, lines)
+    return Section("Communication, per GPU and step", source, lines)
 
 
 def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
-    """The whole buffers of a row, as a formula and in numbers: bytes b of x, w of weights, g of gradients."""
+    """Return the full buffers of a transfer as formula and numbers: b bytes of activations, w weights, g gradients."""
     c, m, p, n = e.config, e.config.model, e.config.parallel, number
-    b, tokens = cost.BYTES[c.precision.compute], cost.tokens_per_device(c)
+    b, tokens = counts.BYTES[c.precision.compute], counts.tokens_per_device(c)
     L, M = m.num_layers // p.pipe, p.microbatches
     if t.op == "permute":
-        split, ticks = p.tensor if p.sequence_parallel else 1, cost.outline(c).ticks
+        split, ticks = p.tensor if p.sequence_parallel else 1, counts.outline(c).ticks
         shown = f"2 x {ticks} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
         return "2 ticks b B T D / M" + " / t" * (split > 1), shown
-    if t.what in (Traffic.ACTIVATIONS, Traffic.ACTIVATIONS_AND_AGAIN):
-        there, back = cost.tensor_passes(c)
-        passes = back if t.op == "reduce_scatter" else there
+    if t.what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS):
+        gathers, scatters = communication.tensor_passes(c)
+        passes = scatters if t.op == "reduce_scatter" else gathers
         return f"b B T D ({passes} L + 2)", f"{b} x {n(tokens)} x {n(m.d_model)} x ({passes} x {L} + 2)"
     if t.what is Traffic.LOSS:
         return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
-    return parameters_moved(e, t)
+    return parameter_buffers(e, t)
 
 
-def parameters_moved(e: Estimate, t: Transfer) -> tuple[str, str]:
-    """The whole buffers of gradients or weights of a row, from the same table as its bytes."""
+def parameter_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
+    """Return the full buffers of gradients or weights of a transfer, from the same table as its bytes."""
     elements: dict[tuple[int, str, int], float] = {}
-    for part in cost.parameter_buffers(e.config):
-        if (",".join(part.axes), part.op, part.what) == (t.axis, t.op, t.what):
-            key = part.itemsize, part.part, part.times
-            elements[key] = elements.get(key, 0.0) + part.elements
+    for buffer in communication.parameter_buffers(e.config):
+        if (",".join(buffer.axes), buffer.op, buffer.what) == (t.axis, t.op, t.what):
+            key = buffer.itemsize, buffer.part, buffer.times
+            elements[key] = elements.get(key, 0.0) + buffer.elements
     itemsize = next(iter(elements))[0]
     formula = " + ".join(f"{times} Psi_{name}" for _, name, times in elements)
     numbers = " + ".join(f"{times} x {number(size)}" for (_, _, times), size in elements.items())
     symbol = "g" if t.what.is_gradients else "w"
-    return f"{symbol} ({formula}), of what moves this way", f"{itemsize} x ({numbers})"
+    return f"{symbol} ({formula}), of the arrays in this transfer", f"{itemsize} x ({numbers})"
 
 
-def schedule(e: Estimate) -> Section:
-    """How long stages wait."""
+def bubble(e: Estimate) -> Section:
+    """Return the bubble: published, and of the modelled schedule."""
     p = e.config.parallel
     if p.pipe == 1:
-        return Section("Pipeline", "", [])
+        return Section("Pipeline bubble", "", [])
     P, M, C = p.pipe, p.microbatches, p.chunks
     lines = []
     if p.schedule in ("gpipe", "1f1b", "interleaved"):
         ideal = (P - 1) / (C * M)
         numbers = f"({P} - 1) / ({C} x {M})"
-        lines.append(Line("bubble, of the ideal time", "(P - 1) / (C M)", numbers, ideal, "(published)"))
-    bubble = e.seconds.get("bubble", 0.0)
-    busy = bubble / e.bubble_fraction - bubble if e.bubble_fraction else 0.0
-    if bubble:
-        numbers = f"{bubble!r} / ({busy!r} + {bubble!r})"
-        what = "bubble, of the schedule (modelled, with the head and what a tick costs)"
-        lines.append(Line(what, "waiting / (work + waiting)", numbers, e.bubble_fraction, ""))
-    return Section("Pipeline", "Narayanan et al. 2021 (arXiv 2104.04473, section 2.2)", lines)
+        lines.append(Line("bubble / ideal time", "(P - 1) / (C M)", numbers, ideal, "(published)"))
+    idle = e.seconds.get("bubble", 0.0)
+    busy = idle / e.bubble_fraction - idle if e.bubble_fraction else 0.0
+    if idle:
+        numbers = f"{idle!r} / ({busy!r} + {idle!r})"
+        what = "bubble / schedule time (modelled, with the head and the latency of ticks)"
+        lines.append(Line(what, "idle / (busy + idle)", numbers, e.bubble_fraction, ""))
+    return Section("Pipeline bubble", "Narayanan et al. 2021 (arXiv 2104.04473, section 2.2)", lines)
 
 
 def speed(e: Estimate) -> Section:
-    """The modelled step, and what is made of it."""
+    """Return the modelled step time, throughput and MFU."""
     c, n, gpu = e.config, number, hardware.find(e.gpu)
     tokens = c.data.batch_size * c.data.seq_len
-    full, causal = cost.flops_per_token(c.model, c.data.seq_len).values()
+    full, causal = flops.flops_per_token(c.model, c.data.seq_len).values()
     shown = " + ".join(f"{s:.6g}" for s in e.seconds.values())
     lines = [
-        Line("step (modelled)", " + ".join(e.seconds), shown, e.step_seconds, "s"),
+        Line("step time", " + ".join(e.seconds), shown, e.step_seconds, "s"),
         Line(
             "tokens per second",
-            "batch T / step",
+            "batch T / step time",
             f"{c.data.batch_size} x {n(c.data.seq_len)} / {e.step_seconds!r}",
             e.tokens_per_second,
             "",
         ),
         Line(
             "MFU",
-            "useful FLOPs / (step GPUs peak)",
+            "model FLOPs per token x tokens / (step time GPUs peak FLOP/s)",
             f"{n(full)} x {n(tokens)} / ({e.step_seconds!r} x {e.gpus} x {gpu.peak_flops:.6g})",
             e.mfu,
-            "attention in full (PaLM)",
+            "full attention (PaLM)",
         ),
         Line(
             "MFU, causal",
-            "(6 N + 6 L D T) tokens / (step GPUs peak)",
+            "(6 N + 6 L D T) tokens / (step time GPUs peak FLOP/s)",
             f"{n(causal)} x {n(tokens)} / ({e.step_seconds!r} x {e.gpus} x {gpu.peak_flops:.6g})",
             e.mfu_causal,
-            "attention's causal half",
+            "causal half of attention",
         ),
     ]
-    return Section("Speed, modelled", "roofline (Williams et al. 2009) with the shares in planner/estimate.py", lines)
+    source = "roofline (Williams et al. 2009), efficiencies of planner/estimate.py"
+    return Section("Throughput, modelled", source, lines)

@@ -1,7 +1,7 @@
-"""The training step on one page, and the package's one `shard_map`.
+"""The training step on one page, and the package's only `shard_map`.
 
-`train` is the order of the papers: gather and run (`gradients.py`), reduce, clip, update. Each of these says what it
-moves; besides them only the loss is summed over devices, one scalar.
+`train`: gather and run (`gradients.py`), reduce, clip, update. Each function documents its communication; in addition
+only the loss is all-reduced, one scalar.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from nanotrain_jax.config import Config
-from nanotrain_jax.execution import Execution
+from nanotrain_jax.config.execution import Execution, reduces_per_layer
+from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models.contract import Model
-from nanotrain_jax.parallel import schedule as schedules
-from nanotrain_jax.parallel.collectives import all_reduce, gpu_options
+from nanotrain_jax.parallel.collectives import all_reduce
+from nanotrain_jax.parallel.optimizer_step import clip_by_global_norm, select
+from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline.executor import run_forward
-from nanotrain_jax.parallel.update import clip_by_global_norm, select
-from nanotrain_jax.sharding import layout
+from nanotrain_jax.parallel.sharding import layout
+from nanotrain_jax.parallel.xla_options import gpu_options
 from nanotrain_jax.step import forward
 from nanotrain_jax.step import plan as plans
 from nanotrain_jax.step import state as states
 from nanotrain_jax.step.gradients import GRADIENTS
-from nanotrain_jax.step.optimizer import Pending, apply_update, metrics, next_state
 from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import REPLICATED, State
+from nanotrain_jax.step.update import Pending, apply_update, metrics, next_state
 
 Tree = Any  # a pytree of arrays
 BATCH = layout("B/replica,data T/context")
@@ -39,16 +40,16 @@ class Step(NamedTuple):
     """Compiled functions, and the shapes and shardings of their arguments (ShapeDtypeStructs).
 
     init() -> State
-    train(State, batch) -> State, metrics, Pending; consumes (donates) its State. Pending is None, unless optimizer
-        state is in files (memory.offload_optimizer=nvme): then what `nvme` has to update before the next step
+    train(State, batch) -> State, metrics, Pending; donates its State. Pending: the gradients whose update `nvme` must
+        apply before the next step (memory.offload_optimizer=nvme), else None
     evaluate(params, batch) -> sum of losses in nats, number of targets
-    in_layer_order(State) -> State, its stacked layers in the order of the model, as checkpoints have them
-    in_stage_order(State) -> State, as the others take it; consumes (donates) its State
-    The two orders differ only with several chunks on a stage: then the former is a second State, else the same one.
+    in_layer_order(State) -> State with stacked layers in model order, as in checkpoints
+    in_stage_order(State) -> State with stacked layers in stage order, as the other functions take it; donates its State
+    The orders differ only with several chunks per stage: then in_layer_order returns a copy, else its argument.
 
     batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0.
-    metrics: float32 scalars loss (mean over the batch, in nats per token), grad_norm (before clipping) and lr, and the
-    int32 skipped_steps so far; with loss scaling also loss_scale, by which this step's loss was multiplied.
+    metrics: float32 scalars loss (mean over the batch, nats per token), grad_norm (before clipping) and lr, and the
+    int32 skipped_steps so far; with loss scaling also loss_scale, the scale of this step.
     """
 
     init: Callable[[], State]
@@ -62,7 +63,7 @@ class Step(NamedTuple):
 
 
 def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array], Pending | None]:
-    """One step on this device's shards of state and batch."""
+    """Run one step on this device's shards of state and batch."""
     scale = state.scale.value if state.scale else 1.0
     loss, grads = GRADIENTS[plan.execution](plan, state.params, microbatched(plan, batch), scale / plan.targets)
     grads = plan.zero.reduce(grads, state.params, plan.shards)
@@ -95,12 +96,12 @@ def microbatched(plan: Plan, batch: Tree) -> Tree:
 
 
 def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
-    """The step of a resolved config on a mesh, for its model or another one.
+    """Build the step of a resolved config on a mesh. model: used instead of the config's model.
 
-    Nothing is computed or allocated before its functions are called.
+    Computes and allocates nothing until its functions are called.
     """
     plan = plans.make(config, mesh, model)
-    state_specs, state = (states.in_step(plan, tree) for tree in states.abstract(plan))
+    state_specs, state = (states.without_nvme_state(plan, tree) for tree in states.abstract(plan))
     batch_specs = {"inputs": BATCH, "targets": BATCH}
     tokens = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), jnp.int32)
     outputs = state_specs, REPLICATED, pending_specs(plan)
@@ -109,24 +110,24 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
     options = compiler_options(plan)
     p = config.parallel
     return Step(
-        init=jax.jit(lambda: states.in_step(plan, states.init(plan)), out_shardings=shardings(state)),
+        init=jax.jit(lambda: states.without_nvme_state(plan, states.init(plan)), out_shardings=shardings(state)),
         train=jax.jit(run_train, donate_argnums=0, compiler_options=options),
         evaluate=jax.jit(run_evaluate, compiler_options=options if is_offloaded(config) else None),
         state=state,
-        batch=jax.tree.map(partial(states.placed, mesh, tokens), batch_specs),
-        in_layer_order=states.in_order(state, p.pipe, p.chunks) if p.chunks > 1 else unchanged,
-        in_stage_order=states.in_order(state, p.chunks, p.pipe, donate=(0,)) if p.chunks > 1 else unchanged,
+        batch=jax.tree.map(partial(states.with_sharding, mesh, tokens), batch_specs),
+        in_layer_order=states.reorder_layers(state, p.pipe, p.chunks) if p.chunks > 1 else unchanged,
+        in_stage_order=states.reorder_layers(state, p.chunks, p.pipe, donate=(0,)) if p.chunks > 1 else unchanged,
         plan=plan,
     )
 
 
 def on_mesh(mesh: Mesh, function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
-    """function of local shards -> function of whole arrays."""
+    """Wrap a function of local shards -> a function of global arrays."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
 
 def pending_specs(plan: Plan) -> Pending | None:
-    """PartitionSpecs of what `train` leaves to update: gradients have the layout of their optimizer state."""
+    """Return PartitionSpecs of Pending: gradients are laid out as their optimizer state. None if nothing is pending."""
     if all(jax.tree.leaves(plan.in_step)):
         return None
     _, opt_specs = plan.zero.storage(plan.specs, plan.shards.dims)
@@ -135,24 +136,25 @@ def pending_specs(plan: Plan) -> Pending | None:
 
 
 def compiler_options(plan: Plan) -> dict | None:
-    """XLA's options for the training program; only GPUs have any."""
+    """Return XLA options for the training program; None except on GPU."""
     if plan.mesh.devices.flat[0].platform != "gpu":
         return None
     p = plan.config.parallel
-    prefetch = p.prefetch and plan.execution is Execution.AUTODIFF  # else the loop does it
-    return gpu_options(p.bucket_mb, prefetch, p.pipe > 1, is_offloaded(plan.config))
+    prefetch = p.prefetch and plan.execution is Execution.AUTODIFF  # other loops prefetch explicitly
+    in_flight = 32 if reduces_per_layer(plan.config) else 8  # a send, and one or all buckets of a layer
+    return gpu_options(p.bucket_mb, prefetch, in_flight if p.pipe > 1 else 0, is_offloaded(plan.config))
 
 
 def is_offloaded(config: Config) -> bool:
-    """Whether optimizer state or activations leave the device."""
+    """True if optimizer state or activations are offloaded."""
     return config.memory.offload_optimizer != "none" or config.memory.offload_activations == "host"
 
 
 def shardings(tree: Tree) -> Tree:
-    """Of ShapeDtypeStructs."""
+    """Return the shardings of ShapeDtypeStructs."""
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def unchanged(state: State) -> State:
-    """The state, whose layers are in the order of the model."""
+    """Return the state: with one chunk per stage its layers are in model order."""
     return state

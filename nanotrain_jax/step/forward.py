@@ -1,4 +1,4 @@
-"""How a plan runs its model on one device: gathered by ZeRO, rematerialised, layer by layer."""
+"""The model of a plan on one device: ZeRO gathers, rematerialization, the loop over layers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nanotrain_jax.execution import Execution
-from nanotrain_jax.mesh import BATCH_AXES
+from nanotrain_jax.config.execution import Execution, reduces_per_layer
 from nanotrain_jax.models.contract import LAYERS, split_layers
-from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel import host_offload, remat
 from nanotrain_jax.parallel.collectives import as_varying
 from nanotrain_jax.parallel.layered_model import LayeredModel
+from nanotrain_jax.parallel.mesh import BATCH_AXES
 from nanotrain_jax.parallel.zero import ZERO, Shards, Zero, gather_ahead
 from nanotrain_jax.step.plan import Plan
 
@@ -22,7 +22,7 @@ Tree = Any  # a pytree of arrays
 
 
 def local(plan: Plan, params: Tree) -> Tree:
-    """params, such that gradients which are partial sums over tensor stay local: `zero.reduce` sums them once."""
+    """Cast params so that gradients which are partial sums over tensor stay local: `zero.reduce` sums them once."""
 
     def cast(path: tuple, w: jax.Array, spec: jax.sharding.PartitionSpec) -> jax.Array:
         is_local = "tensor" not in spec and plan.model.has_partial_gradient(path)
@@ -32,19 +32,19 @@ def local(plan: Plan, params: Tree) -> Tree:
 
 
 class Weights(NamedTuple):
-    """The arguments of `zero.gather`: trees like the parameters."""
+    """Arguments of `zero.gather`: trees like the parameters."""
 
     stored: Tree
     inputs: Tree  # what is differentiated, from `zero.inputs`
     sums: Tree | None = None  # gradients of earlier microbatches
 
-    def part(self, key: str) -> Weights:
-        """Those under a key."""
+    def under(self, key: str) -> Weights:
+        """The weights under a key."""
         return Weights(self.stored[key], self.inputs[key], self.sums and self.sums[key])
 
 
 def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Array, jax.Array]:
-    """-> sum of the losses of a microbatch, number of its targets. Autodiff of it is the backward."""
+    """Return the sum of losses and the number of targets of a microbatch. Autodiff of it is the backward."""
     weights = weights._replace(stored=as_varying(weights.stored, BATCH_AXES))
     model = plan.model
     ends = gather_ends(plan, zero, weights)
@@ -55,7 +55,7 @@ def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Arr
 
 
 def in_float32(sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """What `Model.last` returned. Raises ValueError unless the sum of losses is a float32 scalar."""
+    """Return what `Model.last` returned. Raises ValueError unless the sum of losses is a float32 scalar."""
     kind = jax.typeof(sums[0])
     if (kind.shape, kind.dtype) != ((), jnp.float32):
         raise ValueError(f"the model's last returned {kind} as sum of losses; make it a float32 scalar")
@@ -63,41 +63,42 @@ def in_float32(sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]
 
 
 def gather_ends(plan: Plan, zero: Zero, weights: Weights) -> Tree:
-    """The weights outside of stacks of layers, whole, as `first` and `last` take them."""
+    """Gather the weights outside stacks of layers, as `first` and `last` take them."""
     *weights, dims = (outside_stacks(plan, tree) for tree in (*weights, plan.shards.dims))
     return zero.gather(*weights, plan.shards._replace(dims=dims))
 
 
 def outside_stacks(plan: Plan, tree: Tree | None) -> Tree | None:
-    """Of a tree like the parameters, what is not in a stack of layers."""
+    """Return the part of a tree like the parameters that is not in a stack of layers."""
     return tree and {key: part for key, part in tree.items() if key not in (LAYERS, *plan.model.stacks)}
 
 
 def run_stack(plan: Plan, zero: Zero, weights: Weights, stack: str, layer: Callable, x: Tree) -> Tree:
-    """x after all layers of a stack, each gathered when it is its turn. Models call it as run(stack, layer, x)."""
+    """Run x through all layers of a stack, gathering each before it runs. Models call it as run(stack, layer, x)."""
     run = partial(run_layer, plan.shards_of_layer(stack), zero, layer)
-    return remat.scan(run, x, weights.part(stack), plan.remat)
+    return remat.scan(run, x, weights.under(stack), plan.remat)
 
 
 def run_layer(shards: Shards, zero: Zero, layer: Callable, x: Tree, weights: Weights) -> Tree:
-    """x after one layer."""
+    """Gather the weights of a layer and run x through it."""
     return layer(zero.gather(*weights, shards), x)
 
 
 def layered(plan: Plan, params: Tree) -> LayeredModel:
-    """The model for loops whose backward is written by hand. `last` gives the sum of losses and the number of targets.
+    """Return the model for loops with an explicit backward. `last` returns the sum of losses and the number of targets.
 
-    `first` and `last` gather what they use of ends, each for itself.
+    `first` and `last` each gather the ends they use.
     """
-    params = as_varying(params, plan.loss_axes)
+    stored_ends, layers = split_layers(as_varying(local(plan, params), plan.loss_axes))
     zero, model = plan.zero, plan.model
-    fetches = plan.config.parallel.prefetch and plan.execution is Execution.PIPELINE
-    of_layers = ZERO[2] if fetches else zero  # what is fetched is whole, as at stage 2
-    policy = plan.remat._replace(prefetch=False, regather=plan.remat.regather and not fetches)
-    run, block = remat.unit(partial(run_layer, plan.shards_of_layer(), of_layers, model.layer), policy)
-    stored_ends, layers = split_layers(params)
+    fetch = prefetch_of_layers(plan)
+    gathers = fetch is gather_ahead
+    of_layers = ZERO[2] if gathers else zero  # prefetched weights are unsharded, as at stage 2
+    policy = plan.remat._replace(prefetch=False, regather=plan.remat.regather and not gathers)
+    run, block = remat.checkpointed(partial(run_layer, plan.shards_of_layer(), of_layers, model.layer), policy)
     end_dims, stacked_dims = split_layers(plan.shards.dims)
     row_shards = plan.shards._replace(dims=stacked_dims) if block else plan.shards_of_layer()
+    stored_row = jax.tree.map(lambda w: w[0], remat.in_blocks(params[LAYERS], block))
 
     def gathered(inputs: Tree, used: Callable[[Tree], Tree]) -> Tree:
         stored, inputs, dims = (used(outside_stacks(plan, tree)) for tree in (stored_ends, inputs, end_dims))
@@ -115,14 +116,24 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
         layer=lambda weights, inputs, x: run(x, Weights(weights, inputs)),
         last=last,
         ends=zero.inputs(stored_ends, end_dims),
-        layers=remat.stacked(layers, block),
+        layers=remat.in_blocks(layers, block),
         inputs=lambda weights: of_layers.inputs(weights, row_shards.dims),
-        fetch=partial(gather_ahead, shards=row_shards) if fetches else None,
+        fetch=partial(gather_ahead, shards=row_shards) if gathers else fetch,
+        reduce=partial(zero.reduce, stored=stored_row, shards=row_shards) if reduces_per_layer(plan.config) else None,
     )
 
 
+def prefetch_of_layers(plan: Plan) -> Callable | None:
+    """Return the function that prefetches the weights of a layer in a pipeline: all-gather, copy from host, or None."""
+    if plan.execution is not Execution.PIPELINE:
+        return None
+    if plan.config.parallel.prefetch:
+        return gather_ahead
+    return host_offload.to_device if any(jax.tree.leaves(plan.host_memory.params[LAYERS])) else None
+
+
 def ends_used(plan: Plan, ends: Tree) -> tuple[Tree, Tree]:
-    """-> of a tree like `ends` what `first` uses, stacks among it, and what `last` uses."""
+    """Split a tree like `ends` -> what `first` uses, with further stacks, and what `last` uses."""
     outside = outside_stacks(plan, ends)
     stacks = {key: ends[key] for key in plan.model.stacks}
     return plan.model.used_by_first(outside) | stacks, plan.model.used_by_last(outside)

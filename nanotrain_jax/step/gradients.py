@@ -1,9 +1,9 @@
-"""The ways to make gradients: one function for each `Execution`, all with one signature.
+"""Gradients of a step: one function per `Execution`, all with one signature.
 
     (plan, params, microbatches[M ...], scale) -> loss, gradients
 
-loss is the sum over this device's targets times scale. gradients are those of it: local sums, or what the backward has
-reduced of them; `zero.reduce` does the rest.
+loss is the sum over this device's targets, times scale. Its gradients are local sums, or already reduced in the
+backward; `zero.reduce` reduces the rest.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nanotrain_jax.execution import Execution
-from nanotrain_jax.mesh import BATCH_AXES
-from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
-from nanotrain_jax.parallel import offload, streamed
-from nanotrain_jax.parallel import schedule as schedules
+from nanotrain_jax.config.execution import Execution
+from nanotrain_jax.models.contract import join_layers, split_layers
+from nanotrain_jax.parallel import host_offload, offloaded_layers
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
+from nanotrain_jax.parallel.mesh import BATCH_AXES
+from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline.executor import run_schedule
 from nanotrain_jax.parallel.zero import PER_LAYER, accumulate_on_host
 from nanotrain_jax.step import forward
@@ -32,7 +32,7 @@ Tree = Any  # a pytree of arrays
 
 
 def by_autodiff(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
-    """Microbatches one after the other, each a scan over layers that JAX differentiates."""
+    """Accumulate over microbatches; each is a scan over layers, differentiated by JAX."""
     params = forward.local(plan, params)
 
     def objective(inputs: Tree, batch: Tree) -> jax.Array:
@@ -42,7 +42,7 @@ def by_autodiff(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array |
 
 
 def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
-    """The same; the backward of the last microbatch sends each layer's gradients with those of earlier microbatches."""
+    """The same; the backward of the last microbatch reduces the accumulated gradients of each layer."""
     params = forward.local(plan, params)
     last = PER_LAYER[plan.config.parallel.zero]
     loss = 0.0
@@ -50,7 +50,7 @@ def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     weights = params
     if plan.config.parallel.microbatches > 1:
         loss, sums = by_autodiff(plan, params, jax.tree.map(lambda x: x[:-1], microbatches), scale)
-        weights = wait_for(sums, params)  # not both at a time
+        weights = wait_for(sums, params)  # sums and gathered weights are never alive together
 
     def objective(inputs: Tree, batch: Tree) -> jax.Array:
         return forward.loss(plan, last, Weights(weights, inputs, sums), batch)[0] * scale
@@ -63,10 +63,10 @@ def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
 def accumulate(
     objective: Callable[[Tree, Tree], jax.Array], inputs: Tree, microbatches: Tree
 ) -> tuple[jax.Array, Tree]:
-    """-> loss, gradients of the inputs, summed in float32 over microbatches[M ...]. Only one's activations are alive.
+    """Return loss and gradients of inputs, summed in float32 over microbatches[M ...], one at a time.
 
-    objective(inputs, microbatch) is this device's contribution to the loss. Moves nothing that its backward does not:
-    gradients with respect to what is varying over the batch axes stay local.
+    objective(inputs, microbatch) is this device's contribution to the loss. Communicates only what its backward does:
+    gradients with respect to values varying over the batch axes stay local.
     """
 
     def one(sums: Tree, microbatch: Tree) -> tuple[Tree, None]:
@@ -81,7 +81,7 @@ def accumulate(
 
 
 def wait_for(first: Tree, second: Tree) -> Tree:
-    """second, of which no leaf can be used before the same leaf of first is there."""
+    """Return second; each of its leaves depends on the same leaf of first."""
 
     def wait(x: jax.Array, y: jax.Array) -> jax.Array:
         return lax.optimization_barrier((x, as_varying(y, sorted(varying_axes(x)))))[1]
@@ -90,8 +90,8 @@ def wait_for(first: Tree, second: Tree) -> Tree:
 
 
 def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
-    """A loop over layers by hand: weights come from host memory one layer ahead, gradients leave behind."""
-    model = scaled(forward.layered(plan, forward.local(plan, params)), scale)
+    """A loop over layers that prefetches weights from host memory and sends gradients there (`offloaded_layers.py`)."""
+    model = scaled(forward.layered(plan, params), scale)
     model = model._replace(ends=forward.ends_used(plan, model.ends))
     trees = params, plan.shards.dims, plan.host_memory.gradients
     ends, (stored_layers, _, on_host) = zip(*map(split_layers, trees), strict=True)
@@ -103,36 +103,43 @@ def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     def add_layer(grads: Tree) -> Tree:
         return accumulate_on_host(grads, stored_layers, plan.shards_of_layer().dims, on_host)
 
-    loss, (of_first, of_last), of_layers = streamed.run_layers(model, microbatches, add_ends, add_layer)
-    return loss, join_layers(added(of_first, of_last), _unblocked(plan, params, of_layers))
+    loss, (of_first, of_last), of_layers = offloaded_layers.run_layers(model, microbatches, add_ends, add_layer)
+    return loss, join_layers(added(of_first, of_last), _unblocked(plan, of_layers))
 
 
 def added(first: Tree, second: Tree) -> Tree:
-    """Two nested dicts as one, with the sum of what is in both (tied embeddings)."""
+    """Merge two nested dicts; add the leaves that are in both (tied embeddings)."""
     if not isinstance(first, dict):
-        return offload.add(first, second)
+        return host_offload.add(first, second)
     return first | {key: added(first[key], part) if key in first else part for key, part in second.items()}
 
 
 def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
-    """A pipeline schedule: each stage runs its layers on the microbatches that the schedule says."""
+    """A pipeline schedule (`pipeline/executor.py`); with one stage, a loop over microbatches.
+
+    With parallel.grad_reduce=per_layer the backward that completes a chunk reduces the gradients of its layers.
+    """
     p = plan.config.parallel
-    name = p.schedule if p.pipe > 1 else "1f1b"  # of one stage: each microbatch forward and backward
+    name = p.schedule if p.pipe > 1 else "1f1b"  # one stage: forward and backward of each microbatch
     schedule = schedules.make(name, p.pipe, p.microbatches, p.chunks)
-    model = scaled(forward.layered(plan, forward.local(plan, params)), scale)
+    model = scaled(forward.layered(plan, params), scale)
     loss, (of_ends, of_layers) = run_schedule(schedule, model, microbatches, idle=p.idle)
-    return loss, join_layers(of_ends, _unblocked(plan, params, of_layers))
+    if model.reduce:
+        (stored_ends, _), (dims, _) = split_layers(params), split_layers(plan.shards.dims)
+        of_ends = plan.zero.reduce(of_ends, stored_ends, plan.shards._replace(dims=dims))
+    return loss, join_layers(of_ends, _unblocked(plan, of_layers))
 
 
 def scaled(model: LayeredModel, scale: jax.Array | float) -> LayeredModel:
-    """The model whose `last` gives the sum of losses times scale."""
+    """Return the model with `last` returning the sum of losses times scale."""
     return model._replace(last=lambda ends, x, batch: model.last(ends, x, batch)[0] * scale)
 
 
-def _unblocked(plan: Plan, params: Tree, of_layers: Tree) -> Tree:
-    """Gradients of blocks of layers [L/N N ...] -> of layers [L ...]"""
-    like = plan.zero.inputs(params[LAYERS], plan.shards.dims[LAYERS])
-    return jax.tree.map(lambda g, w: g.reshape(w.shape), of_layers, like)
+def _unblocked(plan: Plan, of_layers: Tree) -> Tree:
+    """Gradients of blocks of layers [L/N N ...] -> of layers [L ...]."""
+    if plan.remat.remat.policy != "block":
+        return of_layers
+    return jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), of_layers)
 
 
 GRADIENTS = {

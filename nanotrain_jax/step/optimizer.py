@@ -1,58 +1,89 @@
-"""The end of a step: optimizer update, loss scale, counters, metrics."""
+"""Learning-rate schedule and AdamW from a config, with optax; loss scaling for float16."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from nanotrain_jax.parallel.update import Clip, Opt, merge, select, update, without_arrays
-from nanotrain_jax.runtime import optim
-from nanotrain_jax.step.plan import Plan
-from nanotrain_jax.step.state import State
+from nanotrain_jax.config.schema import Optimizer, Precision
 
-Tree = Any  # a pytree of arrays
+FIRST_SCALE, GROW_AFTER = 2.0**16, 2000  # dynamic loss scale, as in PyTorch's GradScaler
 
 
-class Pending(NamedTuple):
-    """Gradients whose optimizer state is not in the step (`Plan.in_step`), and what their update needs."""
+class LossScale(NamedTuple):
+    """A loss scale: multiplies the loss before the backward, divides the gradients after it."""
 
-    grads: Tree  # laid out as master weights are; None for what the step updated itself
-    counts: Tree  # optax state with None for its arrays: the number of steps before this one
-    clip: Clip
+    value: jax.Array  # float32
+    clean: jax.Array  # int32: steps since the last overflow or growth
 
 
-def apply_update(plan: Plan, state: State, grads: Tree, clip: Clip) -> tuple[Tree, Opt, Pending | None]:
-    """-> parameters, optimizer state, what is left to update. Each device updates what it has the gradients of.
+def loss_scale(config: Precision) -> LossScale | None:
+    """Return the initial loss scale; None without loss scaling."""
+    if config.loss_scale == "none":
+        return None
+    first = FIRST_SCALE if config.loss_scale == "dynamic" else config.loss_scale
+    return LossScale(jnp.asarray(first, jnp.float32), jnp.zeros((), jnp.int32))
 
-    Stages 1 and 2 all-gather the new weights (`zero.share`).
+
+def adjust(scale: LossScale, finite: jax.Array, config: Precision) -> LossScale:
+    """Return the scale of the next step (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
+
+    dynamic: halve after gradients that are not finite, double after GROW_AFTER finite steps. A NUMBER is constant.
     """
-    params, grads_in_step, dims, on_host = (
-        select(tree, plan.in_step) for tree in (state.params, grads, plan.shards.dims, plan.host_memory.optimizer)
+    if config.loss_scale != "dynamic":
+        return scale
+    clean = jnp.where(finite, scale.clean + 1, 0)
+    grown = clean == GROW_AFTER
+    value = jnp.where(finite, jnp.where(grown, scale.value * 2, scale.value), jnp.maximum(scale.value / 2, 1))
+    return LossScale(value, jnp.where(grown, 0, clean))
+
+
+def schedule(config: Optimizer) -> optax.Schedule:
+    """update number (from 0) -> learning rate: linear warm-up, then cosine, linear, wsd or constant.
+
+    The first update has lr / (warmup_steps + 1), as in nanoGPT. From decay_steps on the rate is min_lr.
+    wsd (warm-up, stable, decay): MiniCPM, arXiv 2404.06395. Takes a resolved config.
+    """
+    lr, end, warmup = config.lr, config.min_lr, config.warmup_steps
+    steps = max(config.decay_steps - warmup, 1)
+    if config.schedule == "cosine":
+        main = optax.cosine_decay_schedule(lr, steps, alpha=end / lr)
+    elif config.schedule == "linear":
+        main = optax.linear_schedule(lr, end, steps)
+    elif config.schedule == "wsd":
+        decay = min(max(round(config.decay_fraction * config.decay_steps), 1), steps)
+        main = optax.linear_schedule(lr, end, decay, transition_begin=steps - decay)
+    else:
+        main = optax.constant_schedule(lr)
+    warm = optax.linear_schedule(lr / (warmup + 1), lr, warmup)
+    return _standard_promotion(optax.join_schedules([warm, main], [warmup]) if warmup else main)
+
+
+def build(config: Optimizer, is_decayed: Callable[[tuple], bool]) -> optax.GradientTransformation:
+    """Return AdamW with decoupled weight decay (arXiv 1711.05101). Element-wise: runs unchanged on shards.
+
+    is_decayed: tree path of a parameter -> True if weight decay applies. Does not clip: the global norm depends on the
+    sharding of the gradients (parallel/optimizer_step.py).
+    """
+    adamw = optax.adamw(
+        schedule(config),
+        *config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, _: is_decayed(path), params),
     )
-    own = plan.zero.own(params, dims)
-    own, opt = update(plan.optimizer, own, grads_in_step, state.opt, clip, on_host)
-    params = merge(plan.zero.share(own, plan.shards._replace(dims=dims)), state.params)
-    outside = jax.tree.map(lambda in_step: not in_step, plan.in_step)
-    if not any(jax.tree.leaves(outside)):
-        return params, opt, None
-    return params, opt, Pending(select(grads, outside), without_arrays(plan.optimizer, state.opt.moments), clip)
+    return optax.GradientTransformation(adamw.init, _standard_promotion(adamw.update))
 
 
-def next_state(plan: Plan, state: State, params: Tree, opt: Opt, is_finite: jax.Array) -> State:
-    """The state after a step; one whose gradients are not finite counts as skipped."""
-    skipped = state.skipped + jnp.where(is_finite, 0, 1)
-    scale = state.scale and optim.adjust(state.scale, is_finite, plan.config.precision)
-    return State(state.step + 1, skipped, params, opt, scale)
+def _standard_promotion(function: Callable) -> Callable:
+    """Run function with standard dtype promotion: optax mixes integers with floats, an error under strict promotion."""
 
+    def wrapped(*args):
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args)
 
-def metrics(plan: Plan, before: State, after: State, loss: jax.Array, clip: Clip) -> dict[str, jax.Array]:
-    """What `Step.train` reports of the step between two states. loss: of the batch, times the loss scale."""
-    found = {
-        "loss": loss / before.scale.value if before.scale else loss,
-        "grad_norm": clip.norm,
-        "lr": jnp.asarray(plan.lr_schedule(before.step - before.skipped), jnp.float32),
-        "skipped_steps": after.skipped,
-    }
-    return found | ({"loss_scale": before.scale.value} if before.scale else {})
+    return wrapped

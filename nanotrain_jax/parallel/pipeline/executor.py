@@ -1,10 +1,10 @@
 """Pipeline parallelism: one `lax.scan` over the ticks of a schedule, any schedule.
 
-For use inside any `shard_map` (with check_vma=True). What a stage does in a tick, and what it moves: `stage.py`.
+For use inside any `shard_map` (with check_vma=True). What a stage computes and sends in a tick: `tick.py`.
 
-idle="skip": a stage without work in a tick computes nothing. All devices of a stage take the same branch, so a layer
-may have collectives over other axes (on CPU no permutes). On GPU each branch synchronizes with the host.
-idle="mask": a stage without work computes on zeros, both ends of the model included, and discards it into a spare slot.
+idle="skip": an idle stage computes nothing. All devices of a stage take the same branch, so a layer may use collectives
+over other axes (on CPU no permutes). On GPU each branch synchronizes with the host.
+idle="mask": an idle stage computes on zeros, both ends of the model included, and discards the result in a spare slot.
 """
 
 from __future__ import annotations
@@ -15,24 +15,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from nanotrain_jax.parallel import chart, loops
+from nanotrain_jax.parallel import loops
 from nanotrain_jax.parallel.collectives import as_varying, position, varying_axes
+from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
 from nanotrain_jax.parallel.layered_model import LayeredModel
-from nanotrain_jax.parallel.pipeline.stage import (
-    Carry,
-    Residuals,
-    Stage,
-    Sums,
-    Tick,
-    begin_chunk,
-    over_layers,
-    shifted,
-    tick,
-)
-from nanotrain_jax.parallel.pullback import split_vjp
-from nanotrain_jax.parallel.schedule import Schedule, arrivals, buffers
+from nanotrain_jax.parallel.pipeline import schedule_text
+from nanotrain_jax.parallel.pipeline.schedule import Schedule
+from nanotrain_jax.parallel.pipeline.slots import arrivals, buffers, ticks_of
+from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Stage, Sums, Tick
+from nanotrain_jax.parallel.pipeline.tick import begin_chunk, shifted, tick
+from nanotrain_jax.parallel.split_vjp import split_vjp
 
 Tree = Any  # a pytree of arrays
 
@@ -40,25 +35,26 @@ Tree = Any  # a pytree of arrays
 def run_schedule(
     schedule: Schedule | str, model: LayeredModel, microbatches: Tree, axis: str = "pipe", idle: str = "skip"
 ) -> tuple[jax.Array, tuple[Tree, Tree]]:
-    """-> loss, (gradients of ends, of layers) in float32, summed over microbatches[M ...]; local to a device.
+    """Run a schedule -> loss, (gradients of ends, of layers), summed over microbatches[M ...]; local to a device.
 
-    schedule: a table (`schedule.make`), or the name of one with one chunk per stage: "1f1b".
+    schedule: a table (`schedule.make`), or the name of a schedule with one chunk per stage: "1f1b".
 
-    model.layers[chunks * layers of a chunk, ...]: the weights of this stage, chunk after chunk. With several chunks
-    these are not neighbors in the model: weights stacked in model order and sharded over pipe would run in a wrong
-    order, and no check can see that. Shard w[order] instead, with order = `schedule.layer_order(schedule, layers)`; the
-    gradients have the same order (scripts/pipeline_your_model.py).
+    model.layers[chunks * layers per chunk, ...]: the weights of this stage, chunk by chunk. With several chunks these
+    are not adjacent in the model: weights stacked in model order and sharded over pipe run in the wrong order, which no
+    check can detect. Shard w[order] instead, with order = `schedule.layer_order(schedule, layers)`; gradients have the
+    same order (scripts/pipeline_your_model.py).
 
-    axis: the mesh axis of stages. idle: skip or mask (see the top of this file). Moves 2 x per tick and device.
+    axis: the mesh axis of stages. idle: skip or mask (see above). Sends 2 x per tick and device.
 
-    Sum loss and gradients of ends over pipe: only the last stage has the former, the first and the last the latter. Do
-    not sum gradients over an axis over which ends or layers are invarying (data, if they are replicated over it): they
-    arrive summed over it. JAX sums them at each use; to sum once per step, cast ends and layers with `as_varying`
-    before the call and sum after it. Raises ValueError if the schedule is not in order, or does not fit axis, layers
-    and microbatches.
+    Gradients are float32, or what model.reduce returns. Sum the loss and the gradients of ends over pipe: only the last
+    stage has the loss, the first and the last stage have gradients of ends. Do not sum gradients over an axis that ends
+    or layers do not vary over (data, if they are replicated over it): they arrive summed, since JAX sums them at each
+    use. To sum once per step, cast ends and layers with `as_varying` before the call and sum after it.
+
+    Raises ValueError if the schedule is out of order, or does not match axis, layers and microbatches.
     """
     stage = _stage(schedule, model, microbatches, axis, idle)
-    chart.validate(stage.schedule)
+    schedule_text.validate(stage.schedule)
     vjp = split_vjp(stage.layer, *_first_weights(stage), stage.x_type)
     stage = replace(stage, vjp=vjp)
     table = stage.schedule
@@ -66,7 +62,7 @@ def run_schedule(
     ticks = Tick(*(_column(table, stage.index) for table in columns))
     carry, _ = lax.scan(partial(tick, stage), _initial_carry(stage), ticks)
     loss, of_ends = carry.sums.ends
-    return loss, (of_ends, carry.sums.layers)
+    return loss, (of_ends, carry.sums.layers if model.reduce is None else carry.sums.reduced)
 
 
 def run_forward(
@@ -88,21 +84,22 @@ def run_forward(
 
 
 def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
-    """One tick of a forward alone. carry: x, inputs[slots ...], sums of what model.last returns; now: units."""
+    """One tick of a forward pass. carry: x, inputs[slots ...], sums of what model.last returns; now: units."""
     x, inputs, sums = carry
     unit, x_arrives = now
     inputs = loops.put(inputs, stage.slot("inputs", x_arrives), x)
 
-    def run_layer(x: Tree, i: jax.Array, fetched: Tree | None) -> Tree:
-        return stage.layer(*stage.weights(stage.row(unit, i), fetched), x)
+    def run_layer(x: Tree, i: jax.Array, fetched: Tree | None) -> tuple[Tree, None]:
+        return stage.layer(*stage.weights(stage.row(unit, i), fetched), x), None
 
     def work(_: jax.Array, values: tuple, nothing: tuple) -> tuple[tuple, tuple]:
         x, sums = values
-        x = over_layers(stage, unit, run_layer, begin_chunk(stage, unit, x))
+        layers = LayerWork(run_layer, partial(stage.fetch, unit))
+        x = over_layers(layers, begin_chunk(stage, unit, x), stage.layers_per_chunk)
 
         def finish(turn: jax.Array, sums: Tree, nothing: tuple) -> tuple[Tree, tuple]:
-            made = stage.model.last(stage.model.ends, x, stage.microbatch(unit + turn))
-            return jax.tree.map(jnp.add, sums, made), nothing
+            of_unit = stage.model.last(stage.model.ends, x, stage.microbatch(unit + turn))
+            return jax.tree.map(jnp.add, sums, of_unit), nothing
 
         sums, _ = stage.when(stage.is_last(unit), "last", finish, sums, ())
         return (x, sums), nothing
@@ -112,8 +109,8 @@ def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
 
 
 def _stage(schedule: Schedule | str, model: LayeredModel, microbatches: Tree, axis: str, idle: str) -> Stage:
-    """This device's stage, without the backward of its layers. Raises ValueError where something does not fit."""
-    schedule, layers_per_chunk = _fitted(schedule, model.layers, microbatches, axis, idle)
+    """Return the stage of this device, without the backward of its layers. Raises ValueError on a mismatch."""
+    schedule, layers_per_chunk = _fitted(schedule, model, microbatches, axis, idle)
     ends, layers = as_varying((model.ends, model.layers), (axis,))
     index = position(axis)
     slots = {name: b._replace(slot=_column(b.slot, index)) for name, b in buffers(schedule).items()}
@@ -127,22 +124,37 @@ def _stage(schedule: Schedule | str, model: LayeredModel, microbatches: Tree, ax
         buffers=slots,
         layers_per_chunk=layers_per_chunk,
         x_type=_type_of_x(model, microbatches, axis),
+        final_units=_column(_final_units(schedule), index),
     )
 
 
-def _fitted(schedule: Schedule | str, layers: Tree, microbatches: Tree, axis: str, idle: str) -> tuple[Schedule, int]:
-    """-> the schedule, made if it was a name, and the number of layers of a chunk (`chart.fitted`)."""
+def _final_units(schedule: Schedule) -> np.ndarray:
+    """Return [C P], the unit of each chunk that computes its weight gradients last, on each stage."""
+    C, M, P = schedule.chunks, schedule.microbatches, schedule.stages
+    table = schedule.backward
+    if schedule.weight.shape[-1]:  # [ticks P n]: n units in a tick, one after another
+        table = schedule.weight.swapaxes(1, 2).reshape(-1, P)
+    ticks = ticks_of(table, C * M).reshape(C, M, P)
+    return ticks.argmax(1) + M * np.arange(C)[:, None]
+
+
+def _fitted(
+    schedule: Schedule | str, model: LayeredModel, microbatches: Tree, axis: str, idle: str
+) -> tuple[Schedule, int]:
+    """Return the schedule, made if given by name, and the layers per chunk (`schedule_text.fitted`)."""
+    if idle == "mask" and model.reduce:
+        raise ValueError("idle='mask' with model.reduce: idle stages would reduce as well; use idle='skip'")
     if idle not in ("skip", "mask"):
         raise ValueError(f"idle={idle!r} is unknown; use skip or mask")
     stages = lax.axis_size(axis)
-    if stages > 1 and not all(axis in varying_axes(w) for w in jax.tree.leaves(layers)):
+    if stages > 1 and not all(axis in varying_axes(w) for w in jax.tree.leaves(model.layers)):
         raise ValueError(f"layers are the same on every stage; shard their leading dim over the stages: P({axis!r})")
-    shapes = ([x.shape for x in jax.tree.leaves(tree)] for tree in (layers, microbatches))
-    return chart.fitted(schedule, stages, *shapes)
+    shapes = ([x.shape for x in jax.tree.leaves(tree)] for tree in (model.layers, microbatches))
+    return schedule_text.fitted(schedule, stages, *shapes)
 
 
 def _type_of_x(model: LayeredModel, microbatches: Tree, axis: str) -> Tree:
-    """The types of x before and after every layer: each varies over all axes that it does anywhere."""
+    """Return the types of x before and after every layer: each varies over every axis that it varies over anywhere."""
     stored, microbatch = (jax.tree.map(lambda x: x[0], tree) for tree in (model.layers, microbatches))
 
     def after_a_layer(x_type: Tree) -> Tree:
@@ -159,7 +171,7 @@ def _type_of_x(model: LayeredModel, microbatches: Tree, axis: str) -> Tree:
 
 
 def _type_of_last(stage: Stage) -> Tree:
-    """The types of what model.last returns."""
+    """Return the types of what model.last returns."""
     last = stage.model.last
     return jax.eval_shape(lambda x: last(stage.model.ends, x, stage.microbatch(_first_row())), stage.x_type)
 
@@ -176,6 +188,10 @@ def _initial_carry(stage: Stage) -> Carry:
     loss = _type_of_last(stage)
     of_ends = zeros(stage.model.ends, dtype=jnp.float32)
     of_layers = zeros(_first_weights(stage)[1], count=rows, dtype=jnp.float32)
+    reduced = None
+    if stage.model.reduce:
+        of_row = jax.tree.map(lambda x: x[0], of_layers)
+        reduced = zeros(jax.eval_shape(stage.model.reduce, of_row), count=rows)
     types = stage.vjp.residuals
     return Carry(
         x=zeros(x_type),
@@ -183,11 +199,11 @@ def _initial_carry(stage: Stage) -> Carry:
         inputs=zeros(x_type, count=stage.buffers["inputs"].count + 1),
         gradients=zeros(x_type, count=stage.buffers["gradients"].count + 1),
         residuals=Residuals(
-            backward=ring("backward", [types[k] for k in stage.kept_for_backward]),
-            late=ring("late", [types[k] for k in stage.kept_for_weight]),
+            backward=ring("backward", [types[k] for k in stage.backward_residuals]),
+            backward_weight=ring("backward_weight", [types[k] for k in stage.weight_residuals]),
         ),
-        handed=ring("handed", stage.vjp.handed if stage.is_split else []),
-        sums=Sums((zeros(loss, dtype=jnp.float32), of_ends), of_layers),
+        intermediates=ring("intermediates", stage.vjp.intermediates if stage.is_split else []),
+        sums=Sums((zeros(loss, dtype=jnp.float32), of_ends), of_layers, reduced),
     )
 
 
@@ -196,10 +212,10 @@ def _first_row() -> jax.Array:
 
 
 def _first_weights(stage: Stage) -> tuple[Tree, Tree]:
-    """`Stage.weights` of the first layer: what the others are like."""
-    return stage.weights(_first_row(), stage.fetch(_first_row()))
+    """`Stage.weights` of the first layer, of the same types as all others."""
+    return stage.weights(_first_row(), stage.fetch(_first_row(), _first_row()))
 
 
 def _column(table: Any, stage: jax.Array) -> jax.Array:
-    """table[ticks P ...] -> that of this stage [ticks ...]"""
+    """table[ticks P ...] -> the column of this stage [ticks ...]"""
     return loops.get(jnp.swapaxes(jnp.asarray(table), 0, 1), stage)

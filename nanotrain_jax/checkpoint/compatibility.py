@@ -1,0 +1,136 @@
+"""Check that a run may resume from a checkpoint, and report what changed.
+
+Tokenizer, compute dtype and the model keys that decide what the model computes must match. Other keys may change, and
+with rotary positions also the context length: llama resumes with another data.seq_len, and then also with another
+model.rope_theta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from nanotrain_jax.config.schema import Config
+
+Plain = dict[str, dict[str, Any]]  # section -> key -> value, from `Config.to_dict`
+SAME_RESULT = {"attention", "loss_chunk"}  # model keys that do not change the result
+REPORTED = {  # keys whose change is reported on resume; None: the whole section
+    "model": ("rope_theta",),
+    "precision": ("loss_scale", "grad_reduce"),
+    "data": ("source", "batch_size", "seq_len", "seed", "val_fraction"),
+    "optimizer": None,
+    "train": ("steps",),
+}
+
+
+class Position(BaseModel):
+    """Position in the training data. position: sequences consumed; fingerprint: identifies the data."""
+
+    model_config = ConfigDict(strict=True)
+    position: int = Field(ge=0)
+    fingerprint: str
+
+
+class Meta(BaseModel):
+    """Metadata of a checkpoint.
+
+    config: resolved, as plain data; tokens: consumed so far, None in checkpoints of older versions; nvme: digest of the
+    NVMe files.
+    """
+
+    model_config = ConfigDict(strict=True)
+    config: Plain
+    tokenizer: str | None
+    data: Position
+    tokens: int | None = Field(default=None, ge=0)
+    nvme: str | None = None
+
+    @field_validator("config")
+    @classmethod
+    def _has_required_keys(cls, config: Plain) -> Plain:
+        missing = ({"model"} | REPORTED.keys()) - config.keys()
+        if missing:
+            raise ValueError(f"config lacks {', '.join(sorted(missing))}")
+        seq_len = config["data"].get("seq_len")
+        if not isinstance(seq_len, int) or seq_len < 1:
+            raise ValueError(f"data.seq_len is {seq_len!r}")
+        return config
+
+    @property
+    def seq_len(self) -> int:
+        """Sequence length of the run that saved it."""
+        return self.config["data"]["seq_len"]
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens consumed so far; if not saved, position x sequence length."""
+        return self.data.position * self.seq_len if self.tokens is None else self.tokens
+
+
+def of_weights(config: Config) -> dict[str, Any]:
+    """Return the model keys that determine the weights, with values, as plain data."""
+    free = SAME_RESULT | {"rope_theta", "norm_eps"}
+    free |= set() if config.model.features.learned_positions else {"max_seq_len"}
+    return {key: value for key, value in config.to_dict()["model"].items() if key not in free}
+
+
+def check(meta: Meta, requested: Config, config: Config, tokenizer: str | None) -> None:
+    """Raise ValueError unless a run may resume from a checkpoint.
+
+    requested: the config before `resolve`, to name the key that the user set; config: resolved.
+    """
+    remedy = "or start again in another logging.dir"
+    if tokenizer != meta.tokenizer:
+        raise ValueError(
+            f"the data's tokenizer is {tokenizer} but the checkpoint was trained with {meta.tokenizer}; "
+            f"resume with the same tokenizer, {remedy}"
+        )
+    model, then = config.to_dict()["model"], meta.config
+    for key in _must_match(meta, config):
+        now, was = model[key], then["model"].get(key)
+        if now == was:
+            continue
+        if key == "max_seq_len" and requested.model.max_seq_len is None:
+            shorter = f", with model.max_seq_len={was} any shorter one" if now < was else ""
+            raise ValueError(
+                f"data.seq_len={now} but the checkpoint has learned positions for {was} tokens "
+                f"(model.family={config.model.family}); "
+                f"use data.seq_len={was}{shorter}, {remedy}"
+            )
+        hint = " (rope_theta may change only together with data.seq_len)" if key == "rope_theta" else ""
+        raise ValueError(
+            f"model.{key}={now} but the checkpoint was trained with {was}; resume with the same model{hint}, {remedy}"
+        )
+    now, was = config.precision.compute, then["precision"].get("compute")
+    if now != was:
+        raise ValueError(
+            f"precision.compute={now} but the checkpoint was trained with {was}; resume with the same precision, "
+            f"{remedy}"
+        )
+
+
+def _must_match(meta: Meta, config: Config) -> list[str]:
+    """Return the model keys that must be the same in the checkpoint and the run."""
+    free = set(SAME_RESULT)
+    if config.model.features.learned_positions:
+        free |= {"rope_theta"}
+    else:
+        free |= {"max_seq_len"} if config.data.seq_len == meta.seq_len else {"max_seq_len", "rope_theta"}
+    return [key for key in config.to_dict()["model"] if key not in free]
+
+
+def changes(meta: Meta, config: Config) -> Iterator[str]:
+    """Yield the changes of the reported keys since the checkpoint, as "key old -> new".
+
+    optimizer.decay_steps is omitted if it equals train.steps in both.
+    """
+    now, then = config.to_dict(), meta.config
+    follows = all(plain["optimizer"].get("decay_steps") == plain["train"].get("steps") for plain in (now, then))
+    reported = [(section, key) for section, keys in REPORTED.items() for key in keys or now[section]]
+    for section, key in reported:
+        if key not in then[section] or (key == "decay_steps" and follows):
+            continue
+        if now[section][key] != then[section][key]:
+            yield f"{section}.{key} {then[section][key]} -> {now[section][key]}"

@@ -1,0 +1,311 @@
+"""Find, verify and restore checkpoints: the state onto any mesh, or the weights alone without a mesh.
+
+If a checkpoint cannot be read, `newest` falls back to an older one and reports why. An intact checkpoint with another
+tree of arrays is not damaged; that error names the arrays that differ.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from nanotrain_jax.checkpoint import checksums
+from nanotrain_jax.checkpoint.compatibility import Meta
+from nanotrain_jax.checkpoint.directory import (
+    SUMS,
+    apart_folder,
+    finished,
+    latest_step,
+    os_error_code,
+    path_name,
+    shapes,
+)
+from nanotrain_jax.config import load
+from nanotrain_jax.config.schema import Checkpoint, Config
+from nanotrain_jax.distributed.processes import (
+    TRANSIENT_ERRNOS,
+    all_gather_text,
+    is_transient,
+    on_all_processes,
+    raise_on_all,
+)
+
+T = TypeVar("T")
+CANDIDATES = 50  # newest checkpoints to try
+MAX_NAMED = 3  # arrays named in an error message
+OURS = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EACCES,
+    errno.EPERM,
+)  # caused by this process, not by the checkpoint
+
+
+class Unreadable(ValueError):
+    """A checkpoint cannot be read: its files are missing or damaged. reason: why, in a few words."""
+
+    def __init__(self, folder: str | Path, step: int, reason: str):
+        super().__init__(f"checkpoint {step} in {folder} is damaged: {reason}")
+        self.reason = reason
+
+
+def agree(config: Checkpoint) -> Path | None:
+    """Return the result of `find`, once all processes see the same newest checkpoint.
+
+    Raises ValueError if they do not within `checksums.LAG` seconds.
+    """
+    for second in range(checksums.LAG + 1):
+        folder = on_all_processes(lambda: find(config))
+        newest_seen = all_gather_text(f"step {latest_step(folder)} in {folder}" if folder else "none")
+        if len(set(newest_seen)) == 1:
+            return folder
+        time.sleep(second < checksums.LAG)
+    other = next(i for i, text in enumerate(newest_seen) if text != newest_seen[0])
+    raise_on_all(
+        f"the newest checkpoint that process 0 sees is {newest_seen[0]}, and process {other} {newest_seen[other]}; "
+        "choose a logging.dir on a file system that all hosts share"
+    )
+
+
+def find(config: Checkpoint) -> Path | None:
+    """Return the checkpoint folder to resume from (checkpoint.resume); None: start at step 0.
+
+    The run's own checkpoints take precedence, so that a run started from a path restarts with the same command.
+    Raises ValueError if a given path has no checkpoints, or if this run would mix with another.
+    """
+    own = latest_step(config.dir)
+    if own is not None:
+        if config.resume == "never":
+            raise ValueError(
+                f"checkpoint.dir={config.dir!r} already holds step {own}, which checkpoint.resume=never would mix with "
+                "another run; use checkpoint.resume=auto to resume, or another checkpoint.dir (or logging.dir)"
+            )
+        return Path(config.dir)
+    if config.resume in ("auto", "never"):
+        return None
+    if latest_step(config.resume) is None:
+        raise ValueError(
+            f"checkpoint.resume={config.resume!r} holds no finished checkpoint; give another folder, auto or never"
+        )
+    return Path(config.resume)
+
+
+def newest(folder: str | Path, verify: bool, use: Callable[[int], T]) -> tuple[int, T, dict[int, str]]:
+    """Find the newest intact checkpoint -> its step, use(step), {newer damaged step: what is wrong}.
+
+    A checkpoint is intact if its files match their checksums and use(step) does not raise Unreadable. With
+    verify=False, or without checksums (the run ended before they were written), only use(step) decides. All processes
+    return the same. Raises ValueError if no checkpoint is intact, and other exceptions of use(step).
+    """
+    damaged: dict[int, str] = {}
+    for step in json.loads(all_gather_text(json.dumps(finished(folder)[:CANDIDATES]))[0]):
+        problem, result = _damage(folder, step) if verify else "", None
+        if not problem:
+            result, problem = _attempt(use, step)
+        if not problem:
+            return step, result, damaged
+        damaged[step] = problem
+    problems = "; ".join(f"checkpoint {step}: {problem}" for step, problem in damaged.items())
+    raise_on_all(
+        f"no checkpoint in {folder} is intact: {problems}; start again in another logging.dir"
+        + ", or use checkpoint.verify=false to resume from damaged files" * verify
+    )
+
+
+def _damage(folder: str | Path, step: int) -> str:
+    """Return what is wrong with the files of a checkpoint, on any process; "" if nothing.
+
+    Each process verifies the checksums of its share of the files. Without checksums, reading the state detects damage;
+    arrays written one at a time are not part of that, so they are read here once.
+    """
+    root = Path(folder).absolute()
+    sums, share = root / SUMS / str(step), (jax.process_index(), jax.process_count())
+    if not all(all_gather_text("recorded" if checksums.recorded(sums) else "")):
+        problem = _unreadable_apart(folder, step)
+    else:
+        problem = checksums.damage(root, sums, *share)
+    return next(filter(None, all_gather_text(problem)), "")
+
+
+def _unreadable_apart(folder: str | Path, step: int) -> str:
+    """Read the arrays written one at a time -> why one cannot be read; "" if all can."""
+    try:
+        with _readable(folder, step), ocp.StandardCheckpointer(multiprocessing_options=_alone()) as files:
+            for where in sorted(apart_folder(folder, step).glob("*")):
+                files.restore(where, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), _metadata(where)))
+    except Unreadable as error:
+        return error.reason
+    return ""
+
+
+def _attempt(use: Callable[[int], T], step: int) -> tuple[T | None, str]:
+    """Return use(step), and why the checkpoint is unreadable on any process ("" if it is not)."""
+    result, problem = None, ""
+    try:
+        result = use(step)
+    except Unreadable as error:
+        problem = error.reason
+    return result, next(filter(None, all_gather_text(problem)), "")
+
+
+def _alone() -> ocp.options.MultiprocessingOptions:
+    """Options to read without waiting for other processes: if one of them fails, all fall back and none hangs."""
+    index = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process{index}"
+    )
+
+
+def read_meta(folder: str | Path, step: int) -> Meta:
+    """Read the metadata of a checkpoint. Raises Unreadable."""
+    options = ocp.CheckpointManagerOptions(create=False, read_only=True, multiprocessing_options=_alone())
+    with _readable(folder, step), ocp.CheckpointManager(Path(folder).absolute(), options=options) as manager:
+        return Meta.model_validate(manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta)
+
+
+def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable[[str], bool]) -> Any:
+    """Restore the arrays of a checkpoint onto the shardings of abstract -> a tree like abstract.
+
+    abstract: ShapeDtypeStructs with shardings, on a mesh that may differ from the saved one; None: do not read. Arrays
+    for whose path ("params/ends/embedding_VD") is_padded is true may have been saved with more or fewer rows: they are
+    truncated, or padded with zeros. Raises Unreadable if files are missing or damaged, ValueError if the checkpoint has
+    other arrays or shapes.
+    """
+    wanted = dict(_leaves(abstract))
+    state = Path(folder).absolute() / str(step) / "state"
+    with _readable(folder, step):
+        stored = {state: _metadata(state)}
+        for path in wanted.keys() - shapes(stored[state]).keys():
+            apart = apart_folder(folder, step) / path.replace("/", ".")
+            if apart.exists():
+                stored[apart] = _metadata(apart)
+    have = {path: shape for tree in stored.values() for path, shape in shapes(tree).items()}
+    differences = _differences(wanted, have, _unread(abstract), is_padded)
+    if differences:
+        raise ValueError(
+            f"checkpoint {step} in {folder} has other arrays: {differences}; resume with the same model, or start "
+            "again in another logging.dir"
+        )
+    arrays: dict[str, Any] = {}
+    for where, tree in stored.items():
+        with _readable(folder, step):
+            arrays |= _restore(where, tree, wanted)
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[path_name(path)], abstract)
+
+
+def _unread(abstract: Any) -> list[str]:
+    """Return the paths of the None leaves of a tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(abstract, is_leaf=lambda x: x is None)
+    return [path_name(path) for path, x in leaves if x is None]
+
+
+def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) of a tree."""
+    return ((path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree))
+
+
+def _metadata(where: Path) -> Any:
+    """Return the tree saved in a folder, with the metadata of each array as leaves."""
+    with ocp.StandardCheckpointer(multiprocessing_options=_alone()) as files:
+        return files.metadata(where).item_metadata.tree
+
+
+def _restore(where: Path, tree: Any, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+    """Restore the wanted arrays of a saved tree -> {path: array}."""
+    requested = jax.tree_util.tree_map_with_path(lambda path, _: wanted.get(path_name(path)), tree)
+    if not jax.tree.leaves(requested):
+        return {}
+    with ocp.StandardCheckpointer(multiprocessing_options=_alone()) as files:
+        return dict(_leaves(files.restore(where, requested, strict=False)))
+
+
+def _differences(
+    wanted: dict[str, Any], have: dict[str, tuple[int, ...]], unread: list[str], is_padded: Callable[[str], bool]
+) -> str:
+    """Return how saved arrays differ from the wanted ones, in a few words; "" if they match."""
+
+    def is_other(path: str) -> bool:
+        first = int(is_padded(path))  # first dim that must match
+        shape = tuple(wanted[path].shape)
+        return (len(have[path]), have[path][first:]) != (len(shape), shape[first:])
+
+    def is_unread(path: str) -> bool:
+        return any(path == name or path.startswith(f"{name}/") for name in unread)
+
+    groups = {
+        "missing": sorted(wanted.keys() - have.keys()),
+        "extra": sorted(path for path in have.keys() - wanted.keys() if not is_unread(path)),
+        "of another shape": [
+            f"{path} {list(have[path])}, not {list(wanted[path].shape)}"
+            for path in sorted(wanted.keys() & have.keys())
+            if is_other(path)
+        ],
+    }
+    return "; ".join(f"{what} {_few(names)}" for what, names in groups.items() if names)
+
+
+def _few(names: list[str]) -> str:
+    """Join the first names, and the number of further ones."""
+    more = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def load_params(folder: str | Path, step: int | None = None) -> tuple[Any, Config]:
+    """Load the weights of a run -> {"ends": ..., "layers": ...} as NumPy arrays, and the resolved config.
+
+    folder: a run's folder (with checkpoints/ in it) or a checkpoint folder. step: None: the newest intact checkpoint.
+    Needs no mesh, whatever the layout of the run was. Arrays are unsharded, in the run's compute dtype; those of layers
+    have a leading layer dim, in model order; a padded vocabulary (`schema.padded_vocab`) stays padded. Raises
+    ValueError or OSError if there is no such checkpoint, or no intact one.
+    """
+    subfolder = Path(folder) / "checkpoints"
+    folder = subfolder if latest_step(subfolder) is not None else Path(folder)
+    steps = finished(folder)
+    if not steps:
+        raise ValueError(f"{folder} holds no finished checkpoint; give the folder of a run or of its checkpoints")
+    if step is None:
+        _, loaded, _ = newest(folder, True, lambda number: _weights(folder, number))
+        return loaded
+    if step not in steps:
+        raise ValueError(f"{folder} holds no checkpoint of step {step}; use {' or '.join(map(str, reversed(steps)))}")
+    problem = _damage(folder, step)
+    if problem:
+        raise Unreadable(folder, step, problem)
+    return _weights(folder, step)
+
+
+def _weights(folder: str | Path, step: int) -> tuple[Any, Config]:
+    """Load the parameters of one checkpoint to the host, and its config. Raises Unreadable, or ValueError (config)."""
+    meta = read_meta(folder, step)
+    where = Path(folder).absolute() / str(step) / "state"
+    with _readable(folder, step), ocp.PyTreeCheckpointer() as files:
+        params = {"params": _metadata(where)["params"]}
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), params)
+        requested = ocp.args.PyTreeRestore(params, restore_args=as_numpy, partial_restore=True)
+        weights = files.restore(where, args=requested)["params"]
+    return weights, load.parse(meta.config)
+
+
+@contextmanager
+def _readable(folder: str | Path, step: int) -> Iterator[None]:
+    """Turn exceptions of orbax, tensorstore and pydantic for missing or damaged files into Unreadable."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError):  # failure of a device, another process or this machine
+        raise
+    except Exception as error:
+        code = os_error_code(error)
+        if is_transient(error) or code in TRANSIENT_ERRNOS or code in OURS:
+            raise
+        text = " ".join(str(error).split())[:100]
+        raise Unreadable(folder, step, f"it cannot be read ({type(error).__name__}: {text})") from None

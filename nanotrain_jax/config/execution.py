@@ -1,0 +1,45 @@
+"""How a step runs the layers and makes gradients: the single predicate that decides it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from nanotrain_jax.config.schema import Config
+
+
+class Execution(Enum):
+    """The ways to make gradients (`step/gradients.py`)."""
+
+    AUTODIFF = "scan over layers, differentiated by JAX; gradients are reduced after the last backward"
+    PER_LAYER = (
+        "as AUTODIFF, but the last microbatch's backward reduces the gradients of each layer as it computes them"
+    )
+    OFFLOADED = "loop over layers with a hand-written backward; copies to and from host memory one layer ahead"
+    PIPELINE = "loop over the ticks of a pipeline schedule (microbatches, if one stage) with a hand-written backward"
+
+    @property
+    def is_by_hand(self) -> bool:
+        """True if forward and backward are hand-written loops. They use the parameters of each end separately."""
+        return self in (Execution.OFFLOADED, Execution.PIPELINE)
+
+
+def execution(config: Config) -> Execution:
+    """Return the execution of a resolved config."""
+    p = config.parallel
+    if p.pipe > 1 or (p.prefetch and p.microbatches > 1):
+        return Execution.PIPELINE
+    if reduces_per_layer(config):
+        return Execution.PER_LAYER
+    if gradients_on_host(config) or config.memory.offload_activations == "host":
+        return Execution.OFFLOADED
+    return Execution.AUTODIFF
+
+
+def gradients_on_host(config: Config) -> bool:
+    """True if large gradients are offloaded to host memory until the update: sharded ones, with the optimizer state."""
+    return config.parallel.zero >= 2 and config.memory.offload_optimizer != "none"
+
+
+def reduces_per_layer(config: Config) -> bool:
+    """True if parallel.grad_reduce=per_layer has an effect (ZeRO 0 and 1): ZeRO 2 and 3 always reduce per layer."""
+    return config.parallel.grad_reduce == "per_layer" and config.parallel.zero < 2

@@ -1,0 +1,211 @@
+"""Resolve a config: fill in what depends on mesh and data, and check the keys that depend on each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nanotrain_jax.config.execution import Execution, execution, reduces_per_layer
+from nanotrain_jax.config.schema import Config, divisors, near_divisors
+from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat
+from nanotrain_jax.parallel.pipeline import schedule_text
+
+
+class Misfit(ValueError):
+    """A config that cannot run: "problem; remedy". reason: short form of the problem, to group similar ones."""
+
+    def __init__(self, problem: str, remedy: str = "", reason: str = ""):
+        super().__init__(f"{problem}; {remedy}" if remedy else problem)
+        self.reason = reason or problem
+
+
+def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None = None) -> Config:
+    """Fill in what depends on mesh and data, and check it. Raises Misfit.
+
+    axes: mesh axis -> number of devices. tokenizer_vocab: number of ids of the tokenizer (None: no tokenizer).
+    In the returned config no model size is None.
+    """
+    m, d = config.model, config.data
+    vocab = m.vocab_size or tokenizer_vocab
+    if vocab is None:
+        raise Misfit(
+            f"model.vocab_size is needed with data.source={d.source!r}, which has no tokenizer", "set model.vocab_size"
+        )
+    if tokenizer_vocab and vocab < tokenizer_vocab:
+        raise Misfit(
+            f"model.vocab_size={vocab} is smaller than the tokenizer's {tokenizer_vocab}",
+            f"use at least {tokenizer_vocab}, or remove model.vocab_size",
+        )
+    max_seq_len = m.max_seq_len or d.seq_len
+    if d.seq_len > max_seq_len:
+        raise Misfit(
+            f"data.seq_len={d.seq_len} is longer than model.max_seq_len={max_seq_len}",
+            "use a shorter data.seq_len or a larger model.max_seq_len",
+        )
+    config = config.replace(
+        "model",
+        vocab_size=vocab,
+        max_seq_len=max_seq_len,
+        num_kv_heads=m.num_kv_heads or m.num_heads,
+        d_ff=m.d_ff or m.features.default_d_ff(m.d_model),
+        tie_embeddings=m.features.tied_embeddings if m.tie_embeddings is None else m.tie_embeddings,
+    )
+    config = config.replace("parallel", **axes)
+    if config.memory.rematerialization == Remat("block", 1):
+        config = config.replace("memory", remat=str(Remat("full")))
+    if config.model.factory is None:
+        check_tensor(config)
+    check_pipe(config)
+    check_offload(config)
+    config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
+    check_optimizer(config)
+    check_blocks(config)
+    check_batch(config)
+    return config
+
+
+def check_optimizer(config: Config) -> None:
+    """Raise Misfit if min_lr exceeds lr, or the warm-up exceeds the decay."""
+    o = config.optimizer
+    if o.min_lr > o.lr:
+        raise Misfit(f"optimizer.min_lr={o.min_lr} is above optimizer.lr={o.lr}", "use a smaller min_lr")
+    # A short trial of a long run (train.steps=10) may end during warm-up.
+    if o.warmup_steps > o.decay_steps != config.train.steps and o.schedule != "constant":
+        raise Misfit(
+            f"optimizer.warmup_steps={o.warmup_steps} exceeds optimizer.decay_steps={o.decay_steps}: "
+            "the decay would end before it begins",
+            f"use optimizer.warmup_steps of at most {o.decay_steps}, or more decay_steps",
+        )
+
+
+def check_blocks(config: Config) -> None:
+    """Raise Misfit unless memory.remat=block:N divides the layers of a stage (of a chunk, if interleaved)."""
+    p, size, L = config.parallel, config.memory.rematerialization.block, config.model.num_layers
+    layers = L // (p.pipe * p.chunks)
+    if layers % size:
+        name = "model.num_layers" if layers == L else "model.num_layers / (parallel.pipe x parallel.chunks)"
+        raise Misfit(
+            f"memory.remat={config.memory.remat!r} does not divide {name}={layers}",
+            f"use block:{near_divisors(layers, size).replace(' or ', ' or block:')}",
+        )
+
+
+def check_batch(config: Config) -> None:
+    """Raise Misfit unless the batch is divisible by devices x microbatches, and a microbatch by model.loss_chunk."""
+    p, batch, chunk = config.parallel, config.data.batch_size, config.model.loss_chunk
+    shares = p.replica * p.data * p.microbatches
+    if batch % shares:
+        below = batch // shares * shares
+        raise Misfit(
+            f"data.batch_size={batch} is not divisible by replica x data x microbatches = {p.replica} x {p.data} x "
+            f"{p.microbatches} = {shares}",
+            "use " + (f"{below} or " if below else "") + str(below + shares),
+        )
+    tokens = batch // shares * config.data.seq_len
+    if chunk and tokens % chunk:
+        raise Misfit(
+            f"model.loss_chunk={chunk} does not divide the {tokens} tokens of a device's microbatch",
+            f"use {near_divisors(tokens, chunk)}",
+        )
+
+
+def check_tensor(config: Config) -> None:
+    """Raise Misfit unless parallel.tensor divides heads, d_ff and (with sequence parallelism) the sequence."""
+    m, p, T = config.model, config.parallel, config.data.seq_len // config.parallel.context
+    N, K = m.num_heads, m.num_kv_heads
+
+    def misfits(t: int) -> list[str]:
+        sizes = {"model.num_heads": N, "model.d_ff": m.d_ff} | ({"data.seq_len": T} if p.sequence_parallel else {})
+        problems = [f"does not divide {name}={size}" for name, size in sizes.items() if size % t]
+        return problems + [f"neither divides model.num_kv_heads={K} nor is a multiple of it"] * bool(K % t and t % K)
+
+    problems = misfits(p.tensor)
+    if problems:
+        problem = " and ".join(problems)
+        *smaller, largest = (str(t) for t in divisors(N) if not misfits(t))
+        remedy = (", ".join(smaller) + " or " if smaller else "") + largest
+        hint = (
+            ", another data.seq_len, or parallel.sequence_parallel=false"
+            if p.sequence_parallel and T % p.tensor
+            else ""
+        )
+        raise Misfit(
+            f"parallel.tensor={p.tensor} {problem}", f"use {remedy}{hint}", f"parallel.tensor={p.tensor} {problems[0]}"
+        )
+
+
+def check_pipe(config: Config) -> None:
+    """Raise Misfit unless stages and chunks divide the layers and the schedule supports them."""
+    L, p = config.model.num_layers, config.parallel
+    if p.pipe == 1:
+        if p.chunks > 1:
+            raise Misfit(f"parallel.chunks={p.chunks} with parallel.pipe=1 has nothing to interleave", "use 1")
+        return
+    parts = p.pipe * p.chunks
+    if L % parts:
+        asked = f" x parallel.chunks = {p.pipe} x {p.chunks} = {parts}" if p.chunks > 1 else f"={p.pipe}"
+        stages = " or ".join(str(n) for n in divisors(L) if L % (n * p.chunks) == 0 and (n > 1 or p.chunks == 1))
+        layers = " or ".join(str(n) for n in (L // parts * parts, L // parts * parts + parts) if n)
+        remedy = f"parallel.pipe={stages}, or {layers} layers" if stages else f"{layers} layers"
+        raise Misfit(f"parallel.pipe{asked} does not divide model.num_layers={L}", f"use {remedy}")
+    if p.idle == "mask" and reduces_per_layer(config):
+        raise Misfit(
+            f"parallel.grad_reduce=per_layer with parallel.pipe={p.pipe} and parallel.idle=mask: idle stages would "
+            "reduce as well",
+            "use parallel.idle=skip",
+        )
+    if config.memory.rematerialization.policy == "block" and p.schedule in ("zero_bubble", "zb_h1", "zb_h2"):
+        raise Misfit(
+            f"memory.remat={config.memory.remat!r} with parallel.schedule={p.schedule}: the backward of a block of "
+            "layers is a loop, which cannot be split into B and W",
+            "use none, selective or full, or another schedule",
+        )
+    cells = (p.microbatches * p.chunks + parts + p.pipe) * p.pipe
+    if cells > SCHEDULE_CELLS:
+        raise Misfit(
+            f"a schedule of {cells} entries (ticks x stages) is more than {SCHEDULE_CELLS}",
+            f"use less than parallel.microbatches={p.microbatches}, parallel.pipe={p.pipe} or "
+            f"parallel.chunks={p.chunks}",
+            f"more than {SCHEDULE_CELLS:,} entries (ticks x stages) in a schedule",
+        )
+    try:
+        schedule_text.outline(p.schedule, p.pipe, p.microbatches, p.chunks)  # cached: a search repeats it
+    except ValueError as error:
+        raise Misfit(
+            f"parallel.schedule={error} (parallel.microbatches, parallel.pipe, parallel.chunks)",
+            reason=f"parallel.schedule={p.schedule} does not support these microbatches, stages and chunks",
+        ) from None
+
+
+def check_offload(config: Config) -> None:
+    """Raise Misfit unless the offload settings are consistent."""
+    p, m = config.parallel, config.memory
+    if m.offload_params == "host":
+        if p.zero != 3:
+            raise Misfit(
+                f"memory.offload_params=host with parallel.zero={p.zero}: below stage 3 a step holds all weights at "
+                "once",
+                "use parallel.zero=3 (also on one device)",
+            )
+        if m.offload_optimizer == "none":
+            raise Misfit(
+                "memory.offload_params=host with memory.offload_optimizer=none: the optimizer state is several times "
+                "larger and would stay on the device",
+                "use memory.offload_optimizer=host as well",
+            )
+        if p.prefetch:
+            raise Misfit(
+                "parallel.prefetch=true with memory.offload_params=host: copies from the host are prefetched already, "
+                "and a gather after them overlaps less",
+                "leave parallel.prefetch out",
+            )
+    if p.prefetch and execution(config.replace("parallel", prefetch=False)) is Execution.OFFLOADED:
+        raise Misfit(
+            "parallel.prefetch=true with gradients or activations in host memory: the loop that copies them does not "
+            "prefetch gathers",
+            "leave parallel.prefetch out",
+        )
+    if m.offload_activations == "host" and m.rematerialization.policy == "none":
+        raise Misfit(
+            "memory.offload_activations=host with memory.remat=none: no policy selects what to offload",
+            "use memory.remat=selective, full or block:N",
+        )

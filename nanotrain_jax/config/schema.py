@@ -1,0 +1,370 @@
+"""Config schema: every key with its default and description, in frozen, strict sections. Validation only.
+
+config/load.py reads the YAML file and the overrides; config/resolve.py fills in what depends on the machine and the
+data (mesh sizes, vocabulary). All other code receives the resolved config and never changes it. Every error is a
+one-line ValueError with the value, the rule and the remedy.
+"""
+
+from __future__ import annotations
+
+from math import isqrt, lcm
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nanotrain_jax.config import families
+from nanotrain_jax.config.values import (
+    Axis,
+    Choice,
+    Count,
+    Factory,
+    Layers,
+    Path,
+    Positive,
+    Remat,
+    Seed,
+    Sequences,
+    Source,
+    Tokens,
+    Vocabulary,
+    Width,
+)
+
+Pair = Field(strict=False)  # accepts a YAML list as a tuple
+
+
+def _key(default: Any, description: str, **rules: Any) -> Any:
+    return Field(default=default, description=description, **rules)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Model(_Section):
+    """The decoder. A model built by `factory` may read the same keys."""
+
+    factory: Factory | None = _key(
+        None, "package.module:function that builds a custom model (models/contract.py); null: the built-in decoder"
+    )
+    family: families.Name = _key(
+        "llama", "; ".join(f"{name}: {family.description}" for name, family in families.FAMILIES.items())
+    )
+    num_layers: Layers = _key(4, "transformer layers")
+    d_model: Width = _key(128, "hidden size (width of the residual stream)")
+    num_heads: Width = _key(4, "attention (query) heads; head dim = d_model / num_heads")
+    num_kv_heads: Width | None = _key(None, "key/value heads (grouped-query attention); null: num_heads")
+    d_ff: Width | None = _key(
+        None, "MLP hidden size; null: 4 d_model (gpt2), 8/3 d_model rounded up to a multiple of 256 (llama)"
+    )
+    vocab_size: Vocabulary | None = _key(None, "vocabulary size; null: that of the tokenizer")
+    max_seq_len: Tokens | None = _key(None, "maximum sequence length, in tokens; null: data.seq_len")
+    rope_theta: float = _key(10000.0, "base of the rotary embedding frequencies (llama)", gt=0)
+    norm_eps: float = _key(1e-5, "epsilon of RMSNorm and LayerNorm", gt=0)
+    tie_embeddings: bool | None = _key(
+        None, "share weights of embedding and output head; null: true for gpt2, false for llama"
+    )
+    attention: Literal["auto", "xla", "cudnn"] = _key(
+        "auto", "attention kernel; auto: cuDNN flash attention for 16-bit dtypes on a GPU, else xla"
+    )
+    loss_chunk: Count = _key(
+        0, "compute logits and loss in chunks of this many tokens per device; 0: the whole microbatch"
+    )
+
+    @property
+    def features(self) -> families.Family:
+        """model.family as a value."""
+        return families.FAMILIES[self.family]
+
+    @model_validator(mode="after")
+    def _heads(self) -> Model:
+        if self.factory:
+            return self
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"model.num_heads={self.num_heads} does not divide model.d_model={self.d_model}; "
+                f"use {near_divisors(self.d_model, self.num_heads)}"
+            )
+        if self.num_kv_heads and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
+                f"use {near_divisors(self.num_heads, self.num_kv_heads)}"
+            )
+        if not self.features.learned_positions and (self.d_model // self.num_heads) % 2:
+            raise ValueError(
+                f"head dim {self.d_model // self.num_heads} (model.d_model / model.num_heads) is odd, but rotary "
+                "embeddings rotate pairs; choose an even head dim"
+            )
+        return self
+
+
+class Parallel(_Section):
+    """Mesh axis sizes, ZeRO, pipeline schedule and communication."""
+
+    data: Axis = _key(-1, "data-parallel size; -1: all remaining devices")
+    replica: Axis = _key(1, "replicas of the data-parallel group; ZeRO shards inside a replica (HSDP)")
+    tensor: Axis = _key(1, "tensor-parallel size; shards heads, d_ff and vocabulary")
+    sequence_parallel: bool = _key(
+        True, "with tensor > 1: shard activations outside tensor-parallel matmuls over the sequence"
+    )
+    pipe: Axis = _key(1, "pipeline-parallel size (number of stages)")
+    schedule: Literal["gpipe", "1f1b", "1f1b_lean", "interleaved", "zero_bubble", "zb_h1", "zb_h2"] = _key(
+        "1f1b", "pipeline schedule; parallel/pipeline/schedule.py compares them"
+    )
+    chunks: Layers = _key(1, "model chunks per stage (virtual stages), for schedule=interleaved")
+    idle: Literal["skip", "mask"] = _key(
+        "skip",
+        "stages without work in a tick; skip: no compute (one host sync per branch on a GPU); mask: compute, discard",
+    )
+    context: Axis = _key(1, "context-parallel size; only 1 is implemented")
+    zero: Annotated[Literal[0, 1, 2, 3], Choice] = _key(
+        0, "ZeRO stage; shard over data: 1 optimizer state, 2 also gradients, 3 also parameters; 0: off"
+    )
+    grad_reduce: Literal["after_backward", "per_layer"] = _key(
+        "after_backward", "when to reduce gradients (zero 0 and 1); per_layer: during the last microbatch's backward"
+    )
+    prefetch: bool = _key(
+        False, "zero 3: gather the next layer's weights while a layer computes (holds two gathered layers)"
+    )
+    bucket_mb: float = _key(
+        25.0, "bucket size in MB; arrays smaller than this are reduced and gathered in flat buckets", ge=0, le=1e6
+    )
+    persist_below: Count = _key(10_000, "zero 1-3: do not shard parameters with fewer elements than this (per layer)")
+    microbatches: Sequences = _key(
+        1, "microbatches per step (gradient accumulation); gradients are reduced once per step"
+    )
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Mesh axis -> requested size (one may be -1)."""
+        return {axis: getattr(self, axis) for axis in ("pipe", "replica", "data", "context", "tensor")}
+
+    @model_validator(mode="after")
+    def _implemented(self) -> Parallel:
+        if self.prefetch and self.zero != 3:
+            raise ValueError(
+                f"parallel.prefetch=true with parallel.zero={self.zero}: only zero=3 gathers weights layer by layer; "
+                "use parallel.zero=3, or remove parallel.prefetch"
+            )
+        for axis, size in self.axes.items():
+            if size < 1 and size != -1:
+                raise ValueError(f"parallel.{axis}={size}: must be at least 1, or -1 for all remaining devices")
+        if self.context != 1:
+            raise ValueError(f"parallel.context={self.context} is not implemented yet; use 1 and more parallel.data")
+        return self
+
+
+class Precision(_Section):
+    """Dtypes and loss scaling."""
+
+    compute: Literal["bfloat16", "float16", "float32"] = _key(
+        "bfloat16", "dtype of matmuls and activations; softmax, norms and loss stay float32"
+    )
+    loss_scale: str | float = _key(
+        "none", "loss scale, against underflow of float16 gradients: none | dynamic | NUMBER"
+    )
+    grad_reduce: Literal["float32", "bfloat16"] = _key("float32", "dtype of gradient communication")
+    master: Literal["float32"] = _key("float32", "dtype of master weights and optimizer moments")
+
+    @model_validator(mode="after")
+    def _scale(self) -> Precision:
+        scale = self.loss_scale
+        if scale not in ("none", "dynamic") and (isinstance(scale, str) or scale <= 0):
+            raise ValueError(f"precision.loss_scale={scale!r} must be none, dynamic or a number above 0")
+        return self
+
+
+class Memory(_Section):
+    """Rematerialization and offload."""
+
+    remat: str = _key(
+        "none",
+        "rematerialization: none | selective (save matmul outputs) | full (save layer inputs) | block:N (every N-th)",
+    )
+    offload_optimizer: Literal["none", "host", "nvme"] = _key(
+        "none",
+        "offload master weights and moments to host memory or to files in nvme_dir; from zero 2 on, also gradients "
+        "to host memory",
+    )
+    offload_params: Literal["none", "host"] = _key(
+        "none", "zero 3: offload weights to host memory; the next layer is prefetched while a layer computes"
+    )
+    offload_activations: Literal["none", "host"] = _key(
+        "none", "offload the residuals that remat=selective, full or block:N saves to host memory until the backward"
+    )
+    nvme_dir: Path | None = _key(None, "offload_optimizer=nvme: folder on a fast local disk, used by one run at a time")
+
+    @property
+    def rematerialization(self) -> Remat:
+        """memory.remat as a value."""
+        return Remat.parse(self.remat)
+
+    @model_validator(mode="after")
+    def _policy(self) -> Memory:
+        Remat.parse(self.remat)
+        if self.offload_optimizer == "nvme" and not self.nvme_dir:
+            raise ValueError("memory.offload_optimizer='nvme' needs a folder; set memory.nvme_dir")
+        if self.nvme_dir and self.offload_optimizer != "nvme":
+            raise ValueError(
+                f"memory.nvme_dir={self.nvme_dir!r} has no effect with memory.offload_optimizer="
+                f"{self.offload_optimizer!r}; remove it, or use memory.offload_optimizer=nvme"
+            )
+        return self
+
+
+class Data(_Section):
+    """Training and validation data. Documents are concatenated, each followed by an end token, and split into sequences
+    of seq_len tokens. Attention is not masked between documents of a sequence."""
+
+    source: Source = _key(
+        "stdlib",
+        "stdlib (source code of Python's standard library) | text:GLOB | tokens:DIR (of scripts/prepare_data.py) | "
+        "synthetic",
+    )
+    tokenizer: Path | None = _key(
+        None,
+        "bytes | path of a tokenizer.json (as in Hugging Face model repositories); null: bytes, or that of tokens:DIR",
+    )
+    batch_size: Sequences = _key(32, "global batch size, in sequences per step")
+    seq_len: Tokens = _key(256, "sequence length, in tokens; a sequence may span documents")
+    seed: Seed = _key(0, "random seed of the order of training sequences")
+    val_fraction: float = _key(
+        0.05, "fraction of tokens held out for validation, in whole documents; 0: none", ge=0, lt=1
+    )
+    verify: bool = _key(True, "verify the checksums of token files before training")
+
+
+class Optimizer(_Section):
+    """AdamW and the learning rate schedule."""
+
+    name: Literal["adamw"] = _key("adamw", "optimizer; no weight decay on norms, biases and learned positions")
+    lr: float = _key(1e-3, "peak learning rate", gt=0)
+    min_lr: float = _key(0.0, "final learning rate of cosine, linear and wsd", ge=0)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = _key(
+        "cosine", "learning rate after warm-up; wsd: constant, then linear decay over the last decay_fraction"
+    )
+    warmup_steps: Count = _key(0, "linear warm-up, in steps")
+    decay_steps: Positive | None = _key(None, "step at which the learning rate reaches min_lr; null: train.steps")
+    decay_fraction: float = _key(0.1, "wsd: fraction of decay_steps spent decaying", gt=0, le=1)
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Pair] = _key(
+        (0.9, 0.95), "decay rates of first and second moment"
+    )
+    eps: float = _key(1e-8, "epsilon, added to the square root of the second moment", gt=0)
+    weight_decay: float = _key(0.1, "decoupled weight decay", ge=0)
+    grad_clip: float = _key(1.0, "clip gradients to this global norm; 0: off", ge=0)
+
+
+class Train(_Section):
+    """Length of the run, evaluation and logging intervals."""
+
+    steps: Positive = _key(100, "total optimizer steps, including those before a resume")
+    seed: Seed = _key(0, "random seed of the parameter initialization")
+    eval_every: Count = _key(0, "steps between evaluations; 0: never")
+    eval_steps: Positive = _key(10, "batches per evaluation (fewer if the held-out text is short)")
+    log_every: Count = _key(
+        1, "steps between log lines; evaluations and the last step are always logged; 0: only these"
+    )
+
+
+class Checkpoint(_Section):
+    """Saving and resuming."""
+
+    dir: Path | None = _key(None, "checkpoint folder; null: <logging.dir>/checkpoints")
+    every: Count = _key(100, "steps between checkpoints; also saves at the end and on SIGTERM or Ctrl-C; 0: never")
+    keep: Positive = _key(3, "number of checkpoints to keep (the newest)")
+    asynchronous: bool = Field(
+        default=True, alias="async", description="write in the background while training continues"
+    )
+    resume: Path = _key(
+        "auto", "auto: from the newest checkpoint in dir, if any | never | PATH of another run's checkpoints"
+    )
+    verify: bool = _key(True, "verify checksums before loading; if damaged, fall back to the previous checkpoint")
+
+
+class Logging(_Section):
+    """Output for people."""
+
+    dir: Path | None = _key(None, "output folder of the run; null: runs/<name of the config file>")
+    tensorboard: bool = _key(True, "write TensorBoard files")
+    progress: Literal["auto", "bar", "lines", "none"] = _key(
+        "auto", "progress display; auto: bar on a terminal, else lines"
+    )
+
+
+class Runtime(_Section):
+    """Devices, processes and compiler."""
+
+    simulate: Count = _key(0, "number of simulated CPU devices, over all processes; 0: use the real devices", le=4096)
+    coordinator: str | None = _key(
+        None, "host:port of process 0; null: from the launcher, Slurm, ..., or a single process"
+    )
+    processes: Positive | None = _key(None, "number of processes, if coordinator is set")
+    process: Count | None = _key(None, "index of this process, from 0; a process uses all GPUs visible to it")
+    join_timeout: Positive = _key(300, "timeout for all processes to join at startup, in seconds")
+    hang_timeout: Positive | None = _key(
+        None, "abort with a report after this many seconds without progress; null: 20 median steps, at least 600"
+    )
+    compile_cache: bool = _key(True, "cache compiled programs in ~/.cache/nanotrain_jax; off with simulate")
+    deterministic: bool = _key(False, "use deterministic GPU kernels (slower)")
+    profile_steps: Annotated[tuple[int, int], Pair] | None = _key(
+        None, "[first, last] step to profile; written to <logging.dir>/profile for TensorBoard or Perfetto"
+    )
+
+    @model_validator(mode="after")
+    def _profile(self) -> Runtime:
+        if self.profile_steps and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
+            raise ValueError(
+                f"runtime.profile_steps={list(self.profile_steps)} must be [first, last] with 1 <= first <= last; "
+                "write e.g. [10, 12]"
+            )
+        return self
+
+
+class Config(_Section):
+    """The whole config: one field per section."""
+
+    model: Model = Model()
+    parallel: Parallel = Parallel()
+    precision: Precision = Precision()
+    memory: Memory = Memory()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    train: Train = Train()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
+    runtime: Runtime = Runtime()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as plain data that `load.parse` reads back."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def replace(self, section: str, **changes: Any) -> Config:
+        """Return a copy with some keys of a section changed. Validates nothing."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=changes)})
+
+
+def padded_vocab(vocab_size: int, tensor: int) -> int:
+    """Return the number of embedding rows: vocab_size; with tensor > 1 rounded up to a multiple of lcm(128, tensor).
+
+    Every device then holds the same number of rows, usually one that is efficient for matmuls.
+    """
+    return -(-vocab_size // lcm(128, tensor)) * lcm(128, tensor) if tensor > 1 else vocab_size
+
+
+def fits_flash(model: Model, compute: str) -> bool:
+    """True if cuDNN flash attention supports this head dim and dtype and is not disabled; it stores no scores."""
+    head = model.d_model // model.num_heads
+    return model.attention != "xla" and compute != "float32" and head <= 128 and head % 8 == 0
+
+
+def near_divisors(number: int, wanted: int) -> str:
+    """Return the divisors of number next below and above wanted, as text."""
+    below = [d for d in divisors(number) if d < wanted][-1:]
+    above = [d for d in divisors(number) if d > wanted][:1]
+    return " or ".join(map(str, below + above))
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of number in order; above 10**10 only those below 10**5 and their cofactors."""
+    small = [d for d in range(1, min(isqrt(number), 10**5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

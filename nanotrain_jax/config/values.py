@@ -1,0 +1,88 @@
+"""Types of config keys: integers with upper bounds, and paths with `~` expanded.
+
+The bounds are far above any real model or run: larger values are typos that would overflow or never finish.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+
+def expanded(path: str) -> str:
+    """Expand `~` or `~user` in a path. Raises ValueError."""
+    if "\0" in path:
+        raise ValueError(f"path {path!r} must not contain NUL; remove it")
+    absolute = os.path.expanduser(path)
+    if absolute.startswith("~"):
+        user = path.partition("/")[0]
+        raise ValueError(f"no home directory {user}; write ./{user} for a folder of this name")
+    return absolute
+
+
+def with_message(error: OSError, text: str) -> OSError:
+    """Return an OSError with another message and the same errno, which tells if the error may be transient."""
+    other = OSError(text)
+    other.errno = error.errno
+    return other
+
+
+def _expanded_source(source: str) -> str:
+    kind, _, where = source.partition(":")
+    return f"{kind}:{expanded(where)}" if kind in ("text", "tokens") else source
+
+
+def _factory(name: str) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
+        raise ValueError(f"{name!r} must be package.module:function; write e.g. scripts.your_model:build")
+    return name
+
+
+def _not_a_bool(value: Any) -> Any:
+    if isinstance(value, bool | float):  # a Literal accepts true and 1.0, which equal 1
+        raise ValueError("input should be an integer")
+    return value
+
+
+INT32 = 2**31 - 1  # range of the step and token counters on a device
+Positive = Annotated[int, Field(gt=0, le=INT32)]
+Count = Annotated[int, Field(ge=0, le=INT32)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Layers = Annotated[int, Field(gt=0, le=10**6)]
+Width = Annotated[int, Field(gt=0, le=2**24)]  # width of activations; number of heads
+Vocabulary = Annotated[int, Field(gt=0, le=2**27)]
+Tokens = Annotated[int, Field(gt=0, le=2**30)]  # per sequence
+Sequences = Annotated[int, Field(gt=0, le=2**18)]  # per batch
+Axis = Annotated[int, Field(le=2**20)]  # size of a mesh axis, or -1
+Choice = BeforeValidator(_not_a_bool)  # for a Literal of integers
+SCHEDULE_CELLS = 2**20  # ticks x stages of a pipeline schedule: 128 stages with 8,000 microbatches
+
+Path = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(expanded)]
+Factory = Annotated[str, AfterValidator(_factory)]  # builds a model
+Source = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_expanded_source)]
+
+
+class Remat(NamedTuple):
+    """Rematerialization policy (see `parallel/remat.py`)."""
+
+    policy: Literal["none", "selective", "full", "block"]
+    block: int = 1  # layers recomputed together
+
+    @classmethod
+    def parse(cls, text: str) -> Remat:
+        """Parse memory.remat. Raises ValueError."""
+        if not re.fullmatch(r"none|selective|full|block:[1-9]\d{0,6}", text):
+            raise ValueError(f"memory.remat={text!r} must be none, selective, full or block:N")
+        policy, _, block = text.partition(":")
+        return cls(policy, int(block or 1))
+
+    def __str__(self) -> str:
+        return f"block:{self.block}" if self.policy == "block" else self.policy
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """True if the backward recomputes whole layers."""
+        return self.policy in ("full", "block")

@@ -1,0 +1,179 @@
+"""Wire bytes of a step between devices, in closed form, with sources. For resolved configs.
+
+Symbols as in costs/counts.py: Psi parameters on a device before ZeRO, N devices along data, R along replica, t along
+tensor, M microbatches. Bytes are those one device sends on a ring: all-reduce 2 (N-1)/N S, all-gather and
+reduce-scatter (N-1)/N S, permute S, for a buffer of S bytes.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from fractions import Fraction
+from math import prod
+from typing import Any, NamedTuple
+
+from nanotrain_jax.config.execution import Execution, execution
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.costs.counts import BYTES, is_sharded, local_elements, outline, tokens_per_device
+from nanotrain_jax.models.decoder_table import table
+from nanotrain_jax.models.parameters import ENDS
+
+
+class Traffic(Enum):
+    """What a row of `communication` moves between devices."""
+
+    GRADIENTS = "gradients"
+    GRADIENT_SHARDS = "gradient shards"
+    WEIGHTS = "weights, forward and backward"
+    UPDATED_WEIGHTS = "updated weights"
+    ACTIVATIONS = "activations"
+    REGATHERED_ACTIVATIONS = "activations, gathered again in the backward"
+    BETWEEN_STAGES = "activations and their gradients"
+    LOSS = "loss"
+
+    @property
+    def is_gradients(self) -> bool:
+        """True if the row moves gradients of parameters."""
+        return self in (Traffic.GRADIENTS, Traffic.GRADIENT_SHARDS)
+
+
+class Buffer(NamedTuple):
+    """Gradients or weights of one row of the parameter table that a device communicates in a step."""
+
+    axes: tuple[str, ...]  # mesh axes with more than one device
+    op: str
+    what: Traffic
+    part: str  # of the tree of parameters: layers or ends
+    itemsize: int  # bytes per element on the wire
+    times: int  # collectives per step
+    elements: float  # of the full buffer
+
+
+def communication(config: Config) -> list[dict[str, Any]]:
+    """Return the wire bytes per device and step, one row per mesh axes, operation and kind of traffic.
+
+    ZeRO (arXiv 1910.02054, section 7), with gradients in precision.grad_reduce (g bytes) and weights in
+    precision.compute (w bytes):
+        stage 0   all-reduce               2 g Psi        over replica and data
+        stage 1   reduce-scatter             g Psi        all-gather         w Psi
+        stage 2   reduce-scatter           M g Psi        all-gather         w Psi
+        stage 3   reduce-scatter           M g Psi        all-gather       M w (2 Psi_layers + Psi_ends)
+    each times (N-1)/N; block:n gathers layers once more, to recompute a block. From stage 1, gradient shards are
+    all-reduced over replica: 2 (R-1)/R g Psi / N.
+
+    Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3), in w B T D (t-1)/t, summed over microbatches:
+        all-reduce       2 (4 L + 2)         per layer two in the forward and two in the backward; one of the embedding
+                                             look-up, one of the loss
+        with sequence parallelism (arXiv 2205.05198, section 4.2.2) as pairs; the backward of each layer gathers the
+        inputs of its matmuls again instead of storing them:
+        all-gather       6 L + 2
+        reduce-scatter   4 L + 2
+    Recomputation adds: `full` one all-reduce per layer (a reduce-scatter), block:n two (two pairs). The loss
+    all-reduces 3 scalars per token. Gradients of parameters that every device of the axis stores are summed over tensor
+    where they are partial: all of them under sequence parallelism, else those of keys and values with fewer heads
+    than t.
+
+    Pipeline parallelism (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence
+    parallelism), where a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
+    Tied embeddings are gathered, and their gradients scattered, at both ends (ZeRO 2 and 3); without stages too, where
+    the layer loop is hand-written (`Execution.is_by_hand`).
+    """
+    p, m = config.parallel, config.model
+    w, L = BYTES[config.precision.compute], m.num_layers // p.pipe
+    rows: dict[tuple[str, str, Traffic], float] = {}
+
+    def add(axes: tuple[str, ...], op: str, size: float, what: Traffic) -> None:
+        """size: bytes of the full buffer."""
+        n = prod(getattr(p, axis) for axis in axes)
+        if n > 1:
+            key = ",".join(axes), op, what
+            rows[key] = rows.get(key, 0.0) + (2 if op == "all_reduce" else 1) * (n - 1) / n * size
+
+    for buffer in parameter_buffers(config):
+        add(buffer.axes, buffer.op, buffer.times * buffer.itemsize * buffer.elements, buffer.what)
+
+    tensor, tokens = ("tensor",), tokens_per_device(config)
+    activations, (gathers, scatters) = w * tokens * m.d_model, tensor_passes(config)
+    if p.sequence_parallel:
+        add(tensor, "all_gather", (gathers * L + 2) * activations, Traffic.REGATHERED_ACTIVATIONS)
+        add(tensor, "reduce_scatter", (scatters * L + 2) * activations, Traffic.ACTIVATIONS)
+    else:
+        add(tensor, "all_reduce", (gathers * L + 2) * activations, Traffic.ACTIVATIONS)
+    add(tensor, "all_reduce", 3 * 4 * tokens, Traffic.LOSS)
+    if p.pipe > 1:
+        ticks = outline(config).ticks
+        x = activations / p.microbatches / (p.tensor if p.sequence_parallel else 1)
+        rows["pipe", "permute", Traffic.BETWEEN_STAGES] = 2 * ticks * x
+    return [
+        {"axis": axis, "op": op, "bytes_per_device": size, "what": what}
+        for (axis, op, what), size in rows.items()
+        if size
+    ]
+
+
+def parameter_buffers(config: Config) -> list[Buffer]:
+    """Return the full buffers of gradients and weights that `communication` sums, for each row of parameters."""
+    p, m, policy = config.parallel, config.model, config.memory.rematerialization.policy
+    g, w, M = BYTES[config.precision.grad_reduce], BYTES[config.precision.compute], p.microbatches
+    buffers = []
+
+    def add(axes: tuple[str, ...], op: str, what: Traffic, itemsize: int, times: int, divisor: int = 1) -> None:
+        """Append a buffer of the current row."""
+        present = tuple(axis for axis in axes if getattr(p, axis) > 1)
+        if present:
+            elements = local_elements(row, config) / divisor
+            buffers.append(Buffer(present, op, what, row.part, itemsize, times, elements))
+
+    for row in table(m, p.tensor).values():
+        partial = row.is_partial or (row.split_dim is None and p.sequence_parallel)
+        stages = ("pipe",) if row.part == ENDS else ()
+        over = ("tensor",) if partial else ()
+        if p.zero == 0 and execution(config) is Execution.PER_LAYER:  # inside the backward; over tensor once, after it
+            add(("replica", "data"), "all_reduce", Traffic.GRADIENTS, g, 1)
+            add(over, "all_reduce", Traffic.GRADIENTS, g, 1)
+            continue
+        if p.zero == 0 or not is_sharded(row, config):
+            add((*stages, "replica", "data", *over), "all_reduce", Traffic.GRADIENTS, g, 1)
+            continue
+        uses = 2 if row.used == "both" and execution(config).is_by_hand else 1  # one at each end
+        add(("data",), "reduce_scatter", Traffic.GRADIENTS, g, uses * M if p.zero > 1 else 1)
+        add((*stages, "replica", *over), "all_reduce", Traffic.GRADIENT_SHARDS, g, 1, p.data)
+        if p.zero == 3:
+            passes = uses if row.part == ENDS else 3 if policy == "block" else 2
+            add(("data",), "all_gather", Traffic.WEIGHTS, w, M * passes)
+        else:
+            add(("data",), "all_gather", Traffic.UPDATED_WEIGHTS, w, 1)
+    return buffers
+
+
+def tensor_passes(config: Config) -> tuple[int, int]:
+    """Return the gathers and the scatters per layer over tensor; without sequence parallelism: all-reduces, and 0.
+
+    See `communication`: 4 of each, those of recomputation, and 2 gathers of matmul inputs (not with `full`, which has
+    just recomputed them).
+    """
+    recomputed = {"none": 0, "selective": 0, "full": 1, "block": 2}[config.memory.rematerialization.policy]
+    if not config.parallel.sequence_parallel:
+        return 4 + recomputed, 0
+    return 4 + (2 if recomputed < 2 else 4), 4 + recomputed
+
+
+def conditional_rates(config: Config) -> dict[str, Fraction]:
+    """Return the average executions of each at-most-once loop of the pipeline, per tick that reaches it (`hlo.walk`).
+
+    Each stage has M C units of F, B and W over all ticks. "first" and "last" are of a stage that holds both ends.
+    """
+    p = config.parallel
+    if execution(config) is not Execution.PIPELINE:
+        return {}
+    schedule, last_of_chunk = outline(config), Fraction(1, p.microbatches)
+    per_tick = Fraction(p.microbatches * p.chunks, schedule.ticks)
+    return {
+        "forward": per_tick,
+        "backward": per_tick,
+        "weight": per_tick / max(1, schedule.weights),
+        "first": Fraction(1, p.chunks),
+        "last": Fraction(1, p.chunks),
+        "accumulate": 1 - last_of_chunk,  # parallel.grad_reduce=per_layer: every microbatch of a chunk but the last
+        "reduce": last_of_chunk,
+    }

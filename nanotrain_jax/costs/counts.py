@@ -1,0 +1,87 @@
+"""Counts that the closed forms of costs/ share: parameters, elements per device, tokens, devices. For resolved configs.
+
+Symbols used throughout costs/:
+
+    Psi   parameters on a device before ZeRO shards them: layers / (P t) + ends / t, with P pipeline stages and t
+          tensor-parallel devices; arrays that tensor parallelism does not split are not divided by t. Ends are the
+          parameters used before and after the layers
+    N     devices on the data axis: the ZeRO group       R   devices on the replica axis
+    M     microbatches                                   C   layer chunks per pipeline stage
+    L     layers on a device                             B T D   sequences, tokens of a sequence, model width
+    w, g  bytes per element of precision.compute (weights) and precision.grad_reduce (gradients on the wire)
+
+Where pipeline stages differ, the formulas describe a stage that holds both ends: an upper bound. Arrays that ZeRO does
+not shard (smaller than parallel.persist_below, or without a dim that N divides) are stored by every device and
+all-reduced.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from nanotrain_jax.config.schema import Config, Model
+from nanotrain_jax.models.decoder_table import table
+from nanotrain_jax.models.parameters import LAYERS, Parameter
+from nanotrain_jax.parallel.pipeline import schedule_text
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def parameters(model: Model) -> int:
+    """Return the number of parameters: tied embeddings once, without padding."""
+    return sum(row.size * _layers(row, model) for row in table(model).values())
+
+
+def matmul_parameters(model: Model) -> int:
+    """Return the number of parameters that multiply every token: with the head, without look-ups, biases and norms."""
+    return sum(row.size * _layers(row, model) for row in table(model).values() if row.is_matmul)
+
+
+def kv_width(model: Model) -> int:
+    """Return K H, the width of all key (or value) heads."""
+    return model.d_model // model.num_heads * model.num_kv_heads
+
+
+def local_elements(parameter: Parameter, config: Config) -> float:
+    """Return the elements of this row on a device, all its layers, before ZeRO shards them: its share of Psi."""
+    p = config.parallel
+    stages = p.pipe if parameter.part == LAYERS else 1
+    split = p.tensor if parameter.split_dim is not None else 1
+    return parameter.size * _layers(parameter, config.model) / split / stages
+
+
+def is_sharded(parameter: Parameter, config: Config) -> bool:
+    """True if ZeRO 1 and up shards the row over data, along a dim that data divides and tensor does not split."""
+    data = config.parallel.data
+    return (
+        data > 1 and parameter.size >= config.parallel.persist_below and any(dim % data == 0 for dim in parameter.free)
+    )
+
+
+def local_rows(parameter: Parameter, config: Config) -> int:
+    """Return the size on a device of the first dim (in a stack of layers the second), as ZeRO shards it."""
+    p, first = config.parallel, parameter.shape[0]
+    if parameter.split_dim == 0:
+        return first // p.tensor
+    divisible = [dim for dim in parameter.free if dim % p.data == 0]
+    return first // p.data if p.zero and is_sharded(parameter, config) and max(divisible) == first else first
+
+
+def devices(config: Config) -> int:
+    """Return the number of devices of the mesh."""
+    return prod(config.parallel.axes.values())
+
+
+def tokens_per_device(config: Config) -> float:
+    """Return the tokens that a device processes per step, over all microbatches."""
+    return config.data.batch_size * config.data.seq_len / (config.parallel.replica * config.parallel.data)
+
+
+def outline(config: Config) -> schedule_text.Outline:
+    """Return ticks, slots and work per tick of the config's pipeline schedule."""
+    p = config.parallel
+    return schedule_text.outline(p.schedule if p.pipe > 1 else "1f1b", p.pipe, p.microbatches, p.chunks)
+
+
+def _layers(parameter: Parameter, model: Model) -> int:
+    return model.num_layers if parameter.part == LAYERS else 1

@@ -1,0 +1,56 @@
+"""Model FLOPs and hardware FLOPs of a step, in closed form, with sources. For resolved configs.
+
+Model FLOPs are what the algorithm requires (the numerator of MFU); hardware FLOPs are what a device executes, with
+recomputation. Only matmuls count, 2 FLOPs per multiply-add. N: parameters that multiply every token
+(`counts.matmul_parameters`), L layers, d model width, F ffn width, T sequence length, t tensor-parallel devices.
+"""
+
+from __future__ import annotations
+
+from nanotrain_jax.config.schema import Config, Model
+from nanotrain_jax.costs.counts import matmul_parameters, tokens_per_device
+from nanotrain_jax.models.decoder_table import table
+from nanotrain_jax.models.parameters import ENDS, LAYERS
+
+
+def flops_per_token(model: Model, seq_len: int) -> dict[str, float]:
+    """Return the model FLOPs of forward and backward per token, without recomputation.
+
+    full    6 N + 12 L d T   full attention (PaLM, arXiv 2204.02311, appendix B; the convention of most published MFU)
+    causal  6 N +  6 L d T   only the half of attention that a causal mask leaves
+    """
+    N, attention = matmul_parameters(model), model.num_layers * model.d_model * seq_len
+    return {"full": 6.0 * N + 12.0 * attention, "causal": 6.0 * N + 6.0 * attention}
+
+
+def step_flops(config: Config) -> float:
+    """Return the hardware FLOPs of one device in one step: full attention, recomputation included."""
+    parts = local_flops(config)
+    forward = parts["layers"] + parts["head"] + parts["attention"]
+    return (3 * forward + parts["recompute"]) * tokens_per_device(config)
+
+
+def local_flops(config: Config) -> dict[str, float]:
+    """Return the hardware FLOPs of one device, per token:
+
+    layers, head, attention   of the forward; the backward takes twice as many
+    recompute                 on top of 6 N + 12 L d T:
+        selective   4 L d T                          the forward of attention
+        full        2 N_layers + 4 L d T - 2 L d F   the forward without the last matmul
+        block:n     2 N_layers + 4 L d T             the whole forward
+
+    All are divided by t, except that each device computes at least one head of keys and values. With pipeline stages:
+    of the stage that has the head. Compute that idle stages discard (parallel.idle=mask) is not counted.
+    """
+    m, T, t = config.model, config.data.seq_len, config.parallel.tensor
+    L = m.num_layers / config.parallel.pipe  # on a device
+    copies, flops = {LAYERS: L, ENDS: 1}, {LAYERS: 0.0, ENDS: 0.0}
+    for row in table(m, t).values():
+        if row.is_matmul:
+            share = 1 / m.num_kv_heads if row.is_partial else 1.0 if row.split_dim is None else 1 / t
+            flops[row.part] += 2 * row.size * copies[row.part] * share
+    layers, attention = flops[LAYERS], 4.0 * L * m.d_model * T / t
+    down = 2.0 * L * m.d_model * m.d_ff / t
+    recompute = {"none": 0.0, "selective": attention, "full": layers + attention - down, "block": layers + attention}
+    policy = config.memory.rematerialization.policy
+    return {"layers": layers, "head": flops[ENDS], "attention": attention, "recompute": recompute[policy]}

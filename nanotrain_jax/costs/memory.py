@@ -1,0 +1,321 @@
+"""Peak memory of a device in closed form, with sources. For resolved configs.
+
+A step reaches its peak in one of three moments; the peak is the largest of their sums:
+
+    loss      after the forward: the activations of all layers, and the logits
+    backward  at the first layer to go back: activations, gradients, and the working set of one layer
+    update    activations are freed; gradients are complete, and the largest of them is being communicated
+
+Bytes per device. Symbols as in costs/counts.py; x is the residual stream, B T D.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from nanotrain_jax.config.execution import reduces_per_layer
+from nanotrain_jax.config.schema import Config, Model, Parallel, fits_flash, padded_vocab
+from nanotrain_jax.config.values import Remat
+from nanotrain_jax.costs import offload
+from nanotrain_jax.costs.counts import BYTES, is_sharded, kv_width, local_elements, outline, tokens_per_device
+from nanotrain_jax.models.decoder_table import table
+from nanotrain_jax.models.parameters import ENDS, LAYERS
+
+Parts = dict[str, float]
+NO_REMAT = Remat("none")
+
+
+def state(config: Config) -> Parts:
+    """Return the bytes of training state between steps, on the device or its host.
+
+    params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32; over N where the ZeRO stage shards
+                        them (ZeRO, arXiv 1910.02054, section 3.1)
+    """
+    b, zero = BYTES[config.precision.compute], config.parallel.zero
+    psi, shard = (sum(sizes.values()) for sizes in local_parameters(config))
+    optimizer = offload.optimizer_bytes(config)
+    return {"params": b * (shard if zero == 3 else psi), "optimizer": optimizer * (shard if zero else psi)}
+
+
+def on_host(config: Config) -> Parts:
+    """Return the bytes of host memory that a step needs for this device (costs/offload.py)."""
+    return offload.host_memory(config, residual_bytes(config))
+
+
+def host_copies(config: Config) -> list[dict]:
+    """Return the copies between host and device in a step (costs/offload.py)."""
+    p, b = config.parallel, BYTES[config.precision.compute]
+    per_token = config.model.num_layers / p.pipe * layer_activations(config, config.memory.rematerialization)
+    microbatch_bytes = b * tokens_per_device(config) / p.microbatches * per_token
+    return offload.host_copies(config, residual_bytes(config), microbatch_bytes)
+
+
+def residual_bytes(config: Config) -> float:
+    """Return the peak bytes of activations that layers keep for their backward, without stage buffers."""
+    tokens = tokens_per_device(config) / config.parallel.microbatches
+    return BYTES[config.precision.compute] * tokens * (activations(config) - stage_buffers(config))
+
+
+def peak(config: Config, capability: int = 9) -> tuple[str, Parts]:
+    """Return the moment of peak memory, and its parts."""
+    return max(moments(config, capability).items(), key=lambda item: sum(item[1].values()))
+
+
+def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
+    """Return moment -> part -> bytes. capability: major CUDA compute capability of the GPU.
+
+    params, optimizer   see `state`
+    gradients   float32 sums over microbatches, 4 Psi (from stage 2 over N), with several microbatches or stages;
+                without stages plus those of the current microbatch: 2 Psi_layers (from stage 2: 4 Psi_layers / N); of
+                the head 2, or 4 where the loss computes it (chunks, tensor)
+    activations of one microbatch, see `layer_activations`; with stages, those of a chunk's layers in each slot, and
+                stage buffers (parallel/pipeline/slots.py, `buffers`)
+    loss        float32 logits and their 16-bit gradient (from capability 10 XLA keeps their float32 exponentials
+                instead), of all tokens or of model.loss_chunk, over t; without chunks and tensor the gradient stays
+                allocated, because XLA computes that of the head last
+    layer       working set of one layer's backward: what `none` would keep of it, and four float32 copies of x (norms
+                and the residual stream); block:n: of n layers
+    buffers     gathered and in flight: weights of the head or of a layer at stage 3, float32 gradients of a layer from
+                stage 2, with stages a layer's gradients in 16 bit and (without W) float32, three full activations
+                under sequence parallelism, the largest stacked gradient in the dtype on the wire where it is reduced
+                once per step
+    """
+    m, p, remat = config.model, config.parallel, config.memory.rematerialization
+    b, g, D = BYTES[config.precision.compute], BYTES[config.precision.grad_reduce], m.d_model
+    psi, shard = local_parameters(config)
+    layers, sharded_layers = psi[LAYERS], shard[LAYERS]
+    tokens, L = tokens_per_device(config) / p.microbatches, m.num_layers / p.pipe
+    V = padded_vocab(m.vocab_size, p.tensor) / p.tensor
+    split_x = p.tensor if p.sequence_parallel else 1
+
+    residuals, block = b * tokens * activations(config), remat.block
+    like_x, inner = layer_widths(config.replace("parallel", zero=0), NO_REMAT, scores=False)
+    working_set = b * tokens * ((like_x + 8 * D) / split_x + inner / p.tensor) + tokens * _score_bytes(config)
+    if block > 1:
+        working_set += (block - 1) * b * tokens * layer_activations(config, NO_REMAT)
+    early = bool(m.loss_chunk) or p.tensor > 1  # the loss computes the head's gradient, in float32
+    head = (4 if early else b) * V * D
+    logits = (4 + (4 if capability >= 10 else b)) * (m.loss_chunk or tokens) * V
+    logits_gradient = 0.0 if early else b * tokens * V
+
+    several, gathers = p.microbatches > 1 or p.pipe > 1, p.zero == 3 and p.data > 1
+    sums, reduced = _gradient_sums(config, psi, shard) if several else (0.0, 0.0)
+    current = 0.0 if p.pipe > 1 else 4 * sharded_layers if p.zero > 1 else b * layers
+    once = p.zero < 2 and p.data * p.replica > 1
+    largest = max(local_elements(row, config) for row in table(m, p.tensor).values() if row.part == LAYERS)
+    ends = b * psi[ENDS] if p.zero < 2 else 4 * shard[ENDS]
+    sent = g * sum(psi.values()) if once and p.zero == 0 and not several else 0.0  # all, in the dtype on the wire
+
+    always = state(config)
+    found: dict[str, Parts] = {
+        "loss": {"gradients": sums + (head if p.pipe == 1 else 0.0), "activations": residuals, "loss": logits}
+        | {"layer": 2 * b * tokens * D, "buffers": b * V * D if gathers else 0.0},
+        "backward": {"gradients": sums + current + (head if early and p.pipe == 1 else 0.0), "activations": residuals}
+        | {"loss": 0.0 if p.pipe > 1 else logits_gradient, "layer": working_set}
+        | {"buffers": _backward_buffers(config, layers / L, tokens)},
+        "update": {"gradients": reduced or (sent if sent else current + ends), "activations": 0.0}
+        | {"loss": 0.0 if several else logits_gradient, "layer": 0.0}
+        | {"buffers": (4 if several else g) * largest if once and not sent else 0.0},
+    }
+    found = {moment: always | parts for moment, parts in found.items()}
+    return _with_offload(config, found) if set(offload.modes(config)) != {"none"} else found
+
+
+def _gradient_sums(config: Config, psi: Parts, shard: Parts) -> tuple[float, float]:
+    """Return the bytes of the gradients accumulated over microbatches, in the backward and in the update.
+
+    float32 sums, in both; where a pipeline reduces them per layer, the backward also holds the reduced gradients of
+    layers, in the dtype on the wire, and the update only those.
+    """
+    p = config.parallel
+    sums = 4 * sum((shard if p.zero > 1 else psi).values())
+    if p.pipe == 1 or not reduces_per_layer(config):
+        return sums, sums
+    reduced = BYTES[config.precision.grad_reduce] * (shard if p.zero else psi)[LAYERS]
+    return sums + reduced, 4 * psi[ENDS] + reduced
+
+
+def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
+    """Return the bytes gathered or in flight in the backward. layer: its elements; tokens: of a microbatch."""
+    p, b = config.parallel, BYTES[config.precision.compute]
+    size = 0.0
+    if p.zero > 1 and p.data > 1:
+        size += (4 + b * (p.zero == 3)) * layer
+    if p.tensor > 1 and p.sequence_parallel:
+        size += 3 * b * tokens * config.model.d_model
+    if p.pipe > 1:  # a layer's gradients before accumulation; where B computes them, XLA keeps a float32 copy too
+        size += (b if outline(config).weights else b + 4) * layer
+    return size
+
+
+def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
+    """Return the moments without what is in host memory, and with the device buffers of its copies:
+
+    update      four quarters of a layer of state: the current one, its results, the next, and a copy of that (XLA's);
+                or, if larger, embedding, head and the gradient of one of them before it is in host memory (of both,
+                with gradients of earlier microbatches)
+    params      two layers (blocks), and in the backward the float32 gradients of one
+    activations of two layers, in the backward
+
+    With memory.offload_optimizer=nvme the update is a separate program before the next step; it holds five chunks as
+    large as a layer (at stages 1 and 2 as the embedding): the current one, its results, the next, and two being
+    written back.
+    """
+    m, p, memory = config.model, config.parallel, config.memory
+    b, block = BYTES[config.precision.compute], memory.rematerialization.block
+    parameters, in_host = offload.offloaded(config), on_host(config)
+    has_host_gradients = any(x.has_host_gradient for x in parameters)
+    layer = sum(x.size for x in parameters if x.in_layers) / (m.num_layers // p.pipe)
+    per_layer = b * tokens_per_device(config) / p.microbatches * layer_activations(config, memory.rematerialization)
+    early = bool(m.loss_chunk) or p.tensor > 1
+    for moment, parts in found.items():
+        parts["params"] -= in_host.get("params", 0.0)
+        parts["optimizer"] -= in_host.get("optimizer", 0.0) + offload.nvme_bytes(config)
+        if has_host_gradients:
+            parts["gradients"] = 4 * _vocab_elements(config) if moment == "loss" and early else 0.0
+            parts["loss"] = parts["loss"] if moment == "loss" else 0.0  # the head's gradient is computed at once
+        if memory.offload_activations == "host" and moment != "update":
+            parts["activations"] -= in_host["activations"] - (2 if moment == "backward" else 0) * per_layer
+        if parameters and moment == "update":
+            parts["buffers"] += _update_buffers(config, parameters, layer)
+        elif memory.offload_params == "host":
+            parts["buffers"] += 2 * b * block * layer + (4 * block * layer if moment == "backward" else 0)
+    return found
+
+
+def _update_buffers(config: Config, parameters: list[offload.Offloaded], layer: float) -> float:
+    """Return the device bytes of an update with offloaded state (`_with_offload`). layer: elements of one."""
+    p, of_state = config.parallel, offload.optimizer_bytes(config) * layer
+    if config.memory.offload_optimizer == "nvme":
+        ends = [x.size for x in parameters if not x.in_layers and p.zero in (1, 2) and p.data > 1]
+        of_state = 5 * offload.optimizer_bytes(config) * max(layer, *ends, 0)
+    if not any(x.has_host_gradient for x in parameters):
+        return of_state
+    of_ends = 2 * BYTES[config.precision.compute] + (8 if p.microbatches > 1 else 4)
+    return max(of_state + 2 * layer, of_ends * _vocab_elements(config))
+
+
+def _vocab_elements(config: Config) -> float:
+    """Return the elements of the embedding, or of the head, on a tensor-parallel device."""
+    m, t = config.model, config.parallel.tensor
+    return m.d_model * padded_vocab(m.vocab_size, t) / t
+
+
+def local_parameters(config: Config) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the parameters on a device, part -> elements: before ZeRO (Psi), and sharded over data."""
+    p = config.parallel
+    psi, shard = _local_parameters(config.model, p.tensor, p.pipe, p.data, p.persist_below)
+    return dict(psi), dict(shard)
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same values again and again
+def _local_parameters(
+    model: Model, tensor: int, pipe: int, data: int, persist_below: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    sizes = Parallel(tensor=tensor, pipe=pipe, data=data, persist_below=persist_below)
+    config = Config(model=model, parallel=sizes)
+    psi, shard = {LAYERS: 0.0, ENDS: 0.0}, {LAYERS: 0.0, ENDS: 0.0}
+    for row in table(model, tensor).values():
+        size = local_elements(row, config)
+        psi[row.part] += size
+        shard[row.part] += size / (data if is_sharded(row, config) else 1)
+    return psi, shard
+
+
+def activations(config: Config) -> float:
+    """Return the peak elements, per token of a microbatch, that a device stores from forward to backward."""
+    m, p, remat = config.model, config.parallel, config.memory.rematerialization
+    per_layer = layer_activations(config, remat)
+    if p.pipe == 1:
+        return m.num_layers * per_layer
+    spare = p.idle == "mask"
+    slots, (late, handed) = outline(config).slots, weight_grad_residuals(config, remat)
+    in_slots = (slots["backward"] + spare) * (per_layer - late)
+    in_slots += (slots["backward_weight"] + spare) * late + (slots["intermediates"] + spare) * handed
+    return m.num_layers / (p.pipe * p.chunks) * in_slots + stage_buffers(config)
+
+
+def stage_buffers(config: Config) -> float:
+    """Return the elements per token in the slots between stages: inputs before their F, gradients before their B."""
+    m, p = config.model, config.parallel
+    if p.pipe == 1:
+        return 0.0
+    slots = outline(config).slots
+    return (
+        (slots["inputs"] + slots["gradients"] + 2 * (p.idle == "mask"))
+        * m.d_model
+        / (p.tensor if p.sequence_parallel else 1)
+    )
+
+
+def layer_activations(config: Config, remat: Remat) -> float:
+    """Return the elements per token that one layer stores for its backward (Korthikanti et al. 2022, arXiv 2205.05198,
+    section 4, recounted: no dropout, flash attention). With d_ff = 4 d and as many key heads as query heads:
+
+                gpt2            llama
+    none        4 d + 12 d / t  4 d + 16 d / t   inputs of norms, matmuls, attention and the activation function
+    none        2 d +  8 d / t  2 d + 12 d / t   at ZeRO-3: outputs of matmuls and attention; the rest is recomputed
+                                                 from them
+    selective   2 d +  7 d / t  2 d + 11 d / t   outputs of matmuls
+    full          d               d              the layer's input (block:n: of each block's first layer)
+
+    over t tensor-parallel devices; with sequence parallelism all of it over t (table 2 of the paper). `none` also keeps
+    a float32 softmax statistic per head, or without flash attention the scores: in bytes (4 + b) T + 8 per head, 4 T at
+    ZeRO-3, (9 + b) T with pipeline stages (b bytes of the compute dtype). With grouped-query attention XLA keeps about
+    4 T (8 T) more than the program asks for. At 2 bytes and t = 1 the first row is 32 d: the paper's 34 d without its
+    two dropout masks.
+    """
+    like_x, inner = layer_widths(config, remat)
+    split_x = config.parallel.tensor if config.parallel.sequence_parallel else 1
+    return like_x / split_x + inner / config.parallel.tensor
+
+
+def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[float, float]:
+    """Return the two terms of `layer_activations` before division by t: as wide as x (split by sequence parallelism
+    only), and inner (split by tensor); with or without attention scores."""
+    m, p, b, t = config.model, config.parallel, BYTES[config.precision.compute], config.parallel.tensor
+    up = (1 + m.features.gated_mlp) * m.d_ff
+    matmuls = m.d_model + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + up  # at least one key head per device
+    T, per_head = config.data.seq_len, 4
+    if scores and not fits_flash(m, config.precision.compute):
+        per_head = 4 * T if p.zero == 3 else (9 + b) * T if p.pipe > 1 else (4 + b) * T + 8
+        if m.num_kv_heads < m.num_heads:
+            per_head += (8 if p.pipe > 1 else 4) * T
+    attention = m.d_model + m.num_heads / b * per_head
+    if remat.recomputes_layers:
+        like_x, inner = 1 / remat.block, 0
+    elif remat.policy == "selective":
+        like_x, inner = 2, matmuls
+    elif p.zero == 3:
+        like_x, inner = 2, matmuls + attention
+    else:
+        like_x, inner = 4, matmuls + attention + m.d_ff
+    return like_x * m.d_model, inner
+
+
+def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
+    """Return the elements per token that a layer stores until W, if the schedule has it: from its forward, and from B.
+
+    W needs the input of each matmul and the gradient of its output (arXiv 2401.10241, section 2.1); the inputs are
+    stored by the forward where the remat policy keeps them, else by B. Without W: 0, 0.
+    """
+    m, p = config.model, config.parallel
+    if not outline(config).weights:
+        return 0.0, 0.0
+    t, D, K = p.tensor, m.d_model, kv_width(m) * max(1, p.tensor / m.num_kv_heads)
+    entered = 2 * D / (t if p.sequence_parallel and remat.policy != "full" else 1)
+    inputs, out_input = entered + m.d_ff / t, D / t  # of q, k, v, up, gate and down; of attention's output matmul
+    grads = 2 * D + (D + 2 * K + (1 + m.features.gated_mlp) * m.d_ff) / t
+    from_forward = 0.0
+    if remat == NO_REMAT:
+        from_forward = out_input if p.zero == 3 else inputs + out_input
+    return from_forward, inputs + out_input - from_forward + grads
+
+
+def _score_bytes(config: Config) -> float:
+    """Return the bytes per token of attention scores in a layer's backward; 0 with flash attention."""
+    m = config.model
+    if fits_flash(m, config.precision.compute):
+        return 0.0
+    per_score = 4 if config.memory.rematerialization == NO_REMAT else 10  # the others recompute what `none` keeps
+    return per_score * config.data.seq_len * m.num_heads / config.parallel.tensor

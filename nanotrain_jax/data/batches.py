@@ -1,0 +1,222 @@
+"""Data loading: corpus -> sequences -> grain -> global `jax.Array` batches, shuffled, sharded, exactly resumable.
+
+The order of training sequences depends on (seed, position) only, so a resume just starts reading at a position.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import numpy as np
+
+from nanotrain_jax.config.schema import Data
+from nanotrain_jax.data import corpus as corpora
+
+TOKENIZER = "tokenizer.json"  # in a token folder, and in the folder of a run
+
+
+class Windows:
+    """Random access to the sequences of concatenated documents: item i is int32 [seq_len + 1].
+
+    Consecutive sequences share one token: the last target of one is the first input of the next.
+    """
+
+    def __init__(self, corpus: corpora.Corpus, documents: np.ndarray, seq_len: int):
+        self.tokens, self.seq_len = corpus.tokens, seq_len
+        self.starts = np.concatenate([[0], corpus.ends[:-1]])[documents]
+        self.ends = np.cumsum(corpus.ends[documents] - self.starts)  # in the concatenation of these documents
+        self.total = int(self.ends[-1]) if len(self.ends) else 0
+
+    def __len__(self) -> int:
+        return max(self.total - 1, 0) // self.seq_len
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.slice(int(i) * self.seq_len, self.seq_len + 1)
+
+    def slice(self, start: int, length: int) -> np.ndarray:
+        """Return int32 tokens start .. start + length of the concatenated documents (fewer at the end)."""
+        arrays, length = [], min(length, self.total - start)
+        document = int(np.searchsorted(self.ends, start, side="right"))
+        while length > 0:
+            take = min(length, int(self.ends[document]) - start)
+            document_start = int(self.ends[document - 1]) if document else 0
+            first = int(self.starts[document]) + start - document_start
+            arrays.append(self.tokens[first : first + take])
+            start, length, document = start + take, length - take, document + 1
+        return np.concatenate(arrays).astype(np.int32)
+
+
+class Synthetic:
+    """Random access to uniformly random tokens: item i is int32 [seq_len + 1]. For benchmarks."""
+
+    def __init__(self, vocab_size: int, seq_len: int, seed: int, length: int = 1 << 24):
+        self.shape, self.vocab_size, self.seed, self.length = (seq_len + 1,), vocab_size, seed, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return np.random.default_rng((self.seed, int(i))).integers(self.vocab_size, size=self.shape, dtype=np.int32)
+
+
+class Dataset(NamedTuple):
+    """Training and validation sequences (val may be empty). fingerprint identifies them; replaced: see Corpus."""
+
+    train: Windows | Synthetic
+    val: Windows | Synthetic
+    tokenizer: str | None
+    vocab_size: int | None
+    fingerprint: str
+    replaced: int = 0
+
+
+def load(config: Data, vocab_size: int | None = None) -> Dataset:
+    """Open data.source. vocab_size is required for `synthetic` only.
+
+    Raises ValueError (one line: value, rule, remedy), or OSError if a file cannot be read.
+    """
+    kind, _, where = config.source.partition(":")
+    if kind == "synthetic":
+        if vocab_size is None:
+            raise ValueError(
+                "model.vocab_size is needed with data.source='synthetic', which has no tokenizer; set model.vocab_size"
+            )
+        train = Synthetic(vocab_size, config.seq_len, config.seed)
+        val = Synthetic(
+            vocab_size, config.seq_len, config.seed + (1 << 32), length=1 << 16 if config.val_fraction else 0
+        )
+        return Dataset(train, val, None, None, f"synthetic {vocab_size} {config.seed}")
+    if kind == "tokens" and where:
+        corpus = corpora.read(where, config.verify)
+        if config.tokenizer and corpora.tokenizer(config.tokenizer).name != corpus.tokenizer:
+            raise ValueError(
+                f"data.tokenizer={config.tokenizer!r} is not the tokenizer of {config.source!r} (which is "
+                f"{corpus.tokenizer}); remove data.tokenizer"
+            )
+    elif kind == "text" and where:
+        corpus = corpora.build(corpora.glob_documents(where), corpora.tokenizer(config.tokenizer or "bytes"))
+    elif config.source == "stdlib":
+        corpus = corpora.build(corpora.stdlib_documents(), corpora.tokenizer(config.tokenizer or "bytes"))
+    else:
+        raise ValueError(f"data.source={config.source!r} must be stdlib, text:GLOB, tokens:DIR or synthetic")
+
+    need = config.seq_len + 1
+    if len(corpus.tokens) < need:
+        raise ValueError(
+            f"data.source={config.source!r} has {len(corpus.tokens)} tokens, but data.seq_len={config.seq_len} needs "
+            f"at least {need}; use more text or a shorter data.seq_len"
+        )
+    train, val = (Windows(corpus, documents, config.seq_len) for documents in corpus.split(config.val_fraction))
+    for name, side in ("train on", train), ("hold out", val):
+        if not len(side) and (side is train or config.val_fraction):
+            raise ValueError(
+                f"data.val_fraction={config.val_fraction} leaves {side.total} tokens to {name}, but data.seq_len="
+                f"{config.seq_len} needs at least {need}; change data.val_fraction (0: no validation), or use more text"
+            )
+    fingerprint = f"{corpus.fingerprint} val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
+    return Dataset(train, val, corpus.tokenizer, corpus.vocab_size, fingerprint, corpus.replaced)
+
+
+def tokenizer_file(config: Data) -> Path | None:
+    """Return the path of the tokenizer.json of a data source; None: bytes."""
+    if config.tokenizer not in (None, "bytes"):
+        return Path(config.tokenizer)
+    kind, _, where = config.source.partition(":")
+    path = Path(where) / TOKENIZER
+    return path if kind == "tokens" and path.exists() else None
+
+
+def batches(source: Sequence[np.ndarray], shapes: Any, seed: int, position: int = 0) -> Iterator[dict[str, jax.Array]]:
+    """Yield training batches without end, starting at position (sequences consumed); each epoch has another order.
+
+    shapes: {"inputs", "targets"} as ShapeDtypeStructs with sharding (`Step.batch`). A process reads only the rows
+    of its own devices; the assignment of sequences to rows does not depend on the number of processes.
+    """
+    order = grain.MapDataset.source(source).seed(seed).shuffle().repeat(None)
+    rows = local_rows(shapes["inputs"])
+    local = share(order, position, shapes["inputs"].shape[0], rows)
+    for tokens in local.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)):
+        yield _to_devices(tokens[:, :-1], tokens[:, 1:], rows, shapes)
+
+
+class Rows:
+    """Random access to some rows of each batch of `size` items of `source`, starting at position: batch by batch."""
+
+    def __init__(self, source: Sequence[np.ndarray], position: int, size: int, rows: np.ndarray):
+        self.source, self.position, self.size, self.rows = source, position, size, rows
+
+    def __len__(self) -> int:
+        num_rows = (len(self.source) - self.position) // self.size * len(self.rows)
+        return min(num_rows, sys.maxsize // 2)  # an endless source has sys.maxsize items, and grain adds to the length
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        batch, row = divmod(int(i), len(self.rows))
+        return self.source[self.position + batch * self.size + int(self.rows[row])]
+
+
+def share(source: Sequence[np.ndarray], position: int, size: int, rows: np.ndarray) -> grain.MapDataset:
+    """Return the dataset of one process: item i is the given rows of batch i, int32 [len(rows), T + 1]."""
+    return grain.MapDataset.source(Rows(source, position, size, rows)).batch(len(rows))
+
+
+def local_rows(batch: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Return the rows of a sharded batch [B T] that the devices of this process hold, each once."""
+    local = batch.sharding.addressable_devices_indices_map(batch.shape).values()
+    return np.unique(np.concatenate([np.arange(batch.shape[0])[index[0]] for index in local]))
+
+
+def evaluation(source: Sequence[np.ndarray], shapes: Any, max_batches: int) -> Iterator[dict[str, jax.Array]]:
+    """Yield at most max_batches batches of validation sequences, the same ones in the same order at every call.
+
+    An incomplete last batch is padded with rows whose targets are -1.
+    """
+    size, length = shapes["inputs"].shape
+    indices, rows = held_out(source, max_batches * size), local_rows(shapes["inputs"])
+    for first in range(0, len(indices), size):
+        inputs, targets = np.zeros((len(rows), length), np.int32), np.full((len(rows), length), -1, np.int32)
+        for i, row in enumerate(rows[first + rows < len(indices)]):
+            sequence = source[indices[first + row]]
+            inputs[i], targets[i] = sequence[:-1], sequence[1:]
+        yield _to_devices(inputs, targets, rows, shapes)
+
+
+def held_out(source: Sequence[np.ndarray], max_sequences: int) -> np.ndarray:
+    """Return the indices of at most max_sequences sequences, evenly spaced over the source."""
+    count = min(len(source), max_sequences)
+    return np.arange(count) * len(source) // max(count, 1)
+
+
+def _to_devices(inputs: np.ndarray, targets: np.ndarray, rows: np.ndarray, shapes: Any) -> dict[str, jax.Array]:
+    """Assemble a global batch from the rows that this process holds."""
+
+    def place(local: np.ndarray, batch: jax.ShapeDtypeStruct) -> jax.Array:
+        def of_device(index: tuple[slice, ...]) -> np.ndarray:
+            return local[np.searchsorted(rows, np.arange(batch.shape[0])[index[0]]), index[1]]
+
+        return jax.make_array_from_callback(batch.shape, batch.sharding, of_device)
+
+    return {"inputs": place(inputs, shapes["inputs"]), "targets": place(targets, shapes["targets"])}
+
+
+def bigram_loss(dataset: Dataset, max_sequences: int, alpha: float = 0.1) -> float | None:
+    """Return the loss (nats per token) of a bigram model of all training text on the sequences of `evaluation`.
+
+    P(b | a) = (count(a, b) + alpha) / (count(a) + alpha V). A model that beats it uses context beyond the previous
+    token. None without validation text, or with more than 1024 ids (a large table).
+    """
+    V = dataset.vocab_size
+    if not V or V > 1024 or not len(dataset.val):
+        return None
+    counts, chunk = np.zeros(V * V, np.int64), 1 << 24
+    for start in range(0, dataset.train.total - 1, chunk):
+        tokens = dataset.train.slice(start, chunk + 1)
+        counts += np.bincount(tokens[:-1] * V + tokens[1:], minlength=V * V)
+    smooth = counts.reshape(V, V) + alpha
+    losses = -np.log(smooth / smooth.sum(1, keepdims=True))
+    sequences = (dataset.val[i] for i in held_out(dataset.val, max_sequences))
+    return float(np.mean([losses[w[:-1], w[1:]].mean() for w in sequences]))

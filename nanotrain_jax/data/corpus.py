@@ -1,0 +1,274 @@
+"""Text -> tokens: tokenizers, and documents concatenated in one array. Needs no JAX.
+
+A token folder (`write`, `read`) contains
+    header.json      format, tokenizer, vocabulary, dtype, counts, SHA-256 of the other two files
+    tokens.bin       the token ids of all documents, little-endian, memory-mapped when read
+    documents.npy    one row per document: its end in tokens.bin, and a hash of its text
+    tokenizer.json   the tokenizer, unless it is `bytes`
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tokenizers
+
+from nanotrain_jax.config.values import with_message
+
+FORMAT = "nanotrain_jax tokens 1"
+DOCUMENT = np.dtype([("end", "<i8"), ("key", "<u8")])
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # names of the end-of-document token, by preference
+
+
+class Tokenizer(NamedTuple):
+    """name: identifies it (a hash for files); encode: texts -> token ids of each; end: id of the end token."""
+
+    name: str
+    vocab_size: int
+    encode: Callable[[Sequence[bytes]], list[np.ndarray]]
+    end: int | None
+    text: str | None  # content of tokenizer.json; None: bytes
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of stored token ids."""
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+
+class Corpus(NamedTuple):
+    """Concatenated documents: document i is tokens[ends[i-1]:ends[i]]; keys are 64-bit hashes of their texts.
+
+    replaced: number of invalid UTF-8 sequences that were replaced by U+FFFD.
+    """
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    keys: np.ndarray
+    tokenizer: str
+    vocab_size: int
+    replaced: int = 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Identify the documents, their order and the tokenizer."""
+        return hashlib.sha256(self.tokenizer.encode() + self.ends.tobytes() + self.keys.tobytes()).hexdigest()[:16]
+
+    def split(self, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return the indices of (training, validation) documents, the latter with about this fraction of the tokens.
+
+        Documents with the smallest hashes are held out, so the choice does not depend on seed or order, and documents
+        with the same text are always on the same side. A document longer than the fraction is never held out. Raises
+        ValueError if none can be held out.
+        """
+        if fraction == 0:
+            return np.arange(len(self.keys)), np.arange(0)
+        _, group = np.unique(self.keys, return_inverse=True)  # ordered by hash
+        sizes = np.bincount(group, np.diff(self.ends, prepend=0))
+        budget = fraction * sizes.sum()
+        fits = sizes <= budget
+        held_out = fits & (np.cumsum(np.where(fits, sizes, 0)) - sizes < budget)
+        if not held_out.any():
+            raise ValueError(
+                f"data.val_fraction={fraction} is {budget:.0f} tokens, but the shortest document has "
+                f"{sizes.min():.0f}; use more or shorter documents, a larger fraction, or 0 for no validation"
+            )
+        return np.flatnonzero(~held_out[group]), np.flatnonzero(held_out[group])
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return the byte tokenizer: ids 0-255 are bytes, 256 ends a document."""
+    return Tokenizer("bytes", 257, lambda texts: [np.frombuffer(t, np.uint8) for t in texts], 256, None)
+
+
+def json_tokenizer(text: str, origin: str) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json (`tokenizers` library). text: its content. Raises ValueError."""
+    try:
+        model = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"tokenizer {origin} is not a tokenizer.json ({error}); give such a file, or bytes") from None
+    model.no_truncation()
+    model.no_padding()
+    end = next((i for i in map(model.token_to_id, END_OF_TEXT) if i is not None), None)
+
+    def encode(texts: Sequence[bytes]) -> list[np.ndarray]:
+        decoded = [t.decode("utf-8", errors="replace") for t in texts]
+        return [np.asarray(e.ids, np.uint32) for e in model.encode_batch(decoded, add_special_tokens=False)]
+
+    name = "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Tokenizer(name, max(model.get_vocab().values(), default=0) + 1, encode, end, text)
+
+
+def tokenizer(name: str, key: str = "data.tokenizer", others: str = "bytes") -> Tokenizer:
+    """Load a tokenizer: `bytes`, or the path of a tokenizer.json. Raises ValueError or OSError that name the key.
+
+    others: values the key accepts besides a path, for messages.
+    """
+    if name == "bytes":
+        return byte_tokenizer()
+    remedy = f"give {others}, or the path of a tokenizer.json (a Hugging Face model repository has one)"
+    try:
+        return json_tokenizer(Path(name).read_text(encoding="utf-8"), repr(name))
+    except OSError as error:
+        raise with_message(error, f"{key}={name!r} cannot be read ({error.strerror}); {remedy}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{key}={name!r} is not a tokenizer.json (not UTF-8); {remedy}") from None
+
+
+def stdlib_documents() -> Iterator[bytes]:
+    """Yield the source files of Python's standard library, without tests: real text available on every machine."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    for path in sorted(root.rglob("*.py")):
+        if not excluded & set(path.relative_to(root).parts):
+            yield path.read_bytes()
+
+
+def glob_documents(pattern: str) -> Iterator[bytes]:
+    """Yield the documents of the files that match a pattern. Raises ValueError if none does."""
+    paths = sorted(p for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
+    if not paths:
+        raise ValueError(f"data.source='text:{pattern}' matches no file; check the pattern (relative to {Path.cwd()})")
+    return text_documents(paths)
+
+
+def text_documents(paths: Sequence[str | Path]) -> Iterator[bytes]:
+    """Yield one document per file. A single file is split at line ends into about 100 documents (1 to 64 KiB each), so
+    that some can be held out."""
+    if len(paths) > 1:
+        yield from (Path(p).read_bytes() for p in paths)
+        return
+    text, start = Path(paths[0]).read_bytes(), 0
+    size = min(max(len(text) // 100, 1 << 10), 1 << 16)
+    while start < len(text):
+        stop = start + size
+        if stop < len(text):
+            stop = text.rfind(b"\n", start, stop) + 1 or stop
+        yield text[start:stop]
+        start = stop
+
+
+def encoded(
+    documents: Iterable[bytes], tokenizer: Tokenizer, at_once: int = 256
+) -> Iterator[tuple[np.ndarray, int, int]]:
+    """Yield (token ids and end token, hash of the text, number of U+FFFD replacements) of each non-empty document."""
+    documents = (d for d in documents if d)
+    end = np.array([] if tokenizer.end is None else [tokenizer.end], np.uint32)
+    while texts := list(islice(documents, at_once)):
+        for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
+            ids = np.append(ids, end).astype(tokenizer.dtype)
+            key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+            yield ids, key, 0 if tokenizer.text is None else replaced(text)
+
+
+def replaced(text: bytes) -> int:
+    """Return the number of U+FFFD that decoding with errors="replace" inserts for invalid UTF-8."""
+    try:
+        text.decode()
+        return 0
+    except UnicodeDecodeError:
+        return text.decode(errors="replace").count("\ufffd") - text.count("\ufffd".encode())
+
+
+def build(documents: Iterable[bytes], tokenizer: Tokenizer) -> Corpus:
+    """Tokenize documents in memory."""
+    arrays, keys, num_replaced = [], [], 0
+    for ids, key, count in encoded(documents, tokenizer):
+        arrays.append(ids)
+        keys.append(key)
+        num_replaced += count
+    ends = np.cumsum([len(ids) for ids in arrays], dtype=np.int64)
+    tokens = np.concatenate(arrays) if arrays else np.zeros(0, tokenizer.dtype)
+    return Corpus(tokens, ends, np.asarray(keys, np.uint64), tokenizer.name, tokenizer.vocab_size, num_replaced)
+
+
+def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) -> dict:
+    """Tokenize documents into a token folder; -> its header.
+
+    Streams the documents, which may exceed memory. The folder is created atomically. Raises ValueError if it exists or
+    there is no text, OSError if it cannot be written.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise ValueError(f"{folder} already exists; remove it or choose another --out")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
+    try:
+        rows, end, num_replaced = [], 0, 0
+        with open(partial / "tokens.bin", "wb") as file:
+            for ids, key, count in encoded(documents, tokenizer):
+                end += len(ids)
+                num_replaced += count
+                rows.append((end, key))
+                file.write(ids.tobytes())
+        if not rows:
+            raise ValueError("the files contain no text; nothing was written")
+        np.save(partial / "documents.npy", np.asarray(rows, DOCUMENT))
+        if tokenizer.text is not None:
+            (partial / "tokenizer.json").write_text(tokenizer.text)
+        header = {
+            "format": FORMAT,
+            "tokenizer": tokenizer.name,
+            "vocab_size": tokenizer.vocab_size,
+            "dtype": tokenizer.dtype.str,
+            "tokens": end,
+            "documents": len(rows),
+            "replaced": num_replaced,
+            "sha256": {name: _digest(partial / name) for name in ("tokens.bin", "documents.npy")},
+        }
+        (partial / "header.json").write_text(json.dumps(header, indent=2) + "\n")
+        partial.chmod(0o755)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return header
+
+
+def read(folder: str | Path, verify: bool = True) -> Corpus:
+    """Memory-map a token folder. Raises ValueError if it is incomplete or (with verify) was modified, or OSError."""
+    folder = Path(folder)
+    remedy = "create it again with scripts/prepare_data.py"
+    if not (folder / "header.json").is_file():
+        raise ValueError(f"data.source='tokens:{folder}' has no header.json; create it with scripts/prepare_data.py")
+    try:
+        header = json.loads((folder / "header.json").read_text())
+        if header["format"] != FORMAT:
+            raise ValueError(f"format {header['format']!r}, not {FORMAT!r}")
+        dtype, count = np.dtype(header["dtype"]), int(header["tokens"])
+        sums = {name: str(header["sha256"][name]) for name in ("tokens.bin", "documents.npy")}
+        name, vocab = str(header["tokenizer"]), int(header["vocab_size"])
+        replaced = int(header.get("replaced", 0))  # missing in older versions
+        if dtype not in (np.dtype("<u2"), np.dtype("<u4")):
+            raise ValueError(f"dtype {dtype}")
+        size = (folder / "tokens.bin").stat().st_size
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"data.source='tokens:{folder}' is damaged ({error!r}); {remedy}") from None
+    if size != count * dtype.itemsize:
+        raise ValueError(
+            f"{folder}/tokens.bin has {size} bytes, but its header says {count * dtype.itemsize}: it is truncated; "
+            f"{remedy}"
+        )
+    for file, expected in sums.items() if verify else ():
+        if _digest(folder / file) != expected:
+            raise ValueError(f"{folder}/{file} does not match the SHA-256 in its header: it was modified; {remedy}")
+    documents = np.load(folder / "documents.npy")
+    tokens = np.memmap(folder / "tokens.bin", dtype, "r", shape=(count,))
+    if verify and tokens.max(initial=0) >= vocab:
+        raise ValueError(f"{folder}/tokens.bin has id {tokens.max()}, but its header says vocab_size={vocab}; {remedy}")
+    return Corpus(tokens, documents["end"].copy(), documents["key"].copy(), name, vocab, replaced)
+
+
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

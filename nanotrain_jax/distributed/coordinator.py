@@ -1,0 +1,194 @@
+"""The coordinator, on host 0: rendezvous of all agents, ranks of each round, restarts, and the end of the run.
+
+agent -> coordinator    ready, before each round: how many workers it can start, with how many devices each
+coordinator -> agents   start: ranks, world size, and the address of process 0
+agent -> coordinator    failed (what; blames: True if it is the root cause), or done
+coordinator -> agents   stop, and the next round; or end, with the exit code
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple, NoReturn
+
+from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, STOPPED, Connection, Message, log
+
+LOOPBACK = "127.0.0.1"
+# (initial number of processes, available ones, devices of each) -> number to start, overrides; may raise ValueError
+RestartPlan = Callable[[int, int, int], tuple[int, list[str]]]
+
+
+class RunEnded(Exception):
+    """The run is over; args: exit code, reason ("": print nothing)."""
+
+
+class RestartPolicy(NamedTuple):
+    """When to restart."""
+
+    hosts: int
+    max_restarts: int
+    elastic: bool  # restart without lost hosts and processes
+    join_timeout: int  # seconds to wait for hosts
+
+
+class Coordinator:
+    """The coordinator of all agents; `run` is the target of a thread."""
+
+    def __init__(self, listener: socket.socket, address: str, policy: RestartPolicy, plan: RestartPlan):
+        """address: of this host, as other hosts reach it. plan: what to start after a failure."""
+        self.listener, self.address, self.policy, self.plan = listener, address, policy, plan
+        self.events: queue.Queue[tuple[Connection | None, int, Message]] = queue.Queue()
+        self.connections: dict[int, Connection] = {}  # by host
+        self.ready: dict[int, Message] = {}  # "ready" messages of hosts whose workers are not started
+        self.restarts = 0
+
+    def run(self) -> None:
+        """Run rounds until the run is over, then send the exit code to all agents."""
+        threading.Thread(target=self._accept, daemon=True).start()
+        try:
+            self._run_rounds()
+        except Exception as ended:  # also of bugs here: no agent may wait forever
+            code, why = ended.args if isinstance(ended, RunEnded) else (1, str(ended) or repr(ended))
+            if why:
+                log(why)
+            for _, connection in sorted(self.connections.items(), reverse=True):  # this host last: it exits then
+                connection.send(do="end", code=code)
+
+    def _run_rounds(self) -> NoReturn:
+        """Start all workers, and restart them after each failure. Raises RunEnded."""
+        ready = self._rendezvous()
+        initial = total = sum(message["processes"] for message in ready.values())
+        overrides: list[str] = []
+        while True:
+            failed = self._run_round(ready, total, overrides)
+            if failed["code"] == 2:  # a wrong request fails again
+                raise RunEnded(2, "")
+            if failed["stopping"]:
+                raise RunEnded(STOPPED, f"{failed['what']} while stopping")
+            if self.restarts == self.policy.max_restarts:
+                raise RunEnded(1, f"{failed['what']}; giving up after {self.restarts} restarts (--max-restarts)")
+            self.restarts += 1
+            log(f"{failed['what']}; restart {self.restarts} of {self.policy.max_restarts}")
+            ready = self._rendezvous()
+            available = sum(message["processes"] for message in ready.values())
+            devices = min(message["devices"] for message in ready.values())
+            total, overrides = self.plan(initial, available, devices)
+            if total != initial:
+                log(f"continuing with {total} of {initial} processes: {' '.join(overrides)}")
+
+    def _accept(self) -> None:
+        while True:
+            with suppress(OSError):  # the connection closed immediately
+                connection = Connection(self.listener.accept()[0])
+                threading.Thread(target=self._listen, args=[connection], daemon=True).start()
+
+    def _listen(self, connection: Connection) -> None:
+        host = None
+        for message in connection.receive():
+            if message["is"] == "ready":
+                host = message["host"]
+                self.connections[host], self.ready[host] = connection, message
+            else:
+                self.events.put((connection, host, message))
+        if self.connections.get(host) is connection:  # else the agent has reconnected
+            del self.connections[host]
+            self.ready.pop(host, None)
+        self.events.put((connection, host, {"is": "gone"}))
+
+    def _rendezvous(self) -> dict[int, Message]:
+        """Wait until all hosts are ready; an elastic run continues without lost hosts. -> their "ready" messages."""
+        began = time.monotonic()
+        while len(self.ready) < self.policy.hosts and not self._is_stopping():
+            if self._start_without_missing(time.monotonic() - began):
+                break
+            time.sleep(POLL_INTERVAL)
+        if self._is_stopping():
+            raise RunEnded(STOPPED, "")
+        ready = {host: message for host, message in dict(self.ready).items() if message["processes"]}
+        if not ready:
+            raise RunEnded(1, "no processes left")
+        return ready
+
+    def _is_stopping(self) -> bool:
+        """True if a host that is ready has received a signal."""
+        return any(message["stopping"] for message in dict(self.ready).values())
+
+    def _start_without_missing(self, seconds: float) -> bool:
+        """True if the run starts without the hosts that are not ready after this time.
+
+        Raises RunEnded after join_timeout if the run needs all hosts.
+        """
+        timeout = self.policy.join_timeout
+        if self.policy.elastic and self.restarts and self.ready:
+            return seconds > timeout or (seconds > GRACE and set(self.ready) >= set(self.connections))
+        if seconds > timeout:
+            missing = sorted(set(range(self.policy.hosts)) - self.ready.keys())
+            raise RunEnded(1, f"rendezvous timeout: hosts {missing} did not join within {timeout} s")
+        return False
+
+    def _run_round(self, ready: dict[int, Message], total: int, overrides: list[str]) -> Message:
+        """Start total processes; after a failure, stop all hosts. -> the failure. Raises RunEnded if none failed."""
+        failed = self._wait_for_failure(self._start(ready, total, overrides))
+        for connection in list(self.connections.values()):
+            connection.send(do="stop", host=failed["host"])
+        return failed
+
+    def _start(self, ready: dict[int, Message], total: int, overrides: list[str]) -> dict[int, Connection | None]:
+        """Send "start" for total processes; -> the connection of each started host (None: lost).
+
+        Hosts with more processes get the lower ranks: tensor groups stay within them where others have lost some.
+        """
+        with socket.create_server(("" if self.policy.hosts > 1 else LOOPBACK, 0)) as free:
+            port = free.getsockname()[1]
+        order = sorted(ready, key=lambda host: (-ready[host]["processes"], host))
+        address = ready[order[0]]["place"] if order[0] else self.address, port
+        first_rank = 0
+        running: dict[int, Connection | None] = {}
+        for host in order:
+            count = min(ready[host]["processes"], total - first_rank)
+            if not count:
+                continue
+            self.ready.pop(host, None)
+            ranks = {"round": self.restarts, "first": first_rank, "count": count, "total": total}
+            first_rank += count
+            running[host] = self.connections.get(host)
+            if running[host]:
+                running[host].send(do="start", address=address, overrides=overrides, **ranks)
+            else:
+                self.events.put((None, host, {"is": "gone"}))
+        return running
+
+    def _wait_for_failure(self, running: dict[int, Connection | None]) -> Message:
+        """Wait for the root cause of a failure; -> its "failed" message. Raises RunEnded if all hosts are done.
+
+        After a failure that is not the root cause, wait for the root cause for at most 2 GRACE.
+        """
+        failed: Message | None = None
+        deadline = 0.0
+        stopping = False
+        while running:
+            try:
+                connection, host, message = self.events.get(timeout=failed and max(deadline - time.monotonic(), 0))
+            except queue.Empty:  # no root cause was reported
+                return failed
+            if host not in running or running[host] is not connection:  # of another round
+                continue
+            if message["is"] == "gone":
+                message = {"is": "failed", "what": f"host {host} is lost", "code": 1, "stopping": False}
+                message |= {"host": host, "blames": True}
+            elif message["round"] != self.restarts:
+                continue
+            if message["is"] == "done":
+                del running[host]
+                stopping |= message["stopping"]
+            elif message["blames"] or message["code"] == 2:
+                return message
+            elif not failed:
+                failed = message
+                deadline = time.monotonic() + 2 * GRACE
+        raise RunEnded(STOPPED if stopping else 0, "")

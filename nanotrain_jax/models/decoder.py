@@ -1,0 +1,388 @@
+"""The decoder (Flax NNX): two families from one set of modules, stacked layers run by `lax.scan`.
+
+    llama  RMSNorm, rotary positions, SwiGLU, grouped-query attention       Touvron et al. 2023, arXiv 2302.13971
+    gpt2   LayerNorm, learned positions, GELU, biases, tied embeddings      Radford et al. 2019
+
+Names: B batch, T tokens, S key tokens, D model, F ffn, N query heads, K kv heads, H head dim, V vocab, L layers.
+A module has the parameters that models/decoder_table.py lists under its path, with their layouts and initial values.
+Weights under `layers` have an additional leading dim L in storage; inside the scan each layer has its own slice.
+
+Matmuls run in the dtype of their weights; norms, softmax, rotary angles and loss in float32.
+
+With a Split the same code runs on local shards (Megatron-LM, arXiv 1909.08053): `rules` shards heads, F and V over the
+tensor axis, and sequence parallelism shards T between the matmuls. Docstrings give global shapes. With sequence
+parallelism the B sequences of a microbatch are concatenated, x[1 BT/tensor D], so that gathers over T need no transpose
+(Megatron-LM puts T before B for this).
+
+Initialization (GPT-2 and its successors): normal, std 0.02; the two projections that write to the residual stream
+0.02 / sqrt(2 L), so that its variance does not grow with depth; gains one, biases zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from nanotrain_jax.config.schema import Config, Model, fits_flash
+from nanotrain_jax.models import contract, decoder_table
+from nanotrain_jax.models.ops import add, gelu, normalize, project, rotate, swiglu
+from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, Parameter, Table, under
+from nanotrain_jax.parallel import remat, tensor
+from nanotrain_jax.parallel.collectives import position
+from nanotrain_jax.parallel.sharding import Rules
+
+PARAMETERS = {path.rpartition("/")[2]: row for path, row in decoder_table.every_parameter().items()}  # by name
+
+
+class Split(NamedTuple):
+    """Tensor parallelism of a decoder."""
+
+    axis: str | None = None  # mesh axis; None: not split
+    size: int = 1
+    sequence_parallel: bool = False  # shard activations over tokens between matmuls
+    regather: bool = True  # gather the inputs of matmuls again in the backward (`tensor.columns`)
+
+
+ONE_DEVICE = Split()
+
+
+def _initial(row: Parameter, rngs: nnx.Rngs | None) -> jax.Array:
+    if row.init != "normal":
+        return jnp.zeros(row.shape) if row.init == "zeros" else jnp.ones(row.shape)
+    rows, *dims = row.shape
+    drawn = row.std * jax.random.normal(rngs.params(), (rows - row.padding, *dims), jnp.float32)
+    return jnp.pad(drawn, [(0, row.padding)] + [(0, 0)] * len(dims)) if row.is_padded else drawn
+
+
+def _fill(module: nnx.Module, rows: Table, rngs: nnx.Rngs | None = None) -> None:
+    """Add parameters to a module, initialized in the order of the table."""
+    for name, row in rows.items():
+        setattr(module, name, nnx.Param(_initial(row, rngs)))
+
+
+class Norm(nnx.Module):
+    """x[B T D] -> x[B T D], normalized over D in float32: RMSNorm (arXiv 1910.07467), LayerNorm (arXiv 1607.06450)."""
+
+    def __init__(self, config: Model, path: str):
+        self.eps, self.center = config.norm_eps, config.features.centered_norms
+        _fill(self, under(decoder_table.table(config), path))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        bias_D = self.bias_D[...] if self.center else None
+        return normalize(x_BTD, self.gain_D[...], bias_D, self.eps)
+
+
+class Attention(nnx.Module):
+    """x[B T D] -> y[B T D]: causal grouped-query attention; N / K query heads share each key and value head.
+
+    sequences: B, as x may have all sequences concatenated.
+    """
+
+    def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
+        self.features, self.split, self.num_kv_heads = config.features, split, config.num_kv_heads
+        self.theta, self.kernel = config.rope_theta, config.attention
+        _fill(self, under(decoder_table.table(config, split.size), decoder_table.ATTENTION), rngs)
+
+    def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
+        axis, sequence_parallel, regather = self.split.axis, self.split.sequence_parallel, self.split.regather
+        weights = self.q_DNH[...], self.own_head(self.k_DKH[...]), self.own_head(self.v_DKH[...])
+        qkv = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
+        q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *x.shape[2:]) for x in qkv)
+        if self.features.biases:
+            q_BTNH = add(q_BTNH, self.bias_q_NH[...])
+            k_BSKH = add(k_BSKH, self.own_head(self.bias_k_KH[...]))
+            v_BSKH = add(v_BSKH, self.own_head(self.bias_v_KH[...]))
+        if not self.features.learned_positions:
+            q_BTNH, k_BSKH = rotate(q_BTNH, self.theta), rotate(k_BSKH, self.theta)
+        qkv = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k"), remat.name(v_BSKH, "v")
+        if self.kernel == "xla" and x_BTD.dtype == jnp.float16:  # XLA:CPU lacks the float16 matmul that JAX asks for
+            qkv = [x.astype(jnp.float32) for x in qkv]
+        kernel = None if self.kernel == "auto" else self.kernel
+        y_BTNH = jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=kernel).astype(x_BTD.dtype)
+        y_BTD = jnp.tensordot(y_BTNH, self.out_NHD[...], 2).reshape(len(x_BTD), -1, x_BTD.shape[2])
+        y_BTD = remat.name(tensor.leave(y_BTD, axis, sequence_parallel), "attention_out")
+        return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
+
+    def own_head(self, w_KH: jax.Array) -> jax.Array:
+        """w[... K H] -> w[... 1 H]: the head of this device's queries, if there are fewer heads than devices."""
+        if self.split.size <= self.num_kv_heads:
+            return w_KH
+        head = position(self.split.axis) // (self.split.size // self.num_kv_heads)
+        return jax.lax.dynamic_slice_in_dim(w_KH, head, 1, w_KH.ndim - 2)
+
+
+class MLP(nnx.Module):
+    """x[B T D] -> y[B T D]: SwiGLU (arXiv 2002.05202), or GELU (tanh form, as GPT-2)."""
+
+    def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
+        self.features, self.split = config.features, split
+        _fill(self, under(decoder_table.table(config, split.size), decoder_table.MLP), rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        axis, sequence_parallel, regather = self.split.axis, self.split.sequence_parallel, self.split.regather
+        weights = [self.up_DF[...]] + ([self.gate_DF[...]] if self.features.gated_mlp else [])
+        up_BTF, *gates = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
+        gates = [remat.name(gate_BTF, "gate") for gate_BTF in gates]
+        up_BTF = remat.name(up_BTF, "up")
+        if self.features.biases:
+            up_BTF = add(up_BTF, self.bias_up_F[...])
+        h_BTF = swiglu(*gates, up_BTF) if gates else gelu(up_BTF)
+        y_BTD = tensor.row(h_BTF, self.down_FD[...], axis, sequence_parallel)
+        return add(y_BTD, self.bias_down_D[...]) if self.features.biases else y_BTD
+
+
+class Layer(nnx.Module):
+    """x[B T D] -> x[B T D]: attention and MLP, each pre-normalized and added to the residual stream."""
+
+    def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
+        self.norm_attention = Norm(config, decoder_table.NORM_ATTENTION)
+        self.attention = Attention(config, rngs, split)
+        self.norm_mlp = Norm(config, decoder_table.NORM_MLP)
+        self.mlp = MLP(config, rngs, split)
+
+    def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
+        x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD), sequences)
+        return x_BTD + self.mlp(self.norm_mlp(x_BTD))
+
+
+class Ends(nnx.Module):
+    """Embedding, final norm, head and loss: tokens[B T] -> x[B T D], and x[B T D] -> logits or loss.
+
+    With a Split, V is padded with rows of zeros (`config.padded_vocab`); the loss ignores them, their gradient is zero.
+    """
+
+    def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
+        self.vocab_size, self.loss_chunk, self.split = config.vocab_size, config.loss_chunk, split
+        rows = under(decoder_table.table(config, split.size), ENDS)
+        _fill(self, {name: row for name, row in rows.items() if row.is_used("first")}, rngs)
+        self.norm = Norm(config, decoder_table.NORM_LAST)
+        _fill(self, {name: row for name, row in rows.items() if not row.is_used("first")}, rngs)
+
+    def embed(self, tokens_BT: jax.Array) -> jax.Array:
+        """tokens[B T] -> x[B T D], under sequence parallelism x[1 BT/tensor D]"""
+        if not self.split.sequence_parallel:
+            x_BTD = self.look_up(tokens_BT)
+            return add(x_BTD, self.positions_TD[: x_BTD.shape[1]]) if hasattr(self, "positions_TD") else x_BTD
+        x_BTD = self.look_up(tokens_BT.reshape(1, -1))
+        if hasattr(self, "positions_TD"):
+            tokens = x_BTD.shape[1]
+            own_T = (position(self.split.axis) * tokens + jnp.arange(tokens)) % tokens_BT.shape[1]
+            x_BTD = add(x_BTD, self.positions_TD[...].astype(jnp.float32)[own_T])
+        return x_BTD
+
+    def look_up(self, tokens_BT: jax.Array) -> jax.Array:
+        """tokens[B T] -> their embeddings x[B T D]"""
+        return tensor.look_up(self.embedding_VD[...], tokens_BT, self.split.axis, self.split.sequence_parallel)
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """x[B T D] -> logits[B T V] in float32. Not with a Split."""
+        return project(self.norm(x_BTD), self.head())
+
+    def head(self) -> jax.Array:
+        """head[V D]"""
+        return self.head_VD[...] if hasattr(self, "head_VD") else self.embedding_VD[...]
+
+    def loss(self, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x[B T D], targets[B T] -> (sum of cross-entropies in nats, number of targets), float32 and int32 scalars.
+
+        Negative targets are padding and are ignored.
+        """
+        axis = self.split.axis
+        if axis or self.loss_chunk:
+            x_BTD = tensor.enter(self.norm(x_BTD), axis, self.split.sequence_parallel)
+            options = tensor.LossOptions(self.vocab_size, self.loss_chunk)
+            return tensor.cross_entropy(x_BTD, self.head(), targets_BT, axis, options)
+        counted_BT = targets_BT >= 0
+        logits_BTV = self.logits(x_BTD)
+        labels_BTV = jax.nn.one_hot(targets_BT, logits_BTV.shape[-1])
+        losses_BT = optax.softmax_cross_entropy(logits_BTV, labels_BTV)
+        return jnp.where(counted_BT, losses_BT, 0.0).sum(), counted_BT.sum(dtype=jnp.int32)
+
+
+class Decoder(nnx.Module):
+    """tokens[B T] -> logits[B T V] in float32. Takes a resolved `config.Model`.
+
+    With a Split it only holds parameters: the step runs its modules inside `shard_map`. order: the layer of each row of
+    the stacked weights; None: model order.
+    """
+
+    def __init__(self, config: Model, rngs: nnx.Rngs, split: Split = ONE_DEVICE, order: Sequence[int] | None = None):
+        self.ends = Ends(config, rngs, split)
+
+        @nnx.split_rngs(splits=config.num_layers)
+        def stack(rngs: nnx.Rngs) -> Layer:
+            if order is not None:
+                rngs = jax.tree.map(lambda keys: keys[np.asarray(order)], rngs)
+            return nnx.vmap(lambda rngs: Layer(config, rngs, split), in_axes=0, out_axes=0)(rngs)
+
+        self.layers = stack(rngs)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        layer, weights = nnx.split(self.layers)
+
+        def run(x_BTD: jax.Array, weights: nnx.State) -> jax.Array:
+            return nnx.merge(layer, weights)(x_BTD, len(tokens_BT))
+
+        x_BTD = remat.scan(run, self.ends.embed(tokens_BT), weights, remat.Policy())
+        return self.ends.logits(x_BTD)
+
+
+class Graphs(NamedTuple):
+    """The structure of the decoder without its parameters: `nnx.merge(graph, parameters)` returns the module."""
+
+    ends: nnx.GraphDef
+    layer: nnx.GraphDef
+
+
+def init(
+    config: Model,
+    seed: int,
+    split: Split = ONE_DEVICE,
+    order: Sequence[int] | jax.Array | None = None,
+    put: Callable[[dict], dict] | None = None,
+) -> dict:
+    """Initialize parameters: a nested dict of float32 arrays. The same seed gives the same values on every mesh.
+
+    order: the layer of each row of the stacked weights. put: create layers one at a time and apply put to each, e.g. to
+    move it to host memory.
+    """
+    rngs = nnx.Rngs(params=seed)
+    if put is None:
+        return nnx.to_pure_dict(nnx.state(Decoder(config, rngs, split, order), nnx.Param))
+    ends = nnx.to_pure_dict(nnx.state(Ends(config, rngs, split), nnx.Param))
+
+    @nnx.split_rngs(splits=config.num_layers)
+    def stack(rngs: nnx.Rngs) -> dict:
+        graph, keys = nnx.split(rngs)
+        if order is not None:
+            keys = jax.tree.map(lambda keys: keys[jnp.asarray(order)], keys)
+
+        def init_layer(keys: nnx.State) -> dict:
+            return put(nnx.to_pure_dict(nnx.state(Layer(config, nnx.merge(graph, keys), split), nnx.Param)))
+
+        return jax.lax.map(init_layer, keys)
+
+    return {ENDS: ends, LAYERS: stack(rngs)}
+
+
+def abstract(config: Model, split: Split = ONE_DEVICE) -> tuple[Graphs, dict]:
+    """Return the structure of the decoder, and its parameters as ShapeDtypeStructs: {"ends": ..., "layers": stacked}.
+
+    Allocates nothing.
+    """
+    decoder = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=0), split))
+    graphs = Graphs(nnx.split(decoder.ends)[0], nnx.split(decoder.layers)[0])
+    return graphs, nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
+
+
+def used_by_embed(ends: dict) -> dict:
+    """Select what `Ends.embed` uses from a tree like the parameters of the ends."""
+    return _used(ends, "first")
+
+
+def used_by_loss(ends: dict) -> dict:
+    """Select what `Ends.loss` uses from a tree like the parameters of the ends."""
+    return _used(ends, "last")
+
+
+def _used(ends: dict, end: Literal["first", "last"]) -> dict:
+    is_tied = decoder_table.HEAD.removeprefix(f"{ENDS}/") not in ends
+    rows = decoder_table.every_parameter(is_tied).items()
+    names = {path.split("/")[1] for path, row in rows if row.is_used(end)}
+    return {name: tree for name, tree in ends.items() if name in names}
+
+
+def rules(config: Model, split: Split) -> Rules:
+    """Return the layout of every parameter over the tensor axis.
+
+    Key and value heads are sharded if there is at least one per device, else replicated, and each device uses its own.
+    """
+    axis = f"/{split.axis}" if split.axis else ""
+    lead = {ENDS: "", LAYERS: "L "}
+    rows = decoder_table.table(config, split.size).items()
+    return Rules([(path, lead[row.part] + row.layout.replace(TENSOR, axis)) for path, row in rows])
+
+
+def is_padded(path: str) -> bool:
+    """True if the array at this path ("params/ends/head_VD") has rows of padding with a Split."""
+    name = path.rpartition("/")[2]
+    return name in PARAMETERS and PARAMETERS[name].is_padded
+
+
+def has_partial_gradient(path: tuple, split: Split) -> bool:
+    """True if the gradient of a parameter that is replicated over the tensor axis is a partial sum on each device.
+
+    This holds if devices have different tokens (sequence parallelism) or different query heads (keys and values).
+    """
+    return split.sequence_parallel or (split.axis is not None and PARAMETERS[path[-1].key].is_partial)
+
+
+def attention_kernel(config: Model, dtype: jnp.dtype, device: jax.Device) -> str:
+    """Resolve `auto` for a device: cudnn (flash attention) if it supports the model, else xla.
+
+    Raises ValueError if the config sets cudnn and it does not support the model.
+    """
+    H = config.d_model // config.num_heads
+    ampere = float(getattr(device, "compute_capability", None) or 8.0) >= 8.0
+    is_supported = device.platform in ("gpu", "cuda") and ampere and fits_flash(config, dtype.name)
+    if config.attention == "cudnn" and not is_supported:
+        raise ValueError(
+            "model.attention=cudnn needs an NVIDIA GPU (Ampere or newer), a 16-bit precision.compute and a head dim of "
+            f"at most 128 that 8 divides, not {device.platform}, {dtype} and {H}; use auto or xla"
+        )
+    return ("cudnn" if is_supported else "xla") if config.attention == "auto" else config.attention
+
+
+def is_decayed(path: tuple) -> bool:
+    """True if weight decay applies to the parameter at this tree path: all but gains, biases and learned positions."""
+    return PARAMETERS[path[-1].key].decay
+
+
+def build(config: Config, mesh: Mesh) -> contract.Model:
+    """Build the decoder of a resolved config for the training step."""
+    p = config.parallel
+    kernel = attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
+    decoder = config.model.model_copy(update={"attention": kernel})
+    # Full remat recomputes the layer's forward, which has just gathered what its backward needs.
+    regather = config.memory.rematerialization.policy != "full"
+    split = Split("tensor", p.tensor, p.sequence_parallel, regather) if p.tensor > 1 else ONE_DEVICE
+    graphs, shapes = abstract(decoder, split)
+
+    def initialize(seed: int, order: Sequence[int] | None = None, put: Callable | None = None) -> dict:
+        return init(decoder, seed, split, order, put)
+
+    def merged(weights: dict) -> Ends:
+        """Return the module with these weights; others stay abstract."""
+        return nnx.merge(graphs.ends, shapes[ENDS] | weights[ENDS])
+
+    def first(weights: dict, batch: dict, run: Callable) -> jax.Array:
+        return merged(weights).embed(batch["inputs"])
+
+    def layer(weights: dict, x_BTD: jax.Array) -> jax.Array:
+        is_concatenated = split.sequence_parallel
+        sequences = x_BTD.shape[1] * split.size // config.data.seq_len if is_concatenated else len(x_BTD)
+        return nnx.merge(graphs.layer, weights)(x_BTD, sequences)
+
+    def last(weights: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
+        return merged(weights).loss(x_BTD, batch["targets"])
+
+    return contract.Model(
+        init=initialize,
+        first=first,
+        layer=layer,
+        last=last,
+        rules=rules(decoder, split),
+        used_by_first=lambda weights: {ENDS: used_by_embed(weights[ENDS])},
+        used_by_last=lambda weights: {ENDS: used_by_loss(weights[ENDS])},
+        is_decayed=is_decayed,
+        has_partial_gradient=partial(has_partial_gradient, split=split),
+        is_padded=is_padded,
+    )

@@ -1,0 +1,74 @@
+"""Norms, activations, rotary positions, biases and head projection: pure functions on global arrays or local shards.
+
+None communicates. Names: B batch, T tokens, D model, F ffn, N heads, H head dim, V vocab. Norms and rotary angles are
+computed in float32.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Cheap functions save only their inputs for the backward, as fused kernels do. Otherwise each intermediate of a norm or
+# activation would be a residual, those of norms in float32. (Forward and backward are different loops: XLA cannot CSE.)
+_saves_inputs = partial(jax.checkpoint, prevent_cse=False)
+
+
+@partial(_saves_inputs, static_argnums=3)
+def normalize(x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
+    """x[B T D] -> x[B T D] with root mean square 1 over D, times gain; with a bias: centered first. In float32."""
+    x = x_BTD.astype(jnp.float32)
+    if bias_D is not None:
+        x = x - x.mean(-1, keepdims=True)
+    x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+    x = x * gain_D.astype(jnp.float32)[None, None]
+    if bias_D is not None:
+        x = x + bias_D.astype(jnp.float32)[None, None]
+    return x.astype(x_BTD.dtype)
+
+
+@_saves_inputs
+def swiglu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    """gate[B T F], up[B T F] -> h[B T F] = silu(gate) up"""
+    return jax.nn.silu(gate_BTF) * up_BTF
+
+
+@_saves_inputs
+def gelu(x_BTF: jax.Array) -> jax.Array:
+    """x[B T F] -> h[B T F], the tanh form of GPT-2"""
+    return jax.nn.gelu(x_BTF, approximate=True)
+
+
+def add(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x[... F], bias[F] -> x[... F], added in float32, so that the gradient of the bias is summed in float32 too."""
+    bias = jnp.expand_dims(bias, range(x.ndim - bias.ndim))
+    return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+@jax.custom_vjp
+def project(x_BTD: jax.Array, head_VD: jax.Array) -> jax.Array:
+    """x[B T D], head[V D] -> logits[B T V] in float32; the matmuls of its backward run in the dtype of x and head."""
+    return jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, preferred_element_type=jnp.float32)
+
+
+def _project_backward(saved: tuple[jax.Array, jax.Array], g_BTV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BTD, head_VD = saved
+    g_BTV = g_BTV.astype(x_BTD.dtype)
+    return jnp.einsum("BTV,VD->BTD", g_BTV, head_VD), jnp.einsum("BTV,BTD->VD", g_BTV, x_BTD)
+
+
+project.defvjp(lambda x_BTD, head_VD: (project(x_BTD, head_VD), (x_BTD, head_VD)), _project_backward)
+
+
+@partial(_saves_inputs, static_argnums=1)
+def rotate(x_BTNH: jax.Array, theta: float) -> jax.Array:
+    """x[B T N H] -> x[B T N H]: rotary positions (arXiv 2104.09864) in float32; dims h and h + H/2 form a pair."""
+    T, H = x_BTNH.shape[1], x_BTNH.shape[3]
+    frequency_h = theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
+    angle_Th = jnp.arange(T, dtype=jnp.float32)[:, None] * frequency_h[None]
+    cos, sin = jnp.cos(angle_Th)[None, :, None], jnp.sin(angle_Th)[None, :, None]
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)

@@ -1,0 +1,267 @@
+"""Pipeline schedules as tables: the work of each stage in each tick. Plain numpy; nothing runs here.
+
+P stages, each with C chunks of layers; M microbatches. Chunk c of stage s is virtual stage c P + s of the model, so
+activations always go to the next stage. A unit (Megatron-LM's virtual microbatch) is one microbatch in one chunk. In
+each tick a stage has up to three kinds of work, in this order:
+
+    F   forward of one unit
+    B   its backward; in schedules with W only the gradient of the input
+    W   the rest of its backward: the gradients of the weights
+
+After F the output goes to the next stage, after B the gradient of the input to the previous one; both arrive in the
+next tick. All stages run one program and synchronize in every tick, so a tick lasts as long as its busiest stage: 1F1B
+with F and B in one tick (`one_f_one_b`) has a smaller bubble than with one per tick (`lean`), unless F = B. If a stage
+takes F and B = dX + W per microbatch, through all of its chunks:
+
+    schedule          bubble per stage        microbatches in flight   needs
+    gpipe             (P-1) (F+B)             M                                        arXiv 1811.06965
+    1f1b              (P-1) (F+B)             2 P - 1                                  arXiv 2104.04473, section 2.2.1
+    1f1b_lean         the same if F = B       P                                        the same, F or B per tick
+    interleaved       (P-1) (F+B) / C         P + (P-1) / C            M = n P         the same, section 2.2.2
+    zero_bubble       (P-1) (F+dX-W)          3 P - 2                  M >= 3 (P-1)    like ZB-H1; fewer M: more bubble
+    zb_h1             (P-1) (F+dX-W)          P                        M >= P          arXiv 2401.10241, section 2.3
+    zb_h2             (P-1) (F+dX-2W)         2 P - 1                  M >= 2 P - 1    the same
+
+zb_h1 and zb_h2 have one kind of work per tick: these bubbles hold if F, dX and W take the same time, else they are
+larger. zero_bubble holds whenever W takes no longer than F and dX, at the price of more microbatches in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+IDLE = -1
+
+
+class Schedule(NamedTuple):
+    """A schedule as tables. Entries are units, numbered chunk M + microbatch, or IDLE."""
+
+    chunks: int
+    microbatches: int
+    forward: np.ndarray  # [ticks P]
+    backward: np.ndarray  # [ticks P]
+    weight: np.ndarray  # [ticks P n]: up to n in a tick; n = 0: the backward is not split
+
+    @property
+    def stages(self) -> int:
+        """The number of stages, P."""
+        return self.forward.shape[1]
+
+    @property
+    def ticks(self) -> int:
+        """The number of ticks: iterations of the loop that runs the table."""
+        return self.forward.shape[0]
+
+    def work(self, tick: int, stage: int) -> list[tuple[str, int]]:
+        """Return the work of a stage in a tick, in order: pairs of F, B or W and a unit."""
+        work = [("F", self.forward[tick, stage]), ("B", self.backward[tick, stage])]
+        work += [("W", unit) for unit in self.weight[tick, stage]]
+        return [(kind, int(unit)) for kind, unit in work if unit != IDLE]
+
+
+def gpipe(P: int, M: int) -> Schedule:
+    """All forwards, then all backwards."""
+    ticks, stage = np.arange(2 * (M + P - 1))[:, None], np.arange(P)[None]
+    return _unsplit(1, M, _consecutive(ticks - stage, M), _consecutive(ticks - (M + P - 1) - (P - 1 - stage), M))
+
+
+def one_f_one_b(P: int, M: int) -> Schedule:
+    """One forward and one backward in every tick of the steady state."""
+    return _fused(P, M, 1)
+
+
+def interleaved(P: int, M: int, C: int) -> Schedule:
+    """Interleaved 1F1B over C chunks per stage: P microbatches through one chunk, then through the next."""
+    if M % P:
+        raise ValueError(f"interleaved: {M} microbatches are not a multiple of {P} stages; use {_multiples(M, P)}")
+    return _fused(P, M, C)
+
+
+def lean(P: int, M: int) -> Schedule:
+    """1F1B with a forward or a backward per tick: fewest in flight, but ticks as long as the backward."""
+    return _one_at_a_time(P, M, [P - s for s in range(P)], None)
+
+
+def zb_h1(P: int, M: int) -> Schedule:
+    """ZB-H1: as many microbatches in flight as 1F1B; weight gradients fill the bubble."""
+    _needs("zb_h1", P, M, P)
+    return _one_at_a_time(P, M, [P - s for s in range(P)], P)
+
+
+def zb_h2(P: int, M: int) -> Schedule:
+    """ZB-H2: twice as many in flight; no bubble between a stage's first and last work if F = dX = W."""
+    _needs("zb_h2", P, M, 2 * P - 1)
+    return _one_at_a_time(P, M, [2 * (P - s) - 1 for s in range(P)], 2 * P - 1)
+
+
+def zero_bubble(P: int, M: int) -> Schedule:
+    """1F1B with deferred weight gradients: none until P - 1 ticks after the first backward reaches the first stage,
+    then one W per tick, and two where the stage has no forward or no backward while others do."""
+    plain = _fused(P, M, 1)
+    first = max(min(3 * (P - 1), M), P - 1)
+    weight = np.full((plain.ticks, P, 2), IDLE)
+    backwards_done = (plain.backward != IDLE).cumsum(0).tolist()
+    for s in range(P):
+        done = 0
+        for t in range(first, plain.ticks):
+            usual = plain.forward[t, s] if t < M + P - 1 else plain.backward[t, s]  # what other stages do in this tick
+            count = min(2 if usual == IDLE else 1, backwards_done[t][s] - done)
+            weight[t, s, :count] = range(done, done + count)
+            done += count
+    return plain._replace(weight=weight[..., (weight != IDLE).any((0, 1))])
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "1f1b_lean": lean,
+    "interleaved": interleaved,
+    "zero_bubble": zero_bubble,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+}
+
+
+def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """Return a schedule by name. Raises ValueError if it does not support these sizes; the message has valid ones."""
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule {name!r} is unknown; use {', '.join(SCHEDULES)}")
+    for number, what in ((stages, "stages"), (microbatches, "microbatches"), (chunks, "chunks")):
+        if number < 1:
+            raise ValueError(f"{name}: {number} {what}; use 1 or more")
+    if name == "interleaved":
+        return interleaved(stages, microbatches, chunks)
+    if chunks > 1:
+        raise ValueError(f"{name}: {chunks} chunks per stage; use 1, or interleaved")
+    return SCHEDULES[name](stages, microbatches)
+
+
+def layer_order(schedule: Schedule, layers: int) -> np.ndarray:
+    """-> order[layers]: row i of the stacked weights, sharded over pipe, is layer order[i] of the model.
+
+        in_stage_order = jax.tree.map(lambda w: w[order], in_model_order)
+        in_model_order = jax.tree.map(lambda w: w[np.argsort(order)], in_stage_order)
+
+    0, 1, 2, ... with one chunk per stage. With several, a stage has layers that are not adjacent: weights stacked in
+    model order would run in a wrong order without an error. Raises ValueError unless stages x chunks divides layers.
+    """
+    return row_order(schedule.stages, schedule.chunks, layers)
+
+
+def row_order(stages: int, chunks: int, layers: int) -> np.ndarray:
+    """Return the `layer_order` of any schedule with this many stages and chunks."""
+    if layers % (stages * chunks):
+        raise ValueError(
+            f"{layers} layers cannot be split over {stages} stages x {chunks} chunks; "
+            f"use a multiple of {stages * chunks}"
+        )
+    return np.arange(layers).reshape(chunks, stages, -1).swapaxes(0, 1).ravel()
+
+
+def forward_only(P: int, M: int, C: int = 1) -> Schedule:
+    """Return the forwards of a schedule with C chunks, for evaluation; any M."""
+    full = -(-M // P) * P  # M rounded up: the last round of P microbatches may be partial
+    units = _fused(P, full, C).forward
+    chunk, microbatch = np.divmod(units, full)
+    forward = np.where((units != IDLE) & (microbatch < M), chunk * M + microbatch, IDLE)
+    num_ticks = (forward != IDLE).any(1).nonzero()[0].max() + 1
+    return _unsplit(C, M, forward[:num_ticks], np.full((num_ticks, P), IDLE))
+
+
+def _needs(name: str, stages: int, microbatches: int, least: int) -> None:
+    if microbatches < least:
+        raise ValueError(
+            f"{name}: {microbatches} microbatches are too few for {stages} stages; use at least {least}, or 1f1b"
+        )
+
+
+def _multiples(number: int, of: int) -> str:
+    """Return the multiples of `of` just below and above number, as text."""
+    below = number // of * of
+    return " or ".join(str(n) for n in (below, below + of) if n)
+
+
+def _unsplit(C: int, M: int, forward: np.ndarray, backward: np.ndarray) -> Schedule:
+    return Schedule(C, M, forward, backward, np.zeros((*forward.shape, 0), int))
+
+
+def _consecutive(index: np.ndarray, length: int) -> np.ndarray:
+    """Return index where it is in 0 .. length - 1, else IDLE."""
+    return np.where((index >= 0) & (index < length), index, IDLE)
+
+
+def _fused(P: int, M: int, C: int) -> Schedule:
+    """1F1B with F and B in one tick: stage s begins its M C forwards in tick s, its backwards in tick
+    P C - 1 + (P - 1 - s)."""
+    ticks, stage = np.arange(M * C + P * C + P - 2)[:, None], np.arange(P)[None]
+
+    def units(index: np.ndarray, reverse: bool) -> np.ndarray:
+        round_, offset = np.divmod(index, P * C)  # rounds of P microbatches through all chunks
+        chunk, microbatch = offset // P, round_ * P + offset % P
+        chunk = C - 1 - chunk if reverse else chunk
+        return np.where(index == IDLE, IDLE, chunk * M + (index if C == 1 else microbatch))
+
+    forward = _consecutive(ticks - stage, M * C)
+    backward = _consecutive(ticks - (P * C - 1) - (P - 1 - stage), M * C)
+    return _unsplit(C, M, units(forward, False), units(backward, True))
+
+
+def _one_at_a_time(P: int, M: int, warm_up: Sequence[int], limit: int | None) -> Schedule:
+    """One kind of work per tick: warm_up[s] forwards on stage s, then 1F1B, each as soon as its input has arrived.
+
+    limit: None, or split the backward; W runs when a stage would be idle, or when `limit` microbatches are in flight.
+    """
+    planned = [deque(_order(M, warm_up[s], limit)) for s in range(P)]
+    done = [dict.fromkeys("FBW", 0) for _ in range(P)]
+    ticks: dict[tuple[str, int, int], int] = {}  # (kind, stage, microbatch) -> tick
+
+    def ready(kind: str, s: int, t: int) -> bool:
+        i = done[s][kind]
+        if kind == "W":
+            return limit is not None and i < done[s]["B"]
+        source = ("F", s - 1) if kind == "F" else ("F", s) if s == P - 1 else ("B", s + 1)
+        return source[1] < 0 or ticks.get((*source, i), t) < t
+
+    def next_work(s: int, t: int) -> str:
+        if planned[s] and ready(planned[s][0], s, t):
+            return planned[s].popleft()
+        return "W" if ready("W", s, t) else ""
+
+    def run_tick(t: int) -> list[str]:
+        row = [next_work(s, t) for s in range(P)]
+        for s, kind in enumerate(row):
+            if kind:
+                ticks[kind, s, done[s][kind]] = t
+                done[s][kind] += 1
+        return row
+
+    rows: list[list[str]] = []  # [ticks P]
+    while any(done[s]["B" if limit is None else "W"] < M for s in range(P)):
+        rows.append(run_tick(len(rows)))
+    kinds = np.array(rows)
+    tables = []
+    for kind in "FBW":
+        is_kind = kinds == kind
+        tables.append(np.where(is_kind, is_kind.cumsum(0) - 1, IDLE))
+    return Schedule(1, M, tables[0], tables[1], tables[2][..., None][..., : 0 if limit is None else 1])
+
+
+def _order(M: int, warm_up: int, limit: int | None) -> list[str]:
+    """Return the order of a stage's work: warm_up forwards, then B and F alternate; W where limit is reached."""
+    forwards = min(warm_up, M)
+    weights = 0
+    kinds = ["F"] * forwards
+    for _ in range(M):
+        kinds.append("B")
+        if forwards == M:
+            continue
+        if limit is not None and forwards - weights >= limit:
+            kinds.append("W")
+            weights += 1
+        kinds.append("F")
+        forwards += 1
+    return kinds

@@ -1,0 +1,229 @@
+"""One tick of a pipeline stage: the forward, backward and weight gradients that the schedule assigns to it.
+
+Each device along the pipe axis is a stage and runs its column of the schedule (`schedule.py`). In a tick, with x[B T D]
+the activation between layers (an array or a tree of them) and g its gradient:
+
+    shift(g, -1)   send the g of the last tick to the previous stage, while F computes
+    F              forward of a microbatch through the layers of a chunk; store its residuals in a slot
+    shift(x, +1)   send the x of F to the next stage, while B computes
+    B              backward of a microbatch from its residuals; accumulate gradients in place
+    W              if the schedule splits the backward: the weight gradients that B left out
+
+Bytes over pipe: x and g once per tick, always both, never inside a branch.
+
+Autodiff of this loop would store the residuals of all microbatches. Here each layer runs under `jax.vjp`, and its
+residuals stay in ring buffers (`ring_buffers.py`) with one slot per microbatch in flight: memory does not grow with the
+number of microbatches (except gpipe's). The rematerialization policy of the layer decides what its residuals are.
+
+The loop over the layers of a chunk (`layer_loop.py`) prefetches the weights of the next layer, and in the backward its
+residuals in host memory. With `LayeredModel.reduce`, the backward (or W) that completes the gradients of a chunk also
+reduces those of the previous layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nanotrain_jax.parallel import loops
+from nanotrain_jax.parallel.collectives import shift
+from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
+from nanotrain_jax.parallel.pipeline import ring_buffers
+from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Stage, Sums, Tick
+
+Tree = Any  # a pytree of arrays
+
+
+def tick(stage: Stage, carry: Carry, now: Tick) -> tuple[Carry, None]:
+    """Run one tick: shift g, F, shift x, B, W. A body for `lax.scan`."""
+    g = shifted(stage, carry.g, -1)
+    carry = carry._replace(inputs=loops.put(carry.inputs, stage.slot("inputs", now.x_arrives), carry.x))
+    carry = forward(stage, now.forward, carry)
+    # The output of the last chunk of the model takes the slot of its gradient until B computes its loss.
+    output_unit = jnp.where(stage.is_last(now.forward), now.forward, -1)
+    gradients = loops.put(carry.gradients, stage.slot("gradients", output_unit), carry.x)
+    gradients = loops.put(gradients, stage.slot("gradients", now.g_arrives), g)
+    carry = carry._replace(x=shifted(stage, carry.x, 1), gradients=gradients)
+    carry = backward(stage, now.backward, carry)
+    for k in range(stage.schedule.weight.shape[-1]):
+        carry = weight(stage, now.weight[k], carry)
+    x, g = lax.optimization_barrier((carry.x, carry.g))  # else XLA sends x in the next tick, which needs it
+    return carry._replace(x=x, g=g), None
+
+
+def shifted(stage: Stage, x: Tree, step: int) -> Tree:
+    """Shift x by step stages; with several chunks the stages form a ring."""
+    return jax.tree.map(lambda x: shift(x, stage.axis, step, ring=stage.schedule.chunks > 1), x)
+
+
+def forward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
+    """F: run the layers of the unit's chunk on its input; store their residuals in its slots."""
+
+    def run(carry: tuple[Tree, Residuals], i: jax.Array, fetched: Tree | None) -> tuple[tuple, None]:
+        x, buffers = carry
+        x, residuals = stage.vjp.forward(*stage.weights(stage.row(unit, i), fetched), x)
+        return (x, ring_buffers.store(stage, buffers, residuals, unit, i)), None
+
+    def work(_: jax.Array, x: Tree, buffers: Residuals) -> tuple[Tree, Residuals]:
+        x = begin_chunk(stage, unit, x)
+        return over_layers(LayerWork(run, partial(stage.fetch, unit)), (x, buffers), stage.layers_per_chunk)
+
+    x = loops.get(carry.inputs, stage.slot("inputs", unit))
+    x, residuals = stage.when(unit >= 0, "forward", work, x, carry.residuals)
+    return carry._replace(x=x, residuals=residuals)
+
+
+def begin_chunk(stage: Stage, unit: jax.Array, x: Tree) -> Tree:
+    """Return the input of the unit's chunk: `model.first` for the first chunk of the model, else x."""
+
+    def work(turn: jax.Array, _: Tree, nothing: tuple) -> tuple[Tree, tuple]:
+        return stage.first(stage.model.ends, stage.microbatch(unit + turn)), nothing
+
+    return stage.when(stage.is_first(unit), "first", work, x, ())[0]
+
+
+def backward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
+    """B: propagate the unit's g through the layers of its chunk; accumulate gradients (of layers unless W does)."""
+
+    def work(_: jax.Array, g: Tree, store: tuple[Sums, list]) -> tuple[Tree, tuple]:
+        sums, intermediates = store
+        is_last = stage.is_last(unit)
+        is_first = (stage.index == 0) & (unit >= 0) & (unit < stage.schedule.microbatches)  # masked, unit may be -1
+        g, ends = stage.when(is_last, "last", partial(_backward_last, stage, unit, is_last), g, sums.ends)
+        layers = partial(_backward_layers, stage, carry.residuals)
+        g, sums, intermediates = _through_chunk(
+            stage, unit, layers, (g, sums._replace(ends=ends), intermediates), reverse=True
+        )
+        g, ends = stage.when(is_first, "first", partial(_backward_first, stage, unit, is_first), g, sums.ends)
+        return g, (sums._replace(ends=ends), intermediates)
+
+    g = loops.get(carry.gradients, stage.slot("gradients", unit))
+    g, (sums, intermediates) = stage.when(unit >= 0, "backward", work, g, (carry.sums, carry.intermediates))
+    return carry._replace(g=g, sums=sums, intermediates=intermediates)
+
+
+def _through_chunk(stage: Stage, unit: jax.Array, layers: Callable, carry: Tree, reverse: bool = False) -> Tree:
+    """Return the carry after layers(unit, is_final), a `LayerWork`, over the layers of the unit's chunk.
+
+    With `LayeredModel.reduce` there are two branches: the unit that completes the gradients of its chunk (is_final)
+    reduces those of each layer while the next layer computes.
+    """
+
+    def work(is_final: bool, turn: jax.Array, carry: Tree, nothing: tuple) -> tuple[Tree, tuple]:
+        of_layers = layers(unit + turn, is_final)  # depends on turn, or XLA hoists work out of the branch
+        return over_layers(of_layers, carry, stage.layers_per_chunk, reverse), nothing
+
+    if stage.model.reduce is None or (reverse and stage.is_split):
+        return over_layers(layers(unit, False), carry, stage.layers_per_chunk, reverse)
+    is_final = stage.is_final(unit)
+    carry, _ = stage.when(~is_final, "accumulate", partial(work, False), carry, ())
+    return stage.when(is_final, "reduce", partial(work, True), carry, ())[0]
+
+
+def _backward_layers(stage: Stage, buffers: Residuals, unit: jax.Array, is_final: bool) -> LayerWork:
+    """The backward of the layers of the unit's chunk. carry: g, sums, intermediates."""
+
+    def ahead(i: jax.Array) -> tuple[Tree | None, dict]:
+        return stage.fetch(unit, i), ring_buffers.prefetch(stage, buffers, unit, i)
+
+    def run(carry: tuple[Tree, Sums, list], i: jax.Array, fetched: tuple) -> tuple[tuple, Tree]:
+        g, sums, intermediates = carry
+        weights, residuals = fetched
+        weights = stage.weights(stage.row(unit, i), weights)
+        residuals = ring_buffers.residuals_of(stage, buffers, unit, i, residuals)
+        if stage.is_split:
+            g, of_layer = stage.vjp.backward_x(residuals, *weights, g)
+            slot = ring_buffers.index(stage, "intermediates", unit, i)
+            return (g, sums, loops.put(intermediates, slot, of_layer)), None
+        gradients, g = stage.vjp.backward(residuals, *weights, g)
+        sums, complete = _accumulate(stage, unit, i, sums, gradients, is_final)
+        return (g, sums, intermediates), complete
+
+    def behind(carry: tuple[Tree, Sums, list], i: jax.Array, complete: Tree) -> tuple:
+        g, sums, intermediates = carry
+        return g, _reduce(stage, unit, i, sums, complete), intermediates
+
+    return LayerWork(run, ahead, behind if is_final else None)
+
+
+def _backward_last(
+    stage: Stage, unit: jax.Array, wanted: jax.Array, turn: jax.Array, x: Tree, sums: tuple
+) -> tuple[Tree, tuple]:
+    """Loss of a unit and its gradients -> gradient of the last layer's x, sums (loss, gradients of ends)."""
+    microbatch = stage.microbatch(unit + turn)
+    loss, vjp = jax.vjp(lambda ends, x: stage.model.last(ends, x, microbatch), stage.model.ends, x)
+    gradients, g = vjp(jnp.ones_like(loss))
+    return g, _add(stage, sums, (loss, gradients), wanted)
+
+
+def _backward_first(
+    stage: Stage, unit: jax.Array, wanted: jax.Array, turn: jax.Array, g: Tree, sums: tuple
+) -> tuple[Tree, tuple]:
+    """Backward of a unit through `model.first` -> g, sums (loss, gradients of ends)."""
+    microbatch = stage.microbatch(unit + turn)
+    _, vjp = jax.vjp(lambda ends: stage.first(ends, microbatch), stage.model.ends)
+    (gradients,) = vjp(jax.tree.map(lambda g: g + jnp.asarray(turn, g.dtype), g))
+    loss, of_ends = sums
+    return g, (loss, _add(stage, of_ends, gradients, wanted))
+
+
+def weight(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
+    """W: accumulate the weight gradients of the unit's chunk, from residuals and the intermediates of B."""
+
+    def work(turn: jax.Array, nothing: tuple, sums: Sums) -> tuple[tuple, Sums]:
+        return nothing, _through_chunk(stage, unit + turn, partial(_weight_layers, stage, carry), sums)
+
+    _, sums = stage.when(unit >= 0, "weight", work, (), carry.sums)
+    return carry._replace(sums=sums)
+
+
+def _weight_layers(stage: Stage, carry: Carry, unit: jax.Array, is_final: bool) -> LayerWork:
+    """The weight gradients of the layers of the unit's chunk. carry of the loop: sums."""
+
+    def ahead(i: jax.Array) -> tuple[Tree | None, dict]:
+        return stage.fetch(unit, i), ring_buffers.prefetch(stage, carry.residuals, unit, i, ("backward_weight",))
+
+    def run(sums: Sums, i: jax.Array, fetched: tuple) -> tuple[Sums, Tree]:
+        weights, residuals = fetched
+        intermediates = ring_buffers.load(carry.intermediates, ring_buffers.index(stage, "intermediates", unit, i))
+        residuals = ring_buffers.residuals_of(stage, carry.residuals, unit, i, residuals)
+        weights = stage.weights(stage.row(unit, i), weights)
+        gradients = stage.vjp.backward_weights(residuals, *weights, intermediates)
+        return _accumulate(stage, unit, i, sums, gradients, is_final)
+
+    def behind(sums: Sums, i: jax.Array, complete: Tree) -> Sums:
+        return _reduce(stage, unit, i, sums, complete)
+
+    return LayerWork(run, ahead, behind if is_final else None)
+
+
+def _add(stage: Stage, sums: Tree, gradients: Tree, wanted: jax.Array) -> Tree:
+    """sums + gradients; masked idle work adds zeros."""
+
+    def add(s: jax.Array, g: jax.Array) -> jax.Array:
+        if stage.idle == "mask":
+            g = jnp.where(wanted, g, jnp.zeros_like(g))
+        return s + g.astype(s.dtype)
+
+    return jax.tree.map(add, sums, gradients)
+
+
+def _accumulate(
+    stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums, gradients: Tree, is_final: bool
+) -> tuple[Sums, Tree | None]:
+    """Add gradients of the i-th layer of the unit's chunk to its sums -> sums, None; is_final: -> sums, total."""
+    row = stage.row(unit, i)
+    total = _add(stage, loops.get(sums.layers, row), gradients, unit >= 0)
+    if is_final:
+        return sums, total
+    return sums._replace(layers=loops.put(sums.layers, row, total)), None
+
+
+def _reduce(stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums, total: Tree) -> Sums:
+    """Reduce the complete gradients of the i-th layer of the unit's chunk over devices."""
+    return sums._replace(reduced=loops.put(sums.reduced, stage.row(unit, i), stage.model.reduce(total)))

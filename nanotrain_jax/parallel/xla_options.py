@@ -1,0 +1,33 @@
+"""XLA:GPU compiler options for communication: combine thresholds, latency hiding, host offload.
+
+They change when data moves, never what moves.
+"""
+
+from __future__ import annotations
+
+import jax
+
+
+def gpu_options(
+    bucket_mb: float, prefetch: bool, pipeline: int = 0, offload: bool = False
+) -> dict[str, int | bool | str]:
+    """Return XLA:GPU options for `jax.jit(compiler_options=...)`.
+
+    bucket_mb: combine collectives of one kind that are ready together, up to this many MiB. prefetch: start an
+    all-gather in a loop one iteration ahead. pipeline: collectives in flight at a time, so that sends
+    between stages overlap with a stage's own collectives (0: no pipeline).
+    offload: allow many host copies in flight at a time (default: two), and do not count host memory as device memory,
+    which would make XLA rematerialize to save it.
+    """
+    kinds = "all_reduce", "all_gather", "reduce_scatter"
+    options = {f"xla_gpu_{kind}_combine_threshold_bytes": int(bucket_mb * 2**20) for kind in kinds}
+    if pipeline:  # sends between stages overlap with gathers, scatters and reductions over data and tensor
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = pipeline
+    if offload:
+        options["xla_gpu_experimental_parallel_async_compute_limit"] = 64
+        options["xla_gpu_memory_limit_slop_factor"] = 10_000  # % of the device's memory
+    if prefetch and jax.__version_info__ >= (0, 12):
+        options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_ON"
+    elif prefetch:
+        options["xla_gpu_enable_pipelined_all_gather"] = True
+    return options

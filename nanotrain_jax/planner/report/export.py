@@ -1,0 +1,125 @@
+"""Export a plan: all numbers as plain data (`plan --json`), and the config with its layout (`plan --write`)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import yaml
+
+from nanotrain_jax.costs import counts, flops, hardware
+from nanotrain_jax.planner import compiled as compiler
+from nanotrain_jax.planner.estimate import Estimate, Transfer, Verdict, margin, verdict
+from nanotrain_jax.planner.search import SEARCHED, SearchResult
+
+
+class Planned(NamedTuple):
+    """A planned layout, with its search and its compiled step."""
+
+    estimate: Estimate
+    found: SearchResult | None = None  # None without a search
+    compiled: dict[str, Any] | None = None  # the result of compiled.compile_step
+    too_large: tuple[tuple[Estimate, dict[str, Any]], ...] = ()  # candidates compiled before, over the limit
+    faster: Estimate | None = None  # the layout of a search, if much faster
+
+    @property
+    def verdict(self) -> Verdict:
+        """Compare the compiled peak to the limit; without it the estimated peak, with its margin."""
+        e = self.estimate
+        return verdict(self.compiled["peak_bytes"], 0.0, e.limit_bytes) if self.compiled else e.verdict
+
+
+def config_text(tree: dict[str, Any], e: Estimate, origin: str) -> str:
+    """Return the user's config with the layout of an estimate, as YAML. tree: file and overrides; origin: its path."""
+    c, tree = e.config, {section: dict(part or {}) for section, part in tree.items()}
+    p = c.parallel
+    defaults = {"pipe": 1, "replica": 1, "tensor": 1, "zero": 0, "chunks": 1, "schedule": "1f1b", "microbatches": 1}
+    layout = {key.split(".")[1]: getattr(p, key.split(".")[1]) for key in SEARCHED if key.startswith("parallel")}
+    others = {k: getattr(p, k) for k in tree.get("parallel", {}) if f"parallel.{k}" not in SEARCHED}
+    layout.pop("context")
+    tree["parallel"] = {k: v for k, v in layout.items() if defaults.get(k) != v} | others
+    tree["memory"] = tree.get("memory", {}) | {"remat": c.memory.remat}
+    tree["data"] = tree.get("data", {}) | {"batch_size": c.data.batch_size}
+    if c.model.loss_chunk or "loss_chunk" in tree.get("model", {}):
+        tree["model"] = tree.get("model", {}) | {"loss_chunk": c.model.loss_chunk}
+    if c.runtime.simulate:
+        tree["runtime"] |= {"simulate": e.gpus if e.gpu == hardware.SIMULATED else 0}
+    head = f"# {origin} on {e.gpus} x {e.gpu}, planned by nanotrain_jax.plan: {e.peak_bytes / 1e9:.3g} GB, modelled "
+    return head + f"{e.step_seconds:.3f} s per step\n" + yaml.safe_dump(tree, sort_keys=False)
+
+
+def as_json(plan: Planned) -> dict[str, Any]:
+    """Return all numbers of a plan. "fits" is true for the verdict "fits" only, "within_margin" for "may not fit"."""
+    e = plan.estimate
+    c, parts = e.config, e.moments[e.peak]
+    out = {
+        "model": {
+            "params": counts.parameters(c.model),
+            "flops_per_token": flops.flops_per_token(c.model, c.data.seq_len)["full"],
+        },
+        **_layout(e),
+        "estimate": {
+            "state_bytes": {
+                "params": parts["params"],
+                "grads": parts["gradients"],
+                "optimizer": parts["optimizer"],
+            },
+            "activation_bytes": parts["activations"],
+            "moments": e.moments,
+            **_numbers(e),
+            "seconds": e.seconds,
+            "flops": e.flops,
+            "host_bytes": e.host_bytes,
+            "on_host": e.on_host,
+            "nvme_bytes": e.nvme_bytes,
+            "limit_bytes": e.limit_bytes,
+            "margin_bytes": margin(c) * e.peak_bytes,
+        },
+        "collectives": [{"axis": t.axis, "op": t.op, **_transfer(t)} for t in e.transfers],
+        "host_copies": [{"to": t.op.removeprefix("to "), **_transfer(t)} for t in e.copies],
+        "fits": plan.verdict == "fits",
+        "within_margin": plan.verdict == "may not fit",
+    }
+    if plan.compiled:
+        out |= {"compiled": plan.compiled, "ratios": compiler.ratios(e, plan.compiled)}
+    if plan.found:
+        out["candidates"] = [_layout(other) | _numbers(other) for other in plan.found.best[:10]]
+        out["rejected"] = dict(plan.found.rejected)
+    if plan.too_large:
+        out["compiled_too_large"] = [
+            _layout(other) | {"estimated_peak_bytes": other.peak_bytes, "compiled_peak_bytes": compiled["peak_bytes"]}
+            for other, compiled in plan.too_large
+        ]
+    if plan.faster:
+        out["faster"] = _layout(plan.faster) | _numbers(plan.faster)
+    return out
+
+
+def _transfer(t: Transfer) -> dict[str, Any]:
+    sizes = {"bytes_per_device": t.bytes, "why": t.why, "link": t.link}
+    return sizes | {"seconds": t.seconds, "exposed_seconds": t.exposed}
+
+
+def _layout(e: Estimate) -> dict[str, Any]:
+    p = e.config.parallel
+    return {
+        "mesh": p.axes,
+        "zero": p.zero,
+        "schedule": p.schedule if p.pipe > 1 else None,
+        "chunks": p.chunks,
+        "microbatches": p.microbatches,
+        "remat": e.config.memory.remat,
+        "loss_chunk": e.config.model.loss_chunk,
+        "gpu": e.gpu,
+        "gpus": e.gpus,
+    }
+
+
+def _numbers(e: Estimate) -> dict[str, float]:
+    return {
+        "peak_bytes": e.peak_bytes,
+        "step_seconds": e.step_seconds,
+        "tokens_per_second": e.tokens_per_second,
+        "mfu": e.mfu,
+        "mfu_causal": e.mfu_causal,
+        "bubble_fraction": e.bubble_fraction,
+    }

@@ -1,0 +1,150 @@
+"""Print an estimate, search results, formulas and a compiled step as tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from nanotrain_jax.costs import counts, hardware
+from nanotrain_jax.planner import compiled as compiler
+from nanotrain_jax.planner.estimate import Estimate, Verdict, margin
+from nanotrain_jax.planner.explain import Section, number
+from nanotrain_jax.planner.search import SearchResult, describe
+
+
+def _unit(e: Estimate) -> tuple[float, str]:
+    return (1e9, "GB") if e.peak_bytes >= 1e9 else (1e6, "MB")
+
+
+def estimated(console: Console, e: Estimate) -> None:
+    """Print peak memory, communication, and step time with throughput and MFU."""
+    c, m, (unit, name) = e.config, e.config.model, _unit(e)
+    console.print(f"{m.family}, {counts.parameters(m):,} parameters, on {e.gpus} x {e.gpu}: {describe(c)}")
+    console.print(f"global batch: {c.data.batch_size} sequences of {c.data.seq_len} tokens")
+    table = Table(title=f"peak memory per GPU, {name}", title_justify="left")
+    for moment in ("", *e.moments):
+        table.add_column(moment, justify="right" if moment else "left", style="bold" if moment == e.peak else None)
+    for part in next(iter(e.moments.values())):
+        table.add_row(part, *(f"{parts[part] / unit:,.2f}" for parts in e.moments.values()))
+    table.add_section()
+    table.add_row("total", *(f"{sum(parts.values()) / unit:,.2f}" for parts in e.moments.values()))
+    console.print(table)
+    if e.on_host:
+        parts = ", ".join(f"{part} {size / unit:,.2f}" for part, size in e.on_host.items())
+        total = sum(e.on_host.values()) / unit
+        console.print(f"host memory per GPU, {name}: {parts}; total {total:,.2f}")
+    if e.nvme_bytes:
+        console.print(
+            f"NVMe per GPU, {name}: {e.nvme_bytes / unit:,.2f}, read and written by each step; not included in the "
+            "modelled time"
+        )
+    if e.transfers or e.copies:
+        table = Table(title="communication per GPU and step, modelled", title_justify="left")
+        for column in ("axis", "operation", name, "link", "ms", "exposed ms", "traffic"):
+            table.add_column(column, justify="right" if column in (name, "ms", "exposed ms") else "left")
+        for t in e.transfers + e.copies:
+            numbers = f"{t.bytes / unit:,.3f}", t.link, f"{1e3 * t.seconds:,.1f}", f"{1e3 * t.exposed:,.1f}"
+            table.add_row(t.axis, t.op, *numbers, t.why)
+        console.print(table)
+    shares = {part: seconds / e.step_seconds for part, seconds in e.seconds.items()}
+    parts = ", ".join(f"{part} {share:.1%}" for part, share in shares.items() if share > 5e-4)
+    bubble = f"; the bubble is {e.bubble_fraction:.1%} of the schedule's time" if c.parallel.pipe > 1 else ""
+    mfu = f"MFU {e.mfu:.1%} ({e.mfu_causal:.1%} with causal attention FLOPs)"
+    console.print(f"step time {e.step_seconds:,.3f} s, modelled: {parts}{bubble}")
+    console.print(f"throughput {e.tokens_per_second:,.0f} tokens/s, {mfu}")
+    if e.stores_scores:
+        console.print("no flash attention: attention scores are stored, and the memory estimate is less accurate")
+    console.print(f"host memory while writing a checkpoint: {e.host_bytes / unit:,.1f} {name} of state per host")
+
+
+def candidates(console: Console, result: SearchResult) -> None:
+    """Print the ten best layouts, and the most frequent reasons for rejection."""
+    table = Table(title="best layout of each mesh and schedule, by modelled step time (ties: 1%)", title_justify="left")
+    unit, size = _unit(result.best[0])
+    numbers = "", "ZeRO", "microbatches", size, "step s", "MFU"
+    for name in ("", "mesh", "ZeRO", "schedule", "microbatches", "remat", size, "step s", "MFU", "largest overheads"):
+        table.add_column(name, justify="right" if name in numbers else "left", no_wrap=name != "mesh")
+    for rank, e in enumerate(result.best[:10], 1):
+        p, overheads = e.config.parallel, ((s, part) for part, s in e.seconds.items() if part != "compute")
+        largest = sorted(overheads)[::-1][:2]
+        losses = ", ".join(f"{part} {s / e.step_seconds:.1%}" for s, part in largest if s > 5e-4 * e.step_seconds)
+        schedule = p.schedule + (f":{p.chunks}" if p.chunks > 1 else "") if p.pipe > 1 else ""
+        row = f"{e.peak_bytes / unit:.1f}", f"{e.step_seconds:,.3f}", f"{e.mfu:.1%}", losses
+        remat = e.config.memory.remat + f", loss_chunk={e.config.model.loss_chunk}" * (e.config.model.loss_chunk > 0)
+        mesh, *_ = describe(e.config).split(",")
+        table.add_row(str(rank), mesh, str(p.zero), schedule, str(p.microbatches), remat, *row)
+    console.print(table)
+    console.print(f"{result.tried:,} layouts estimated; rejected, by reason:")
+    for reason, count in result.rejected.most_common(8):
+        console.print(f"  {count:>6,}  {reason}")
+
+
+def formulas(console: Console, explained: Sequence[Section]) -> None:
+    """Print every formula with its numbers and its source."""
+    for section in explained:
+        console.print(f"\n[bold]{section.title}[/bold]  [dim]{section.source}[/dim]")
+        for line in section.lines:
+            console.print(f"  {line.what} = {line.formula}", highlight=False)
+            value = f"[bold]{number(line.value)}[/bold] {line.unit}"
+            console.print(f"      = {line.numbers} = {value}", highlight=False)
+
+
+def compiled(console: Console, e: Estimate, compiled: dict[str, Any]) -> None:
+    """Print the compiled step beside its estimate."""
+    title = f"compiled in {compiled['compile_seconds']:.0f} s with jax {compiled['jax']}, against the estimate"
+    table, (unit, name) = Table(title=title, title_justify="left"), _unit(e)
+    for column in ("per GPU and step", "compiled", "estimated", "ratio"):
+        table.add_column(column, justify="left" if column == "per GPU and step" else "right")
+
+    def row(what: str, actual: float, expected: float) -> None:
+        table.add_row(what, f"{actual:,.3f}", f"{expected:,.3f}", f"{actual / expected:.3f}" if expected else "-")
+
+    expected, wire = compiler.estimated(e), sum(c["bytes_per_device"] for c in compiled["collectives"])
+    row(f"peak memory, {name}", compiled["peak_bytes"] / unit, expected["peak_bytes"] / unit)
+    row(f"arguments, {name}", compiled["argument_bytes"] / unit, expected["argument_bytes"] / unit)
+    row("hardware TFLOPs", compiled["flops"] / 1e12, expected["flops"] / 1e12)
+    row(f"wire bytes, {name}", wire / unit, expected["wire_bytes"] / unit)
+    by_axis = compiler.wire_bytes(e)
+    for c in compiled["collectives"]:
+        size, exposed = c["bytes_per_device"], c["exposed_bytes"] / c["bytes_per_device"]
+        row(f"{c['axis']} {c['op']}, {name} ({exposed:.0%} exposed)", size / unit, by_axis[c["axis"], c["op"]] / unit)
+    console.print(table)
+
+
+def faster(console: Console, e: Estimate, better: Estimate) -> None:
+    """Print the faster layout that a search finds, in one line."""
+    saved = 1 - better.step_seconds / e.step_seconds
+    text = f"--choose finds {describe(better.config)}: modelled {better.step_seconds:,.3f} s, {saved:.0%} less"
+    console.print(text, soft_wrap=True)
+
+
+def too_large(console: Console, e: Estimate, compiled: dict[str, Any], following: Estimate | None) -> None:
+    """Print a candidate that does not fit as compiled, and the one to compile next."""
+    unit, name = _unit(e)
+    then = f"; compiling the next: {describe(following.config)}" if following else "; no candidates left"
+    text = (
+        f"does not fit as compiled: {compiled['peak_bytes'] / unit:,.2f} {name} ({e.peak_bytes / unit:,.2f} estimated) "
+        f"of {e.limit_bytes / unit:,.2f}: {describe(e.config)}{then}"
+    )
+    console.print(text, soft_wrap=True)
+
+
+COLORS: dict[Verdict, str] = {"fits": "green", "may not fit": "yellow", "does not fit": "red"}
+
+
+def verdict(console: Console, e: Estimate, compiled: dict[str, Any] | None, verdict: Verdict) -> None:
+    """Print the verdict with peak memory, limit and headroom."""
+    (unit, name), limit = _unit(e), e.limit_bytes
+    peak, how = (compiled["peak_bytes"], "compiled") if compiled else (e.peak_bytes, "estimated")
+    text, rest = verdict, "over" if verdict == "does not fit" else "free"
+    if verdict == "may not fit":
+        text += ", compile it (--compile)"
+        rest += f", less than the estimate's margin of {margin(e.config):.0%}"
+    share = limit / hardware.find(e.gpu).memory_bytes
+    console.print(
+        f"[bold {COLORS[verdict]}]{text}[/]: peak memory {peak / unit:,.1f} {name} ({how}), limit {limit / unit:,.1f} "
+        f"{name} ({share:.0%} of the {e.gpu}'s memory): {abs(limit - peak) / unit:,.1f} {name} {rest}"
+    )

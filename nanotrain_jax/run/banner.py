@@ -1,0 +1,92 @@
+"""Terminal output at the start and at the end of a run."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from nanotrain_jax.checkpoint.directory import latest_step
+from nanotrain_jax.config.schema import Config, padded_vocab
+from nanotrain_jax.costs import counts, memory
+from nanotrain_jax.data import batches
+from nanotrain_jax.parallel.pipeline import schedule, schedule_text
+
+
+def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: list[str]) -> str:
+    """Return the lines printed before training; notes come last. config: resolved."""
+    lines = [
+        headline(config, mesh),
+        f"{config.data.source}: {len(dataset.train):,} training and {len(dataset.val):,} held-out sequences of "
+        f"{config.data.seq_len} tokens; {config.data.batch_size} sequences per step",
+    ]
+    if config.optimizer.warmup_steps > config.train.steps:
+        warmup = config.optimizer.warmup_steps
+        lines.append(f"warning: the run ends during warm-up: optimizer.warmup_steps={warmup} > train.steps")
+    if dataset.replaced:
+        lines.append(f"warning: {dataset.replaced:,} invalid UTF-8 sequences in the text were replaced by U+FFFD")
+    vocab, rows = config.model.vocab_size, padded_vocab(config.model.vocab_size, config.parallel.tensor)
+    if rows > vocab and not config.model.factory:
+        lines.append(f"vocabulary: {vocab:,} tokens padded to {rows:,} for tensor {config.parallel.tensor}")
+    p = config.parallel
+    if p.pipe > 1:
+        bubble = schedule_text.stats(schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks)).bubble_fraction
+        lines.append(
+            f"pipeline schedule {p.schedule}: {p.microbatches} microbatches over {p.pipe} stages; bubble {bubble:.0%} "
+            "(modelled: forward, input-gradient and weight-gradient passes take equal time)"
+        )
+    if config.parallel.zero and mesh.shape["data"] == 1:
+        lines.append(f"parallel.zero={config.parallel.zero} has no effect: parallel.data is 1")
+    on_host = {} if config.model.factory else memory.on_host(config)
+    if on_host:
+        sizes = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in on_host.items())
+        lines.append(f"offloaded to host memory, per device: {sizes}")
+        if mesh.devices.flat[0].platform == "cpu":
+            lines.append("on CPU devices offloading saves no memory: device and host memory are the same")
+    if config.precision.compute == "float16" and config.precision.loss_scale == "none":
+        lines.append(
+            "warning: float16 without a loss scale: gradients below 6e-8 underflow to zero, which slows or stops "
+            "learning; use precision.loss_scale=dynamic, or bfloat16"
+        )
+    return "\n".join(lines + notes)
+
+
+def headline(config: Config, mesh: Mesh) -> str:
+    """Describe model and mesh in one line."""
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    device = "simulated CPU device" if config.runtime.simulate else mesh.devices.flat[0].device_kind
+    model = config.model.factory or f"{config.model.family} with {counts.parameters(config.model):,} parameters"
+    return f"{model} on {mesh.size} x {device} ({axes})"
+
+
+def title(config: Config, mesh: Mesh) -> str:
+    """Return the title of the loss plot."""
+    return f"{Path(config.logging.dir).name}: {headline(config, mesh)}"
+
+
+def summary(config: Config, latest: dict[str, Any], bigram: float | None, number: int) -> str:
+    """Return the lines printed after step `number`: final metrics, output files, next commands.
+
+    latest: the newest value of each metric. bigram: loss of a bigram model on the held-out text, if known.
+    """
+    folder = shlex.quote(config.logging.dir)
+    lines = [f"{'stopped' if number < config.train.steps else 'done'} at step {number} of {config.train.steps}"]
+    if "loss" in latest:
+        lines.append(f"  training loss     {latest['loss']:.4f}")
+    if "val_loss" in latest:
+        lines.append(f"  validation loss   {latest['val_loss']:.4f} nats per token")
+    if bigram:
+        lines.append(f"  a bigram model    {bigram:.4f} on the same text (predicts from the previous token only)")
+    if "skipped_steps" in latest:
+        lines.append(f"  skipped steps     {latest['skipped_steps']} (gradients not finite)")
+    lines.append(f"  output            {config.logging.dir}/: loss.png, metrics.jsonl, config.yaml")
+    if config.logging.tensorboard:
+        lines.append(f"  TensorBoard       pip install tensorboard; tensorboard --logdir {folder}/tensorboard")
+    if config.checkpoint.every and latest_step(config.checkpoint.dir) is not None:
+        resumes = "" if config.checkpoint.resume == "never" else f" (the same command resumes from step {number})"
+        lines.append(f"  checkpoints       {config.checkpoint.dir}{resumes}")
+        if config.data.source != "synthetic" and not config.model.factory:
+            lines.append(f'  generate text     python -m nanotrain_jax.generate --run {folder} --prompt "def "')
+    return "\n".join(lines)

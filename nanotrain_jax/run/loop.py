@@ -1,0 +1,217 @@
+"""The training loop: compile the step, then repeat data -> step -> metrics, with evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import yaml
+from jax.sharding import Mesh
+
+from nanotrain_jax.audit import hlo
+from nanotrain_jax.checkpoint import compatibility, directory, lock
+from nanotrain_jax.checkpoint import write as checkpoint
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.costs import flops, hardware
+from nanotrain_jax.data import batches as data
+from nanotrain_jax.distributed import processes, watchdog
+from nanotrain_jax.distributed.processes import on_all_processes
+from nanotrain_jax.nvme import checkpointing
+from nanotrain_jax.nvme.store import Store
+from nanotrain_jax.run import banner, curves, metrics
+from nanotrain_jax.run.profiling import Profile, profiling
+from nanotrain_jax.step import build as steps
+
+
+class Run(NamedTuple):
+    """A validated run, ready to start."""
+
+    config: Config
+    mesh: Mesh
+    dataset: data.Dataset
+    step: steps.Step
+    state: steps.State
+    position: int  # sequences consumed so far
+    notes: list[str]  # lines for the banner: processes, warnings, what is resumed
+    start: tuple[Path, int] | None  # folder and step of the checkpoint resumed from
+    meta: compatibility.Meta | None  # metadata of that checkpoint
+    damaged: dict[int, str]  # step of each newer, damaged checkpoint -> what is wrong with it
+    tokens: int  # consumed so far
+
+
+def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], bool]) -> None:
+    """Train until the last step or until stopped(step), save, and print a summary.
+
+    A run that already took its last step only prints the summary. folder: config.logging.dir. files: the NVMe files,
+    with memory.offload_optimizer=nvme. Raises OSError (e.g. a full disk).
+    """
+    config, number = run.config, int(run.state.step)
+    on_all_processes(lambda: make_ready(run, folder))
+    locked = lock.alone("checkpoint.dir", config.checkpoint.dir) if config.checkpoint.every else nullcontext()
+    with locked, closing(new_writer(run)) as writer, watching(run, writer) as watch:
+        if run.damaged and run.start[0] == Path(config.checkpoint.dir):
+            directory.set_aside(config.checkpoint.dir, run.damaged)
+        writer.say(banner.introduction(config, run.mesh, run.dataset, run.notes))
+        if number < config.train.steps:
+            number = Loop(run, folder, files, writer, watch).run_steps(stopped)
+        elif writer.active:
+            writer.latest |= curves.last(folder / "metrics.jsonl", number)
+        watch.at("end", number)
+        bigram = None
+        if "val_loss" in writer.latest:  # computed on all processes, so that none waits for another at the end
+            bigram = data.bigram_loss(run.dataset, config.train.eval_steps * config.data.batch_size)
+        writer.finish(banner.title(config, run.mesh), bigram)
+        writer.say(banner.summary(config, writer.latest, bigram, number))
+
+
+class Loop:
+    """The training steps, with evaluations and checkpoints between them."""
+
+    def __init__(self, run: Run, folder: Path, files: Store | None, writer: metrics.Writer, watch: watchdog.Watchdog):
+        self.run, self.folder, self.files, self.writer, self.watch = run, folder, files, writer, watch
+        self.config, self.state = run.config, run.state
+        self.first = self.number = self.saved = int(run.state.step)
+
+    def run_steps(self, stopped: Callable[[int], bool]) -> int:
+        """Run steps until the last one or until stopped(step), and save; -> number of the last step."""
+        every, train_step = self.config.checkpoint.every, self.compile()
+        with checkpoint.writing(self.config.checkpoint) if every else nullcontext() as write:
+            self.take_steps(train_step, stopped, write)
+            if every and self.number > self.saved:
+                self.save(write)
+            self.watch.at("end", self.number)  # leaving `writing` waits for the last checkpoint
+        return self.number
+
+    def take_steps(self, train_step: Callable, stopped: Callable[[int], bool], write: checkpoint.Save | None) -> None:
+        """Run steps, evaluate and save until the last step or until stopped(step)."""
+        run, num_steps, profiled = self.run, self.config.train.steps, self.config.runtime.profile_steps
+        profiled = profiled and (profiled[0], min(profiled[1], num_steps))
+        batches = data.batches(run.dataset.train, run.step.batch, self.config.data.seed, run.position)
+        with profiling(profiled, self.folder / "profile", self.writer.say) as profile:
+            self.writer.start_clock()
+            while self.number < num_steps and not stopped(self.number):
+                self.take_step(train_step, batches, profile)
+                self.between_steps(write)
+            self.writer.settle()
+
+    def compile(self) -> Callable:
+        """Compile the train step; with NVMe offload also initialize the files of the optimizer state."""
+        run, step, files = self.run, self.run.step, self.files
+        self.writer.say("compiling the step ...")
+        started = time.perf_counter()
+        train_step = step.train.lower(step.state, step.batch).compile()
+        self.writer.say(f"compiled in {time.perf_counter() - started:.1f} s")
+        check_offload(run, hlo.memory(train_step)["host_bytes"])
+        if files:
+            train_step = checkpointing.train(files, step, train_step)
+            origin = checkpointing.restore(files, step, run.config, run.start, run.meta and run.meta.nvme)
+            self.writer.say(f"master weights and moments: {files.nbytes / 1e9:.3g} GB in {files.folder}, {origin}")
+        return train_step
+
+    def take_step(self, train_step: Callable, batches: Iterator[Any], profile: Profile) -> None:
+        """Dispatch the next step; on return the metrics of the previous step are written (see metrics.py)."""
+        self.number += 1
+        profile.before(self.number)
+        self.watch.at("data", self.number)
+        batch = next(batches)
+        self.watch.at("dispatch", self.number)
+        self.state, values, _ = train_step(self.state, batch)
+        self.watch.at("step", self.number)
+        self.writer.step(self.number, values)
+        if self.files or profile.ends(self.number):
+            self.writer.settle()  # the NVMe update has synchronized with the device already
+        profile.after(self.number)
+
+    def between_steps(self, write: checkpoint.Save | None) -> None:
+        """Evaluate and save if due."""
+        train, every = self.config.train, self.config.checkpoint.every
+        is_due = train.eval_every and (self.number % train.eval_every == 0 or self.number == train.steps)
+        if is_due and len(self.run.dataset.val):
+            self.writer.settle()
+            self.writer.write(self.evaluate())
+            self.writer.start_clock()
+        if every and self.number % every == 0:
+            self.save(write)
+            self.writer.start_clock()
+
+    def evaluate(self) -> float:
+        """Return the validation loss: mean per held-out token, in nats."""
+        run, sums = self.run, []
+        for batch in data.evaluation(run.dataset.val, run.step.batch, run.config.train.eval_steps):
+            self.watch.at("evaluation", self.number)
+            sums.append(run.step.evaluate(self.state.params, batch))
+            jax.block_until_ready(sums[-2:-1])  # XLA:CPU aborts with too many executions in flight
+        return sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums)
+
+    def save(self, write: checkpoint.Save) -> None:
+        """Save a checkpoint of the last step. Its metrics are written first: a resume does not repeat the step."""
+        run, files, number = self.run, self.files, self.number
+        self.writer.write()
+        self.watch.at("checkpoint", number)
+        position = run.position + (number - self.first) * run.config.data.batch_size
+        meta = {
+            "config": run.config.to_dict(),
+            "tokenizer": run.dataset.tokenizer,
+            "data": {"position": position, "fingerprint": run.dataset.fingerprint},
+            "tokens": run.tokens + (number - self.first) * run.config.data.batch_size * run.config.data.seq_len,
+            "nvme": files and files.seal(),
+        }
+        apart = (checkpointing.arrays(files, run.step, run.config), files.nbytes) if files else ()
+        write(number, run.step.in_layer_order(self.state), meta, *apart)
+        self.saved = number
+
+
+def make_ready(run: Run, folder: Path) -> None:
+    """Create the folders of a run; write config.yaml and a copy of the tokenizer. Raises OSError."""
+    if run.config.checkpoint.every:
+        new_folder("checkpoint.dir", run.config.checkpoint.dir)
+    if jax.process_index() == 0:
+        (folder / "config.yaml").write_text(yaml.safe_dump(run.config.to_dict(), sort_keys=False))
+        tokenizer = data.tokenizer_file(run.config.data)
+        if tokenizer:  # makes the folder self-contained for `generate`
+            (folder / data.TOKENIZER).write_bytes(tokenizer.read_bytes())
+
+
+def new_folder(key: str, path: str) -> Path:
+    """Create a folder if it does not exist and check that it is writable. Raises OSError that names the key."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return Path(path)
+    except OSError as error:
+        raise OSError(f"{key}={path!r} cannot be written to ({error.strerror}); choose another folder") from None
+
+
+def new_writer(run: Run) -> metrics.Writer:
+    """Return the metrics writer of a run. Raises OSError."""
+    config, devices = run.config, run.mesh.devices
+    peak = hardware.peak_flops(devices.flat[0].device_kind)
+    flops_per_step = 0.0
+    if config.model.factory:  # FLOPs unknown
+        peak = None
+    else:
+        per_token = flops.flops_per_token(config.model, config.data.seq_len)["full"]
+        flops_per_step = per_token * config.data.batch_size * config.data.seq_len
+    return metrics.Writer(config, int(run.state.step), flops_per_step, peak and peak * devices.size, run.tokens)
+
+
+def watching(run: Run, writer: metrics.Writer) -> AbstractContextManager[watchdog.Watchdog]:
+    """Return the watchdog of this process, as a context manager."""
+    folder = Path(run.config.logging.dir) / metrics.PROCESSES
+    place = watchdog.Member(folder, jax.process_index(), jax.process_count(), processes.launcher_pid())
+    return watchdog.watching(place, run.config.runtime.hang_timeout, writer.say, writer.log)
+
+
+def check_offload(run: Run, host_bytes: int) -> None:
+    """Raise RuntimeError if offload is configured but the compiled step uses no host memory (except on CPU devices)."""
+    requested = run.config.memory.offload_activations == "host" or any(jax.tree.leaves(run.step.plan.host_memory))
+    if requested and not host_bytes and run.mesh.devices.flat[0].platform != "cpu":
+        raise RuntimeError(
+            "memory.offload_*=host, but the compiled step uses no host memory: XLA left everything on the device; "
+            f"please report this, with jax {jax.__version__} and the config"
+        )

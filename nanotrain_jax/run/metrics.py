@@ -1,0 +1,214 @@
+"""Metrics output: metrics.jsonl, TensorBoard, progress bar or lines, loss.png (drawn by curves.py).
+
+`Writer.step` stores the metrics of a dispatched step and writes those of the previous one, which are ready by then: the
+device never waits for the host, and the host is at most one step ahead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensorboardX
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.run import curves
+
+PROCESSES = "processes"  # subfolder of the run's folder: <process>.log
+
+
+class Writer:
+    """Writes metrics to config.logging.dir and the terminal (process 0 only), and to one log per process.
+
+    flops_per_step: of the global batch; peak_flops: of all devices, None if unknown (mfu is null); tokens: consumed
+    before first_step. Raises OSError if the folder cannot be written.
+    """
+
+    def __init__(
+        self, config: Config, first_step: int, flops_per_step: float, peak_flops: float | None, tokens: int = 0
+    ):
+        self.config, self.flops, self.peak = config, flops_per_step, peak_flops
+        self.tokens = config.data.batch_size * config.data.seq_len  # per step
+        self.first_step, self.tokens_before = first_step, tokens
+        self.pending: tuple[int, dict[str, Any]] | None = None
+        self.latest: dict[str, Any] = {}  # newest value of each metric
+        self.seconds, self.steps = 0.0, 0
+        self.losses: list[float] = []  # of the steps since the last record
+        self.active = jax.process_index() == 0
+        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        progress = config.logging.progress
+        self.progress = ("bar" if self.console.is_terminal else "lines") if progress == "auto" else progress
+        self.bar = None
+        self.folder = Path(config.logging.dir)
+        (self.folder / PROCESSES).mkdir(exist_ok=True)
+        log = self.folder / PROCESSES / f"{jax.process_index()}.log"
+        self.log = open(log, "a", buffering=1)  # noqa: SIM115 (closed by close)
+        if not self.active:
+            return
+        trim(self.folder / "metrics.jsonl")
+        self.jsonl = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed by close)
+        self.board = (
+            tensorboardX.SummaryWriter(str(self.folder / "tensorboard")) if config.logging.tensorboard else None
+        )
+        if self.progress == "bar":
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeRemainingColumn(),
+            )
+            self.bar = Progress(*columns, console=self.console)
+            self.task = self.bar.add_task("", total=config.train.steps, completed=first_step, text="")
+            self.bar.start()
+
+    def say(self, text: str) -> None:
+        """Print lines to the terminal and to the log of this process."""
+        self._note(text)
+        if self.active:
+            self.console.print(text)
+
+    def _note(self, text: str) -> None:
+        """Append lines with a timestamp to the log of this process."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.log.write("".join(f"{now} {line}\n" for line in text.splitlines()))
+
+    def start_clock(self) -> None:
+        """Start timing the next step here, so that e.g. an evaluation does not count."""
+        self.clock = time.perf_counter()
+
+    def step(self, number: int, metrics: dict[str, jax.Array]) -> None:
+        """Store the metrics of step `number`, still being computed, and write those of the previous step."""
+        self.write()
+        self.pending = number, metrics
+
+    def settle(self) -> None:
+        """Wait for the pending step, so that later work does not count as its time."""
+        if self.pending and isinstance(self.pending[1]["loss"], jax.Array):
+            number, metrics = self.pending
+            self.pending = number, jax.device_get(metrics)
+            self.losses.append(float(self.pending[1]["loss"]))
+            now = time.perf_counter()
+            self.seconds, self.steps, self.clock = self.seconds + now - self.clock, self.steps + 1, now
+
+    def write(self, val_loss: float | None = None) -> None:
+        """Write the metrics of the pending step, if any, with a validation loss, if given."""
+        if not self.pending:
+            return
+        self.settle()
+        (number, metrics), self.pending = self.pending, None
+        every = self.config.train.log_every
+        if self.bar:
+            self.bar.update(self.task, completed=number)
+        if val_loss is None and (not every or number % every) and number != self.config.train.steps:
+            return
+        seconds, losses = self.seconds / self.steps, self.losses
+        self.seconds, self.steps, self.losses = 0.0, 0, []
+        record = {
+            "step": number,
+            # the shortest text that parses to the same float32
+            **{k: float(str(np.float32(metrics[k]))) for k in ("loss", "grad_norm", "lr")},
+            "tokens": self.tokens_before + (number - self.first_step) * self.tokens,
+            "tokens_per_second": self.tokens / seconds,
+            "mfu": self.flops / seconds / self.peak if self.peak else None,
+            "step_seconds": seconds,
+        }
+        if len(losses) > 1:
+            record["mean_loss"] = mean(losses)
+        if metrics["skipped_steps"]:
+            record["skipped_steps"] = int(metrics["skipped_steps"])
+        if "loss_scale" in metrics:
+            record["loss_scale"] = float(metrics["loss_scale"])
+        if val_loss is not None:
+            record["val_loss"] = val_loss
+        self.latest |= record
+        self._note("  ".join(f"{key} {value}" for key, value in record.items() if value is not None))
+        if self.active:
+            self._show(record)
+
+    def _show(self, record: dict[str, Any]) -> None:
+        """Write a record to metrics.jsonl, TensorBoard and the terminal."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self.jsonl.write(json.dumps(finite) + "\n")
+        if self.board:
+            scalars = {name: value for name, value in record.items() if name != "step" and value is not None}
+            for name, value in scalars.items():
+                self.board.add_scalar(name, value, record["step"])
+        steps = self.config.train.steps
+        text = self._text(record)
+        if self.bar:
+            self.bar.update(self.task, text=text)
+        if self.progress == "lines" or (self.bar and "val_loss" in record):
+            remaining = clock((steps - record["step"]) * record["step_seconds"])
+            self.console.print(
+                f"step {record['step']:>{len(str(steps))}}/{steps}  {text}  lr {record['lr']:.2e}  ETA {remaining}"
+            )
+
+    def _text(self, record: dict[str, Any]) -> str:
+        """Format a record for a progress line."""
+        text = f"loss {record['loss']:.4f}"
+        val_loss = (self.latest if self.bar else record).get("val_loss")
+        if val_loss is not None:
+            text += f"  val {val_loss:.4f}"
+        text += f"  {record['tokens_per_second']:,.0f} tokens/s"
+        if record["mfu"]:
+            text += f"  mfu {record['mfu']:.1%}"
+        if "skipped_steps" in record:
+            text += f"  skipped {record['skipped_steps']}"
+        return text
+
+    def finish(self, title: str = "", bigram: float | None = None) -> None:
+        """Write the pending step and loss.png (see `curves.draw`). A failure to draw is only a warning."""
+        self.write()
+        if not self.active:
+            return
+        jsonl = self.folder / "metrics.jsonl"
+        try:
+            bad = curves.draw(jsonl, self.folder / "loss.png", title, bigram)
+        except Exception as error:  # a library, or a full disk: the run itself is complete
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            self.say(f"warning: cannot draw loss.png ({text[:200]})")
+        else:
+            if bad:
+                self.say(f"warning: {bad} lines of {jsonl} cannot be read; loss.png omits them")
+
+    def close(self) -> None:
+        """Close the files and stop the progress bar."""
+        with suppress(OSError):
+            self.log.close()
+        if not self.active:
+            return
+        if self.bar:
+            self.bar.stop()
+        with suppress(OSError):
+            self.jsonl.close()
+        if self.board:
+            self.board.close()
+
+
+def trim(jsonl: Path) -> None:
+    """Truncate an incomplete last line (of a killed run, or a full disk)."""
+    if jsonl.exists():
+        with open(jsonl, "r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def mean(losses: list[float]) -> float:
+    """Return the mean of the finite losses (a skipped step may have none), or nan if there are none."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def clock(seconds: float) -> str:
+    """Format a duration as hours:minutes:seconds; hours may exceed 24."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{seconds:02}"

@@ -1,0 +1,97 @@
+"""Resume from a checkpoint: choose it, check that it matches the config, restore the state, report what changed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from pydantic import ValidationError
+
+from nanotrain_jax.checkpoint import compatibility
+from nanotrain_jax.checkpoint import read as restore
+from nanotrain_jax.checkpoint.compatibility import Meta
+from nanotrain_jax.config.schema import Config, Optimizer
+from nanotrain_jax.data import batches
+from nanotrain_jax.step import optimizer as optim
+from nanotrain_jax.step.build import State, Step
+
+
+class Resumed(NamedTuple):
+    """State and position restored from a checkpoint."""
+
+    state: State
+    position: int  # sequences consumed, counted in the current data.seq_len
+    tokens: int  # consumed so far
+    notes: list[str]  # lines for the banner
+    start: tuple[Path, int]  # folder and step of the checkpoint
+    meta: Meta
+    damaged: dict[int, str]  # step of each newer, damaged checkpoint -> what is wrong with it
+
+
+def resume(folder: Path, requested: Config, config: Config, dataset: batches.Dataset, step: Step) -> Resumed:
+    """Restore the newest valid checkpoint of a folder. requested: the config before `resolve`; config: resolved.
+
+    If data.seq_len changed, the position in tokens is preserved. Raises ValueError if no checkpoint can be read, or if
+    the newest one does not match the model.
+    """
+
+    def read(number: int) -> tuple[Meta, State]:
+        meta = restore.read_meta(folder, number)
+        compatibility.check(meta, requested, config, dataset.tokenizer)
+        return meta, _read_state(folder, number, meta, config, step)
+
+    number, (meta, state), damaged = restore.newest(folder, config.checkpoint.verify, read)
+    notes = [f"warning: skipped checkpoint {bad} in {folder}: {problem}" for bad, problem in damaged.items()]
+    summary = f"resumed from step {number} in {folder}"
+    if meta.data.fingerprint != dataset.fingerprint or meta.seq_len != config.data.seq_len:
+        summary += "; the training data differ from the checkpoint's: sequences may repeat"
+    notes.append(summary)
+    changed = ", ".join(compatibility.changes(meta, config))
+    if changed:
+        notes.append(f"changed since the checkpoint: {changed}")
+    notes += _learning_rate_jump(meta, config, number, number - int(state.skipped))
+    position = meta.data.position * meta.seq_len // config.data.seq_len
+    return Resumed(step.in_stage_order(state), position, meta.tokens_seen, notes, (folder, number), meta, damaged)
+
+
+def _read_state(folder: Path, number: int, meta: Meta, config: Config, step: Step) -> State:
+    """Restore the state, with the loss scale of precision.loss_scale.
+
+    A dynamic scale keeps its value; otherwise the scale is initialized as in a new run.
+    """
+    scales = config.precision.loss_scale, meta.config["precision"].get("loss_scale")
+    if scales == ("dynamic", "dynamic"):
+        return restore.read_state(folder, number, step.state, step.plan.model.is_padded)
+    state = restore.read_state(folder, number, step.state._replace(scale=None), step.plan.model.is_padded)
+    shardings = jax.tree.map(lambda x: x.sharding, step.state.scale)
+    return state._replace(scale=jax.jit(lambda: optim.loss_scale(config.precision), out_shardings=shardings)())
+
+
+def _learning_rate_jump(meta: Meta, config: Config, number: int, update: int) -> list[str]:
+    """Return a line if the learning rate of the next step differs from the checkpoint's schedule.
+
+    update: number of updates applied so far (steps not skipped), which the schedule counts.
+    """
+    before = _optimizer_of(meta)
+    if before is None:
+        return []
+    old, new = (float(optim.schedule(optimizer)(update)) for optimizer in (before, config.optimizer))
+    if math.isclose(old, new, rel_tol=1e-5):
+        return []
+    why = ""
+    if before.decay_steps != config.optimizer.decay_steps:
+        why = f" (its decay ends at step {config.optimizer.decay_steps}, not {before.decay_steps})"
+    return [f"the learning rate of step {number + 1} jumps from {old:.3g} to {new:.3g}{why}"]
+
+
+def _optimizer_of(meta: Meta) -> Optimizer | None:
+    """Return the optimizer section of a checkpoint's config; None if this version does not support its values."""
+    known: dict[str, Any] = {
+        key: value for key, value in meta.config["optimizer"].items() if key in Optimizer.model_fields
+    }
+    try:
+        return Optimizer.model_validate(known)
+    except ValidationError:
+        return None

@@ -1,0 +1,58 @@
+"""The end of a training step: optimizer update, loss scale, counters, metrics."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from nanotrain_jax.parallel.optimizer_step import Clip, Opt, merge, select, update, without_arrays
+from nanotrain_jax.step import optimizer
+from nanotrain_jax.step.plan import Plan
+from nanotrain_jax.step.state import State
+
+Tree = Any  # a pytree of arrays
+
+
+class Pending(NamedTuple):
+    """Gradients of the arrays that the step does not update (`Plan.in_step`), and the other inputs of their update."""
+
+    grads: Tree  # laid out as master weights; None for arrays that the step has updated
+    counts: Tree  # optax state with None for its arrays: step counts before this step
+    clip: Clip
+
+
+def apply_update(plan: Plan, state: State, grads: Tree, clip: Clip) -> tuple[Tree, Opt, Pending | None]:
+    """-> parameters, optimizer state, pending gradients. Each device updates the shards whose gradients it has.
+
+    ZeRO 1 and 2 all-gather the updated weights (`zero.gather_updated`).
+    """
+    params, grads_in_step, dims, on_host = (
+        select(tree, plan.in_step) for tree in (state.params, grads, plan.shards.dims, plan.host_memory.optimizer)
+    )
+    own = plan.zero.own_shards(params, dims)
+    own, opt = update(plan.optimizer, own, grads_in_step, state.opt, clip, on_host)
+    params = merge(plan.zero.gather_updated(own, plan.shards._replace(dims=dims)), state.params)
+    outside = jax.tree.map(lambda in_step: not in_step, plan.in_step)
+    if not any(jax.tree.leaves(outside)):
+        return params, opt, None
+    return params, opt, Pending(select(grads, outside), without_arrays(plan.optimizer, state.opt.moments), clip)
+
+
+def next_state(plan: Plan, state: State, params: Tree, opt: Opt, is_finite: jax.Array) -> State:
+    """Return the state after a step. A step whose gradients are not finite counts as skipped."""
+    skipped = state.skipped + jnp.where(is_finite, 0, 1)
+    scale = state.scale and optimizer.adjust(state.scale, is_finite, plan.config.precision)
+    return State(state.step + 1, skipped, params, opt, scale)
+
+
+def metrics(plan: Plan, before: State, after: State, loss: jax.Array, clip: Clip) -> dict[str, jax.Array]:
+    """Return the metrics of the step between two states. loss: of the batch, times the loss scale."""
+    values = {
+        "loss": loss / before.scale.value if before.scale else loss,
+        "grad_norm": clip.norm,
+        "lr": jnp.asarray(plan.lr_schedule(before.step - before.skipped), jnp.float32),
+        "skipped_steps": after.skipped,
+    }
+    return values | ({"loss_scale": before.scale.value} if before.scale else {})

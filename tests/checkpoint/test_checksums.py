@@ -1,0 +1,107 @@
+"""Checksums of folders, recorded and verified by several processes."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nanotrain_jax.checkpoint import checksums
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, size in {"5/a": 1000, "5/d/b": 700, "5/d/c": 650, "arrays/5/x": 300, "5/empty": 0}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(i * 7 % 251 for i in range(size)))
+    return tmp_path
+
+
+PARTS = ("5", "arrays/5")
+
+
+def record(folder, count):
+    for i in range(count):
+        assert not checksums.recorded(folder / "sums")
+        checksums.record(folder, PARTS, folder / "sums", i, count)
+    assert checksums.recorded(folder / "sums")
+
+
+def damage(folder, count):
+    return [checksums.damage(folder, folder / "sums", i, count) for i in range(count)]
+
+
+@pytest.mark.parametrize("made_by", [1, 3, 7])
+@pytest.mark.parametrize("read_by", [1, 2, 7])
+def test_several_processes_together_check_every_file(folder, made_by, read_by):
+    record(folder, made_by)
+    assert not any(damage(folder, read_by))
+    for name in "5/a", "5/d/b", "5/d/c", "arrays/5/x":
+        good = (folder / name).read_bytes()
+        (folder / name).write_bytes(bytes([good[0] ^ 64]) + good[1:])
+        assert [text for text in damage(folder, read_by) if text] == [f"{name} is damaged"]
+        (folder / name).write_bytes(good[:-1])
+        assert [text for text in damage(folder, read_by) if text] == [f"{name} is damaged"]
+        (folder / name).write_bytes(good)
+
+
+def test_missing_files_are_reported(folder):
+    record(folder, 2)
+    shutil.rmtree(folder / "arrays")
+    (text,) = filter(None, damage(folder, 2))
+    assert text == f"{folder}/arrays/5/x cannot be read (No such file or directory)"
+    (folder / "sums" / "files.json").unlink()
+    assert damage(folder, 2) == [f"{folder}/sums/files.json cannot be read (No such file or directory)"] * 2
+
+
+def test_a_flipped_bit_in_the_checksums_is_detected(folder):
+    record(folder, 1)
+    for file in (folder / "sums").iterdir():
+        good = file.read_bytes()
+        for bit in range(8 * len(good)):
+            bad = bytearray(good)
+            bad[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(bad)
+            assert any(damage(folder, 1)), bytes(bad)
+        file.write_bytes(good)
+
+
+def test_a_process_that_cannot_see_the_list_of_files_yet_waits_for_it(folder, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(checksums.time, "monotonic", lambda: clock[0])
+
+    def sleep(seconds):
+        clock[0] += seconds
+        if clock[0] > 5:
+            checksums.record(folder, PARTS, folder / "sums", 0, 2)
+
+    monkeypatch.setattr(checksums.time, "sleep", sleep)
+    checksums.record(folder, PARTS, folder / "sums", 1, 2)
+    assert damage(folder, 2) == ["", ""]
+    monkeypatch.setattr(checksums.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    with pytest.raises(TimeoutError, match=r"elsewhere/files\.json, which process 0 writes, did not appear"):
+        checksums.record(folder, PARTS, folder / "elsewhere", 1, 2)
+
+
+def test_files_are_on_disk_before_their_checksums(folder, monkeypatch):
+    done = []
+    sync, replace = os.fsync, Path.replace
+
+    def synced(descriptor):
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    def replaced(path, target):
+        done.append(f"-> {target}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    checksums.record(folder, PARTS, folder / "sums")
+    sums = folder / "sums"
+    last = done.index(f"-> {sums}/0-of-1.json")
+    assert done[last - 1 : last + 2] == [f"{sums}/0-of-1.new", f"-> {sums}/0-of-1.json", f"{sums}"]
+    first = done.index(f"-> {sums}/files.json")
+    assert done[first - 1 : first + 2] == [f"{sums}/files.new", f"-> {sums}/files.json", f"{sums}"]
+    names = {"5", "5/d", "arrays", "arrays/5", "5/a", "5/d/b", "5/d/c", "5/empty", "arrays/5/x"}
+    assert {str(folder), *(f"{folder}/{name}" for name in names)} <= {*done[:last]}

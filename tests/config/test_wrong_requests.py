@@ -1,0 +1,154 @@
+"""An invalid training request is reported in one line, and nothing is written."""
+
+import pytest
+from command import config_file, main, same, saved_state, start, wait_for_lines
+
+__all__ = ["config_file"]  # a fixture
+
+PIPE = ["parallel.pipe=4", "parallel.data=1", "model.num_layers=8"]
+BAD = [
+    (["model.num_layer=3"], "unknown key model.num_layer; did you mean model.num_layers?"),
+    (["train.lr=1"], "did you mean optimizer.lr?"),
+    (["optimizer.lr=fast"], "optimizer.lr='fast': input should be a valid number"),
+    (["model.family=bert"], "'llama' or 'gpt2'"),
+    (["train.steps"], "must be section.key=value"),
+    (["data.source=text:nowhere/*.txt"], "matches no file"),
+    (["data.source=tokens:nowhere"], "prepare_data.py"),
+    (["data.tokenizer=nowhere.json"], "nowhere.json"),
+    (["data.seq_len=100000000"], "data.seq_len=100000000 needs at least 100000001"),
+    (
+        ["data.batch_size=9"],
+        "data.batch_size=9 is not divisible by replica x data x microbatches = 1 x 4 x 1 = 4; use 8 or 12",
+    ),
+    (["parallel.microbatches=3"], "use 12"),
+    (
+        ["model.num_heads=4", "model.num_kv_heads=3"],
+        "model.num_kv_heads=3 does not divide model.num_heads=4; use 2 or 4",
+    ),
+    (["model.loss_chunk=7"], "model.loss_chunk=7 does not divide the"),
+    (["parallel.data=16"], "needs 16 devices but there are 8"),
+    (["parallel.data=3", "parallel.replica=-1"], "cannot be split into groups of 3"),
+    (["parallel.context=2"], "not implemented yet"),
+    (["parallel.tensor=4", "parallel.data=1"], "parallel.tensor=4 does not divide model.num_heads=2; use 1 or 2"),
+    (
+        ["parallel.tensor=2", "parallel.data=1", "model.d_ff=63"],
+        "parallel.tensor=2 does not divide model.d_ff=63; use 1",
+    ),
+    (
+        ["parallel.tensor=2", "parallel.data=1", "data.seq_len=31"],
+        "does not divide data.seq_len=31; use 1, another data.seq_len, or parallel.sequence_parallel=false",
+    ),
+    (
+        ["parallel.tensor=4", "parallel.data=1", "model.num_heads=12", "model.num_kv_heads=6", "model.d_model=48"],
+        "parallel.tensor=4 neither divides model.num_kv_heads=6 nor is a multiple of it; use 1 or 2",
+    ),
+    (["parallel.zero=4"], "parallel.zero=4"),
+    (["memory.remat=half"], "memory.remat='half' must be none, selective, full or block:N"),
+    (["memory.remat=block:2"], "does not divide model.num_layers=1; use block:1"),
+    (
+        ["parallel.data=1", "parallel.pipe=-1"],
+        "parallel.pipe=8 does not divide model.num_layers=1; use parallel.pipe=1, or 8 layers",
+    ),
+    (
+        ["parallel.pipe=4", "parallel.data=1", "model.num_layers=6"],
+        "parallel.pipe=4 does not divide model.num_layers=6; use parallel.pipe=1 or 2 or 3 or 6, or 4 or 8 layers",
+    ),
+    (
+        ["parallel.pipe=2", "parallel.data=1", "model.num_layers=6", "parallel.chunks=2"],
+        "parallel.pipe x parallel.chunks = 2 x 2 = 4 does not divide model.num_layers=6; use parallel.pipe=3, or",
+    ),
+    (["parallel.chunks=2"], "parallel.chunks=2 with parallel.pipe=1 has nothing to interleave; use 1"),
+    ([*PIPE, "parallel.chunks=2"], "parallel.schedule=1f1b: 2 chunks per stage; use 1, or interleaved"),
+    (
+        [*PIPE, "parallel.schedule=zb_h1", "parallel.microbatches=2"],
+        "parallel.schedule=zb_h1: 2 microbatches are too few for 4 stages; use at least 4, or 1f1b",
+    ),
+    (
+        [*PIPE, "parallel.schedule=interleaved", "parallel.chunks=2", "parallel.microbatches=2"],
+        "parallel.schedule=interleaved: 2 microbatches are not a multiple of 4 stages; use 4",
+    ),
+    (
+        [*PIPE, "parallel.grad_reduce=per_layer", "parallel.idle=mask"],
+        "parallel.grad_reduce=per_layer with parallel.pipe=4 and parallel.idle=mask",
+    ),
+    (
+        [*PIPE, "parallel.schedule=zb_h1", "memory.remat=block:2", "parallel.microbatches=4"],
+        "memory.remat='block:2' with parallel.schedule=zb_h1: the backward of a block of layers is a loop",
+    ),
+    (
+        [*PIPE, "memory.remat=block:4"],
+        "does not divide model.num_layers / (parallel.pipe x parallel.chunks)=2; use block:2",
+    ),
+    (["model.vocab_size=100"], "smaller than the tokenizer's 257"),
+    (["model.max_seq_len=16"], "longer than model.max_seq_len=16"),
+    (["logging.dir={tmp}/small.yaml/run"], "cannot be written to"),
+    (['logging.dir=""'], "logging.dir=''"),
+    (["model.attention=cudnn"], "model.attention=cudnn needs an NVIDIA GPU"),
+    (["train.seed=4294967296"], "train.seed=4294967296"),
+    (["checkpoint.resume={tmp}"], "holds no finished checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), BAD, ids=[" ".join(o) for o, _ in BAD])
+def test_an_invalid_request_is_reported_in_one_line_and_writes_nothing(
+    overrides, message, config_file, tmp_path, capsys
+):
+    before = sorted(tmp_path.rglob("*"))
+    overrides = [o.format(tmp=tmp_path) for o in overrides]
+    assert main(config_file, f"logging.dir={tmp_path}/run", *overrides) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_missing_or_broken_config_file_is_reported_in_one_line(tmp_path, capsys):
+    assert main(tmp_path / "none.yaml") == 2
+    assert "none.yaml" in capsys.readouterr().err
+    (tmp_path / "broken.yaml").write_text("train: [1\n")
+    assert main(tmp_path / "broken.yaml") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.d_model=64"], "model.d_model=64 but the checkpoint was trained with 32"),
+        (["precision.compute=bfloat16"], "precision.compute=bfloat16 but the checkpoint was trained with float32"),
+        (["data.tokenizer={bpe}"], "the data's tokenizer is sha256:"),
+        (["checkpoint.resume=never"], "already holds step 5"),
+    ],
+)
+def test_an_incompatible_resume_is_refused_and_keeps_the_checkpoint(overrides, message, config_file, tmp_path, capsys):
+    import tokenizers
+
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(map(chr, range(33, 127)))}, []))
+    model.save(str(tmp_path / "bpe.json"))
+    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=5") == 0
+    before = saved_state(tmp_path / "run")
+    overrides = [o.format(bpe=tmp_path / "bpe.json") for o in overrides]
+    assert main(config_file, f"logging.dir={tmp_path}/run", *overrides) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    same(saved_state(tmp_path / "run"), before)
+
+
+def test_changed_data_are_reported_on_resume(config_file, tmp_path, capsys):
+    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=5") == 0
+    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=6", "data.source=stdlib") == 0
+    assert "training data differ from the checkpoint's" in capsys.readouterr().out
+
+
+def test_a_second_run_in_the_same_folder_is_refused(config_file, tmp_path, capsys):
+    first = start(config_file, f"logging.dir={tmp_path}/run", "train.steps=100000", "train.eval_every=0")
+    wait_for_lines(tmp_path / "run", 1, first)
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    assert main(config_file, f"logging.dir={tmp_path}/run") == 2
+    err = capsys.readouterr().err
+    assert "in use by another run" in err
+    assert err.count("\n") == 1
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+    first.kill()
+    first.communicate()

@@ -1,0 +1,236 @@
+"""Text to batches: no document is lost, splits are disjoint, and a resume continues the order."""
+
+import itertools
+import json
+import shutil
+from itertools import islice
+
+import grain
+import jax
+import numpy as np
+import pytest
+from conftest import resolved, small
+
+from nanotrain_jax.config import load as request
+from nanotrain_jax.data import batches as data
+from nanotrain_jax.data import corpus
+from nanotrain_jax.step import build as steps
+
+DOCUMENTS = [f"document {i} says {'la ' * (i % 7 + 3)}\n".encode() for i in range(60)]
+
+
+def load(**keys):
+    return data.load(request.parse({"data": keys}).data)
+
+
+@pytest.fixture
+def step():
+    config, mesh = resolved(small(data={"batch_size": 8}, parallel={"data": 4}))
+    return steps.build(config, mesh)
+
+
+def test_the_standard_library_is_real_text_split_by_file():
+    found = corpus.build(corpus.stdlib_documents(), corpus.byte_tokenizer())
+    train, val = found.split(0.05)
+    assert len(found.tokens) > 2_000_000
+    assert not set(found.keys[train]) & set(found.keys[val])
+    sizes = np.diff(found.ends, prepend=0)
+    assert 0.05 <= sizes[val].sum() / sizes.sum() < 0.08
+
+
+def test_sequences_run_consecutively_through_the_documents_of_a_split():
+    found = corpus.build(DOCUMENTS, corpus.byte_tokenizer())
+    side, _ = found.split(0.2)
+    windows = data.Windows(found, side, 16)
+    stream = np.concatenate([np.append(np.frombuffer(DOCUMENTS[i], np.uint8), 256) for i in side]).astype(np.int32)
+    assert len(windows) == (len(stream) - 1) // 16
+    for i in range(len(windows)):
+        np.testing.assert_array_equal(windows[i], stream[i * 16 : i * 16 + 17])
+
+
+def test_duplicate_texts_are_on_the_same_side_of_the_split():
+    found = corpus.build(DOCUMENTS * 2, corpus.byte_tokenizer())
+    for fraction in 0.05, 0.1, 0.5, 0.9:
+        train, val = found.split(fraction)
+        assert not {DOCUMENTS[i % 60] for i in train} & {DOCUMENTS[i % 60] for i in val}
+        assert sorted([*train, *val]) == list(range(120))
+
+
+def test_the_split_does_not_depend_on_the_order_of_documents():
+    sides = []
+    for documents in DOCUMENTS, DOCUMENTS[::-1]:
+        _, val = corpus.build(documents, corpus.byte_tokenizer()).split(0.2)
+        sides.append({documents[i] for i in val})
+    assert sides[0] == sides[1]
+
+
+def test_a_single_file_is_split_at_line_ends_for_validation(tmp_path):
+    text = b"".join(b"line %d\n" % i for i in range(30_000))
+    (tmp_path / "one.txt").write_bytes(text)
+    pieces = list(corpus.glob_documents(f"{tmp_path}/*.txt"))
+    assert b"".join(pieces) == text
+    assert len(pieces) > 3
+    assert all(p.endswith(b"\n") for p in pieces)
+
+
+def test_batches_after_a_resume_equal_those_without_interruption(step, text_files):
+    dataset = load(source=f"text:{text_files}", seq_len=16)
+    whole = list(islice(data.batches(dataset.train, step.batch, seed=1), 12))
+    rest = list(islice(data.batches(dataset.train, step.batch, seed=1, position=7 * 8), 5))
+    for a, b in zip(whole[7:], rest, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+    assert whole[0]["inputs"].sharding == step.batch["inputs"].sharding
+
+
+def test_each_epoch_visits_every_sequence_once_in_another_order(step):
+    found = corpus.build(DOCUMENTS[:40], corpus.byte_tokenizer())
+    windows = data.Windows(found, np.arange(40), 16)
+    epoch = len(windows)
+    batches = islice(data.batches(windows, step.batch, seed=0), -(-2 * epoch // 8))
+    seen = [tuple(row) for batch in batches for row in np.asarray(batch["inputs"])][: 2 * epoch]
+    every = sorted(tuple(windows[i][:-1]) for i in range(epoch))
+    assert sorted(seen[:epoch]) == every == sorted(seen[epoch:])
+    assert seen[:epoch] != seen[epoch:]
+
+
+def test_batches_of_one_sequence():
+    config, mesh = resolved(small(data={"batch_size": 1}, parallel={"data": 1}))
+    found = corpus.build(DOCUMENTS, corpus.byte_tokenizer())
+    windows = data.Windows(found, np.arange(60), 16)
+    batches = list(islice(data.batches(windows, steps.build(config, mesh).batch, seed=0), 3))
+    assert len({tuple(np.asarray(batch["inputs"])[0]) for batch in batches}) == 3
+
+
+def test_inputs_and_targets_are_one_token_apart(step):
+    dataset = load(source="stdlib", seq_len=16)
+    batch = next(data.batches(dataset.train, step.batch, seed=0))
+    np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+
+
+def test_evaluation_uses_every_validation_sequence_once_and_pads_with_ignored_targets(step):
+    found = corpus.build(DOCUMENTS, corpus.byte_tokenizer())
+    windows = data.Windows(found, np.arange(12), 16)
+    assert len(windows) % 8
+    batches = list(data.evaluation(windows, step.batch, max_batches=1000))
+    targets = np.concatenate([b["targets"] for b in batches])
+    assert (targets >= 0).sum() == 16 * len(windows)
+    assert len(list(data.evaluation(windows, step.batch, max_batches=1))) == 1
+
+
+def test_bigram_loss_equals_that_of_counted_pairs():
+    tokens = np.frombuffer(b"abababac" * 50, np.uint8)
+    found = corpus.build([tokens.tobytes(), b"abab" * 20], corpus.byte_tokenizer())
+    sides = [data.Windows(found, np.arange(i, i + 1), 16) for i in range(2)]
+    dataset = data.Dataset(*sides, "bytes", 257, "")
+    stream = np.append(tokens, 256)
+    losses = []
+    for i in range(len(sides[1])):
+        window = sides[1][i]
+        for a, b in itertools.pairwise(window):
+            pairs = np.sum((stream[:-1] == a) & (stream[1:] == b)) + 0.1
+            losses.append(-np.log(pairs / (np.sum(stream[:-1] == a) + 0.1 * 257)))
+    assert data.bigram_loss(dataset, 100) == pytest.approx(np.mean(losses), rel=1e-12)
+
+
+def test_several_processes_read_the_same_batches_as_one():
+    found = corpus.build(DOCUMENTS, corpus.byte_tokenizer())
+    order = grain.MapDataset.source(data.Windows(found, np.arange(60), 16)).seed(0).shuffle().repeat(None)
+    whole = data.share(order, position=24, size=8, rows=np.arange(8))
+    for owners in [[0, 1, 2], [3, 4, 5, 6, 7]], [[0, 4], [1, 5], [2, 3, 6, 7]], [range(8), range(8)]:
+        parts = [data.share(order, position=24, size=8, rows=np.array(rows)) for rows in owners]
+        for i in range(5):
+            for rows, part in zip(owners, parts, strict=True):
+                np.testing.assert_array_equal(part[i], whole[i][list(rows)])
+
+
+def test_a_long_document_beside_short_ones_is_not_held_out():
+    for documents in (
+        [b"long " * 4000, b"short one", b"short two"],
+        [b"x" * 500, b"y" * 300, *(b"%03d" % i for i in range(50))],
+    ):
+        found = corpus.build(documents, corpus.byte_tokenizer())
+        train, val = found.split(0.05)
+        sizes = np.diff(found.ends, prepend=0)
+        assert 0 < sizes[val].sum() <= 2 * 0.05 * sizes.sum()
+        assert len(train) + len(val) == len(documents)
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(tmp_path):
+    import tokenizers
+
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"la": 0, "says": 70_000, "?": 1}, unk_token="?"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.enable_truncation(4)
+    model.enable_padding(length=50)
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = corpus.tokenizer(str(tmp_path / "tokenizer.json"))
+    assert (tokenizer.vocab_size, tokenizer.dtype) == (70_001, np.dtype("<u4"))
+    found = corpus.build([b"la la says la la la says"], tokenizer)
+    assert list(found.tokens) == [0, 0, 70_000, 0, 0, 0, 70_000]
+
+
+def test_synthetic_tokens_depend_on_their_position_only():
+    one, two = (data.Synthetic(100, 16, seed=3) for _ in range(2))
+    np.testing.assert_array_equal(one[5], two[5])
+    assert not np.array_equal(one[5], one[6])
+    assert one[5].dtype == np.int32
+
+
+@pytest.fixture
+def token_folder(tmp_path):
+    corpus.write(tmp_path / "tokens", DOCUMENTS, corpus.byte_tokenizer())
+    return tmp_path / "tokens"
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def change(folder, **values):
+    header = json.loads((folder / "header.json").read_text())
+    (folder / "header.json").write_text(json.dumps(header | values))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "tokens.bin").write_bytes((f / "tokens.bin").read_bytes()[:-2]), "truncated"),
+        (lambda f: flip(f / "tokens.bin", 100), "modified"),
+        (lambda f: flip(f / "documents.npy", -1), "modified"),
+        (lambda f: (f / "header.json").write_text("{"), "damaged"),
+        (lambda f: (f / "header.json").unlink(), "no header.json"),
+        (lambda f: (f / "tokens.bin").unlink(), "damaged"),
+        (lambda f: change(f, vocab_size=100), "has id 256, but its header says vocab_size=100"),
+        (lambda f: change(f, dtype="<i2"), "damaged"),
+        (lambda f: change(f, sha256={}), "damaged"),
+        (lambda f: change(f, format="other"), "damaged"),
+        (shutil.rmtree, "no header.json"),
+    ],
+)
+def test_a_damaged_token_folder_is_refused(damage, message, token_folder):
+    load(source=f"tokens:{token_folder}", seq_len=16, val_fraction=0.2)
+    damage(token_folder)
+    with pytest.raises(ValueError, match=message):
+        load(source=f"tokens:{token_folder}", seq_len=16, val_fraction=0.2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"source": "text:nowhere/*.txt"}, "matches no file"),
+        ({"source": "web"}, "must be stdlib, text:GLOB"),
+        ({"source": "synthetic"}, "vocab_size"),
+        ({"source": "text:{short}"}, "has 6 tokens"),
+        ({"source": "text:{short}", "seq_len": 4, "val_fraction": 0.5}, "the shortest document has 6"),
+        ({"source": "text:{many}", "seq_len": 16, "val_fraction": 0.05}, "to hold out"),
+    ],
+)
+def test_a_source_without_enough_text_is_refused(keys, message, tmp_path):
+    (tmp_path / "short.txt").write_text("hello")
+    for i in range(20):
+        (tmp_path / f"many{i}.txt").write_text(f"{i:03}")
+    keys["source"] = keys["source"].format(short=tmp_path / "short.txt", many=tmp_path / "many*.txt")
+    with pytest.raises(ValueError, match=message):
+        load(**keys)

@@ -1,0 +1,168 @@
+"""User models trained by the command with model.factory: Flax NNX, Flax Linen, plain functions."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain_model
+import pytest
+import yaml
+from command import main
+from conftest import cover, records
+from planning import ROOT
+
+from nanotrain_jax import generate, plan
+
+pytestmark = pytest.mark.usefixtures("no_cache_of_programs")
+TREE = {
+    "model": {"num_layers": 4, "d_model": 32, "num_heads": 4},
+    "precision": {"compute": "float32"},
+    "data": {"batch_size": 16, "seq_len": 16, "val_fraction": 0.02},
+    "optimizer": {"lr": 1e-2, "eps": 1e-4, "schedule": "constant", "weight_decay": 0.2},
+    "train": {"steps": 4, "eval_every": 4},
+    "checkpoint": {"every": 0},
+    "logging": {"tensorboard": False, "progress": "lines"},
+    "runtime": {"simulate": 8, "compile_cache": False},
+}
+EVERY_AXIS = ["parallel.data=2", "parallel.tensor=2", "parallel.pipe=2", "parallel.microbatches=4", "memory.remat=full"]
+EVERY_AXIS += ["parallel.zero=3", "parallel.persist_below=100"]
+HOST = [f"memory.offload_{what}=host" for what in ("optimizer", "params", "activations")]
+LAYOUTS = {
+    "every axis": EVERY_AXIS,
+    "host": [*EVERY_AXIS, "parallel.pipe=1", "parallel.data=4", *HOST],
+    "per layer": ["parallel.data=8", "parallel.zero=1", "parallel.grad_reduce=per_layer", "parallel.microbatches=2"],
+    "interleaved": [*EVERY_AXIS, "parallel.schedule=interleaved", "parallel.chunks=2", "parallel.zero=2"],
+    "files": [*EVERY_AXIS, "parallel.pipe=1", "memory.offload_optimizer=nvme", "memory.nvme_dir=NVME"],
+    "zero bubble": [*EVERY_AXIS, "parallel.schedule=zero_bubble", "parallel.idle=mask", "memory.remat=none"],
+}
+FACTORIES = {"NNX": "scripts.your_model:build", "Linen": "linen_model:build", "plain": "plain_model:build"}
+
+
+@pytest.fixture
+def config_file(tmp_path, monkeypatch, text_files):
+    monkeypatch.syspath_prepend(ROOT)
+    path = tmp_path / "any.yaml"
+    path.write_text(yaml.safe_dump({**TREE, "data": TREE["data"] | {"source": f"text:{text_files}"}}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    """Factory -> records of its run on one device, computed by the first test that needs them."""
+    return {}
+
+
+def layout_in(folder, name):
+    return [key.replace("NVME", str(folder / "nvme")) for key in LAYOUTS[name]]
+
+
+def run(config_file, kind, name, *overrides):
+    folder = config_file.parent / name
+    assert main(config_file, f"model.factory={FACTORIES[kind]}", f"logging.dir={folder}", *overrides) == 0
+    return records(folder)
+
+
+@pytest.mark.parametrize(
+    "case",
+    cover(
+        [("NNX", "every axis"), ("Linen", "every axis"), ("plain", "every axis"), ("Linen", "host")],
+        [(kind, layout) for kind in FACTORIES for layout in ("interleaved", "zero bubble")]
+        + [("Linen", "per layer"), ("Linen", "files"), ("plain", "host")],
+    ),
+)
+def test_a_user_model_equals_one_device(config_file, on_one_device, case):
+    kind, layout = case
+    if kind not in on_one_device:
+        on_one_device[kind] = run(config_file, kind, "one", "parallel.data=1")
+    records_of_many = run(config_file, kind, "many", *layout_in(config_file.parent, layout))
+    for one, many in zip(on_one_device[kind], records_of_many, strict=True):
+        for key in {"loss", "grad_norm", "val_loss"} & one.keys():  # held-out sequences do not fill the last batch
+            np.testing.assert_allclose(many[key], one[key], rtol=1e-5)
+    assert one["loss"] < on_one_device[kind][0]["loss"]
+    assert one["mfu"] is None
+    assert one["val_loss"] < on_one_device[kind][0]["loss"]
+
+
+def test_checkpoints_of_a_user_model_resume_on_another_layout(config_file, on_one_device):
+    keys = "checkpoint.every=2", "checkpoint.async=false"
+    whole = run(config_file, "Linen", "whole", "parallel.data=2", *keys)
+    run(config_file, "Linen", "cut", "parallel.data=2", "train.steps=2", "optimizer.decay_steps=4", *keys)
+    resumed = run(config_file, "Linen", "cut", *EVERY_AXIS, *keys)
+    np.testing.assert_allclose([r["loss"] for r in resumed], [r["loss"] for r in whole], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("factory", "overrides", "message"),
+    [
+        ("nowhere.at_all:build", [], "No module named 'nowhere'; install its package"),
+        ("plain_model:builds", [], "plain_model has no builds"),
+        ("plain_model", [], "must be package.module:function"),
+        ("plain_model:build", ["model.num_layers=4", "parallel.pipe=3"], "does not divide model.num_layers=4"),
+        ("test_any_model:three_layers", [], "it has 3 layers, model.num_layers=4; make them agree"),
+        ("test_any_model:no_model", [], "returned NoneType; return a nanotrain_jax.Model"),
+        ("test_any_model:over_data", [], "only tensor may be used"),
+        ("test_any_model:in_bfloat16", [], "the weight ends/embed_VD is bfloat16; use float32"),
+        ("test_any_model:unused", [], "neither used_by_first nor used_by_last selects ends/head_VD"),
+        ("test_any_model:without_order", [], "init ignores order"),
+        ("test_any_model:without_put", [], "init ignores put"),
+        ("test_any_model:one_layer_apart", [], "the arrays of layers have no common leading dim"),
+        ("test_any_model:in_lists", [], "the weight ends/0 is not in nested dicts"),
+    ],
+)
+def test_an_invalid_factory_raises_in_one_line(config_file, capsys, factory, overrides, message):
+    assert main(config_file, f"model.factory={factory}", "parallel.data=1", *overrides) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(config_file.parent.glob("runs"))
+
+
+def three_layers(config, mesh):
+    return plain_model.build(config.replace("model", num_layers=3), mesh)
+
+
+def no_model(config, mesh):
+    return None
+
+
+def changed(config, mesh, **changes):
+    return dataclasses.replace(plain_model.build(config, mesh), **changes)
+
+
+def over_data(config, mesh):
+    return changed(config, mesh, rules=[("ends/.*", "V/data D"), (".*_D", "L D"), (".*", "L D F")])
+
+
+def unused(config, mesh):
+    return changed(config, mesh, used_by_last=lambda ends: {})
+
+
+def with_init(make):
+    """Return a factory of plain_model whose weights are make(init, keywords of init)."""
+
+    def build(config, mesh):
+        init = plain_model.build(config, mesh).init
+        return changed(config, mesh, init=lambda seed, **keywords: make(init, keywords))
+
+    return build
+
+
+def one_apart(weights):
+    first = next(iter(weights["layers"]))
+    return weights | {"layers": weights["layers"] | {first: weights["layers"][first][1:]}}
+
+
+in_bfloat16 = with_init(lambda init, keywords: jax.tree.map(lambda w: w.astype(jnp.bfloat16), init(0, **keywords)))
+without_order = with_init(lambda init, keywords: init(0, put=keywords.get("put")))
+without_put = with_init(lambda init, keywords: init(0, order=keywords.get("order")))
+one_layer_apart = with_init(lambda init, keywords: one_apart(init(0, **keywords)))
+in_lists = with_init(lambda init, keywords: (w := init(0, **keywords)) | {"ends": list(w["ends"].values())})
+
+
+def test_commands_that_need_our_decoder_say_so(config_file, capsys):
+    assert plan.main(["--config", str(config_file), "model.factory=plain_model:build"]) == 2
+    assert "the planner supports only the built-in decoder" in capsys.readouterr().err
+    run(config_file, "plain", "run", "parallel.data=1")
+    assert generate.main(["--run", str(config_file.parent / "run"), "--prompt", "a"]) == 2
+    assert "only the built-in decoder can generate" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""The planner's search finds the best layout, and keeps the keys the user fixed."""
+
+import itertools
+import re
+
+import guides
+import pytest
+from planning import ROOT, small
+
+from nanotrain_jax import plan
+from nanotrain_jax.config import load
+from nanotrain_jax.config.resolve import resolve
+from nanotrain_jax.costs import hardware, memory
+from nanotrain_jax.parallel.pipeline import schedule, schedule_text, slots
+from nanotrain_jax.planner import search
+from nanotrain_jax.planner.estimate import estimate, link, margin
+
+
+@pytest.mark.parametrize("name", schedule.SCHEDULES)
+def test_an_outline_has_the_time_and_slots_of_its_schedule(name):
+    for P, M in ((2, 4), (4, 12), (8, 32)):
+        C = 2 if name == "interleaved" else 1
+        table, outline = schedule.make(name, P, M, C), schedule_text.outline(name, P, M, C)
+        assert outline.time(1.0 / C, 1.3 / C, 0.9 / C) == pytest.approx(schedule_text.stats(table, 1.0, 1.3, 0.9).time)
+        assert outline.slots == {what: buffer.count for what, buffer in slots.buffers(table).items()}
+        assert (outline.ticks, outline.weights) == (table.ticks, table.weight.shape[-1])
+
+
+def test_group_size_and_devices_per_nvlink_domain():
+    sizes = 2, 1, 4, 1, 8  # pipe, replica, data, context, tensor on 64 GPUs
+    assert link(("tensor",), sizes, 8) == (8, 8)
+    assert link(("data",), sizes, 8) == (4, 1)
+    assert link(("data", "tensor"), sizes, 8) == (32, 8)
+    assert link(("data",), (1, 1, 32, 1, 2), 8) == (32, 4)
+    assert link(("data",), (1, 1, 32, 1, 2), 72) == (32, 32)
+    assert link(("tensor",), (1, 1, 8, 1, 3), 8) == (3, 1)  # some groups of three span two hosts
+
+
+def valid_layouts(config, gpus):
+    """Yield every valid layout."""
+    sizes = [d for d in range(1, gpus + 1) if gpus % d == 0]
+    for pipe, replica, tensor in itertools.product(sizes, repeat=3):
+        data = gpus // (pipe * replica * tensor)
+        if pipe * replica * tensor * data != gpus:
+            continue
+        axes = {"pipe": pipe, "replica": replica, "data": data, "context": 1, "tensor": tensor}
+        ways = itertools.product(range(4), schedule.SCHEDULES, (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), search.POLICIES)
+        for zero, name, chunks, microbatches, remat in ways:
+            keys = {"zero": zero, "schedule": name, "chunks": chunks, "microbatches": microbatches}
+            try:
+                yield resolve(config.replace("parallel", **keys).replace("memory", remat=remat), axes)
+            except ValueError:
+                continue
+
+
+@pytest.mark.parametrize("memory_fraction", [0.75, 0.012])
+def test_a_search_matches_an_exhaustive_search(memory_fraction):
+    """Within the 1% that rank as equal; the second case has little memory."""
+    config = small()
+    found = search.search(config, "h100", 8, memory_fraction)
+    limit = memory_fraction * hardware.find("h100").memory_bytes
+    fitting = [c for c in valid_layouts(config, 8) if sum(memory.peak(c)[1].values()) * (1 + margin(c)) <= limit]
+    best = min(estimate(c, "h100").step_seconds for c in fitting)
+    assert found.best[0].step_seconds <= 1.0101 * best
+    assert all(e.fits and e.gpus == 8 for e in found.best)
+
+
+def test_one_microbatch_is_tried_if_two_do_not_fit():
+    """Several accumulate gradients in float32, which costs more than smaller microbatches save with few tokens."""
+    config = load.load(ROOT / "configs/llama3_8b.yaml", ["data.seq_len=512"])
+    fixed = {"parallel.zero": 1, "parallel.data": 8}
+    best = search.search(plan.neutral(config, None), "h100", 8, fixed=fixed).best[0]
+    assert (best.config.parallel.microbatches, best.fits) == (1, True)
+
+
+def test_fixed_keys_are_kept():
+    fixed = {"parallel.tensor": 2, "parallel.zero": 2, "memory.remat": "full", "parallel.microbatches": 4}
+    found = search.search(small(), "h100", 8, fixed=fixed)
+    assert found.best
+    for e in found.best:
+        p = e.config.parallel
+        assert (p.tensor, p.zero, p.microbatches, e.config.memory.remat) == (2, 2, 4, "full")
+
+
+def test_the_choice_for_llama_on_one_host_shown_in_the_guides():
+    found = search.search(plan.neutral(load.load(ROOT / "configs/llama3_8b.yaml"), None), "h100", 8)
+    counts = {"tried": found.tried, "too_large": found.rejected["needs more memory than there is"]}
+    guides.hold("llama3_8b", "counts", counts)
+    for rank, e in enumerate(found.best[:5], 1):
+        values = {"layout": search.describe(e.config), "peak_bytes": e.peak_bytes}
+        guides.hold("llama3_8b", f"{rank}", values | {"step_seconds": e.step_seconds, "mfu": e.mfu})
+
+
+def test_rejected_layouts_have_reasons():
+    config = small(batch=24)
+    found = search.search(config, "h100", 16, 0.003)
+    assert found.rejected[search.Rejection.MEMORY]
+    assert found.rejected[search.Rejection.BATCH]
+    assert found.rejected["parallel.tensor is larger than an NVLink domain of 8 GPUs"]
+    assert found.rejected["parallel.pipe=16 does not divide model.num_layers=8"]
+
+
+def test_without_a_fit_the_error_has_the_excess_and_remedies():
+    config = plan.neutral(load.load(ROOT / "configs/llama3_70b.yaml"), None)
+    found = search.search(config, "h100", 8)
+    assert not found.best
+    text = search.why_nothing_fits(found, "h100", 8, 0.75, {})
+    assert re.search(r"needs \d+\.\d GB of 63\.7, most of it .*; would fit with .*GPUs \(", text)
