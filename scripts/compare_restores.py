@@ -143,7 +143,7 @@ def worker(path: str, *keys: str) -> None:
     run = train.prepare(load(path, keys))
     state, losses, first = run.state, [], int(run.state.step)
     restored = checksums(run, state)
-    batches = data.batches(run.dataset.train, run.step.batch, run.config.data.seed, run.position)
+    batches = data.batches(run.dataset.train, run.step.batch, run.config.data.seed, run.position, run.step.token_order)
     for batch in islice(batches, STEPS):
         state, metrics, _ = run.step.train(state, batch)
         losses.append(float(metrics["loss"]))

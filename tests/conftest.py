@@ -114,6 +114,8 @@ def random_tokens(config, seed=0, count=1):
 def on_devices(tokens, step):
     """tokens[B T+1] -> the batch of a step, on its devices."""
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    if step.token_order is not None:
+        batch = {name: rows[:, step.token_order] for name, rows in batch.items()}
     return jax.device_put(batch, jax.tree.map(lambda x: x.sharding, step.batch))
 
 

@@ -52,8 +52,10 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     config = config.replace("parallel", **axes)
     if config.memory.rematerialization == Remat("block", 1):
         config = config.replace("memory", remat=str(Remat("full")))
+    check_context(config)
     if config.model.factory is None:
         check_tensor(config)
+        check_ulysses(config)
     check_pipe(config)
     check_offload(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
@@ -100,7 +102,7 @@ def check_batch(config: Config) -> None:
             f"{p.microbatches} = {shares}",
             "use " + (f"{below} or " if below else "") + str(below + shares),
         )
-    tokens = batch // shares * config.data.seq_len
+    tokens = batch // shares * config.data.seq_len // p.context
     if chunk and tokens % chunk:
         raise Misfit(
             f"model.loss_chunk={chunk} does not divide the {tokens} tokens of a device's microbatch",
@@ -112,9 +114,10 @@ def check_tensor(config: Config) -> None:
     """Raise Misfit unless parallel.tensor divides heads, d_ff and (with sequence parallelism) the sequence."""
     m, p, T = config.model, config.parallel, config.data.seq_len // config.parallel.context
     N, K = m.num_heads, m.num_kv_heads
+    tokens = "data.seq_len" if p.context == 1 else "data.seq_len / parallel.context"
 
     def misfits(t: int) -> list[str]:
-        sizes = {"model.num_heads": N, "model.d_ff": m.d_ff} | ({"data.seq_len": T} if p.sequence_parallel else {})
+        sizes = {"model.num_heads": N, "model.d_ff": m.d_ff} | ({tokens: T} if p.sequence_parallel else {})
         problems = [f"does not divide {name}={size}" for name, size in sizes.items() if size % t]
         return problems + [f"neither divides model.num_kv_heads={K} nor is a multiple of it"] * bool(K % t and t % K)
 
@@ -131,6 +134,45 @@ def check_tensor(config: Config) -> None:
         raise Misfit(
             f"parallel.tensor={p.tensor} {problem}", f"use {remedy}{hint}", f"parallel.tensor={p.tensor} {problems[0]}"
         )
+
+
+def check_context(config: Config) -> None:
+    """Raise Misfit unless parallel.context divides the sequence, and all its devices take part in the attention."""
+    p, T = config.parallel, config.data.seq_len
+    if p.context == 1:
+        return
+    kind = f"parallel.context_attention={p.context_attention}"
+    chunks = p.context * (1 if p.context_attention == "ulysses" else 2)
+    if T % chunks:
+        below = T // chunks * chunks
+        raise Misfit(
+            f"data.seq_len={T} with parallel.context={p.context} and {kind}: not a multiple of {chunks}",
+            "use data.seq_len=" + (f"{below} or " if below else "") + str(below + chunks),
+        )
+    if p.context_attention == "ring" and p.pipe > 1 and p.idle == "skip":
+        raise Misfit(
+            f"{kind} with parallel.pipe={p.pipe} and parallel.idle=skip: a ring needs all devices in a permute, and "
+            "idle stages skip it",
+            "use parallel.context_attention=gather or ulysses, or parallel.idle=mask",
+        )
+
+
+def check_ulysses(config: Config) -> None:
+    """Raise Misfit unless ulysses can divide the heads of a tensor-parallel device over parallel.context."""
+    m, p = config.model, config.parallel
+    if p.context == 1 or p.context_attention != "ulysses":
+        return
+    N, K = m.num_heads // p.tensor, max(1, m.num_kv_heads // p.tensor)
+    works = [c for c in divisors(N) if c > 1 and (K % c == 0 or c % K == 0)]
+    if p.context in works:
+        return
+    per_device = " on a tensor-parallel device" if p.tensor > 1 else ""
+    smaller = f"parallel.context={' or '.join(map(str, works))}, or " if works else ""
+    raise Misfit(
+        f"parallel.context={p.context} with parallel.context_attention=ulysses: must divide the {N} query heads"
+        f"{per_device}, and divide the {K} key heads or be a multiple of them",
+        f"use {smaller}parallel.context_attention=ring",
+    )
 
 
 def check_pipe(config: Config) -> None:

@@ -116,7 +116,12 @@ class Parallel(_Section):
         "skip",
         "stages without work in a tick; skip: no compute (one host sync per branch on a GPU); mask: compute, discard",
     )
-    context: Axis = _key(1, "context-parallel size; only 1 is implemented")
+    context: Axis = _key(1, "context-parallel size; shards the tokens of each sequence")
+    context_attention: Literal["ring", "gather", "ulysses"] = _key(
+        "ring",
+        "attention with context > 1; ring: keys and values travel, behind attention; gather: they are gathered; "
+        "ulysses: tokens are exchanged for heads",
+    )
     zero: Annotated[Literal[0, 1, 2, 3], Choice] = _key(
         0, "ZeRO stage; shard over data: 1 optimizer state, 2 also gradients, 3 also parameters; 0: off"
     )
@@ -149,8 +154,6 @@ class Parallel(_Section):
         for axis, size in self.axes.items():
             if size < 1 and size != -1:
                 raise ValueError(f"parallel.{axis}={size}: must be at least 1, or -1 for all remaining devices")
-        if self.context != 1:
-            raise ValueError(f"parallel.context={self.context} is not implemented yet; use 1 and more parallel.data")
         return self
 
 

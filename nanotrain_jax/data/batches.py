@@ -131,17 +131,20 @@ def tokenizer_file(config: Data) -> Path | None:
     return path if kind == "tokens" and path.exists() else None
 
 
-def batches(source: Sequence[np.ndarray], shapes: Any, seed: int, position: int = 0) -> Iterator[dict[str, jax.Array]]:
+def batches(
+    source: Sequence[np.ndarray], shapes: Any, seed: int, position: int = 0, token_order: np.ndarray | None = None
+) -> Iterator[dict[str, jax.Array]]:
     """Yield training batches without end, starting at position (sequences consumed); each epoch has another order.
 
-    shapes: {"inputs", "targets"} as ShapeDtypeStructs with sharding (`Step.batch`). A process reads only the rows
-    of its own devices; the assignment of sequences to rows does not depend on the number of processes.
+    shapes: {"inputs", "targets"} as ShapeDtypeStructs with sharding (`Step.batch`). token_order: positions of the
+    tokens in a row of the batch (`Step.token_order`). A process reads only the rows of its own devices; the assignment
+    of sequences to rows does not depend on the number of processes.
     """
     order = grain.MapDataset.source(source).seed(seed).shuffle().repeat(None)
     rows = local_rows(shapes["inputs"])
     local = share(order, position, shapes["inputs"].shape[0], rows)
     for tokens in local.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)):
-        yield _to_devices(tokens[:, :-1], tokens[:, 1:], rows, shapes)
+        yield _to_devices(_ordered(tokens[:, :-1], tokens[:, 1:], token_order), rows, shapes)
 
 
 class Rows:
@@ -170,10 +173,12 @@ def local_rows(batch: jax.ShapeDtypeStruct) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(batch.shape[0])[index[0]] for index in local]))
 
 
-def evaluation(source: Sequence[np.ndarray], shapes: Any, max_batches: int) -> Iterator[dict[str, jax.Array]]:
+def evaluation(
+    source: Sequence[np.ndarray], shapes: Any, max_batches: int, token_order: np.ndarray | None = None
+) -> Iterator[dict[str, jax.Array]]:
     """Yield at most max_batches batches of validation sequences, the same ones in the same order at every call.
 
-    An incomplete last batch is padded with rows whose targets are -1.
+    An incomplete last batch is padded with rows whose targets are -1. Arguments: as of `batches`.
     """
     size, length = shapes["inputs"].shape
     indices, rows = held_out(source, max_batches * size), local_rows(shapes["inputs"])
@@ -182,7 +187,13 @@ def evaluation(source: Sequence[np.ndarray], shapes: Any, max_batches: int) -> I
         for i, row in enumerate(rows[first + rows < len(indices)]):
             sequence = source[indices[first + row]]
             inputs[i], targets[i] = sequence[:-1], sequence[1:]
-        yield _to_devices(inputs, targets, rows, shapes)
+        yield _to_devices(_ordered(inputs, targets, token_order), rows, shapes)
+
+
+def _ordered(inputs: np.ndarray, targets: np.ndarray, order: np.ndarray | None) -> dict[str, np.ndarray]:
+    """Return the rows of a batch, with their tokens in this order."""
+    rows = {"inputs": inputs, "targets": targets}
+    return rows if order is None else {name: tokens[:, order] for name, tokens in rows.items()}
 
 
 def held_out(source: Sequence[np.ndarray], max_sequences: int) -> np.ndarray:
@@ -191,7 +202,7 @@ def held_out(source: Sequence[np.ndarray], max_sequences: int) -> np.ndarray:
     return np.arange(count) * len(source) // max(count, 1)
 
 
-def _to_devices(inputs: np.ndarray, targets: np.ndarray, rows: np.ndarray, shapes: Any) -> dict[str, jax.Array]:
+def _to_devices(local_batch: dict[str, np.ndarray], rows: np.ndarray, shapes: Any) -> dict[str, jax.Array]:
     """Assemble a global batch from the rows that this process holds."""
 
     def place(local: np.ndarray, batch: jax.ShapeDtypeStruct) -> jax.Array:
@@ -200,7 +211,7 @@ def _to_devices(inputs: np.ndarray, targets: np.ndarray, rows: np.ndarray, shape
 
         return jax.make_array_from_callback(batch.shape, batch.sharding, of_device)
 
-    return {"inputs": place(inputs, shapes["inputs"]), "targets": place(targets, shapes["targets"])}
+    return {name: place(local, shapes[name]) for name, local in local_batch.items()}
 
 
 def bigram_loss(dataset: Dataset, max_sequences: int, alpha: float = 0.1) -> float | None:

@@ -63,6 +63,8 @@ class Model:
     has_partial_gradient   tree path of a weight that is replicated over tensor -> True if its gradient on each device
                 is a partial sum: then it is summed once per step. If False, JAX sums it at each use
     is_padded   path of a weight ("params/ends/head_VD") -> True if its rows are padded to a multiple of tensor
+    splits_context   True if the model works on the tokens of one device along context: its attention is one of
+                `parallel.context`, and positions are those of `parallel.context.own_positions`
     """
 
     init: Callable[..., Tree]
@@ -76,6 +78,7 @@ class Model:
     is_decayed: Callable[[tuple], bool] = lambda path: path[-1].key not in ("bias", "scale")
     has_partial_gradient: Callable[[tuple], bool] = lambda path: False
     is_padded: Callable[[str], bool] = lambda path: False
+    splits_context: bool = False
 
     @cached_property
     def shapes(self) -> Tree:

@@ -4,7 +4,7 @@
     gpt2   LayerNorm, learned positions, GELU, biases, tied embeddings      Radford et al. 2019
 
 Names: B batch, T tokens, S key tokens, D model, F ffn, N query heads, K kv heads, H head dim, V vocab, L layers.
-A module has the parameters that models/decoder_table.py lists under its path, with their layouts and initial values.
+models/decoder_layer.py has the modules of a layer. A module has the parameters that decoder_table.py lists under its path, with their layouts and initial values.
 Weights under `layers` have an additional leading dim L in storage; inside the scan each layer has its own slice.
 
 Matmuls run in the dtype of their weights; norms, softmax, rotary angles and loss in float32.
@@ -33,124 +33,14 @@ from jax.sharding import Mesh
 
 from nanotrain_jax.config.schema import Config, Model, fits_flash
 from nanotrain_jax.models import contract, decoder_table
-from nanotrain_jax.models.ops import add, gelu, normalize, project, rotate, swiglu
-from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, Parameter, Table, under
+from nanotrain_jax.models.decoder_layer import ONE_DEVICE, Layer, Norm, Split, fill
+from nanotrain_jax.models.ops import add, project
+from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, under
 from nanotrain_jax.parallel import remat, tensor
 from nanotrain_jax.parallel.collectives import position
 from nanotrain_jax.parallel.sharding import Rules
 
 PARAMETERS = {path.rpartition("/")[2]: row for path, row in decoder_table.every_parameter().items()}  # by name
-
-
-class Split(NamedTuple):
-    """Tensor parallelism of a decoder."""
-
-    axis: str | None = None  # mesh axis; None: not split
-    size: int = 1
-    sequence_parallel: bool = False  # shard activations over tokens between matmuls
-    regather: bool = True  # gather the inputs of matmuls again in the backward (`tensor.columns`)
-
-
-ONE_DEVICE = Split()
-
-
-def _initial(row: Parameter, rngs: nnx.Rngs | None) -> jax.Array:
-    if row.init != "normal":
-        return jnp.zeros(row.shape) if row.init == "zeros" else jnp.ones(row.shape)
-    rows, *dims = row.shape
-    drawn = row.std * jax.random.normal(rngs.params(), (rows - row.padding, *dims), jnp.float32)
-    return jnp.pad(drawn, [(0, row.padding)] + [(0, 0)] * len(dims)) if row.is_padded else drawn
-
-
-def _fill(module: nnx.Module, rows: Table, rngs: nnx.Rngs | None = None) -> None:
-    """Add parameters to a module, initialized in the order of the table."""
-    for name, row in rows.items():
-        setattr(module, name, nnx.Param(_initial(row, rngs)))
-
-
-class Norm(nnx.Module):
-    """x[B T D] -> x[B T D], normalized over D in float32: RMSNorm (arXiv 1910.07467), LayerNorm (arXiv 1607.06450)."""
-
-    def __init__(self, config: Model, path: str):
-        self.eps, self.center = config.norm_eps, config.features.centered_norms
-        _fill(self, under(decoder_table.table(config), path))
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        bias_D = self.bias_D[...] if self.center else None
-        return normalize(x_BTD, self.gain_D[...], bias_D, self.eps)
-
-
-class Attention(nnx.Module):
-    """x[B T D] -> y[B T D]: causal grouped-query attention; N / K query heads share each key and value head.
-
-    sequences: B, as x may have all sequences concatenated.
-    """
-
-    def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
-        self.features, self.split, self.num_kv_heads = config.features, split, config.num_kv_heads
-        self.theta, self.kernel = config.rope_theta, config.attention
-        _fill(self, under(decoder_table.table(config, split.size), decoder_table.ATTENTION), rngs)
-
-    def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
-        axis, sequence_parallel, regather = self.split.axis, self.split.sequence_parallel, self.split.regather
-        weights = self.q_DNH[...], self.own_head(self.k_DKH[...]), self.own_head(self.v_DKH[...])
-        qkv = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
-        q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *x.shape[2:]) for x in qkv)
-        if self.features.biases:
-            q_BTNH = add(q_BTNH, self.bias_q_NH[...])
-            k_BSKH = add(k_BSKH, self.own_head(self.bias_k_KH[...]))
-            v_BSKH = add(v_BSKH, self.own_head(self.bias_v_KH[...]))
-        if not self.features.learned_positions:
-            q_BTNH, k_BSKH = rotate(q_BTNH, self.theta), rotate(k_BSKH, self.theta)
-        qkv = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k"), remat.name(v_BSKH, "v")
-        if self.kernel == "xla" and x_BTD.dtype == jnp.float16:  # XLA:CPU lacks the float16 matmul that JAX asks for
-            qkv = [x.astype(jnp.float32) for x in qkv]
-        kernel = None if self.kernel == "auto" else self.kernel
-        y_BTNH = jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=kernel).astype(x_BTD.dtype)
-        y_BTD = jnp.tensordot(y_BTNH, self.out_NHD[...], 2).reshape(len(x_BTD), -1, x_BTD.shape[2])
-        y_BTD = remat.name(tensor.leave(y_BTD, axis, sequence_parallel), "attention_out")
-        return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
-
-    def own_head(self, w_KH: jax.Array) -> jax.Array:
-        """w[... K H] -> w[... 1 H]: the head of this device's queries, if there are fewer heads than devices."""
-        if self.split.size <= self.num_kv_heads:
-            return w_KH
-        head = position(self.split.axis) // (self.split.size // self.num_kv_heads)
-        return jax.lax.dynamic_slice_in_dim(w_KH, head, 1, w_KH.ndim - 2)
-
-
-class MLP(nnx.Module):
-    """x[B T D] -> y[B T D]: SwiGLU (arXiv 2002.05202), or GELU (tanh form, as GPT-2)."""
-
-    def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
-        self.features, self.split = config.features, split
-        _fill(self, under(decoder_table.table(config, split.size), decoder_table.MLP), rngs)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        axis, sequence_parallel, regather = self.split.axis, self.split.sequence_parallel, self.split.regather
-        weights = [self.up_DF[...]] + ([self.gate_DF[...]] if self.features.gated_mlp else [])
-        up_BTF, *gates = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
-        gates = [remat.name(gate_BTF, "gate") for gate_BTF in gates]
-        up_BTF = remat.name(up_BTF, "up")
-        if self.features.biases:
-            up_BTF = add(up_BTF, self.bias_up_F[...])
-        h_BTF = swiglu(*gates, up_BTF) if gates else gelu(up_BTF)
-        y_BTD = tensor.row(h_BTF, self.down_FD[...], axis, sequence_parallel)
-        return add(y_BTD, self.bias_down_D[...]) if self.features.biases else y_BTD
-
-
-class Layer(nnx.Module):
-    """x[B T D] -> x[B T D]: attention and MLP, each pre-normalized and added to the residual stream."""
-
-    def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
-        self.norm_attention = Norm(config, decoder_table.NORM_ATTENTION)
-        self.attention = Attention(config, rngs, split)
-        self.norm_mlp = Norm(config, decoder_table.NORM_MLP)
-        self.mlp = MLP(config, rngs, split)
-
-    def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
-        x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD), sequences)
-        return x_BTD + self.mlp(self.norm_mlp(x_BTD))
 
 
 class Ends(nnx.Module):
@@ -161,22 +51,24 @@ class Ends(nnx.Module):
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.vocab_size, self.loss_chunk, self.split = config.vocab_size, config.loss_chunk, split
+        self.learns_positions = config.features.learned_positions
         rows = under(decoder_table.table(config, split.size), ENDS)
-        _fill(self, {name: row for name, row in rows.items() if row.is_used("first")}, rngs)
+        fill(self, {name: row for name, row in rows.items() if row.is_used("first")}, rngs)
         self.norm = Norm(config, decoder_table.NORM_LAST)
-        _fill(self, {name: row for name, row in rows.items() if not row.is_used("first")}, rngs)
+        fill(self, {name: row for name, row in rows.items() if not row.is_used("first")}, rngs)
 
     def embed(self, tokens_BT: jax.Array) -> jax.Array:
         """tokens[B T] -> x[B T D], under sequence parallelism x[1 BT/tensor D]"""
+        x_BTD = self.look_up(tokens_BT.reshape(1, -1) if self.split.sequence_parallel else tokens_BT)
+        return add(x_BTD, self.own_positions(tokens_BT.shape[1], x_BTD.shape[1])) if self.learns_positions else x_BTD
+
+    def own_positions(self, row: int, tokens: int) -> jax.Array:
+        """Return the learned positions of the tokens of x. row: tokens of a row on this device; tokens: of x."""
+        own_T = self.split.positions(row)
         if not self.split.sequence_parallel:
-            x_BTD = self.look_up(tokens_BT)
-            return add(x_BTD, self.positions_TD[: x_BTD.shape[1]]) if hasattr(self, "positions_TD") else x_BTD
-        x_BTD = self.look_up(tokens_BT.reshape(1, -1))
-        if hasattr(self, "positions_TD"):
-            tokens = x_BTD.shape[1]
-            own_T = (position(self.split.axis) * tokens + jnp.arange(tokens)) % tokens_BT.shape[1]
-            x_BTD = add(x_BTD, self.positions_TD[...].astype(jnp.float32)[own_T])
-        return x_BTD
+            return self.positions_TD[:row] if own_T is None else self.positions_TD[...].astype(jnp.float32)[own_T]
+        of_x_T = (position(self.split.axis) * tokens + jnp.arange(tokens)) % row
+        return self.positions_TD[...].astype(jnp.float32)[of_x_T if own_T is None else own_T[of_x_T]]
 
     def look_up(self, tokens_BT: jax.Array) -> jax.Array:
         """tokens[B T] -> their embeddings x[B T D]"""
@@ -353,7 +245,9 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
     decoder = config.model.model_copy(update={"attention": kernel})
     # Full remat recomputes the layer's forward, which has just gathered what its backward needs.
     regather = config.memory.rematerialization.policy != "full"
+    attention = p.context_attention if p.context > 1 else None
     split = Split("tensor", p.tensor, p.sequence_parallel, regather) if p.tensor > 1 else ONE_DEVICE
+    split = split._replace(context=attention)
     graphs, shapes = abstract(decoder, split)
 
     def initialize(seed: int, order: Sequence[int] | None = None, put: Callable | None = None) -> dict:
@@ -368,7 +262,7 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
 
     def layer(weights: dict, x_BTD: jax.Array) -> jax.Array:
         is_concatenated = split.sequence_parallel
-        sequences = x_BTD.shape[1] * split.size // config.data.seq_len if is_concatenated else len(x_BTD)
+        sequences = x_BTD.shape[1] * split.size * p.context // config.data.seq_len if is_concatenated else len(x_BTD)
         return nnx.merge(graphs.layer, weights)(x_BTD, sequences)
 
     def last(weights: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
@@ -385,4 +279,5 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
         is_decayed=is_decayed,
         has_partial_gradient=partial(has_partial_gradient, split=split),
         is_padded=is_padded,
+        splits_context=True,
     )

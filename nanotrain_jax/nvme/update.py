@@ -139,7 +139,7 @@ def _update(plan: Plan, params_specs: Tree, members: Tree, stacked: Opt, count: 
             return host_offload.to_device(jax.tree.map(lambda x: host_offload.get_slice(x, i, len(x) // count), tree))
 
         opt = Opt(opt.master, merge(opt.moments, pending.counts))
-        own = plan.zero.own_shards(rows(weights), shards.dims)
+        own = plan.zero.own_shards(rows(weights), shards)
         grads = rows(select(pending.grads, members))
         own, opt = optimizer_step.update(plan.optimizer, own, grads, opt, pending.clip, on_host)
         new = plan.zero.gather_updated(own, shards)

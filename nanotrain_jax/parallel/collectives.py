@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 Tree = Any  # a pytree of arrays
+Axis = str | tuple[str, ...]  # a mesh axis, or several as one, the last of them innermost
 
 
 def varying_axes(x: jax.Array | jax.ShapeDtypeStruct) -> frozenset[str]:
@@ -46,7 +47,7 @@ def all_reduce(tree: Tree, axes: Sequence[str]) -> Tree:
     return lax.psum(as_varying(tree, axes), tuple(axes)) if axes else tree
 
 
-def all_gather(xs: Sequence[jax.Array], axis: str, dims: Sequence[int], invarying: bool = False) -> list[jax.Array]:
+def all_gather(xs: Sequence[jax.Array], axis: Axis, dims: Sequence[int], invarying: bool = False) -> list[jax.Array]:
     """x[.../axis] -> x[...] for each of xs: the shards of all devices along axis, concatenated along its dim.
 
     Several arrays (of one dtype) are gathered as one: flattened, gathered as rows, split again. invarying: give the
@@ -62,7 +63,7 @@ def all_gather(xs: Sequence[jax.Array], axis: str, dims: Sequence[int], invaryin
     return [jnp.moveaxis(x, 0, dim) for x, dim in zip(gathered, dims, strict=True)]
 
 
-def reduce_scatter(xs: Sequence[jax.Array], axis: str, dims: Sequence[int]) -> list[jax.Array]:
+def reduce_scatter(xs: Sequence[jax.Array], axis: Axis, dims: Sequence[int]) -> list[jax.Array]:
     """x[...] {varying over axis} -> x[.../axis]: sum over axis, scattered along x's dim.
 
     Several arrays (of one dtype) are scattered as one: a row per device, scattered, split again. Wire bytes per device:
@@ -125,7 +126,7 @@ def position(axis: str) -> jax.Array:
     return lax.axis_index(axis)
 
 
-def own_shard(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def own_shard(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
     """x[...], replicated -> x[.../axis]: this device's shard along dim. Moves nothing."""
     size = x.shape[dim] // lax.axis_size(axis)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)

@@ -3,6 +3,7 @@
     pipe, replica, data, context, tensor      slowest links first, tensor innermost on the fastest links
 
 The batch is sharded over `replica` and `data` (rows) and `context` (tokens); gradients are summed over these three.
+ZeRO shards over `data` and `context`.
 Devices are in process order, so an inner axis stays within a process, and within a host, as far as its size allows.
 """
 
@@ -18,6 +19,7 @@ from jax.sharding import AxisType, Mesh
 
 AXES = ("pipe", "replica", "data", "context", "tensor")
 BATCH_AXES = ("replica", "data", "context")
+ZERO_AXES = ("data", "context")
 
 
 def configure(simulate: int = 0, deterministic: bool = False, compile_cache: str | None = None) -> None:

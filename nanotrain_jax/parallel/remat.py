@@ -2,7 +2,8 @@
 
     none       the outputs of matmuls, attention kernels and reductions over devices, and what else the backward needs
     selective  the outputs of matmuls (SAVED names), reduced over devices; attention internals, norms and activations
-               are recomputed (Korthikanti et al. 2022, arXiv 2205.05198, section 4)
+               are recomputed (Korthikanti et al. 2022, arXiv 2205.05198, section 4), but not what attention over a
+               mesh axis communicates
     full       only the input of each layer (Chen et al. 2016, arXiv 1604.06174)
     block:N    only the input of every N-th layer: the square-root trick (same paper)
 
@@ -22,9 +23,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from nanotrain_jax.config.values import Remat
+from nanotrain_jax.parallel import context
 
 INPUT = "input"  # of a layer, or of a block of them
-SAVED = ("q", "k", "v", "attention_out", "gate", "up")  # matmul outputs of a layer that its backward needs
+# Matmul outputs of a layer that its backward needs, and what attention over a mesh axis has communicated.
+SAVED = ("q", "k", "v", "attention_out", "gate", "up", *context.SAVED)
 
 # Includes reductions over devices: otherwise their full-size inputs, partial sums, would be saved and reduced again.
 EXPENSIVE = ("dot_general", "dot_product_attention_fwd_wrapper", "reduce_scatter", "psum", "psum_invariant")
@@ -46,9 +49,14 @@ def name(x: jax.Array, what: str) -> jax.Array:
     return checkpoint_name(x, what)
 
 
-def _expensive(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Policy: save the outputs of matmuls, attention kernels and reductions, not what is gathered or cheap."""
+def _is_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name in EXPENSIVE
+
+
+# Save the outputs of matmuls, attention and reductions, not what is gathered or cheap.
+_expensive = jax.checkpoint_policies.save_from_both_policies(
+    _is_expensive, jax.checkpoint_policies.save_only_these_names(*context.SAVED)
+)
 
 
 def checkpointed(body: Callable[[Tree, Tree], Tree], policy: Policy) -> tuple[Callable[[Tree, Tree], Tree], int | None]:

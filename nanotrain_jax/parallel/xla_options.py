@@ -9,20 +9,20 @@ import jax
 
 
 def gpu_options(
-    bucket_mb: float, prefetch: bool, pipeline: int = 0, offload: bool = False
+    bucket_mb: float, prefetch: bool, in_flight: int = 0, offload: bool = False
 ) -> dict[str, int | bool | str]:
     """Return XLA:GPU options for `jax.jit(compiler_options=...)`.
 
     bucket_mb: combine collectives of one kind that are ready together, up to this many MiB. prefetch: start an
-    all-gather in a loop one iteration ahead. pipeline: collectives in flight at a time, so that sends
-    between stages overlap with a stage's own collectives (0: no pipeline).
+    all-gather in a loop one iteration ahead. in_flight: collectives in flight at a time, so that sends between stages
+    and hops of ring attention overlap with other collectives (0: XLA's default, 1).
     offload: allow many host copies in flight at a time (default: two), and do not count host memory as device memory,
     which would make XLA rematerialize to save it.
     """
     kinds = "all_reduce", "all_gather", "reduce_scatter"
     options = {f"xla_gpu_{kind}_combine_threshold_bytes": int(bucket_mb * 2**20) for kind in kinds}
-    if pipeline:  # sends between stages overlap with gathers, scatters and reductions over data and tensor
-        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = pipeline
+    if in_flight:
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = in_flight
     if offload:
         options["xla_gpu_experimental_parallel_async_compute_limit"] = 64
         options["xla_gpu_memory_limit_slop_factor"] = 10_000  # % of the device's memory

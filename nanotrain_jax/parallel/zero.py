@@ -1,15 +1,16 @@
-"""ZeRO: shard optimizer state, gradients and parameters over the data axis (arXiv 1910.02054).
+"""ZeRO: shard optimizer state, gradients and parameters over data and context (arXiv 1910.02054).
 
 A stage is six pure functions. The step calls them in this order, all but the first inside `shard_map`:
 
-    storage(specs, dims)               PartitionSpecs of parameters, and of master weights and moments
-    inputs(stored, dims)               what the loss is differentiated with respect to
+    storage(specs, dims, axes)         PartitionSpecs of parameters, and of master weights and moments
+    inputs(stored, shards)             what the loss is differentiated with respect to
     gather(stored, inputs, sums, ...)  stored weights -> full weights, layer by layer
     reduce(grads, stored, shards)      gradients of this device -> sums over all devices
-    own_shards(stored, dims)           the weights that this device updates
+    own_shards(stored, shards)         the weights that this device updates
     gather_updated(updated, shards)    updated weights -> stored weights
 
-With N devices along `data` and Psi parameters:
+With N devices along ZeRO's axes (data, or data and context: devices with other tokens of a row compute other parts of
+a gradient too), and Psi parameters:
 
     stage  parameters  gradients  master, moments  moves per step and device, elements (ring, times (N-1)/N)
     0      full        full       full             all-reduce of the gradients                            2 Psi
@@ -21,8 +22,8 @@ Stages 0 and 1 reduce after the last backward (ZERO), or layer by layer within i
 overlapped with the backward of other layers. (The last of several microbatches is then a separate program.) Stage 3
 gathers layers twice; embedding and head at most once per microbatch, not again in the backward.
 
-`replica` axis: shard inside a group, replicate across groups (PyTorch's HYBRID_SHARD): after the reduce-scatter over
-`data`, shards are all-reduced over `replica`. Arrays with fewer than persist_below elements (norm gains, biases), and
+`replica` axis: shard inside a group, replicate across groups (PyTorch's HYBRID_SHARD): after the reduce-scatter inside
+it, shards are all-reduced over `replica`. Arrays with fewer than persist_below elements (norm gains, biases), and
 those with no dim that N divides, stay replicated and are all-reduced. Arrays smaller than a bucket are scattered and
 gathered together. Parameters may also be sharded over other axes (tensor): then Psi counts this device's shards.
 
@@ -55,17 +56,17 @@ from nanotrain_jax.parallel.mesh import AXES, BATCH_AXES
 from nanotrain_jax.parallel.sharding import abstract
 
 Tree = Any  # a pytree of arrays
-UNSHARDED = -1  # in a tree of dims: the leaf is replicated over data
+UNSHARDED = -1  # in a tree of dims: the leaf is replicated over ZeRO's axes
 
 
 class Zero(NamedTuple):
     """A ZeRO stage as pure functions (see the top of this file)."""
 
     storage: Callable[..., tuple[Tree, Tree]]
-    inputs: Callable[[Tree, Tree], Tree]
+    inputs: Callable[[Tree, Shards], Tree]
     gather: Callable[[Tree, Tree, Tree | None, Shards], Tree]
     reduce: Callable[[Tree, Tree, Shards], Tree]
-    own_shards: Callable[[Tree, Tree], Tree]
+    own_shards: Callable[[Tree, Shards], Tree]
     gather_updated: Callable[[Tree, Shards], Tree]
 
 
@@ -77,10 +78,11 @@ class Communication(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """What ZeRO shards over data, and how it communicates."""
+    """What ZeRO shards, over which mesh axes, and how it communicates."""
 
     dims: Tree  # the sharded dim of each array, or UNSHARDED
     communication: Communication
+    axes: tuple[str, ...]
 
 
 def shard_dims(
@@ -126,7 +128,7 @@ def zero_specs(
     for spec in jax.tree.leaves(specs):
         if axis in jax.tree.leaves(tuple(spec)):
             raise ValueError(f"{spec} is already sharded over {axis}, the axis of ZeRO; use other axes in specs")
-    return ZERO[stage].storage(specs, shard_dims(shapes, mesh.shape[axis], persist_below, stacked, specs), axis)
+    return ZERO[stage].storage(specs, shard_dims(shapes, mesh.shape[axis], persist_below, stacked, specs), (axis,))
 
 
 def replicated_specs(params: Tree) -> Tree:
@@ -134,34 +136,36 @@ def replicated_specs(params: Tree) -> Tree:
     return jax.tree.map(lambda _: PartitionSpec(), params)
 
 
-def _over(axis: str, specs: Tree, dims: Tree) -> Tree:
-    """-> specs with axis added at each leaf's dim."""
+def _over(axes: tuple[str, ...], specs: Tree, dims: Tree) -> Tree:
+    """-> specs with axes added at each leaf's dim."""
 
-    def add_axis(spec: PartitionSpec, d: int) -> PartitionSpec:
-        axes = [*spec, *[None] * (d + 1 - len(spec))]
-        return spec if d == UNSHARDED else PartitionSpec(*axes[:d], axis, *axes[d + 1 :])
+    entry = axes if len(axes) > 1 else axes[0]
 
-    return jax.tree.map(add_axis, specs, dims)
+    def add_axes(spec: PartitionSpec, d: int) -> PartitionSpec:
+        entries = [*spec, *[None] * (d + 1 - len(spec))]
+        return spec if d == UNSHARDED else PartitionSpec(*entries[:d], entry, *entries[d + 1 :])
+
+    return jax.tree.map(add_axes, specs, dims)
 
 
-def _weights(stored: Tree, dims: Tree) -> Tree:
+def _weights(stored: Tree, shards: Shards) -> Tree:
     """`Zero.inputs` of ZERO[0] and ZERO[1]: the weights, cast so that gradients stay local. Moves nothing."""
     return as_varying(stored, BATCH_AXES)
 
 
-def _taps(stored: Tree, dims: Tree, full_grads: bool, stored_sharded: bool = False) -> Tree:
+def _taps(stored: Tree, shards: Shards, full_grads: bool, stored_sharded: bool = False) -> Tree:
     """`Zero.inputs` elsewhere: float32 zeros in the shape of the stored gradient, full or sharded. Moves nothing.
 
     stored_sharded: the stored weights are shards themselves.
     """
-    size = jax.lax.axis_size("data")
+    size = jax.lax.axis_size(shards.axes)
 
     def tap(w: jax.Array, d: int) -> jax.Array:
         divide = not (full_grads or stored_sharded)
         zeros = jnp.zeros(tuple(n // size if i == d and divide else n for i, n in enumerate(w.shape)), jnp.float32)
         return as_varying(zeros, sorted(varying_axes(w).union(() if full_grads else BATCH_AXES)))
 
-    return jax.tree.map(tap, stored, dims)
+    return jax.tree.map(tap, stored, shards.dims)
 
 
 def _in_buckets(move: Callable[..., Sequence], shards: Shards, sent: Tree, *more: Tree, are_shards: bool) -> Tree:
@@ -178,7 +182,7 @@ def _in_buckets(move: Callable[..., Sequence], shards: Shards, sent: Tree, *more
         kind = (x is not None and (varying_axes(x), host_offload.on_host(x)) for x in arrays)
         kinds.setdefault((d == UNSHARDED, *kind), []).append(i)
     for (is_replicated, *_), alike in kinds.items():
-        num_shards = jax.lax.axis_size("data") if are_shards and not is_replicated else 1
+        num_shards = jax.lax.axis_size(shards.axes) if are_shards and not is_replicated else 1
         for bucket in buckets([leaves[i].nbytes * num_shards for i in alike], shards.communication.bucket_bytes):
             indices = [alike[j] for j in bucket]
             results |= zip(indices, move(*zip(*(rows[i] for i in indices), strict=True)), strict=True)
@@ -195,8 +199,8 @@ def _tapped(
 ) -> Tree:
     """`Zero.gather` elsewhere: the full weights; their reduced gradient becomes the cotangent of taps.
 
-    forward, stage 3     w[... D] = all_gather(w[... D/data])                            (N-1)/N
-    backward             g[... D/data] = reduce_scatter(g[... D] + sums[... D])          (N-1)/N
+    forward, stage 3     w[... D] = all_gather(w[... D/N])                               (N-1)/N
+    backward             g[... D/N] = reduce_scatter(g[... D] + sums[... D])             (N-1)/N
     backward, stage 0    g[... D] = all_reduce(g[... D] + sums[... D])                   2 (N-1)/N
 
     Gradients are reduced in the dtype of communication. Weights in host memory are copied to the device first, in the
@@ -208,7 +212,7 @@ def _tapped(
 
         def forward(weights: tuple) -> list:
             weights = host_offload.to_device(list(weights))
-            return all_gather(weights, "data", dims) if stored_sharded and sharded else weights
+            return all_gather(weights, shards.axes, dims) if stored_sharded and sharded else weights
 
         def backward(sums: tuple, grads: list) -> tuple:
             if sums[0] is not None:
@@ -217,7 +221,7 @@ def _tapped(
             if full_grads:
                 grads = all_reduce(grads, BATCH_AXES)
             elif sharded:
-                grads = reduce_scatter(grads, "data", dims)
+                grads = reduce_scatter(grads, shards.axes, dims)
             return None, tuple(g.astype(jnp.float32) for g in grads), None
 
         gathered = jax.custom_vjp(lambda weights, taps, sums: forward(weights))
@@ -229,13 +233,13 @@ def _tapped(
 
 
 def gather_ahead(stored: Tree, shards: Shards) -> Tree:
-    """Stage 3 with prefetch: w[... D] = all_gather(w[... D/data]), (N-1)/N, outside the layer that uses it.
+    """Stage 3 with prefetch: w[... D] = all_gather(w[... D/N]), (N-1)/N, outside the layer that uses it.
 
     The layer is then differentiated as at stage 2: full weights, scattered gradients.
     """
 
     def gather_bucket(dims: tuple, weights: tuple) -> Sequence:
-        return weights if dims[0] == UNSHARDED else all_gather(list(weights), "data", dims)
+        return weights if dims[0] == UNSHARDED else all_gather(list(weights), shards.axes, dims)
 
     return _in_buckets(gather_bucket, shards, stored, are_shards=True)
 
@@ -244,9 +248,9 @@ def _reduce(grads: Tree, stored: Tree, shards: Shards, stored_sharded: bool) -> 
     """`Zero.reduce`: sum gradients over devices, in the dtype of communication where anything moves.
 
     stage 0          g[... D] {local} -> all_reduce over replica, data, context          2 (N-1)/N
-    stage 1          g[... D] {local} -> reduce_scatter over data -> g[... D/data]       (N-1)/N
-    stages 2 and 3   g[... D/data], scattered in the backward                            nothing
-    stages 1 to 3    shards -> all_reduce over replica and context
+    stage 1          g[... D] {local} -> reduce_scatter over ZeRO's axes -> g[... D/N]   (N-1)/N
+    stages 2 and 3   g[... D/N], scattered in the backward                               nothing
+    stages 1 to 3    shards -> all_reduce over replica
     PER_LAYER        reduced in the backward                                             nothing
 
     Types and shapes decide what remains to be done. The all-reduce is over all axes that a gradient varies over and its
@@ -260,13 +264,13 @@ def _reduce(grads: Tree, stored: Tree, shards: Shards, stored_sharded: bool) -> 
     def reduce_bucket(dims: tuple, grads: tuple, stored: tuple) -> list:
         if host_offload.on_host(grads[0]):
             return list(grads)
-        own = varying_axes(stored[0]).union(() if dims[0] == UNSHARDED else ("data",))
+        own = varying_axes(stored[0]).union(() if dims[0] == UNSHARDED else shards.axes)
         over = [axis for axis in AXES if axis in varying_axes(grads[0]) - own]
         scatters = is_local(grads[0], stored[0], dims[0])
         if scatters or any(jax.lax.axis_size(axis) > 1 for axis in over):
             grads = [g.astype(shards.communication.dtype) for g in grads]
         if scatters:
-            grads = reduce_scatter(grads, "data", dims)
+            grads = reduce_scatter(grads, shards.axes, dims)
             over = [axis for axis in over if axis in varying_axes(grads[0])]
         return all_reduce(list(grads), over)
 
@@ -274,7 +278,7 @@ def _reduce(grads: Tree, stored: Tree, shards: Shards, stored_sharded: bool) -> 
     return _in_buckets(reduce_bucket, shards, grads, stored, are_shards=not are_local)
 
 
-def accumulate_on_host(grads: Tree, stored: Tree, dims: Tree, on_host: Tree, earlier: Tree | None = None) -> Tree:
+def accumulate_on_host(grads: Tree, stored: Tree, shards: Shards, on_host: Tree, earlier: Tree | None = None) -> Tree:
     """Add gradients to those of earlier microbatches; offload them to host memory where on_host and complete.
 
     on_host: at stages 2 and 3 only. Complete: `reduce` adds nothing from other devices. Each gradient moves to the host
@@ -282,28 +286,33 @@ def accumulate_on_host(grads: Tree, stored: Tree, dims: Tree, on_host: Tree, ear
     """
 
     def accumulate(g: jax.Array, w: jax.Array, d: int, on_host: bool, earlier: jax.Array | None) -> jax.Array:
-        own = varying_axes(w).union(() if d == UNSHARDED else ("data",))
+        own = varying_axes(w).union(() if d == UNSHARDED else shards.axes)
         unreduced = [axis for axis in AXES if axis in varying_axes(g) - own]
         if not on_host or any(jax.lax.axis_size(axis) > 1 for axis in unreduced):
             return g if earlier is None else earlier + g
         g = all_reduce(g, unreduced)  # axes of one device each: moves nothing
         return host_offload.to_host(g) if earlier is None else host_offload.add(earlier, g)
 
-    return jax.tree.map(accumulate, grads, stored, dims, on_host, earlier or jax.tree.map(lambda _: None, grads))
+    earlier = earlier or jax.tree.map(lambda _: None, grads)
+    return jax.tree.map(accumulate, grads, stored, shards.dims, on_host, earlier)
 
 
-def _own_shards(stored: Tree, dims: Tree, stored_sharded: bool) -> Tree:
+def _own_shards(stored: Tree, shards: Shards, stored_sharded: bool) -> Tree:
     """`Zero.own_shards`: the part of the weights that this device has gradients of. Moves nothing."""
     if stored_sharded:
         return stored
-    return jax.tree.map(lambda w, d: w if d == UNSHARDED else own_shard(w, "data", d), stored, dims)
+    return jax.tree.map(lambda w, d: w if d == UNSHARDED else own_shard(w, shards.axes, d), stored, shards.dims)
 
 
 def _gather_updated(updated: Tree, shards: Shards, stored_sharded: bool) -> Tree:
-    """`Zero.gather_updated`, stages 1 and 2: w[... D] = all_gather(w[... D/data]) as stored, (N-1)/N; else nothing."""
+    """`Zero.gather_updated`, stages 1 and 2: w[... D] = all_gather(w[... D/N]) as stored, (N-1)/N; else nothing."""
 
     def gather_bucket(dims: tuple, weights: tuple) -> Sequence:
-        return weights if dims[0] == UNSHARDED or stored_sharded else all_gather(weights, "data", dims, invarying=True)
+        return (
+            weights
+            if dims[0] == UNSHARDED or stored_sharded
+            else all_gather(weights, shards.axes, dims, invarying=True)
+        )
 
     return _in_buckets(gather_bucket, shards, updated, are_shards=True)
 
@@ -311,9 +320,9 @@ def _gather_updated(updated: Tree, shards: Shards, stored_sharded: bool) -> Tree
 def _stage(params_sharded: bool, state_sharded: bool, in_backward: bool) -> Zero:
     full_grads = not state_sharded
     return Zero(
-        storage=lambda specs, dims, axis="data": (
-            _over(axis, specs, dims) if params_sharded else specs,
-            _over(axis, specs, dims) if state_sharded else specs,
+        storage=lambda specs, dims, axes: (
+            _over(axes, specs, dims) if params_sharded else specs,
+            _over(axes, specs, dims) if state_sharded else specs,
         ),
         inputs=partial(_taps, full_grads=full_grads, stored_sharded=params_sharded) if in_backward else _weights,
         gather=partial(_tapped, full_grads=full_grads, stored_sharded=params_sharded) if in_backward else _as_is,

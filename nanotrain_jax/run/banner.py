@@ -37,8 +37,8 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
             f"pipeline schedule {p.schedule}: {p.microbatches} microbatches over {p.pipe} stages; bubble {bubble:.0%} "
             "(modelled: forward, input-gradient and weight-gradient passes take equal time)"
         )
-    if config.parallel.zero and mesh.shape["data"] == 1:
-        lines.append(f"parallel.zero={config.parallel.zero} has no effect: parallel.data is 1")
+    if config.parallel.zero and mesh.shape["data"] == mesh.shape["context"] == 1:
+        lines.append(f"parallel.zero={config.parallel.zero} has no effect: parallel.data and context are 1")
     on_host = {} if config.model.factory else memory.on_host(config)
     if on_host:
         sizes = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in on_host.items())

@@ -91,7 +91,9 @@ class Loop:
         """Run steps, evaluate and save until the last step or until stopped(step)."""
         run, num_steps, profiled = self.run, self.config.train.steps, self.config.runtime.profile_steps
         profiled = profiled and (profiled[0], min(profiled[1], num_steps))
-        batches = data.batches(run.dataset.train, run.step.batch, self.config.data.seed, run.position)
+        batches = data.batches(
+            run.dataset.train, run.step.batch, self.config.data.seed, run.position, run.step.token_order
+        )
         with profiling(profiled, self.folder / "profile", self.writer.say) as profile:
             self.writer.start_clock()
             while self.number < num_steps and not stopped(self.number):
@@ -142,7 +144,9 @@ class Loop:
     def evaluate(self) -> float:
         """Return the validation loss: mean per held-out token, in nats."""
         run, sums = self.run, []
-        for batch in data.evaluation(run.dataset.val, run.step.batch, run.config.train.eval_steps):
+        for batch in data.evaluation(
+            run.dataset.val, run.step.batch, run.config.train.eval_steps, run.step.token_order
+        ):
             self.watch.at("evaluation", self.number)
             sums.append(run.step.evaluate(self.state.params, batch))
             jax.block_until_ready(sums[-2:-1])  # XLA:CPU aborts with too many executions in flight

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
 from nanotrain_jax.config.execution import Execution, reduces_per_layer
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models.contract import Model
+from nanotrain_jax.parallel import context
 from nanotrain_jax.parallel.collectives import all_reduce
 from nanotrain_jax.parallel.optimizer_step import clip_by_global_norm, select
 from nanotrain_jax.parallel.pipeline import schedule as schedules
@@ -47,7 +49,8 @@ class Step(NamedTuple):
     in_stage_order(State) -> State with stacked layers in stage order, as the other functions take it; donates its State
     The orders differ only with several chunks per stage: then in_layer_order returns a copy, else its argument.
 
-    batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0.
+    batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0. The tokens of
+    a row are in the order token_order: their positions, int32 [T]; None: as they are.
     metrics: float32 scalars loss (mean over the batch, nats per token), grad_norm (before clipping) and lr, and the
     int32 skipped_steps so far; with loss scaling also loss_scale, the scale of this step.
     """
@@ -59,6 +62,7 @@ class Step(NamedTuple):
     batch: Tree
     in_layer_order: Callable[[State], State]
     in_stage_order: Callable[[State], State]
+    token_order: np.ndarray | None
     plan: Plan
 
 
@@ -83,7 +87,7 @@ def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, jax.Arra
         schedule = schedules.forward_only(p.pipe, p.microbatches, p.chunks)
         sums = run_forward(schedule, forward.layered(plan, params), microbatches, idle=p.idle)
     else:
-        weights = forward.Weights(params, plan.zero.inputs(params, plan.shards.dims))
+        weights = forward.Weights(params, plan.zero.inputs(params, plan.shards))
         sums = lax.map(partial(forward.loss, plan, plan.zero, weights), microbatches)
         sums = jax.tree.map(lambda x: x.sum(0), sums)
     return all_reduce(sums, plan.loss_axes)
@@ -117,8 +121,19 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
         batch=jax.tree.map(partial(states.with_sharding, mesh, tokens), batch_specs),
         in_layer_order=states.reorder_layers(state, p.pipe, p.chunks) if p.chunks > 1 else unchanged,
         in_stage_order=states.reorder_layers(state, p.chunks, p.pipe, donate=(0,)) if p.chunks > 1 else unchanged,
+        token_order=token_order(config),
         plan=plan,
     )
+
+
+def token_order(config: Config) -> np.ndarray | None:
+    """Return the positions of a row's tokens, in the order in which devices along context hold them, int32 [T].
+
+    None: in the order of the row.
+    """
+    p = config.parallel
+    is_zigzag = p.context > 1 and p.context_attention in context.ZIGZAG
+    return context.zigzag_order(config.data.seq_len, p.context) if is_zigzag else None
 
 
 def on_mesh(mesh: Mesh, function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
@@ -130,7 +145,7 @@ def pending_specs(plan: Plan) -> Pending | None:
     """Return PartitionSpecs of Pending: gradients are laid out as their optimizer state. None if nothing is pending."""
     if all(jax.tree.leaves(plan.in_step)):
         return None
-    _, opt_specs = plan.zero.storage(plan.specs, plan.shards.dims)
+    _, opt_specs = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
     outside = jax.tree.map(lambda in_step: not in_step, plan.in_step)
     return Pending(select(opt_specs, outside), REPLICATED, REPLICATED)
 
@@ -142,7 +157,8 @@ def compiler_options(plan: Plan) -> dict | None:
     p = plan.config.parallel
     prefetch = p.prefetch and plan.execution is Execution.AUTODIFF  # other loops prefetch explicitly
     in_flight = 32 if reduces_per_layer(plan.config) else 8  # a send, and one or all buckets of a layer
-    return gpu_options(p.bucket_mb, prefetch, in_flight if p.pipe > 1 else 0, is_offloaded(plan.config))
+    sends = p.pipe > 1 or p.context > 1
+    return gpu_options(p.bucket_mb, prefetch, in_flight if sends else 0, is_offloaded(plan.config))
 
 
 def is_offloaded(config: Config) -> bool:

@@ -115,9 +115,9 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
         first=first,
         layer=lambda weights, inputs, x: run(x, Weights(weights, inputs)),
         last=last,
-        ends=zero.inputs(stored_ends, end_dims),
+        ends=zero.inputs(stored_ends, plan.shards._replace(dims=end_dims)),
         layers=remat.in_blocks(layers, block),
-        inputs=lambda weights: of_layers.inputs(weights, row_shards.dims),
+        inputs=lambda weights: of_layers.inputs(weights, row_shards),
         fetch=partial(gather_ahead, shards=row_shards) if gathers else fetch,
         reduce=partial(zero.reduce, stored=stored_row, shards=row_shards) if reduces_per_layer(plan.config) else None,
     )

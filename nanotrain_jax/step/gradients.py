@@ -38,7 +38,7 @@ def by_autodiff(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array |
     def objective(inputs: Tree, batch: Tree) -> jax.Array:
         return forward.loss(plan, plan.zero, Weights(params, inputs), batch)[0] * scale
 
-    return accumulate(objective, plan.zero.inputs(params, plan.shards.dims), microbatches)
+    return accumulate(objective, plan.zero.inputs(params, plan.shards), microbatches)
 
 
 def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
@@ -55,7 +55,7 @@ def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     def objective(inputs: Tree, batch: Tree) -> jax.Array:
         return forward.loss(plan, last, Weights(weights, inputs, sums), batch)[0] * scale
 
-    inputs = last.inputs(params, plan.shards.dims)
+    inputs = last.inputs(params, plan.shards)
     last_loss, grads = accumulate(objective, inputs, jax.tree.map(lambda x: x[-1:], microbatches))
     return loss + last_loss, grads
 
@@ -95,13 +95,14 @@ def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     model = model._replace(ends=forward.ends_used(plan, model.ends))
     trees = params, plan.shards.dims, plan.host_memory.gradients
     ends, (stored_layers, _, on_host) = zip(*map(split_layers, trees), strict=True)
-    used_ends = [forward.ends_used(plan, tree) for tree in ends]
+    stored_ends, end_dims, ends_on_host = (forward.ends_used(plan, tree) for tree in ends)
+    end_shards = [plan.shards._replace(dims=dims) for dims in end_dims]
 
     def add_ends(grads: tuple, earlier: tuple | None) -> tuple:
-        return tuple(map(accumulate_on_host, grads, *used_ends, earlier or (None, None)))
+        return tuple(map(accumulate_on_host, grads, stored_ends, end_shards, ends_on_host, earlier or (None, None)))
 
     def add_layer(grads: Tree) -> Tree:
-        return accumulate_on_host(grads, stored_layers, plan.shards_of_layer().dims, on_host)
+        return accumulate_on_host(grads, stored_layers, plan.shards_of_layer(), on_host)
 
     loss, (of_first, of_last), of_layers = offloaded_layers.run_layers(model, microbatches, add_ends, add_layer)
     return loss, join_layers(added(of_first, of_last), _unblocked(plan, of_layers))

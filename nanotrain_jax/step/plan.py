@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models import factory
 from nanotrain_jax.models.contract import LAYERS, Model
 from nanotrain_jax.parallel import remat
-from nanotrain_jax.parallel.mesh import BATCH_AXES
+from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 from nanotrain_jax.parallel.pipeline.schedule import row_order
 from nanotrain_jax.parallel.sharding import specs
 from nanotrain_jax.parallel.zero import UNSHARDED, ZERO, Communication, Shards, Zero, shard_dims
@@ -38,8 +39,8 @@ class HostMemory(NamedTuple):
 class Plan:
     """A resolved config on a mesh. Trees have the structure of the parameters.
 
-    specs        PartitionSpecs over pipe and tensor; ZeRO adds data (`zero.storage`)
-    shards       the dim of each array that ZeRO shards over data, and communication settings
+    specs        PartitionSpecs over pipe and tensor; ZeRO adds its axes (`zero.storage`)
+    shards       the dim of each array that ZeRO shards, its axes (of data and context), communication settings
     layer_order  the layer of each row of the stacked weights; None: model order
     in_step      True for arrays that the step updates; nvme updates the others after the step, from state in files
     """
@@ -83,7 +84,9 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         factory.check(model, config)
     pipe_tensor_specs = specs_over_pipe_and_tensor(model, mesh)
     stacks = LAYERS, *model.stacks
-    dims = shard_dims(model.shapes, p.data if p.zero else 1, p.persist_below, stacks, pipe_tensor_specs)
+    axes = tuple(axis for axis in ZERO_AXES if mesh.shape[axis] > 1) or ("data",)
+    size = math.prod(mesh.shape[axis] for axis in axes) if p.zero else 1
+    dims = shard_dims(model.shapes, size, p.persist_below, stacks, pipe_tensor_specs)
     communication = Communication(jnp.dtype(config.precision.grad_reduce), p.bucket_mb * 2**20)
     is_large = large(model.shapes, p.persist_below, stacks)
     return Plan(
@@ -95,7 +98,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         lr_schedule=optim.schedule(config.optimizer),
         zero=ZERO[p.zero],
         specs=pipe_tensor_specs,
-        shards=Shards(dims, communication),
+        shards=Shards(dims, communication, axes),
         remat=remat.Policy(
             config.memory.rematerialization, p.zero == 3, p.prefetch, config.memory.offload_activations == "host"
         ),

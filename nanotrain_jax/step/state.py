@@ -85,7 +85,7 @@ def abstract(plan: Plan) -> tuple[State, State]:
         opt = Opt(None if shapes.opt.master is None else opt, moments)
         return State(other, other, params, opt, jax.tree.map(lambda _: other, shapes.scale))
 
-    specs = like(*plan.zero.storage(plan.specs, plan.shards.dims), REPLICATED)
+    specs = like(*plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes), REPLICATED)
     on_host = like(plan.host_memory.params, plan.host_memory.optimizer, False)
     return specs, jax.tree.map(partial(with_sharding, plan.mesh), shapes, specs, on_host)
 

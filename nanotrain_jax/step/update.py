@@ -31,9 +31,10 @@ def apply_update(plan: Plan, state: State, grads: Tree, clip: Clip) -> tuple[Tre
     params, grads_in_step, dims, on_host = (
         select(tree, plan.in_step) for tree in (state.params, grads, plan.shards.dims, plan.host_memory.optimizer)
     )
-    own = plan.zero.own_shards(params, dims)
+    shards = plan.shards._replace(dims=dims)
+    own = plan.zero.own_shards(params, shards)
     own, opt = update(plan.optimizer, own, grads_in_step, state.opt, clip, on_host)
-    params = merge(plan.zero.gather_updated(own, plan.shards._replace(dims=dims)), state.params)
+    params = merge(plan.zero.gather_updated(own, shards), state.params)
     outside = jax.tree.map(lambda in_step: not in_step, plan.in_step)
     if not any(jax.tree.leaves(outside)):
         return params, opt, None

@@ -1,0 +1,140 @@
+"""A layer of the decoder: norms, attention, MLP (Flax NNX modules). Names and layouts: models/decoder.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from nanotrain_jax.config.schema import Model
+from nanotrain_jax.models import decoder_table
+from nanotrain_jax.models.ops import add, gelu, normalize, rotate, swiglu
+from nanotrain_jax.models.parameters import Parameter, Table, under
+from nanotrain_jax.parallel import context, remat, tensor
+from nanotrain_jax.parallel.collectives import position
+
+
+class Split(NamedTuple):
+    """How devices share the heads, widths and tokens of a decoder: tensor and context parallelism."""
+
+    axis: str | None = None  # mesh axis; None: not split
+    size: int = 1
+    sequence_parallel: bool = False  # shard activations over tokens between matmuls
+    regather: bool = True  # gather the inputs of matmuls again in the backward (`tensor.columns`)
+    context: context.Kind | None = None  # attention over the mesh axis context; None: devices have whole sequences
+
+    def positions(self, tokens: int) -> jax.Array | None:
+        """Return the positions of this device's tokens, int32 [T/context]; None: 0 to T-1. tokens: T/context."""
+        return self.context and context.own_positions(tokens, is_zigzag=self.context in context.ZIGZAG)
+
+
+ONE_DEVICE = Split()
+
+
+def _initial(row: Parameter, rngs: nnx.Rngs | None) -> jax.Array:
+    if row.init != "normal":
+        return jnp.zeros(row.shape) if row.init == "zeros" else jnp.ones(row.shape)
+    rows, *dims = row.shape
+    drawn = row.std * jax.random.normal(rngs.params(), (rows - row.padding, *dims), jnp.float32)
+    return jnp.pad(drawn, [(0, row.padding)] + [(0, 0)] * len(dims)) if row.is_padded else drawn
+
+
+def fill(module: nnx.Module, rows: Table, rngs: nnx.Rngs | None = None) -> None:
+    """Add parameters to a module, initialized in the order of the table."""
+    for name, row in rows.items():
+        setattr(module, name, nnx.Param(_initial(row, rngs)))
+
+
+class Norm(nnx.Module):
+    """x[B T D] -> x[B T D], normalized over D in float32: RMSNorm (arXiv 1910.07467), LayerNorm (arXiv 1607.06450)."""
+
+    def __init__(self, config: Model, path: str):
+        self.eps, self.center = config.norm_eps, config.features.centered_norms
+        fill(self, under(decoder_table.table(config), path))
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        bias_D = self.bias_D[...] if self.center else None
+        return normalize(x_BTD, self.gain_D[...], bias_D, self.eps)
+
+
+class Attention(nnx.Module):
+    """x[B T D] -> y[B T D]: causal grouped-query attention; N / K query heads share each key and value head.
+
+    sequences: B, as x may have all sequences concatenated.
+    """
+
+    def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
+        self.features, self.split, self.num_kv_heads = config.features, split, config.num_kv_heads
+        self.theta, self.kernel = config.rope_theta, config.attention
+        fill(self, under(decoder_table.table(config, split.size), decoder_table.ATTENTION), rngs)
+
+    def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
+        axis, sequence_parallel, regather = self.split.axis, self.split.sequence_parallel, self.split.regather
+        weights = self.q_DNH[...], self.own_head(self.k_DKH[...]), self.own_head(self.v_DKH[...])
+        qkv = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
+        q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *x.shape[2:]) for x in qkv)
+        if self.features.biases:
+            q_BTNH = add(q_BTNH, self.bias_q_NH[...])
+            k_BSKH = add(k_BSKH, self.own_head(self.bias_k_KH[...]))
+            v_BSKH = add(v_BSKH, self.own_head(self.bias_v_KH[...]))
+        if not self.features.learned_positions:
+            positions_T = self.split.positions(q_BTNH.shape[1])
+            q_BTNH, k_BSKH = (rotate(x, self.theta, positions_T) for x in (q_BTNH, k_BSKH))
+        qkv = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k"), remat.name(v_BSKH, "v")
+        y_BTNH = self.attend(*qkv)
+        y_BTD = jnp.tensordot(y_BTNH, self.out_NHD[...], 2).reshape(len(x_BTD), -1, x_BTD.shape[2])
+        y_BTD = remat.name(tensor.leave(y_BTD, axis, sequence_parallel), "attention_out")
+        return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
+
+    def attend(self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+        """q[B T N H], k[B T K H], v[B T K H] -> y[B T N H]; over context, if the tokens are split."""
+        if self.split.context:
+            return context.ATTENTION[self.split.context](q_BTNH, k_BSKH, v_BSKH, "context", self.kernel)
+        qkv = q_BTNH, k_BSKH, v_BSKH
+        if self.kernel == "xla" and q_BTNH.dtype == jnp.float16:  # XLA:CPU lacks the float16 matmul that JAX asks for
+            qkv = [x.astype(jnp.float32) for x in qkv]
+        kernel = None if self.kernel == "auto" else self.kernel
+        return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=kernel).astype(q_BTNH.dtype)
+
+    def own_head(self, w_KH: jax.Array) -> jax.Array:
+        """w[... K H] -> w[... 1 H]: the head of this device's queries, if there are fewer heads than devices."""
+        if self.split.size <= self.num_kv_heads:
+            return w_KH
+        head = position(self.split.axis) // (self.split.size // self.num_kv_heads)
+        return jax.lax.dynamic_slice_in_dim(w_KH, head, 1, w_KH.ndim - 2)
+
+
+class MLP(nnx.Module):
+    """x[B T D] -> y[B T D]: SwiGLU (arXiv 2002.05202), or GELU (tanh form, as GPT-2)."""
+
+    def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
+        self.features, self.split = config.features, split
+        fill(self, under(decoder_table.table(config, split.size), decoder_table.MLP), rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        axis, sequence_parallel, regather = self.split.axis, self.split.sequence_parallel, self.split.regather
+        weights = [self.up_DF[...]] + ([self.gate_DF[...]] if self.features.gated_mlp else [])
+        up_BTF, *gates = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
+        gates = [remat.name(gate_BTF, "gate") for gate_BTF in gates]
+        up_BTF = remat.name(up_BTF, "up")
+        if self.features.biases:
+            up_BTF = add(up_BTF, self.bias_up_F[...])
+        h_BTF = swiglu(*gates, up_BTF) if gates else gelu(up_BTF)
+        y_BTD = tensor.row(h_BTF, self.down_FD[...], axis, sequence_parallel)
+        return add(y_BTD, self.bias_down_D[...]) if self.features.biases else y_BTD
+
+
+class Layer(nnx.Module):
+    """x[B T D] -> x[B T D]: attention and MLP, each pre-normalized and added to the residual stream."""
+
+    def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
+        self.norm_attention = Norm(config, decoder_table.NORM_ATTENTION)
+        self.attention = Attention(config, rngs, split)
+        self.norm_mlp = Norm(config, decoder_table.NORM_MLP)
+        self.mlp = MLP(config, rngs, split)
+
+    def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
+        x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD), sequences)
+        return x_BTD + self.mlp(self.norm_mlp(x_BTD))
