@@ -142,7 +142,7 @@ def check_context(config: Config) -> None:
     if p.context == 1:
         return
     kind = f"parallel.context_attention={p.context_attention}"
-    chunks = p.context * (1 if p.context_attention == "ulysses" else 2)
+    chunks = p.context * (2 if p.is_blockwise else 1)
     if T % chunks:
         below = T // chunks * chunks
         raise Misfit(

@@ -144,8 +144,13 @@ class Parallel(_Section):
         """Mesh axis -> requested size (one may be -1)."""
         return {axis: getattr(self, axis) for axis in ("pipe", "replica", "data", "context", "tensor")}
 
+    @property
+    def is_blockwise(self) -> bool:
+        """True if attention is computed block by block, over tokens in zig-zag order (`parallel.context.ZIGZAG`)."""
+        return self.context > 1 and self.context_attention != "ulysses"
+
     @model_validator(mode="after")
-    def _implemented(self) -> Parallel:
+    def _sizes(self) -> Parallel:
         if self.prefetch and self.zero != 3:
             raise ValueError(
                 f"parallel.prefetch=true with parallel.zero={self.zero}: only zero=3 gathers weights layer by layer; "

@@ -1,8 +1,8 @@
 """Wire bytes of a step between devices, in closed form, with sources. For resolved configs.
 
-Symbols as in costs/counts.py: Psi parameters on a device before ZeRO, N devices along data, R along replica, t along
-tensor, M microbatches. Bytes are those one device sends on a ring: all-reduce 2 (N-1)/N S, all-gather and
-reduce-scatter (N-1)/N S, permute S, for a buffer of S bytes.
+Symbols as in costs/counts.py: Psi parameters on a device before ZeRO, N devices of ZeRO, R along replica, t along
+tensor, c along context, M microbatches. Bytes are those one device sends on a ring: all-reduce 2 (N-1)/N S, all-gather,
+reduce-scatter and all-to-all (N-1)/N S, permute S, for a buffer of S bytes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,18 @@ from typing import Any, NamedTuple
 
 from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs.counts import BYTES, is_sharded, local_elements, outline, tokens_per_device
+from nanotrain_jax.costs.counts import (
+    BYTES,
+    is_sharded,
+    local_elements,
+    local_kv_width,
+    outline,
+    tokens_per_device,
+    zero_devices,
+)
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS
+from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 
 
 class Traffic(Enum):
@@ -29,6 +38,8 @@ class Traffic(Enum):
     ACTIVATIONS = "activations"
     REGATHERED_ACTIVATIONS = "activations, gathered again in the backward"
     BETWEEN_STAGES = "activations and their gradients"
+    ATTENTION = "keys, values and their gradients"
+    HEADS = "queries, keys, values and outputs, tokens for heads"
     LOSS = "loss"
 
     @property
@@ -54,12 +65,12 @@ def communication(config: Config) -> list[dict[str, Any]]:
 
     ZeRO (arXiv 1910.02054, section 7), with gradients in precision.grad_reduce (g bytes) and weights in
     precision.compute (w bytes):
-        stage 0   all-reduce               2 g Psi        over replica and data
+        stage 0   all-reduce               2 g Psi        over replica, data and context
         stage 1   reduce-scatter             g Psi        all-gather         w Psi
         stage 2   reduce-scatter           M g Psi        all-gather         w Psi
         stage 3   reduce-scatter           M g Psi        all-gather       M w (2 Psi_layers + Psi_ends)
-    each times (N-1)/N; block:n gathers layers once more, to recompute a block. From stage 1, gradient shards are
-    all-reduced over replica: 2 (R-1)/R g Psi / N.
+    each times (N-1)/N, over data and context; block:n gathers layers once more, to recompute a block. From stage 1,
+    gradient shards are all-reduced over replica: 2 (R-1)/R g Psi / N.
 
     Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3), in w B T D (t-1)/t, summed over microbatches:
         all-reduce       2 (4 L + 2)         per layer two in the forward and two in the backward; one of the embedding
@@ -75,6 +86,13 @@ def communication(config: Config) -> list[dict[str, Any]]:
 
     Pipeline parallelism (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence
     parallelism), where a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
+    Attention over context (`attention_buffers`), in bytes per layer and token of a device, with keys and values w wide
+    in the compute dtype:
+        ring      permutes         2 (c-1) w K H each way, and 8 c K H of float32 gradients
+        gather    all-gather       the same            reduce-scatter   8 (c-1) K H
+        ulysses   all-to-all       2 (c-1)/c w (N + K) H each way
+    and the forward's once more where `full` or block:n recomputes it.
+
     Tied embeddings are gathered, and their gradients scattered, at both ends (ZeRO 2 and 3); without stages too, where
     the layer loop is hand-written (`Execution.is_by_hand`).
     """
@@ -100,6 +118,11 @@ def communication(config: Config) -> list[dict[str, Any]]:
     else:
         add(tensor, "all_reduce", (gathers * L + 2) * activations, Traffic.ACTIVATIONS)
     add(tensor, "all_reduce", 3 * 4 * tokens, Traffic.LOSS)
+    for op, what, size in attention_buffers(config):
+        if op == "permute":
+            rows["context", op, what] = size
+        else:
+            add(("context",), op, size, what)
     if p.pipe > 1:
         ticks = outline(config).ticks
         x = activations / p.microbatches / (p.tensor if p.sequence_parallel else 1)
@@ -109,6 +132,35 @@ def communication(config: Config) -> list[dict[str, Any]]:
         for (axis, op, what), size in rows.items()
         if size
     ]
+
+
+def attention_buffers(config: Config) -> list[tuple[str, Traffic, float]]:
+    """Return operation, kind and bytes of what attention over context communicates in a step, over all layers.
+
+    Bytes of all-gather, reduce-scatter and all-to-all are those of the full buffer; of permutes, those sent.
+    """
+    p, m, c = config.parallel, config.model, config.parallel.context
+    if c == 1:
+        return []
+    w, tokens = BYTES[config.precision.compute], tokens_per_device(config) * m.num_layers / p.pipe
+    passes = 3 if config.memory.rematerialization.recomputes_layers else 2
+    kv = 2 * tokens * local_kv_width(config)
+    if p.context_attention == "ring":
+        return [("permute", Traffic.ATTENTION, passes * (c - 1) * w * kv + 4 * c * kv)]
+    if p.context_attention == "gather":
+        gathered, scattered = passes * c * w * kv, 4 * c * kv
+        return [
+            ("all_gather", Traffic.ATTENTION, gathered),
+            ("reduce_scatter", Traffic.ATTENTION, scattered),
+        ]
+    queries = 2 * tokens * m.d_model / p.tensor  # and outputs
+    return [("all_to_all", Traffic.HEADS, passes * w * (queries + ulysses_copies(config) * kv))]
+
+
+def ulysses_copies(config: Config) -> float:
+    """Return how many devices along context need each key head: several where there are fewer heads than devices."""
+    p, local_heads = config.parallel, max(1, config.model.num_kv_heads / config.parallel.tensor)
+    return max(1, p.context / local_heads)
 
 
 def parameter_buffers(config: Config) -> list[Buffer]:
@@ -129,20 +181,20 @@ def parameter_buffers(config: Config) -> list[Buffer]:
         stages = ("pipe",) if row.part == ENDS else ()
         over = ("tensor",) if partial else ()
         if p.zero == 0 and execution(config) is Execution.PER_LAYER:  # inside the backward; over tensor once, after it
-            add(("replica", "data"), "all_reduce", Traffic.GRADIENTS, g, 1)
+            add(BATCH_AXES, "all_reduce", Traffic.GRADIENTS, g, 1)
             add(over, "all_reduce", Traffic.GRADIENTS, g, 1)
             continue
         if p.zero == 0 or not is_sharded(row, config):
-            add((*stages, "replica", "data", *over), "all_reduce", Traffic.GRADIENTS, g, 1)
+            add((*stages, *BATCH_AXES, *over), "all_reduce", Traffic.GRADIENTS, g, 1)
             continue
         uses = 2 if row.used == "both" and execution(config).is_by_hand else 1  # one at each end
-        add(("data",), "reduce_scatter", Traffic.GRADIENTS, g, uses * M if p.zero > 1 else 1)
-        add((*stages, "replica", *over), "all_reduce", Traffic.GRADIENT_SHARDS, g, 1, p.data)
+        add(ZERO_AXES, "reduce_scatter", Traffic.GRADIENTS, g, uses * M if p.zero > 1 else 1)
+        add((*stages, "replica", *over), "all_reduce", Traffic.GRADIENT_SHARDS, g, 1, zero_devices(config))
         if p.zero == 3:
             passes = uses if row.part == ENDS else 3 if policy == "block" else 2
-            add(("data",), "all_gather", Traffic.WEIGHTS, w, M * passes)
+            add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, w, M * passes)
         else:
-            add(("data",), "all_gather", Traffic.UPDATED_WEIGHTS, w, 1)
+            add(ZERO_AXES, "all_gather", Traffic.UPDATED_WEIGHTS, w, 1)
     return buffers
 
 

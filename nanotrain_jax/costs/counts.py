@@ -5,8 +5,9 @@ Symbols used throughout costs/:
     Psi   parameters on a device before ZeRO shards them: layers / (P t) + ends / t, with P pipeline stages and t
           tensor-parallel devices; arrays that tensor parallelism does not split are not divided by t. Ends are the
           parameters used before and after the layers
-    N     devices on the data axis: the ZeRO group       R   devices on the replica axis
+    N     devices on data and context: the ZeRO group    R   devices on the replica axis
     M     microbatches                                   C   layer chunks per pipeline stage
+    c     devices on the context axis
     L     layers on a device                             B T D   sequences, tokens of a sequence, model width
     w, g  bytes per element of precision.compute (weights) and precision.grad_reduce (gradients on the wire)
 
@@ -51,20 +52,18 @@ def local_elements(parameter: Parameter, config: Config) -> float:
 
 
 def is_sharded(parameter: Parameter, config: Config) -> bool:
-    """True if ZeRO 1 and up shards the row over data, along a dim that data divides and tensor does not split."""
-    data = config.parallel.data
-    return (
-        data > 1 and parameter.size >= config.parallel.persist_below and any(dim % data == 0 for dim in parameter.free)
-    )
+    """True if ZeRO 1 and up shards the row, along a dim that N divides and tensor does not split."""
+    N, persist_below = zero_devices(config), config.parallel.persist_below
+    return N > 1 and parameter.size >= persist_below and any(dim % N == 0 for dim in parameter.free)
 
 
 def local_rows(parameter: Parameter, config: Config) -> int:
     """Return the size on a device of the first dim (in a stack of layers the second), as ZeRO shards it."""
-    p, first = config.parallel, parameter.shape[0]
+    p, N, first = config.parallel, zero_devices(config), parameter.shape[0]
     if parameter.split_dim == 0:
         return first // p.tensor
-    divisible = [dim for dim in parameter.free if dim % p.data == 0]
-    return first // p.data if p.zero and is_sharded(parameter, config) and max(divisible) == first else first
+    divisible = [dim for dim in parameter.free if dim % N == 0]
+    return first // N if p.zero and is_sharded(parameter, config) and max(divisible) == first else first
 
 
 def devices(config: Config) -> int:
@@ -72,9 +71,20 @@ def devices(config: Config) -> int:
     return prod(config.parallel.axes.values())
 
 
+def zero_devices(config: Config) -> int:
+    """Return N, the number of devices over which ZeRO shards."""
+    return config.parallel.data * config.parallel.context
+
+
 def tokens_per_device(config: Config) -> float:
     """Return the tokens that a device processes per step, over all microbatches."""
-    return config.data.batch_size * config.data.seq_len / (config.parallel.replica * config.parallel.data)
+    return config.data.batch_size * config.data.seq_len / (config.parallel.replica * zero_devices(config))
+
+
+def local_kv_width(config: Config) -> float:
+    """Return K H on a tensor-parallel device: the width of its key (or value) heads, at least one."""
+    m, t = config.model, config.parallel.tensor
+    return kv_width(m) * max(1, t / m.num_kv_heads) / t
 
 
 def outline(config: Config) -> schedule_text.Outline:

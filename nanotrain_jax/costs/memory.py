@@ -17,7 +17,17 @@ from nanotrain_jax.config.execution import reduces_per_layer
 from nanotrain_jax.config.schema import Config, Model, Parallel, fits_flash, padded_vocab
 from nanotrain_jax.config.values import Remat
 from nanotrain_jax.costs import offload
-from nanotrain_jax.costs.counts import BYTES, is_sharded, kv_width, local_elements, outline, tokens_per_device
+from nanotrain_jax.costs.communication import ulysses_copies
+from nanotrain_jax.costs.counts import (
+    BYTES,
+    is_sharded,
+    kv_width,
+    local_elements,
+    local_kv_width,
+    outline,
+    tokens_per_device,
+    zero_devices,
+)
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 
@@ -77,8 +87,8 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
                 and the residual stream); block:n: of n layers
     buffers     gathered and in flight: weights of the head or of a layer at stage 3, float32 gradients of a layer from
                 stage 2, with stages a layer's gradients in 16 bit and (without W) float32, three full activations
-                under sequence parallelism, the largest stacked gradient in the dtype on the wire where it is reduced
-                once per step
+                under sequence parallelism, with gather attention keys and values of all tokens and their float32
+                gradients, the largest stacked gradient in the dtype on the wire where it is reduced once per step
     """
     m, p, remat = config.model, config.parallel, config.memory.rematerialization
     b, g, D = BYTES[config.precision.compute], BYTES[config.precision.grad_reduce], m.d_model
@@ -98,10 +108,10 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     logits = (4 + (4 if capability >= 10 else b)) * (m.loss_chunk or tokens) * V
     logits_gradient = 0.0 if early else b * tokens * V
 
-    several, gathers = p.microbatches > 1 or p.pipe > 1, p.zero == 3 and p.data > 1
+    several, gathers = p.microbatches > 1 or p.pipe > 1, p.zero == 3 and zero_devices(config) > 1
     sums, reduced = _gradient_sums(config, psi, shard) if several else (0.0, 0.0)
     current = 0.0 if p.pipe > 1 else 4 * sharded_layers if p.zero > 1 else b * layers
-    once = p.zero < 2 and p.data * p.replica > 1
+    once = p.zero < 2 and zero_devices(config) * p.replica > 1
     largest = max(local_elements(row, config) for row in table(m, p.tensor).values() if row.part == LAYERS)
     ends = b * psi[ENDS] if p.zero < 2 else 4 * shard[ENDS]
     sent = g * sum(psi.values()) if once and p.zero == 0 and not several else 0.0  # all, in the dtype on the wire
@@ -139,10 +149,12 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
     """Return the bytes gathered or in flight in the backward. layer: its elements; tokens: of a microbatch."""
     p, b = config.parallel, BYTES[config.precision.compute]
     size = 0.0
-    if p.zero > 1 and p.data > 1:
+    if p.zero > 1 and zero_devices(config) > 1:
         size += (4 + b * (p.zero == 3)) * layer
     if p.tensor > 1 and p.sequence_parallel:
         size += 3 * b * tokens * config.model.d_model
+    if p.context > 1 and p.context_attention == "gather":  # keys and values of all tokens, and their gradients
+        size += (b + 4) * 2 * p.context * tokens * local_kv_width(config)
     if p.pipe > 1:  # a layer's gradients before accumulation; where B computes them, XLA keeps a float32 copy too
         size += (b if outline(config).weights else b + 4) * layer
     return size
@@ -187,7 +199,7 @@ def _update_buffers(config: Config, parameters: list[offload.Offloaded], layer: 
     """Return the device bytes of an update with offloaded state (`_with_offload`). layer: elements of one."""
     p, of_state = config.parallel, offload.optimizer_bytes(config) * layer
     if config.memory.offload_optimizer == "nvme":
-        ends = [x.size for x in parameters if not x.in_layers and p.zero in (1, 2) and p.data > 1]
+        ends = [x.size for x in parameters if not x.in_layers and p.zero in (1, 2) and zero_devices(config) > 1]
         of_state = 5 * offload.optimizer_bytes(config) * max(layer, *ends, 0)
     if not any(x.has_host_gradient for x in parameters):
         return of_state
@@ -204,7 +216,7 @@ def _vocab_elements(config: Config) -> float:
 def local_parameters(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """Return the parameters on a device, part -> elements: before ZeRO (Psi), and sharded over data."""
     p = config.parallel
-    psi, shard = _local_parameters(config.model, p.tensor, p.pipe, p.data, p.persist_below)
+    psi, shard = _local_parameters(config.model, p.tensor, p.pipe, zero_devices(config), p.persist_below)
     return dict(psi), dict(shard)
 
 
@@ -277,7 +289,7 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
     up = (1 + m.features.gated_mlp) * m.d_ff
     matmuls = m.d_model + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + up  # at least one key head per device
     T, per_head = config.data.seq_len, 4
-    if scores and not fits_flash(m, config.precision.compute):
+    if scores and not p.is_blockwise and not fits_flash(m, config.precision.compute):
         per_head = 4 * T if p.zero == 3 else (9 + b) * T if p.pipe > 1 else (4 + b) * T + 8
         if m.num_kv_heads < m.num_heads:
             per_head += (8 if p.pipe > 1 else 4) * T
@@ -285,12 +297,23 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
     if remat.recomputes_layers:
         like_x, inner = 1 / remat.block, 0
     elif remat.policy == "selective":
-        like_x, inner = 2, matmuls
+        like_x, inner = 2, matmuls + _communicated_widths(config)
     elif p.zero == 3:
         like_x, inner = 2, matmuls + attention
     else:
         like_x, inner = 4, matmuls + attention + m.d_ff
     return like_x * m.d_model, inner
+
+
+def _communicated_widths(config: Config) -> float:
+    """Return the elements per token, before division by t, that `selective` keeps of attention over context: its
+    output, and the lse of ring and gather or further copies of keys and values of ulysses."""
+    m, p = config.model, config.parallel
+    if p.context == 1:
+        return 0.0
+    if p.is_blockwise:
+        return m.d_model + 4 * m.num_heads / BYTES[config.precision.compute]
+    return m.d_model + 2 * p.tensor * local_kv_width(config) * (ulysses_copies(config) - 1)
 
 
 def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
@@ -317,5 +340,7 @@ def _score_bytes(config: Config) -> float:
     m = config.model
     if fits_flash(m, config.precision.compute):
         return 0.0
+    p = config.parallel
+    keys = config.data.seq_len / (p.context if p.is_blockwise else 1)
     per_score = 4 if config.memory.rematerialization == NO_REMAT else 10  # the others recompute what `none` keeps
-    return per_score * config.data.seq_len * m.num_heads / config.parallel.tensor
+    return per_score * keys * m.num_heads / p.tensor

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from nanotrain_jax.config.execution import Execution, execution, gradients_on_host
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs.counts import BYTES, is_sharded, local_elements, local_rows
+from nanotrain_jax.costs.counts import BYTES, is_sharded, local_elements, local_rows, zero_devices
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import LAYERS, Parameter
 from nanotrain_jax.parallel.host_offload import num_slices
@@ -64,11 +64,12 @@ def offloaded(config: Config) -> list[Offloaded]:
         return []
     parameters = []
     on_host = gradients_on_host(config) and execution(config) is Execution.OFFLOADED
+    N = zero_devices(config)
     for row in table(config.model, p.tensor).values():
         if row.size >= p.persist_below:
             split = is_sharded(row, config) and p.zero > 0
-            size = local_elements(row, config) / (p.data if split else 1)
-            alone = p.replica == 1 and (row.split_dim is not None or p.tensor == 1) and (split or p.data == 1)
+            size = local_elements(row, config) / (N if split else 1)
+            alone = p.replica == 1 and (row.split_dim is not None or p.tensor == 1) and (split or N == 1)
             parameters.append(Offloaded(row, size, alone and on_host))
     return parameters
 

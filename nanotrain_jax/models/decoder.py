@@ -4,7 +4,8 @@
     gpt2   LayerNorm, learned positions, GELU, biases, tied embeddings      Radford et al. 2019
 
 Names: B batch, T tokens, S key tokens, D model, F ffn, N query heads, K kv heads, H head dim, V vocab, L layers.
-models/decoder_layer.py has the modules of a layer. A module has the parameters that decoder_table.py lists under its path, with their layouts and initial values.
+models/decoder_layer.py has the modules of a layer. A module has the parameters that models/decoder_table.py lists under
+its path, with their layouts and initial values.
 Weights under `layers` have an additional leading dim L in storage; inside the scan each layer has its own slice.
 
 Matmuls run in the dtype of their weights; norms, softmax, rotary angles and loss in float32.

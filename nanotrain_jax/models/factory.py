@@ -44,9 +44,15 @@ def load_function(name: str) -> Callable[[Config, Mesh], Model]:
 
 
 def check(model: Model, config: Config) -> None:
-    """Raise ValueError unless a model's weights have the structure that the step needs."""
+    """Raise ValueError unless a model's weights have the structure that the step needs, and rows may be split."""
+    name = config.model.factory or "the model"
     for problem in _problems(model, config.model.num_layers):
-        raise ValueError(f"{config.model.factory or 'the model'}: {problem}")
+        raise ValueError(f"{name}: {problem}")
+    if config.parallel.context > 1 and not model.splits_context:
+        raise ValueError(
+            f"parallel.context={config.parallel.context} splits rows, but {name} does not say that its attention does; "
+            "use one of nanotrain_jax.parallel.context and set splits_context=True, or parallel.context=1"
+        )
 
 
 def _problems(model: Model, num_layers: int) -> Iterator[str]:
@@ -67,11 +73,6 @@ def _problems(model: Model, num_layers: int) -> Iterator[str]:
             yield f"the arrays of {stack} have no common leading dim; stack its layers"
     if (count := jax.tree.leaves(shapes[LAYERS])[0].shape[0]) != num_layers:
         yield f"it has {count} layers, model.num_layers={num_layers}; make them agree"
-    if config.parallel.context > 1 and not model.splits_context:
-        yield (
-            f"parallel.context={config.parallel.context} splits rows over devices, and the model does not say that its "
-            "attention does; use ring_attention and own_positions and set splits_context=True, or parallel.context=1"
-        )
     yield from _unused(model)
     ordered = jax.eval_shape(lambda: model.init(0, order=jnp.zeros(1, jnp.int32)))
     if jax.tree.leaves(ordered[LAYERS])[0].shape[0] != 1:

@@ -13,7 +13,8 @@ from nanotrain_jax.costs import communication, counts, flops, hardware, memory, 
 from nanotrain_jax.costs.communication import Traffic
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS, Parameter
-from nanotrain_jax.planner.estimate import Estimate, Transfer
+from nanotrain_jax.planner.estimate import Estimate
+from nanotrain_jax.planner.step_time import Transfer
 
 DIMS = "VTDNKHF"  # in printing order: vocabulary, positions, model, query heads, kv heads, head dim, ffn
 
@@ -120,9 +121,10 @@ def state(e: Estimate) -> Section:
     psi, over = sum(full.values()), sum(shard.values())
     parts_of_psi = f"{n(full[LAYERS])} + {n(full[ENDS])}"
     lines = [Line("Psi", "layers / (P t) + ends / t, of split arrays", parts_of_psi, psi, "parameters per GPU")]
-    if p.zero and p.data > 1:
+    if p.zero and counts.zero_devices(e.config) > 1:
         sharded = f"{n(shard[LAYERS])} + {n(shard[ENDS])}"
-        lines.append(Line("Psi / N", f"N = {p.data} data, of sharded arrays", sharded, over, "parameters per GPU"))
+        axes = f"{p.data} data" + f" x {p.context} context" * (p.context > 1)
+        lines.append(Line("Psi / N", f"N = {axes}, of sharded arrays", sharded, over, "parameters per GPU"))
     optimizer = 12 if b == 2 else 8
     lines += [
         Line(
@@ -234,7 +236,9 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     c, m, p, n = e.config, e.config.model, e.config.parallel, number
     b, tokens = counts.BYTES[c.precision.compute], counts.tokens_per_device(c)
     L, M = m.num_layers // p.pipe, p.microbatches
-    if t.op == "permute":
+    if t.what in (Traffic.ATTENTION, Traffic.HEADS):
+        return attention_buffers(e, t)
+    if t.what is Traffic.BETWEEN_STAGES:
         split, ticks = p.tensor if p.sequence_parallel else 1, counts.outline(c).ticks
         shown = f"2 x {ticks} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
         return "2 ticks b B T D / M" + " / t" * (split > 1), shown
@@ -245,6 +249,24 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     if t.what is Traffic.LOSS:
         return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
     return parameter_buffers(e, t)
+
+
+def attention_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
+    """Return the full buffers of attention over context; of a ring, the bytes sent. KH: of a tensor-parallel device."""
+    c, p, n = e.config, e.config.parallel, number
+    b, L, size = counts.BYTES[c.precision.compute], c.model.num_layers // p.pipe, p.context
+    tokens, width = n(counts.tokens_per_device(c)), n(counts.local_kv_width(c))
+    passes = 3 if c.memory.rematerialization.recomputes_layers else 2
+    if t.op == "permute":
+        shown = f"2 x {L} x {tokens} x {width} x ({passes} x ({size} - 1) x {b} + 4 x {size})"
+        return f"2 L B T KH ({passes} (c - 1) b + 4 c)", shown
+    if t.op == "all_gather":
+        return f"{passes} c b 2 L B T KH", f"{passes} x {size} x {b} x 2 x {L} x {tokens} x {width}"
+    if t.op == "reduce_scatter":
+        return "4 c 2 L B T KH", f"4 x {size} x 2 x {L} x {tokens} x {width}"
+    copies, queries = n(communication.ulysses_copies(c)), f"{n(c.model.d_model)} / {p.tensor}"
+    shown = f"{passes} x {b} x 2 x {L} x {tokens} x ({queries} + {copies} x {width})"
+    return f"{passes} b 2 L B T (D / t + copies KH)", shown
 
 
 def parameter_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:

@@ -2,9 +2,11 @@
 
 The search space, as far as model, batch and hosts allow and the user has not fixed it:
 
-    mesh          tensor within an NVLink domain; pipe over equal stages; the rest data, in one group or in groups
-                  within an NVLink domain (`replica`: ZeRO's traffic then stays on NVLink)
-    zero          1, 2, 3 if data is larger than 1; 0 communicates and stores more than 1
+    mesh          tensor within an NVLink domain; pipe over equal stages; context where a device then has at least
+                  8,192 tokens of a sequence; the rest data, in one group or in groups within an NVLink domain
+                  (`replica`: ZeRO's traffic then stays on NVLink)
+    context_attention   ring (gather with pipeline stages) and ulysses
+    zero          1, 2, 3 if data x context is larger than 1; 0 communicates and stores more than 1
     microbatches  every divisor of a device's sequences
     schedule      1f1b, zero_bubble, interleaved with every number of chunks; for the best layouts also the schedules
                   with one unit of work per tick. gpipe takes as long as 1f1b and stores more
@@ -28,15 +30,17 @@ from typing import Any, NamedTuple
 
 from nanotrain_jax.config.resolve import Misfit, resolve
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import hardware, memory
+from nanotrain_jax.costs import counts, hardware, memory
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate, estimate, margin, on_hardware, verdict
 
 POLICIES = ("none", "selective", "full")
 ONE_UNIT_PER_TICK = ("1f1b_lean", "zb_h1", "zb_h2")
 LOSS_CHUNK = 2048  # largest, tokens: enough for efficient matmuls, few logits in memory
+LONG = 8192  # fewest tokens of a sequence on a device, where context splits sequences
 MESH = ("parallel.pipe", "parallel.replica", "parallel.data", "parallel.context", "parallel.tensor")
 SEARCHED = (
     *MESH,
+    "parallel.context_attention",
     "parallel.zero",
     "parallel.schedule",
     "parallel.chunks",
@@ -189,7 +193,7 @@ def _variants(layout: Config, fixed: Mapping[str, Any], candidates: Candidates) 
 def _loss_chunk(layout: Config) -> int:
     """Return the largest divisor of a microbatch's tokens on a device up to LOSS_CHUNK; 0 if it would not help."""
     p, d = layout.parallel, layout.data
-    tokens = d.batch_size // (p.replica * p.data * p.microbatches) * d.seq_len
+    tokens = d.batch_size // (p.replica * p.data * p.microbatches) * d.seq_len // p.context
     chunk = next(size for size in range(LOSS_CHUNK, 0, -1) if tokens % size == 0) if tokens else 0
     return chunk if LOSS_CHUNK / 8 <= chunk < tokens else 0
 
@@ -213,26 +217,43 @@ def _try_one_unit_per_tick(candidates: Candidates) -> None:
 
 def meshes(config: Config, gpu: str, gpus: int, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[Config]:
     """Yield the config on every valid mesh; count the reasons of the others in rejected."""
-    for axes in _axes(hardware.find(gpu).joined, gpus, fixed, rejected):
+    most = max(config.data.seq_len // LONG, 1)
+    for axes in _axes(hardware.find(gpu).joined, gpus, most, fixed, rejected):
         mesh = config.replace("parallel", **axes, microbatches=1, chunks=1, schedule="1f1b", prefetch=False)
         if config.data.batch_size % (axes["replica"] * axes["data"]):
             rejected[Rejection.BATCH] += 1
             continue
-        try:
-            yield resolve(mesh, axes)
-        except Misfit as error:
-            rejected[error.reason] += 1
+        for kind in _attention(mesh, fixed):
+            try:
+                yield resolve(mesh.replace("parallel", context_attention=kind), axes)
+            except Misfit as error:
+                rejected[error.reason] += 1
 
 
-def _axes(joined: int, gpus: int, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[dict[str, int]]:
-    """Yield every mesh of a number of GPUs. joined: GPUs of an NVLink domain."""
+def _attention(mesh: Config, fixed: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of attention over context to try on a mesh."""
+    p = mesh.parallel
+    if p.context == 1:
+        return [p.context_attention]
+    blockwise = "gather" if p.pipe > 1 and p.idle == "skip" else "ring"
+    return _options(fixed, "parallel.context_attention", (blockwise, "ulysses"))
+
+
+def _axes(
+    joined: int, gpus: int, most_context: int, fixed: Mapping[str, Any], rejected: Counter[str]
+) -> Iterator[dict[str, int]]:
+    """Yield every mesh of a number of GPUs. joined: GPUs of an NVLink domain; most_context: unless fixed."""
     for tensor in _dividing(gpus, "parallel.tensor", fixed, rejected):
         if tensor > joined and "parallel.tensor" not in fixed:
             rejected[f"parallel.tensor is larger than an NVLink domain of {joined} GPUs"] += 1
             continue
         for pipe in _dividing(gpus // tensor, "parallel.pipe", fixed, rejected):
-            groups = _groups(gpus // tensor // pipe, max(joined // tensor, 1), fixed, rejected)
-            yield from ({"pipe": pipe, **group, "context": 1, "tensor": tensor} for group in groups)
+            for context in _dividing(gpus // tensor // pipe, "parallel.context", fixed, rejected):
+                if context > most_context and "parallel.context" not in fixed:
+                    continue
+                inside = max(joined // tensor // context, 1)
+                groups = _groups(gpus // tensor // pipe // context, inside, fixed, rejected)
+                yield from ({"pipe": pipe, **group, "context": context, "tensor": tensor} for group in groups)
 
 
 def _dividing(gpus: int, key: str, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[int]:
@@ -256,7 +277,7 @@ def _groups(copies: int, joined: int, fixed: Mapping[str, Any], rejected: Counte
 
 def zero_and_schedules(config: Config, fixed: Mapping[str, Any]) -> Iterator[tuple[int, str, int]]:
     """Yield ZeRO stage, schedule and chunks worth trying on a mesh."""
-    stages = _options(fixed, "parallel.zero", (1, 2, 3) if config.parallel.data > 1 else (0,))
+    stages = _options(fixed, "parallel.zero", (1, 2, 3) if counts.zero_devices(config) > 1 else (0,))
     if config.parallel.pipe == 1:
         yield from ((zero, "1f1b", 1) for zero in stages)
         return
@@ -293,6 +314,7 @@ def describe(config: Config) -> str:
     sequences = config.data.batch_size // (p.replica * p.data * p.microbatches)
     microbatches = f"{p.microbatches} microbatch{'es' * (p.microbatches > 1)} of {sequences}"
     chunk = [f"loss_chunk={config.model.loss_chunk}"] * (config.model.loss_chunk > 0)
+    axes += f" ({p.context_attention})" * (p.context > 1)
     return ", ".join([axes, f"ZeRO {p.zero}", *schedule, microbatches, f"remat {config.memory.remat}", *chunk])
 
 

@@ -132,8 +132,7 @@ def token_order(config: Config) -> np.ndarray | None:
     None: in the order of the row.
     """
     p = config.parallel
-    is_zigzag = p.context > 1 and p.context_attention in context.ZIGZAG
-    return context.zigzag_order(config.data.seq_len, p.context) if is_zigzag else None
+    return context.zigzag_order(config.data.seq_len, p.context) if p.is_blockwise else None
 
 
 def on_mesh(mesh: Mesh, function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:

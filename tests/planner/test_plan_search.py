@@ -13,7 +13,8 @@ from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.costs import hardware, memory
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text, slots
 from nanotrain_jax.planner import search
-from nanotrain_jax.planner.estimate import estimate, link, margin
+from nanotrain_jax.planner.estimate import estimate, margin
+from nanotrain_jax.planner.step_time import link
 
 
 @pytest.mark.parametrize("name", schedule.SCHEDULES)

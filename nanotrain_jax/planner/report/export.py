@@ -8,8 +8,9 @@ import yaml
 
 from nanotrain_jax.costs import counts, flops, hardware
 from nanotrain_jax.planner import compiled as compiler
-from nanotrain_jax.planner.estimate import Estimate, Transfer, Verdict, margin, verdict
+from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, verdict
 from nanotrain_jax.planner.search import SEARCHED, SearchResult
+from nanotrain_jax.planner.step_time import Transfer
 
 
 class Planned(NamedTuple):
@@ -32,10 +33,10 @@ def config_text(tree: dict[str, Any], e: Estimate, origin: str) -> str:
     """Return the user's config with the layout of an estimate, as YAML. tree: file and overrides; origin: its path."""
     c, tree = e.config, {section: dict(part or {}) for section, part in tree.items()}
     p = c.parallel
-    defaults = {"pipe": 1, "replica": 1, "tensor": 1, "zero": 0, "chunks": 1, "schedule": "1f1b", "microbatches": 1}
+    defaults = {"pipe": 1, "replica": 1, "context": 1, "tensor": 1, "zero": 0, "chunks": 1, "schedule": "1f1b"}
+    defaults |= {"microbatches": 1, "context_attention": "ring"}
     layout = {key.split(".")[1]: getattr(p, key.split(".")[1]) for key in SEARCHED if key.startswith("parallel")}
     others = {k: getattr(p, k) for k in tree.get("parallel", {}) if f"parallel.{k}" not in SEARCHED}
-    layout.pop("context")
     tree["parallel"] = {k: v for k, v in layout.items() if defaults.get(k) != v} | others
     tree["memory"] = tree.get("memory", {}) | {"remat": c.memory.remat}
     tree["data"] = tree.get("data", {}) | {"batch_size": c.data.batch_size}
@@ -103,6 +104,7 @@ def _layout(e: Estimate) -> dict[str, Any]:
     p = e.config.parallel
     return {
         "mesh": p.axes,
+        "context_attention": p.context_attention if p.context > 1 else None,
         "zero": p.zero,
         "schedule": p.schedule if p.pipe > 1 else None,
         "chunks": p.chunks,

@@ -22,9 +22,10 @@ from nanotrain_jax.costs import counts, hardware
 from nanotrain_jax.parallel.pipeline import gantt, schedule, schedule_text
 from nanotrain_jax.planner import explain
 from nanotrain_jax.planner.compiled import wire_bytes
-from nanotrain_jax.planner.estimate import Estimate, Verdict, layers_time, margin, verdict
+from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, verdict
 from nanotrain_jax.planner.report import markup
 from nanotrain_jax.planner.search import SearchResult
+from nanotrain_jax.planner.step_time import layers_time
 
 # Backgrounds, each with a text colour of sufficient contrast.
 BLUE, GREEN, PURPLE, SLATE = (f"background:{c};color:#fff" for c in ("#4477aa", "#228833", "#aa3377", "#5b6573"))
@@ -47,6 +48,7 @@ TIMES = {  # parts of a step's time; others: several mesh axes together
     "update": (PURPLE, "the optimizer reads and writes its state"),
     "tensor": (YELLOW, EXPOSED),
     "data": (GREEN, EXPOSED),
+    "context": (PURPLE, EXPOSED),
     "replica": (CYAN, EXPOSED),
     "pipe": (RED, EXPOSED),
     "host": (GREY, "exposed copies to and from host memory"),
@@ -113,7 +115,7 @@ def _headline(plan: Estimate, name: str, compiled: Mapping[str, Any] | None) -> 
     sequences = c.data.batch_size // (p.replica * p.data * p.microbatches)
     facts = {
         "GPUs": f"{plan.gpus:,} x {gpu.kind}",
-        "mesh": _mesh(plan),
+        "mesh": _mesh(plan) + f" ({p.context_attention} attention)" * (p.context > 1),
         "ZeRO": f"stage {p.zero}" if p.zero else "none",
         "schedule": _schedule_name(plan) + (f", {p.chunks} chunks" if p.chunks > 1 else ""),
         "microbatches": f"{p.microbatches:,} of {sequences:,} x {c.data.seq_len:,} tokens",

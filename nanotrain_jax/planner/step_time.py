@@ -1,0 +1,260 @@
+"""Modelled time of a step: a roofline (Williams et al. 2009). Nothing here is measured.
+
+An operation takes as long as the slowest of the matrix units, the memory and the link that it uses, at the fractions of
+their peaks given below.
+
+    one microbatch, one stage     F   forward of its layers: each matmul's 2 m k n FLOPs or its bytes, whichever takes
+                                      longer; attention (flash: the causal half of the scores); norms, residual stream
+                                      and activation function at memory bandwidth; exposed tensor communication
+                                  B   recomputation, gradients of inputs; attention 5/2 of its forward
+                                  W   gradients of weights
+    all microbatches              ticks, each as long as its busiest stage (`schedule_text.stats`), with the head on the
+                                  last stage; without stages M (F + B + W)
+    once per step                 gradients and weights communicated after the backward; the update at memory bandwidth
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from nanotrain_jax.config.schema import Config, fits_flash, padded_vocab
+from nanotrain_jax.costs import communication, counts, memory, offload
+from nanotrain_jax.costs.communication import Traffic
+from nanotrain_jax.costs.hardware import Gpu
+from nanotrain_jax.models.decoder_table import table
+from nanotrain_jax.models.parameters import LAYERS
+from nanotrain_jax.parallel.mesh import AXES
+
+# Fractions of peak memory and link bandwidth that good kernels reach; for matrix units see hardware.Gpu.matmul.
+STREAM = 0.8
+LINK = 0.8
+
+# Latency in seconds of a kernel, of a collective, and of a pipeline tick (each branch of a stage, for its forward, its
+# backward and its ends, synchronizes with the host). Assumed, not measured.
+KERNEL, COLLECTIVE, TICK = 3e-6, 15e-6, 50e-6
+
+# Fractions of the wire bytes that overlap with matmuls, as the compiled programs schedule them (scripts/audit.py).
+HIDDEN_TENSOR = 0.3
+HIDDEN_LAYERS = 0.5  # ZeRO 2 and 3, in the loops over layers, if a layer exceeds one bucket; else 0
+HIDDEN_PIPE = 1.0  # also hops of ring attention, but the last one of gradients
+
+
+class Transfer(NamedTuple):
+    """Traffic of one kind along some mesh axes, or between device and host, per device and step."""
+
+    axis: str
+    op: str
+    what: communication.Traffic | offload.HostCopy
+    why: str  # `what` as text
+    bytes: float  # on the wire
+    link: str  # NVLink, network, or network x k: over k adapters at once
+    seconds: float
+    exposed: float  # seconds not hidden behind compute
+    when: Literal["microbatch", "step"]  # inside the loops; or once, after the backward
+
+
+@cache
+def link(axes: tuple[str, ...], sizes: tuple[int, ...], joined: int) -> tuple[int, int]:
+    """Return the size of a group along some mesh axes, and the fewest of its devices in one NVLink domain.
+
+    sizes: of all axes, in mesh order. Devices are numbered along the mesh with the last axis fastest; `joined`
+    consecutive ones share an NVLink domain.
+    """
+    ids = np.arange(prod(sizes)).reshape(sizes) // joined
+    ids = np.moveaxis(ids, [AXES.index(a) for a in axes], range(len(axes)))
+    groups = ids.reshape(prod(ids.shape[: len(axes)]), -1)
+    fewest = min(np.unique(group, return_counts=True)[1].min() for group in np.unique(groups, axis=1).T)
+    return groups.shape[0], int(fewest)
+
+
+def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
+    """Return the traffic of a step with its links and modelled seconds. compute: seconds that can hide it.
+
+    A ring inside an NVLink domain runs at NVLink bandwidth; a ring across domains at network bandwidth, over as many
+    adapters as it has members in a domain: k GPUs of a host share k.
+    """
+    p = config.parallel
+    rows = [row for row in table(config.model, p.tensor).values() if row.part == LAYERS]
+    layer = sum(counts.local_elements(row, config) for row in rows)
+    layer *= counts.BYTES[config.precision.compute] * p.pipe / config.model.num_layers
+    transfers = []
+    for row in communication.communication(config):
+        axis, op, what, size = row["axis"], row["op"], row["what"], row["bytes_per_device"]
+        group, local = link(tuple(axis.split(",")), tuple(p.axes.values()), gpu.joined)
+        bandwidth = gpu.nvlink if local == group else min(gpu.nvlink, local * gpu.network)
+        intra_domain = "memory" if gpu.kind == "cpu" else "NVLink"
+        name = intra_domain if local == group else "network" if local == 1 else f"network x {local}"
+        seconds = size / (bandwidth * LINK)
+        hidden, when = _overlap(config, op, what, layer > p.bucket_mb * 2**20)
+        behind = hops_time(config, gpu) if what is Traffic.ATTENTION else compute
+        exposed = seconds - min(seconds * hidden, behind)
+        transfers.append(Transfer(axis, op, what, what.value, size, name, seconds, exposed, when))
+    return transfers
+
+
+def _overlap(
+    config: Config, op: str, what: Traffic, exceeds_bucket: bool
+) -> tuple[float, Literal["microbatch", "step"]]:
+    """Return the fraction of some traffic that overlaps with compute, and when it happens.
+
+    exceeds_bucket: a layer's weights are larger than a bucket.
+    """
+    p = config.parallel
+    if what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS, Traffic.LOSS):
+        return HIDDEN_TENSOR, "microbatch"
+    if what is Traffic.BETWEEN_STAGES:
+        return HIDDEN_PIPE, "microbatch"
+    if what in (Traffic.ATTENTION, Traffic.HEADS):
+        return (HIDDEN_PIPE * (1 - last_hop(config)) if op == "permute" else 0.0), "microbatch"
+    if what is Traffic.WEIGHTS or (p.zero > 1 and op == "reduce_scatter"):
+        return (HIDDEN_LAYERS if exceeds_bucket else 0.0), "microbatch"
+    return 0.0, "step"
+
+
+def last_hop(config: Config) -> float:
+    """Return the share of ring attention's bytes in the last hop of the gradients of keys and values, home."""
+    kv = 2 * counts.tokens_per_device(config) * counts.local_kv_width(config)
+    ((_, _, size),) = communication.attention_buffers(config)
+    return 4 * kv * config.model.num_layers / config.parallel.pipe / size
+
+
+def hops_time(config: Config, gpu: Gpu) -> float:
+    """Return the seconds of attention over keys and values of other devices in a step, forward and backward."""
+    p, remat = config.parallel, config.memory.rematerialization
+    passes = 1 + 2.5 + remat.recomputes_layers
+    layers = config.model.num_layers / p.pipe
+    return p.microbatches * layers * passes * attention_time(config, gpu) * (p.context - 1) / p.context
+
+
+def copies(config: Config, gpu: Gpu, compute: float) -> tuple[list[Transfer], float]:
+    """Return the copies between a device and its host, and the seconds of them that are exposed.
+
+    The two directions overlap. Copies of each microbatch hide behind its compute; those of the update, and of gradients
+    for the global norm, are exposed.
+    """
+    link = "NVLink-C2C" if gpu.to_host > 100e9 else "memory" if gpu.kind == "cpu" else "PCIe"
+    totals, copies = {}, []
+    for row in memory.host_copies(config):
+        to, what, size = row["to"], row["what"], row["bytes_per_device"]
+        seconds = size / (gpu.to_host * LINK)
+        when = "microbatch" if what.is_per_microbatch else "step"
+        totals[when, to] = totals.get((when, to), 0.0) + seconds
+        copies.append(Transfer("host", f"to {to}", what, what.value, size, link, seconds, 0.0, when))
+    longest = {when: max(totals.get((when, to), 0.0) for to in ("device", "host")) for when in ("microbatch", "step")}
+    share = {"microbatch": 1 - min(1.0, compute / (longest["microbatch"] or 1.0)), "step": 1.0}
+    exposed = sum(longest[when] * share[when] for when in longest)
+    return [t._replace(exposed=t.seconds * share[t.when]) for t in copies], exposed
+
+
+def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Transfer], list[Transfer]]:
+    """Return the seconds of a step by part, the bubble as a fraction of the schedule, the traffic between devices, and
+    the copies between devices and hosts."""
+    p = config.parallel
+    M, C = p.microbatches, p.chunks
+    (F, B, W), ends = layers_time(config, gpu), ends_time(config, gpu)
+    compute = M * (F + B + W + sum(ends))
+    moved = transfers(config, gpu, compute)
+    per_microbatch = {t: t.exposed / M for t in moved if t.when == "microbatch"}
+    forward = sum(seconds * _forward_share(config, t) for t, seconds in per_microbatch.items())
+    busy = total = compute + M * sum(per_microbatch.values())
+    if p.pipe > 1:
+        costs = F + ends[0] + forward, B + ends[1] + sum(per_microbatch.values()) - forward, W
+        table = counts.outline(config)
+        total = table.time(*(seconds / C for seconds in costs)) + table.ticks * TICK
+        if p.idle == "mask":  # every stage computes in every tick
+            total = table.ticks * ((costs[0] + costs[1] + max(table.weights, 1) * W) / C + TICK)
+    by_axis: dict[str, float] = {}
+    for t in moved:
+        by_axis[t.axis] = by_axis.get(t.axis, 0.0) + t.exposed
+    copied, exposed = copies(config, gpu, compute)
+    seconds = {"compute": compute, **by_axis, "bubble": total - busy, "update": update_time(config, gpu)}
+    seconds["host"] = exposed
+    return {what: s for what, s in seconds.items() if s > 0}, 1 - busy / total, moved, copied
+
+
+def _forward_share(config: Config, transfer: Transfer) -> float:
+    """Return the share of a microbatch's exposed traffic that is in the forward.
+
+    Tensor: half; with sequence parallelism 4 of 10, as the backward gathers again. ZeRO: a third, the weights; the
+    backward moves weights and gradients. Ring: none, the gradients' last hop; gather: a quarter, as its backward moves
+    float32 gradients too.
+    """
+    if transfer.what in (Traffic.WEIGHTS, Traffic.GRADIENTS):
+        return 1 / 3
+    if transfer.what is Traffic.ATTENTION:
+        return 0.0 if transfer.op == "permute" else 0.25
+    return 0.4 if transfer.axis == "tensor" and config.parallel.sequence_parallel else 0.5
+
+
+def attention_time(config: Config, gpu: Gpu) -> float:
+    """Return the seconds of the forward of attention of one layer and microbatch, without communication.
+
+    Flash, and blocks over context: half of the scores.
+    """
+    m, p, T = config.model, config.parallel, config.data.seq_len
+    n, b = counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
+    flash = fits_flash(m, config.precision.compute)
+    scores = 4.0 * n * m.d_model / p.tensor * T
+    seconds = scores / (2 if flash or p.is_blockwise else 1) / (gpu.matmul * gpu.peak_flops * (1.0 if b == 2 else 0.5))
+    if not flash:  # write and read scores and probabilities
+        seconds += 20.0 * n * T * m.num_heads / p.tensor / (STREAM * gpu.memory_bandwidth)
+    return seconds
+
+
+def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
+    """Return F, B and W of one microbatch through a stage's layers in seconds, without communication."""
+    m, p = config.model, config.parallel
+    t, n, b = p.tensor, counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
+    D, L = m.d_model, m.num_layers / p.pipe
+    K, num_up = counts.kv_width(m) * max(1, t / m.num_kv_heads), 1 + m.features.gated_mlp
+
+    def matmul(k: float, out: float) -> float:
+        return _matmul((n, k, out), b, gpu)
+
+    inner = 2 * matmul(D, D / t) + 2 * matmul(D, K / t) + num_up * matmul(D, m.d_ff / t)
+    down = matmul(m.d_ff / t, D)
+    attention = attention_time(config, gpu)
+    split_x = t if p.sequence_parallel else 1
+    rotary = 0 if m.features.learned_positions else 2 * (D + K) / t
+    stream = b * n * (10 * D / split_x + rotary + (1 + num_up) * m.d_ff / t)
+    elementwise = stream / (STREAM * gpu.memory_bandwidth) + 6 * KERNEL
+    forward = inner + down + attention + elementwise
+    again = 0.0 if p.is_blockwise else attention  # `selective` keeps the output of attention over context
+    recompute = {"none": 0.0, "selective": again + elementwise, "full": forward - down, "block": forward}
+    B = recompute[config.memory.rematerialization.policy] + inner + down + 2.5 * attention + 2 * elementwise
+    if t > 1:
+        forward, B = forward + 4 * COLLECTIVE, B + 6 * COLLECTIVE
+    return L * forward, L * B, L * (inner + down)
+
+
+def ends_time(config: Config, gpu: Gpu) -> tuple[float, float]:
+    """Return the seconds of forward and backward of head and loss for one microbatch: logits are float32, read and
+    written three times.
+
+    With model.loss_chunk each chunk reads and writes the float32 gradient of the head.
+    """
+    m, p = config.model, config.parallel
+    t, n, b = p.tensor, counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
+    V = padded_vocab(m.vocab_size, t) / t
+    head, logits = _matmul((n, m.d_model, V), b, gpu), 12.0 * n * V / (STREAM * gpu.memory_bandwidth)
+    chunks = n / m.loss_chunk if m.loss_chunk else 0
+    sums = chunks * 8.0 * V * m.d_model / (STREAM * gpu.memory_bandwidth)
+    return head + logits, 2 * head + logits + sums
+
+
+def update_time(config: Config, gpu: Gpu) -> float:
+    """Return the seconds to read and write the state, read the gradients, and read them again for the global norm."""
+    state = memory.state(config)
+    gradients = 8 * state["optimizer"] / (12 if counts.BYTES[config.precision.compute] == 2 else 8)
+    return (2 * state["optimizer"] + state["params"] + gradients) / (STREAM * gpu.memory_bandwidth)
+
+
+def _matmul(sizes: tuple[float, float, float], b: int, gpu: Gpu) -> float:
+    """Return the seconds of [m k] @ [k n]; in float32 (TF32) the matrix units run at half their rate."""
+    m, k, n = sizes
+    flops = 2.0 * m * k * n / (gpu.matmul * gpu.peak_flops * (1.0 if b == 2 else 0.5))
+    return KERNEL + max(flops, b * (m * k + k * n + m * n) / (STREAM * gpu.memory_bandwidth))
