@@ -20,6 +20,7 @@ from nanotrain_jax.costs.counts import (
     local_elements,
     local_kv_width,
     outline,
+    repeats_communication,
     tokens_per_device,
     zero_devices,
 )
@@ -91,7 +92,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
         ring      permutes         2 (c-1) w K H each way, and 8 c K H of float32 gradients
         gather    all-gather       the same            reduce-scatter   8 (c-1) K H
         ulysses   all-to-all       2 (c-1)/c w (N + K) H each way
-    and the forward's once more where `full` or block:n recomputes it.
+    and the forward's once more where block:n, or `full` with ulysses, recomputes it.
 
     Tied embeddings are gathered, and their gradients scattered, at both ends (ZeRO 2 and 3); without stages too, where
     the layer loop is hand-written (`Execution.is_by_hand`).
@@ -143,7 +144,7 @@ def attention_buffers(config: Config) -> list[tuple[str, Traffic, float]]:
     if c == 1:
         return []
     w, tokens = BYTES[config.precision.compute], tokens_per_device(config) * m.num_layers / p.pipe
-    passes = 3 if config.memory.rematerialization.recomputes_layers else 2
+    passes = 3 if repeats_communication(config) else 2
     kv = 2 * tokens * local_kv_width(config)
     if p.context_attention == "ring":
         return [("permute", Traffic.ATTENTION, passes * (c - 1) * w * kv + 4 * c * kv)]

@@ -87,6 +87,12 @@ def local_kv_width(config: Config) -> float:
     return kv_width(m) * max(1, t / m.num_kv_heads) / t
 
 
+def repeats_communication(config: Config) -> bool:
+    """True if the backward recomputes what attention over context communicates (`parallel.remat`)."""
+    policy = config.memory.rematerialization.policy
+    return policy == "block" or (policy == "full" and not config.parallel.is_blockwise)
+
+
 def outline(config: Config) -> schedule_text.Outline:
     """Return ticks, slots and work per tick of the config's pipeline schedule."""
     p = config.parallel

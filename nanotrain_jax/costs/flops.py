@@ -43,7 +43,7 @@ def local_flops(config: Config) -> dict[str, float]:
     of the stage that has the head. Compute that idle stages discard (parallel.idle=mask) is not counted.
 
     Ring and gather attention over c devices compute (c+1) / (2 c) of the full attention: blocks that the mask hides are
-    left out. Their backward recomputes the scores of every block (half of attention), and never their output.
+    left out. Their backward recomputes the scores of every block (half of attention), and only block:n their output.
     """
     m, T, t = config.model, config.data.seq_len, config.parallel.tensor
     c, is_blockwise = config.parallel.context, config.parallel.is_blockwise
@@ -59,5 +59,5 @@ def local_flops(config: Config) -> dict[str, float]:
     policy = config.memory.rematerialization.policy
     recomputed = recompute[policy]
     if is_blockwise:
-        recomputed += attention / 2 - (attention if policy == "selective" else 0.0)
+        recomputed += attention / 2 - (attention if policy in ("selective", "full") else 0.0)
     return {"layers": layers, "head": flops[ENDS], "attention": attention, "recompute": recomputed}

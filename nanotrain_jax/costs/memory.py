@@ -270,6 +270,7 @@ def layer_activations(config: Config, remat: Remat) -> float:
                                                  from them
     selective   2 d +  7 d / t  2 d + 11 d / t   outputs of matmuls
     full          d               d              the layer's input (block:n: of each block's first layer)
+    with ring or gather attention selective and full keep d / t more: the output of attention
 
     over t tensor-parallel devices; with sequence parallelism all of it over t (table 2 of the paper). `none` also keeps
     a float32 softmax statistic per head, or without flash attention the scores: in bytes (4 + b) T + 8 per head, 4 T at
@@ -295,7 +296,7 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
             per_head += (8 if p.pipe > 1 else 4) * T
     attention = m.d_model + m.num_heads / b * per_head
     if remat.recomputes_layers:
-        like_x, inner = 1 / remat.block, 0
+        like_x, inner = 1 / remat.block, (_communicated_widths(config) if remat.policy == "full" else 0)
     elif remat.policy == "selective":
         like_x, inner = 2, matmuls + _communicated_widths(config)
     elif p.zero == 3:
@@ -306,10 +307,12 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
 
 
 def _communicated_widths(config: Config) -> float:
-    """Return the elements per token, before division by t, that `selective` keeps of attention over context: its
-    output, and the lse of ring and gather or further copies of keys and values of ulysses."""
-    m, p = config.model, config.parallel
-    if p.context == 1:
+    """Return the elements per token, before division by t, that attention over context keeps besides q, k and v.
+
+    Ring and gather with `selective` and `full`: output and lse. Ulysses with `selective`: output, more copies of k, v.
+    """
+    m, p, policy = config.model, config.parallel, config.memory.rematerialization.policy
+    if p.context == 1 or (policy == "full" and not p.is_blockwise):
         return 0.0
     if p.is_blockwise:
         return m.d_model + 4 * m.num_heads / BYTES[config.precision.compute]

@@ -43,8 +43,9 @@ Kind = Literal["ring", "gather", "ulysses"]
 ZIGZAG = ("ring", "gather")  # kinds of attention that take tokens in zig-zag order
 
 # Names for remat policies. A layer that saves these does not communicate again to recompute them: output and lse of
-# ring and gather; of ulysses the output, and queries, keys and values of the own heads.
-SAVED = (OUT, LSE, "context_q", "context_kv")
+# ring and gather (with them it does not attend again either); of ulysses what each all-to-all returns.
+BLOCKWISE_SAVED = (OUT, LSE)
+SAVED = (*BLOCKWISE_SAVED, "ulysses_q", "ulysses_kv", "ulysses_out")
 
 
 def zigzag_order(tokens: int, size: int) -> np.ndarray:
@@ -133,10 +134,10 @@ def ulysses_attention(
         )
     q_BTNH, k_BTKH, v_BTKH = _aligned(axis, q_BTNH, k_BTKH, v_BTKH)
     kv_PBTKH = jnp.repeat(jnp.stack([k_BTKH, v_BTKH]), max(1, size // K), axis=3)
-    q_BTNH = checkpoint_name(all_to_all(q_BTNH, axis, split=2, concatenate=1), "context_q")
-    k_BTKH, v_BTKH = checkpoint_name(all_to_all(kv_PBTKH, axis, split=3, concatenate=2), "context_kv")
+    q_BTNH = checkpoint_name(all_to_all(q_BTNH, axis, split=2, concatenate=1), "ulysses_q")
+    k_BTKH, v_BTKH = checkpoint_name(all_to_all(kv_PBTKH, axis, split=3, concatenate=2), "ulysses_kv")
     y_BTNH = _one_device(q_BTNH, k_BTKH, v_BTKH, kernel)
-    return checkpoint_name(all_to_all(y_BTNH, axis, split=1, concatenate=2), OUT)
+    return checkpoint_name(all_to_all(y_BTNH, axis, split=1, concatenate=2), "ulysses_out")
 
 
 ATTENTION = {"ring": ring_attention, "gather": gather_attention, "ulysses": ulysses_attention}

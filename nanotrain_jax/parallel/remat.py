@@ -4,7 +4,8 @@
     selective  the outputs of matmuls (SAVED names), reduced over devices; attention internals, norms and activations
                are recomputed (Korthikanti et al. 2022, arXiv 2205.05198, section 4), but not what attention over a
                mesh axis communicates
-    full       only the input of each layer (Chen et al. 2016, arXiv 1604.06174)
+    full       only the input of each layer (Chen et al. 2016, arXiv 1604.06174); with ring and gather attention also
+               the output of that, so that the backward neither attends nor communicates again
     block:N    only the input of every N-th layer: the square-root trick (same paper)
 
 No policy saves gathered weights: ZeRO-3 gathers them again in the backward.
@@ -76,7 +77,7 @@ def checkpointed(body: Callable[[Tree, Tree], Tree], policy: Policy) -> tuple[Ca
         return jax.checkpoint(run, policy=keep, prevent_cse=not policy.prefetch)
 
     if policy.remat.policy == "full":
-        return checkpoint(body), None
+        return checkpoint(body, context.BLOCKWISE_SAVED), None
     if policy.remat.policy == "selective":
         return checkpoint(body, SAVED), None
     if policy.regather:

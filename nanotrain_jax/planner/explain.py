@@ -256,7 +256,7 @@ def attention_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     c, p, n = e.config, e.config.parallel, number
     b, L, size = counts.BYTES[c.precision.compute], c.model.num_layers // p.pipe, p.context
     tokens, width = n(counts.tokens_per_device(c)), n(counts.local_kv_width(c))
-    passes = 3 if c.memory.rematerialization.recomputes_layers else 2
+    passes = 3 if counts.repeats_communication(c) else 2
     if t.op == "permute":
         shown = f"2 x {L} x {tokens} x {width} x ({passes} x ({size} - 1) x {b} + 4 x {size})"
         return f"2 L B T KH ({passes} (c - 1) b + 4 c)", shown

@@ -124,8 +124,8 @@ def last_hop(config: Config) -> float:
 
 def hops_time(config: Config, gpu: Gpu) -> float:
     """Return the seconds of attention over keys and values of other devices in a step, forward and backward."""
-    p, remat = config.parallel, config.memory.rematerialization
-    passes = 1 + 2.5 + remat.recomputes_layers
+    p = config.parallel
+    passes = 1 + 2.5 + counts.repeats_communication(config)
     layers = config.model.num_layers / p.pipe
     return p.microbatches * layers * passes * attention_time(config, gpu) * (p.context - 1) / p.context
 
@@ -223,8 +223,9 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     stream = b * n * (10 * D / split_x + rotary + (1 + num_up) * m.d_ff / t)
     elementwise = stream / (STREAM * gpu.memory_bandwidth) + 6 * KERNEL
     forward = inner + down + attention + elementwise
-    again = 0.0 if p.is_blockwise else attention  # `selective` keeps the output of attention over context
-    recompute = {"none": 0.0, "selective": again + elementwise, "full": forward - down, "block": forward}
+    kept = attention if p.is_blockwise else 0.0  # `selective` and `full` keep the output of ring and gather
+    recompute = {"none": 0.0, "selective": attention - kept + elementwise, "full": forward - down - kept}
+    recompute["block"] = forward
     B = recompute[config.memory.rematerialization.policy] + inner + down + 2.5 * attention + 2 * elementwise
     if t > 1:
         forward, B = forward + 4 * COLLECTIVE, B + 6 * COLLECTIVE
