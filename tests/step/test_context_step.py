@@ -27,7 +27,8 @@ def split(layout, family, kv_heads, remat="none", loss_chunk=0, **parallel):
 
 
 def tree(case, **memory):
-    return case.tree(parallel={"persist_below": 64}, **({"memory": {"remat": case.remat} | memory} if memory else {}))
+    plain = case.tree(parallel={"persist_below": 64})
+    return plain | {"memory": plain["memory"] | memory}
 
 
 GATHER, ULYSSES = {"context_attention": "gather"}, {"context_attention": "ulysses"}
