@@ -85,7 +85,7 @@ def test_a_finished_run_started_again_prints_its_summary_without_compiling(confi
 
 def test_zero_on_one_data_parallel_device_works_and_is_reported(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=2", "parallel.data=1", "parallel.zero=3") == 0
-    assert "parallel.zero=3 has no effect: parallel.data is 1" in capsys.readouterr().out
+    assert "parallel.zero=3 has no effect: parallel.data and context are 1" in capsys.readouterr().out
 
 
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit

@@ -87,18 +87,10 @@ def communication(config: Config) -> list[dict[str, Any]]:
 
     Pipeline parallelism (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence
     parallelism), where a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
-    Attention over context (`attention_buffers`), in bytes per layer and token of a device, with keys and values w wide
-    in the compute dtype:
-        ring      permutes         2 (c-1) w K H each way, and 8 c K H of float32 gradients
-        gather    all-gather       the same            reduce-scatter   8 (c-1) K H
-        ulysses   all-to-all       2 (c-1)/c w (N + K) H each way
-    and the forward's once more where block:n, or `full` with ulysses, recomputes it.
-
     Tied embeddings are gathered, and their gradients scattered, at both ends (ZeRO 2 and 3); without stages too, where
     the layer loop is hand-written (`Execution.is_by_hand`).
     """
-    p, m = config.parallel, config.model
-    w, L = BYTES[config.precision.compute], m.num_layers // p.pipe
+    p, w = config.parallel, BYTES[config.precision.compute]
     rows: dict[tuple[str, str, Traffic], float] = {}
 
     def add(axes: tuple[str, ...], op: str, size: float, what: Traffic) -> None:
@@ -111,23 +103,17 @@ def communication(config: Config) -> list[dict[str, Any]]:
     for buffer in parameter_buffers(config):
         add(buffer.axes, buffer.op, buffer.times * buffer.itemsize * buffer.elements, buffer.what)
 
-    tensor, tokens = ("tensor",), tokens_per_device(config)
-    activations, (gathers, scatters) = w * tokens * m.d_model, tensor_passes(config)
-    if p.sequence_parallel:
-        add(tensor, "all_gather", (gathers * L + 2) * activations, Traffic.REGATHERED_ACTIVATIONS)
-        add(tensor, "reduce_scatter", (scatters * L + 2) * activations, Traffic.ACTIVATIONS)
-    else:
-        add(tensor, "all_reduce", (gathers * L + 2) * activations, Traffic.ACTIVATIONS)
-    add(tensor, "all_reduce", 3 * 4 * tokens, Traffic.LOSS)
-    for op, what, size in attention_buffers(config):
+    for op, size, what in tensor_buffers(config):
+        add(("tensor",), op, size, what)
+    for op, size, what in attention_buffers(config):
         if op == "permute":
             rows["context", op, what] = size
         else:
             add(("context",), op, size, what)
     if p.pipe > 1:
-        ticks = outline(config).ticks
-        x = activations / p.microbatches / (p.tensor if p.sequence_parallel else 1)
-        rows["pipe", "permute", Traffic.BETWEEN_STAGES] = 2 * ticks * x
+        x = w * tokens_per_device(config) * config.model.d_model / p.microbatches
+        x /= p.tensor if p.sequence_parallel else 1
+        rows["pipe", "permute", Traffic.BETWEEN_STAGES] = 2 * outline(config).ticks * x
     return [
         {"axis": axis, "op": op, "bytes_per_device": size, "what": what}
         for (axis, op, what), size in rows.items()
@@ -135,10 +121,15 @@ def communication(config: Config) -> list[dict[str, Any]]:
     ]
 
 
-def attention_buffers(config: Config) -> list[tuple[str, Traffic, float]]:
-    """Return operation, kind and bytes of what attention over context communicates in a step, over all layers.
+def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
+    """Return operation, bytes and kind of what attention over context communicates in a step, over all layers.
 
-    Bytes of all-gather, reduce-scatter and all-to-all are those of the full buffer; of permutes, those sent.
+    For each layer and token of a device, with K key heads and N query heads of width H (parallel/context.py):
+        ring      permutes      2 (c-1) w K H each way, and 8 c K H of float32 gradients
+        gather    all-gather    the same                reduce-scatter   8 (c-1) K H
+        ulysses   all-to-all    2 (c-1)/c w (N + K) H each way
+    and the forward's once more where block:n, or `full` with ulysses, recomputes it. Returns, of all-gather,
+    reduce-scatter and all-to-all, the bytes of the full buffer; of permutes, those sent.
     """
     p, m, c = config.parallel, config.model, config.parallel.context
     if c == 1:
@@ -147,15 +138,15 @@ def attention_buffers(config: Config) -> list[tuple[str, Traffic, float]]:
     passes = 3 if repeats_communication(config) else 2
     kv = 2 * tokens * local_kv_width(config)
     if p.context_attention == "ring":
-        return [("permute", Traffic.ATTENTION, passes * (c - 1) * w * kv + 4 * c * kv)]
+        return [("permute", passes * (c - 1) * w * kv + 4 * c * kv, Traffic.ATTENTION)]
     if p.context_attention == "gather":
         gathered, scattered = passes * c * w * kv, 4 * c * kv
         return [
-            ("all_gather", Traffic.ATTENTION, gathered),
-            ("reduce_scatter", Traffic.ATTENTION, scattered),
+            ("all_gather", gathered, Traffic.ATTENTION),
+            ("reduce_scatter", scattered, Traffic.ATTENTION),
         ]
     queries = 2 * tokens * m.d_model / p.tensor  # and outputs
-    return [("all_to_all", Traffic.HEADS, passes * w * (queries + ulysses_copies(config) * kv))]
+    return [("all_to_all", passes * w * (queries + ulysses_copies(config) * kv), Traffic.HEADS)]
 
 
 def ulysses_copies(config: Config) -> float:
@@ -197,6 +188,21 @@ def parameter_buffers(config: Config) -> list[Buffer]:
         else:
             add(ZERO_AXES, "all_gather", Traffic.UPDATED_WEIGHTS, w, 1)
     return buffers
+
+
+def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
+    """Return operation, bytes of the full buffer and kind of what tensor parallelism communicates in a step."""
+    p, L, tokens = config.parallel, config.model.num_layers // config.parallel.pipe, tokens_per_device(config)
+    activations = BYTES[config.precision.compute] * tokens * config.model.d_model
+    gathers, scatters = tensor_passes(config)
+    loss = "all_reduce", 3 * 4 * tokens, Traffic.LOSS
+    if not p.sequence_parallel:
+        return [("all_reduce", (gathers * L + 2) * activations, Traffic.ACTIVATIONS), loss]
+    return [
+        ("all_gather", (gathers * L + 2) * activations, Traffic.REGATHERED_ACTIVATIONS),
+        ("reduce_scatter", (scatters * L + 2) * activations, Traffic.ACTIVATIONS),
+        loss,
+    ]
 
 
 def tensor_passes(config: Config) -> tuple[int, int]:

@@ -43,7 +43,7 @@ def local_flops(config: Config) -> dict[str, float]:
     of the stage that has the head. Compute that idle stages discard (parallel.idle=mask) is not counted.
 
     Ring and gather attention over c devices compute (c+1) / (2 c) of the full attention: blocks that the mask hides are
-    left out. Their backward recomputes the scores of every block (half of attention), and only block:n their output.
+    left out. Only block:n recomputes them. The scores that the backward of flash attention recomputes are not counted.
     """
     m, T, t = config.model, config.data.seq_len, config.parallel.tensor
     c, is_blockwise = config.parallel.context, config.parallel.is_blockwise
@@ -57,7 +57,5 @@ def local_flops(config: Config) -> dict[str, float]:
     down = 2.0 * L * m.d_model * m.d_ff / t
     recompute = {"none": 0.0, "selective": attention, "full": layers + attention - down, "block": layers + attention}
     policy = config.memory.rematerialization.policy
-    recomputed = recompute[policy]
-    if is_blockwise:
-        recomputed += attention / 2 - (attention if policy in ("selective", "full") else 0.0)
-    return {"layers": layers, "head": flops[ENDS], "attention": attention, "recompute": recomputed}
+    kept = attention if is_blockwise and policy in ("selective", "full") else 0.0
+    return {"layers": layers, "head": flops[ENDS], "attention": attention, "recompute": recompute[policy] - kept}

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from itertools import product
-from math import isqrt
+from math import isqrt, prod
 from typing import Any, NamedTuple
 
 from nanotrain_jax.config.resolve import Misfit, resolve
@@ -223,20 +223,22 @@ def meshes(config: Config, gpu: str, gpus: int, fixed: Mapping[str, Any], reject
         if config.data.batch_size % (axes["replica"] * axes["data"]):
             rejected[Rejection.BATCH] += 1
             continue
-        for kind in _attention(mesh, fixed):
-            try:
-                yield resolve(mesh.replace("parallel", context_attention=kind), axes)
-            except Misfit as error:
-                rejected[error.reason] += 1
+        yield from _with_attention(mesh, axes, fixed, rejected)
 
 
-def _attention(mesh: Config, fixed: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of attention over context to try on a mesh."""
-    p = mesh.parallel
-    if p.context == 1:
-        return [p.context_attention]
-    blockwise = "gather" if p.pipe > 1 and p.idle == "skip" else "ring"
-    return _options(fixed, "parallel.context_attention", (blockwise, "ulysses"))
+def _with_attention(
+    mesh: Config, axes: Mapping[str, int], fixed: Mapping[str, Any], rejected: Counter[str]
+) -> Iterator[Config]:
+    """Yield a mesh, resolved, with every kind of attention over context worth trying."""
+    blockwise = "gather" if axes["pipe"] > 1 and mesh.parallel.idle == "skip" else "ring"
+    kinds = [mesh.parallel.context_attention]
+    if axes["context"] > 1:
+        kinds = _options(fixed, "parallel.context_attention", (blockwise, "ulysses"))
+    for kind in kinds:
+        try:
+            yield resolve(mesh.replace("parallel", context_attention=kind), axes)
+        except Misfit as error:
+            rejected[error.reason] += 1
 
 
 def _axes(
@@ -248,12 +250,23 @@ def _axes(
             rejected[f"parallel.tensor is larger than an NVLink domain of {joined} GPUs"] += 1
             continue
         for pipe in _dividing(gpus // tensor, "parallel.pipe", fixed, rejected):
-            for context in _dividing(gpus // tensor // pipe, "parallel.context", fixed, rejected):
-                if context > most_context and "parallel.context" not in fixed:
-                    continue
-                inside = max(joined // tensor // context, 1)
-                groups = _groups(gpus // tensor // pipe // context, inside, fixed, rejected)
-                yield from ({"pipe": pipe, **group, "context": context, "tensor": tensor} for group in groups)
+            yield from _copies(joined, gpus, {"pipe": pipe, "tensor": tensor}, most_context, fixed, rejected)
+
+
+def _copies(
+    joined: int,
+    gpus: int,
+    model_axes: Mapping[str, int],
+    most_context: int,
+    fixed: Mapping[str, Any],
+    rejected: Counter[str],
+) -> Iterator[dict[str, int]]:
+    """Yield the meshes with these sizes of pipe and tensor: context, replica and data share the other GPUs."""
+    copies, inside = gpus // prod(model_axes.values()), joined // model_axes["tensor"]
+    for context in _dividing(copies, "parallel.context", fixed, rejected):
+        if context <= most_context or "parallel.context" in fixed:
+            groups = _groups(copies // context, max(inside // context, 1), fixed, rejected)
+            yield from (model_axes | group | {"context": context} for group in groups)
 
 
 def _dividing(gpus: int, key: str, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[int]:

@@ -118,7 +118,7 @@ def _overlap(
 def last_hop(config: Config) -> float:
     """Return the share of ring attention's bytes in the last hop of the gradients of keys and values, home."""
     kv = 2 * counts.tokens_per_device(config) * counts.local_kv_width(config)
-    ((_, _, size),) = communication.attention_buffers(config)
+    ((_, size, _),) = communication.attention_buffers(config)
     return 4 * kv * config.model.num_layers / config.parallel.pipe / size
 
 

@@ -35,6 +35,7 @@ script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
 
 GPT2, LLAMA, LLAMA70, GPT3 = "gpt2_124m", "llama3_8b", "llama3_70b", "gpt3_175b"
+LLAMA_128K, LLAMA_1M = "llama3_8b_128k", "llama3_8b_1m"
 PIECES = "parallel.microbatches=4", "memory.remat=selective"
 STAGES = ["parallel.pipe=4", "parallel.data=2", "parallel.microbatches=16", "data.batch_size=256"]
 TRILLION = ["model.num_layers=128", "model.d_model=25600", "model.num_heads=160", "parallel.pipe=64", "parallel.data=6"]
@@ -49,6 +50,9 @@ CASES = [  # config, GPUs, overrides
     (LLAMA, 64, ["parallel.tensor=8", "parallel.data=8", "parallel.zero=1", "parallel.microbatches=2"]),
     (LLAMA70, 64, []),
     (LLAMA, 8, ["parallel.pipe=2", "parallel.tensor=2", "parallel.data=2", "data.batch_size=8", *PIECES]),
+    (LLAMA_128K, 8, []),
+    (LLAMA_128K, 8, ["parallel.context_attention=ulysses", "memory.remat=selective", "data.seq_len=65536"]),
+    (LLAMA_1M, 64, []),
     (GPT3, 1024, ["memory.remat=none"]),
     (GPT3, 1024, ["parallel.schedule=interleaved", "parallel.chunks=2"]),
     (GPT3, 1024, ["parallel.schedule=zero_bubble"]),
@@ -79,6 +83,9 @@ MORE = [  # in `pytest -m 'cuda_compiler and long'`
             (8, ["memory.remat=none", "parallel.sequence_parallel=false"]),
         )
     ),
+    (LLAMA_128K, 8, ["parallel.context_attention=gather"]),
+    (LLAMA_128K, 8, ["parallel.context=4", "parallel.tensor=2", "memory.remat=block:2"]),
+    (LLAMA_128K, 8, ["parallel.context=2", "parallel.data=4", "data.batch_size=32", "data.seq_len=32768"]),
     (LLAMA70, 64, ["parallel.tensor=1", "parallel.data=64", "parallel.zero=3", "parallel.microbatches=1"]),
     (GPT2, 8, ["model.attention=xla", "data.batch_size=64"]),
     (LLAMA, 8, ["precision.compute=float32", "data.seq_len=2048", "data.batch_size=8", "memory.remat=selective"]),
@@ -316,6 +323,7 @@ def test_golden_memory_decreases_with_zero_stage_and_remat():
 
 
 MODELS = {GPT2: "GPT-2 124M", LLAMA: "Llama-3-8B", LLAMA70: "Llama-3-70B", GPT3: "GPT-3 175B"}
+MODELS |= {LLAMA_128K: "Llama-3-8B, 131,072 tokens", LLAMA_1M: "Llama-3-8B, 1,048,576 tokens"}
 SAID = "grad_reduce", "sequence_parallel", "attention", "compute"  # besides what `search.describe` tells
 
 

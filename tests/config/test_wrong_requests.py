@@ -5,6 +5,8 @@ from command import config_file, main, same, saved_state, start, wait_for_lines
 
 __all__ = ["config_file"]  # a fixture
 
+CONTEXT = ["parallel.context=4", "parallel.data=1"]
+ULYSSES = "parallel.context_attention=ulysses"
 PIPE = ["parallel.pipe=4", "parallel.data=1", "model.num_layers=8"]
 BAD = [
     (["model.num_layer=3"], "unknown key model.num_layer; did you mean model.num_layers?"),
@@ -28,7 +30,41 @@ BAD = [
     (["model.loss_chunk=7"], "model.loss_chunk=7 does not divide the"),
     (["parallel.data=16"], "needs 16 devices but there are 8"),
     (["parallel.data=3", "parallel.replica=-1"], "cannot be split into groups of 3"),
-    (["parallel.context=2"], "not implemented yet"),
+    (
+        [*CONTEXT, "data.seq_len=60"],
+        "data.seq_len=60 with parallel.context=4 and parallel.context_attention=ring: not a "
+        "multiple of 8; use data.seq_len=56 or 64",
+    ),
+    ([*CONTEXT, "data.seq_len=3", ULYSSES], "not a multiple of 4; use data.seq_len=4"),
+    (
+        [*CONTEXT, ULYSSES],
+        "must divide the 2 query heads, and divide the 2 key heads or be a multiple of them; use "
+        "parallel.context=2, or parallel.context_attention=ring",
+    ),
+    (
+        ["parallel.context=2", "parallel.data=2", "parallel.tensor=2", ULYSSES],
+        "must divide the 1 query heads on a tensor-parallel device, and divide the 1 key heads or be a multiple of "
+        "them; use parallel.context_attention=ring",
+    ),
+    (
+        ["parallel.context=2", "parallel.data=1", "parallel.pipe=2", "model.num_layers=2"],
+        "parallel.context_attention="
+        "ring with parallel.pipe=2 and parallel.idle=skip: a ring needs all devices in a permute",
+    ),
+    (
+        [
+            "parallel.context=2",
+            "parallel.data=1",
+            "parallel.tensor=2",
+            "data.seq_len=68",
+            "model.max_seq_len=68",
+            "parallel.context_attention=gather",
+            "model.num_heads=4",
+            "model.num_kv_heads=2",
+            "parallel.tensor=4",
+        ],
+        "parallel.tensor=4 does not divide data.seq_len / parallel.context=34",
+    ),
     (["parallel.tensor=4", "parallel.data=1"], "parallel.tensor=4 does not divide model.num_heads=2; use 1 or 2"),
     (
         ["parallel.tensor=2", "parallel.data=1", "model.d_ff=63"],
