@@ -121,8 +121,8 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     terminal.estimated(console, planned.estimate)
     if planned.found:
         terminal.candidates(console, planned.found)
-    if planned.faster:
-        terminal.faster(console, planned.estimate, planned.faster)
+    if planned.better:
+        terminal.better(console, planned.estimate, planned.better)
     if options.compile:
         first = planned.estimate
         meshes.configure(simulate=first.gpus if gpu == hardware.SIMULATED else 1)  # GPUs are not used
@@ -171,17 +171,17 @@ def choose(options: argparse.Namespace, config: Config, gpu: str, tree: Mapping[
 
 
 def as_given(options: argparse.Namespace, config: Config, gpu: str, console: Console) -> Planned:
-    """Estimate the layout of the config, and a much faster one if a short search finds it. Raises ValueError."""
+    """Estimate the layout of the config, and a better one if a short search finds it. Raises ValueError."""
     gpus = options.gpus if options.gpus is not None else config.runtime.simulate
     e = estimate(on_gpus(config, gpus, gpu, vocabulary(config)), gpu, options.memory_fraction)
     if e.config.data.batch_size != config.data.batch_size:
         console.print(f"{e.gpus} GPUs: data.batch_size scaled to {e.config.data.batch_size}, the same per GPU")
         return Planned(e)
-    return Planned(e, faster=much_faster(e, keys(nested(options.overrides)), options.memory_fraction))
+    return Planned(e, better=better_layout(e, keys(nested(options.overrides)), options.memory_fraction))
 
 
-def much_faster(e: Estimate, fixed: Mapping[str, Any], taken: float) -> Estimate | None:
-    """Return the layout of --choose if its modelled step is much shorter and the search is short; else None."""
+def better_layout(e: Estimate, fixed: Mapping[str, Any], taken: float) -> Estimate | None:
+    """Return the layout of --choose if it fits and e does not, or is much faster; else, or if the search is long, None."""
     p = e.config.parallel
     if e.gpu == hardware.SIMULATED or p.prefetch or p.grad_reduce == "per_layer":
         return None
@@ -189,7 +189,7 @@ def much_faster(e: Estimate, fixed: Mapping[str, Any], taken: float) -> Estimate
     if not result.complete or not result.best or not result.best[0].fits:
         return None
     best = result.best[0]
-    return best if best.step_seconds < (1 - MUCH_FASTER) * e.step_seconds else None
+    return best if e.verdict == "does not fit" or best.step_seconds < (1 - MUCH_FASTER) * e.step_seconds else None
 
 
 def compile_until_it_fits(planned: Planned, console: Console) -> Planned:

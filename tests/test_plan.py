@@ -40,6 +40,11 @@ EXPLAINED = [(name, []) for name in CONFIGS] + [
     ("gpt2_124m", ["parallel.zero=2", "memory.remat=full", "memory.offload_activations=host"]),
     ("gpt2_124m", ["parallel.zero=3", "parallel.pipe=2", "parallel.data=4", HOST]),
     ("gpt2_124m", ["parallel.zero=2", "memory.offload_optimizer=nvme", "memory.nvme_dir=/nvme"]),
+    (
+        "llama3_8b_128k",
+        ["parallel.context_attention=gather", "memory.remat=block:2", "parallel.tensor=2", "parallel.context=4"],
+    ),
+    ("llama3_8b_128k", ["parallel.context_attention=ulysses", "parallel.tensor=4", "parallel.context=2"]),
     ("llama3_8b", ["memory.remat=full", HOST, "memory.offload_params=host", "memory.offload_activations=host"]),
     ("llama3_8b", ["model.tie_embeddings=true", "parallel.zero=2", HOST]),
     ("llama3_8b", ["parallel.pipe=2", "parallel.data=4", "parallel.zero=3", "model.tie_embeddings=true", HOST]),

@@ -26,6 +26,7 @@ from nanotrain_jax.costs import communication, memory
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import search
 from nanotrain_jax.planner.estimate import estimate, margin, on_gpus
+from nanotrain_jax.planner.step_time import last_hop
 from nanotrain_jax.step import build as steps
 
 JAX, NEWEST = "{}.{}".format(*jax.__version_info__), "0.12"
@@ -128,6 +129,10 @@ def row(audit):
     return {key: round(audit["compiled"][key]) for key in ("wire_bytes", "argument_bytes", "flops", "peak_bytes")}
 
 
+def is_ring(config):
+    return config.parallel.context > 1 and config.parallel.context_attention == "ring"
+
+
 def peak_is_not_estimated(case, version):
     """True for per-layer reduction with several microbatches on jax 0.10, which copies all gradients."""
     return version == "0.10" and "parallel.grad_reduce=per_layer" in case[2]
@@ -137,7 +142,8 @@ def peak_is_not_estimated(case, version):
 @pytest.mark.parametrize("case", cover([*CASES, TOO_LARGE], [*MORE, BLACKWELL], name))
 def test_the_compiled_step_matches_the_estimate(case):
     audit, golden = compile_case(case), golden_rows()[name(case)]
-    assert_wire_bytes_match_on_each_axis(audit)
+    config = estimated(case).config
+    assert_wire_bytes_match_on_each_axis(audit, last_hop(config) if is_ring(config) else 0.0)
     ratios, found = audit["ratios"], row(audit)
     assert 0.9999 <= ratios["wire_bytes"] <= 1.01
     assert 0.98 <= ratios["argument_bytes"] <= 1.02
@@ -151,7 +157,8 @@ def test_the_compiled_step_matches_the_estimate(case):
         assert found["peak_bytes"] <= 1.05 * golden["peak_bytes"][NEWEST]
 
 
-def assert_wire_bytes_match_on_each_axis(audit):
+def assert_wire_bytes_match_on_each_axis(audit, home):
+    """home: the share of permuted bytes that may be exposed, the last hop of ring attention."""
     theory = collections.Counter()
     for c in audit["estimate"]["collectives"]:
         theory[c["axis"], c["op"]] += c["bytes_per_device"]
@@ -159,8 +166,8 @@ def assert_wire_bytes_match_on_each_axis(audit):
         expected = theory.pop((c["axis"], c["op"]), 0)
         scalars = 100  # the loss and the global norm
         assert 0.9999 * expected <= c["bytes_per_device"] <= 1.01 * expected + scalars, c
-        if c["op"] == "permute":  # sends between stages overlap with compute
-            assert c["behind_matmuls_bytes"] == c["bytes_per_device"]
+        if c["op"] == "permute":  # sends between stages and hops overlap with compute
+            assert c["behind_matmuls_bytes"] >= (1 - home) * c["bytes_per_device"] - 1
     assert not theory
 
 
@@ -277,6 +284,18 @@ def test_prefetch_with_microbatches_and_stages_has_equal_bytes(layout):
 
 
 @needs_cuda_compiler
+def test_memory_of_a_device_falls_as_one_over_context():
+    """But for a constant: a gathered layer, the gradient of the head, a chunk of logits."""
+    peaks = []
+    for context in (4, 8, 16):
+        keys = [f"parallel.context={context}", "data.batch_size=2", "parallel.microbatches=2"]
+        compiled = script.audit(request.load(str(ROOT / "configs" / f"{LLAMA_128K}.yaml"), keys), "h100", context)
+        peaks.append(compiled["compiled"]["peak_bytes"])
+    assert peaks[0] - peaks[1] == pytest.approx(2 * (peaks[1] - peaks[2]), rel=0.02)
+    assert 2 * peaks[2] - peaks[1] < 0.12 * peaks[1]  # the constant
+
+
+@needs_cuda_compiler
 def test_larger_buckets_mean_fewer_collectives_and_the_same_bytes():
     def gradients(bucket_mb):
         loaded = request.load(
@@ -323,13 +342,14 @@ def test_golden_memory_decreases_with_zero_stage_and_remat():
 
 
 MODELS = {GPT2: "GPT-2 124M", LLAMA: "Llama-3-8B", LLAMA70: "Llama-3-70B", GPT3: "GPT-3 175B"}
-MODELS |= {LLAMA_128K: "Llama-3-8B, 131,072 tokens", LLAMA_1M: "Llama-3-8B, 1,048,576 tokens"}
+MODELS |= dict.fromkeys((LLAMA_128K, LLAMA_1M), MODELS[LLAMA])
 SAID = "grad_reduce", "sequence_parallel", "attention", "compute"  # besides what `search.describe` tells
 
 
 def label(case, config):
     """The case as the guide names it."""
     model = "1T" if config.model.num_layers == 128 else MODELS[case[0]]
+    model += f", {config.data.seq_len:,} tokens" * (config.parallel.context > 1)
     also = [o.split(".")[1] for o in case[2] if o.split(".")[1].split("=")[0] in SAID]
     return ", ".join([f"{model}, {case[1]:,} {gpu_of(case).upper()}: {search.describe(config)}", *also])
 

@@ -20,7 +20,7 @@ class Planned(NamedTuple):
     found: SearchResult | None = None  # None without a search
     compiled: dict[str, Any] | None = None  # the result of compiled.compile_step
     too_large: tuple[tuple[Estimate, dict[str, Any]], ...] = ()  # candidates compiled before, over the limit
-    faster: Estimate | None = None  # the layout of a search, if much faster
+    better: Estimate | None = None  # the layout of a search, if it fits and estimate does not, or is much faster
 
     @property
     def verdict(self) -> Verdict:
@@ -90,8 +90,8 @@ def as_json(plan: Planned) -> dict[str, Any]:
             _layout(other) | {"estimated_peak_bytes": other.peak_bytes, "compiled_peak_bytes": compiled["peak_bytes"]}
             for other, compiled in plan.too_large
         ]
-    if plan.faster:
-        out["faster"] = _layout(plan.faster) | _numbers(plan.faster)
+    if plan.better:
+        out["better"] = _layout(plan.better) | _numbers(plan.better)
     return out
 
 

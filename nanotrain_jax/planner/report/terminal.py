@@ -114,10 +114,15 @@ def compiled(console: Console, e: Estimate, compiled: dict[str, Any]) -> None:
     console.print(table)
 
 
-def faster(console: Console, e: Estimate, better: Estimate) -> None:
-    """Print the faster layout that a search finds, in one line."""
-    saved = 1 - better.step_seconds / e.step_seconds
-    text = f"--choose finds {describe(better.config)}: modelled {better.step_seconds:,.3f} s, {saved:.0%} less"
+def better(console: Console, e: Estimate, found: Estimate) -> None:
+    """Print the layout that a search finds, in one line: it fits, or is faster."""
+    unit, name = _unit(e)
+    text = f"--choose finds {describe(found.config)}: "
+    if e.verdict == "does not fit":
+        text += f"fits in {found.peak_bytes / unit:,.1f} {name}, "
+    text += f"modelled {found.step_seconds:,.3f} s"
+    if found.step_seconds < e.step_seconds:
+        text += f", {1 - found.step_seconds / e.step_seconds:.0%} less"
     console.print(text, soft_wrap=True)
 
 
