@@ -181,7 +181,7 @@ def as_given(options: argparse.Namespace, config: Config, gpu: str, console: Con
 
 
 def better_layout(e: Estimate, fixed: Mapping[str, Any], taken: float) -> Estimate | None:
-    """Return the layout of --choose if it fits and e does not, or is much faster; else, or if the search is long, None."""
+    """Return the layout of --choose if it fits and e does not, or if it is much faster. None after a long search."""
     p = e.config.parallel
     if e.gpu == hardware.SIMULATED or p.prefetch or p.grad_reduce == "per_layer":
         return None
