@@ -282,13 +282,13 @@ def test_prefetch_with_microbatches_and_stages_has_equal_bytes(layout):
 @needs_cuda_compiler
 def test_memory_of_a_device_falls_as_one_over_context():
     """But for a constant: a gathered layer, the gradient of the head, a chunk of logits."""
-    peaks = []
-    for context in (4, 8, 16):
-        keys = [f"parallel.context={context}", "data.batch_size=2", "parallel.microbatches=2"]
-        compiled = script.audit(request.load(str(ROOT / "configs" / f"{LLAMA_128K}.yaml"), keys), "h100", context)
-        peaks.append(compiled["compiled"]["peak_bytes"])
-    assert peaks[0] - peaks[1] == pytest.approx(2 * (peaks[1] - peaks[2]), rel=0.02)
-    assert 2 * peaks[2] - peaks[1] < 0.12 * peaks[1]  # the constant
+    config, others = str(ROOT / "configs" / f"{LLAMA_128K}.yaml"), ["data.batch_size=2", "parallel.microbatches=2"]
+    loaded = {c: request.load(config, [f"parallel.context={c}", *others]) for c in (8, 16, 32)}
+    peaks = {c: script.audit(size, "h100", c)["compiled"]["peak_bytes"] for c, size in loaded.items()}
+    falling = (peaks[8] - peaks[32]) / (1 / 8 - 1 / 32)  # bytes times context
+    constant = peaks[8] - falling / 8
+    assert peaks[16] == pytest.approx(constant + falling / 16, rel=0.03)
+    assert 0 < constant < 0.12 * peaks[8]
 
 
 @needs_cuda_compiler
