@@ -40,10 +40,8 @@ def measure(config: configs.Config, count: int, warmup: int) -> dict:
     tokens = np.random.default_rng(0).integers(
         config.model.vocab_size, size=(config.data.batch_size, config.data.seq_len + 1), dtype=np.int32
     )
-    batch = {
-        name: jax.device_put(x, step.batch[name].sharding)
-        for name, x in {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}.items()
-    }
+    arrays = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "starts": np.zeros_like(tokens[:, 1:])}
+    batch = {name: jax.device_put(arrays[name], x.sharding) for name, x in step.batch.items()}
     started = time.perf_counter()
     train = step.train.lower(step.state, step.batch).compile()
     compile_seconds = time.perf_counter() - started

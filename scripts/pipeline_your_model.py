@@ -41,7 +41,7 @@ def main() -> None:
     def first(embed: nnx.State, tokens: jax.Array) -> jax.Array:
         return nnx.merge(embed_graph, embed)(tokens[:, :-1])
 
-    def layer(weights: nnx.State, x: jax.Array) -> jax.Array:
+    def layer(weights: nnx.State, x: jax.Array, tokens: jax.Array) -> jax.Array:
         return nnx.merge(layer_graph, weights)(x)
 
     def last(embed: nnx.State, x: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -50,7 +50,7 @@ def main() -> None:
 
     def one_device(embed: nnx.State, layers: nnx.State) -> jax.Array:
         rows = tokens.reshape(BATCH, T + 1)
-        x, _ = lax.scan(lambda x, weights: (layer(weights, x), None), first(embed, rows), layers)
+        x, _ = lax.scan(lambda x, weights: (layer(weights, x, rows), None), first(embed, rows), layers)
         return last(embed, x, rows)
 
     schedule = schedules.make("interleaved", STAGES, MICROBATCHES, CHUNKS)

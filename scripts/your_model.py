@@ -52,7 +52,7 @@ def build(config: Config, mesh: Mesh) -> Model:
             num_layers=config.model.num_layers,
         ),
         first=lambda weights, batch, run: nnx.merge(ends, weights["ends"]).embed(batch["inputs"]),
-        layer=lambda weights, x: nnx.merge(layer, weights)(x, "tensor" if tensor > 1 else None),
+        layer=lambda weights, x, batch: nnx.merge(layer, weights)(x, "tensor" if tensor > 1 else None),
         last=last,
         rules=RULES,
     )

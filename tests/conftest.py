@@ -111,11 +111,25 @@ def random_tokens(config, seed=0, count=1):
     return list(np.random.default_rng(seed).integers(config.model.vocab_size, size=shape, dtype=np.int32))
 
 
+def document_starts(rows, tokens):
+    """Where the documents of the oracle begin, for each token: int32 [rows tokens]."""
+    starts = np.zeros((rows, tokens), np.int32)
+    for i, cuts in enumerate(oracle.CUTS):
+        for cut in cuts:
+            starts[i :: len(oracle.CUTS), cut:] = cut
+    return starts
+
+
 def on_devices(tokens, step):
     """tokens[B T+1] -> the batch of a step, on its devices."""
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    starts = document_starts(*tokens.shape)
+    if "starts" in step.batch:
+        batch["targets"] = np.where(starts[:, 1:] == starts[:, :-1], batch["targets"], -1)
     if step.token_order is not None:
         batch = {name: rows[:, step.token_order] for name, rows in batch.items()}
+    if "starts" in step.batch:
+        batch["starts"] = starts[:, :-1]
     return jax.device_put(batch, jax.tree.map(lambda x: x.sharding, step.batch))
 
 
@@ -123,11 +137,12 @@ class Expected(dict):
     """Return the initial state of a model (host arrays) and the oracle's result after 3 updates."""
 
     def __missing__(self, key):
-        family, *numbers = key
+        family, *numbers, across = key
         model = dict(zip(("num_kv_heads", "num_heads", "num_layers", "tie_embeddings"), numbers, strict=True))
         config, mesh = resolved(small(family, model=model, parallel={"data": 1}))
         state = jax.device_get(steps.build(config, mesh).init())
-        self[key] = state, oracle.train(state.params, random_tokens(config, count=3), lr=1e-2)
+        tokens = random_tokens(config, count=3)
+        self[key] = state, oracle.train(state.params, tokens, lr=1e-2, documents=not across)
         return self[key]
 
 
@@ -154,7 +169,7 @@ def equals_the_oracle(tree, expected):
     config, mesh = resolved(tree)
     step = steps.build(config, mesh)
     m = config.model
-    key = m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings
+    key = m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, config.data.attend_across_documents
     state, (params, m, v, log) = expected[key]
     state = jax.device_put(padded(state, step.state), jax.tree.map(lambda x: x.sharding, step.state))
     state = step.in_stage_order(state)
@@ -193,7 +208,7 @@ def stays_near_the_oracle(tree, expected, loss_error):
     assert config.parallel.microbatches > 1  # so that gradients are summed
     step = steps.build(config, mesh)
     m = config.model
-    _, (*_, log) = expected[m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings]
+    _, (*_, log) = expected[m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, True]
     state = step.init()
     for tokens, (loss, grads, _) in zip(random_tokens(config, count=3), log, strict=True):
         first = int(state.step) == 0

@@ -5,6 +5,9 @@ It imports nothing from the package; every layout is compared with it.
 Parameters have the package's names (a nested dict, `layers` stacked along a leading dim).
 """
 
+from functools import partial
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 
@@ -12,6 +15,8 @@ import jax.numpy as jnp
 THETA = 500.0
 NORM_EPS = 1e-3
 B1, B2, EPS, DECAY = 0.8, 0.9, 1e-4, 0.2
+# Where documents begin in the 17 tokens of even and of odd rows, after the first; one has a single token.
+CUTS = [5, 9, 10], [1, 14]
 
 
 def norm(p, x, eps=NORM_EPS):
@@ -72,21 +77,28 @@ def logits(params, tokens):
     return norm(ends["norm"], x) @ ends.get("head_VD", ends["embedding_VD"]).T
 
 
-def loss(params, tokens):
-    """tokens[B T+1] -> mean cross-entropy in nats."""
-    log_p = jax.nn.log_softmax(logits(params, tokens[:, :-1]))
-    return -jnp.mean(jnp.take_along_axis(log_p, tokens[:, 1:, jnp.newaxis], axis=-1))
+def loss(params, tokens, documents=False):
+    """tokens[B T+1] -> mean cross-entropy in nats. documents: each by itself, cut at CUTS; else each row is one."""
+    total = count = 0
+    cuts = CUTS if documents else [[]]
+    for i, inner in enumerate(cuts):
+        for start, end in pairwise([0, *inner, tokens.shape[1]]):
+            document = tokens[i :: len(cuts), start:end]
+            log_p = jax.nn.log_softmax(logits(params, document[:, :-1]))
+            total -= jnp.sum(jnp.take_along_axis(log_p, document[:, 1:, jnp.newaxis], axis=-1))
+            count += document[:, 1:].size
+    return total / count
 
 
 def decayed(path):
     return not any(word in path[-1].key for word in ("gain", "bias", "positions"))
 
 
-@jax.jit
-def update(state, tokens, t, lr, clip):
+@partial(jax.jit, static_argnames="documents")
+def update(state, tokens, t, lr, clip, documents):
     """Update number t (from 1.0) of state (params, m, v) -> the next state; loss, gradients, global norm."""
     params, m, v = state
-    value, grads = jax.value_and_grad(loss)(params, tokens)
+    value, grads = jax.value_and_grad(loss)(params, tokens, documents)
     total = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / total), grads)
     m = jax.tree.map(lambda m, g: B1 * m + (1 - B1) * g, m, clipped)
@@ -99,11 +111,11 @@ def update(state, tokens, t, lr, clip):
     return (jax.tree_util.tree_map_with_path(new, params, m, v), m, v), (value, grads, total)
 
 
-def train(params, batches, lr, clip=jnp.inf):
+def train(params, batches, lr, clip=jnp.inf, documents=False):
     """-> params, m, v after all batches, and lists of losses, gradients, norms."""
     zeros = jax.tree.map(jnp.zeros_like, params)
     state, log = (params, zeros, zeros), []
     for t, tokens in enumerate(batches, 1):
-        state, values = update(state, tokens, jnp.float32(t), jnp.float32(lr), jnp.float32(clip))
+        state, values = update(state, tokens, jnp.float32(t), jnp.float32(lr), jnp.float32(clip), documents)
         log.append(values)
     return *state, log

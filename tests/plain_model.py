@@ -23,7 +23,7 @@ def build(config, mesh):
     def weights_of_layer(key):
         return {"in_DF": normal(key, D, 4 * D), "out_FD": normal(key, 4 * D, D), "gain_D": jnp.ones(D)}
 
-    def layer(w, x_BTD):
+    def layer(w, x_BTD, batch):
         count_T = jnp.arange(1, x_BTD.shape[1] + 1, dtype=x_BTD.dtype)
         mean_BTD = jnp.cumsum(x_BTD, 1) / count_T[None, :, None] * w["gain_D"][None, None]
         (h_BTF,) = columns(mean_BTD, [w["in_DF"]], axis, sequence_parallel=False)

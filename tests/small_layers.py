@@ -22,7 +22,7 @@ def some_tokens(microbatches, rows, seed=1):
     return jnp.asarray(np.random.default_rng(seed).integers(V, size=(microbatches, rows, T)), jnp.int32)
 
 
-def layer(weights, x):
+def layer(weights, x, tokens):
     return x + (jnp.tanh(x @ weights["up"]) @ weights["down"]) * weights["gain"][None, None]
 
 
@@ -37,7 +37,7 @@ def last(ends, x, tokens):
 
 def one_device(ends, layers, tokens, first=first, layer=layer, last=last):
     def of_one(tokens):
-        x, _ = lax.scan(lambda x, weights: (layer(weights, x), None), first(ends, tokens), layers)
+        x, _ = lax.scan(lambda x, weights: (layer(weights, x, tokens), None), first(ends, tokens), layers)
         return last(ends, x, tokens)
 
     return sum(of_one(microbatch) for microbatch in tokens)

@@ -222,7 +222,7 @@ class Memory(_Section):
 
 class Data(_Section):
     """Training and validation data. Documents are concatenated, each followed by an end token, and split into sequences
-    of seq_len tokens. Attention is not masked between documents of a sequence."""
+    of seq_len tokens."""
 
     source: Source = _key(
         "stdlib",
@@ -235,6 +235,10 @@ class Data(_Section):
     )
     batch_size: Sequences = _key(32, "global batch size, in sequences per step")
     seq_len: Tokens = _key(256, "sequence length, in tokens; a sequence may span documents")
+    attend_across_documents: bool = _key(
+        True,
+        "false: attention, positions and targets of each document of a sequence are as if it stood alone",
+    )
     seed: Seed = _key(0, "random seed of the order of training sequences")
     val_fraction: float = _key(
         0.05, "fraction of tokens held out for validation, in whole documents; 0: none", ge=0, lt=1

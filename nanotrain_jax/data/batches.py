@@ -38,6 +38,18 @@ class Windows:
     def __getitem__(self, i: int) -> np.ndarray:
         return self.slice(int(i) * self.seq_len, self.seq_len + 1)
 
+    def document_starts(self, i: int) -> np.ndarray:
+        """Return for each token of sequence i the position in it of its document's first token, int32 [seq_len + 1].
+
+        0 for a document that began in an earlier sequence.
+        """
+        first = int(i) * self.seq_len
+        begins = np.searchsorted(self.ends, (first, first + self.seq_len), side="right")
+        starts = np.zeros(self.seq_len + 1, np.int32)
+        positions = self.ends[slice(*begins)] - first  # where a document ends, the next one starts
+        starts[positions] = positions
+        return np.maximum.accumulate(starts)
+
     def slice(self, start: int, length: int) -> np.ndarray:
         """Return int32 tokens start .. start + length of the concatenated documents (fewer at the end)."""
         arrays, length = [], min(length, self.total - start)
@@ -62,6 +74,23 @@ class Synthetic:
 
     def __getitem__(self, i: int) -> np.ndarray:
         return np.random.default_rng((self.seed, int(i))).integers(self.vocab_size, size=self.shape, dtype=np.int32)
+
+    def document_starts(self, i: int) -> np.ndarray:
+        """As of `Windows`: each sequence is one document."""
+        return np.zeros(self.shape, np.int32)
+
+
+class WithDocuments:
+    """Random access to sequences with their documents: item i is int32 [2 seq_len + 1], tokens and document_starts."""
+
+    def __init__(self, source: Windows | Synthetic):
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return np.stack([self.source[i], self.source.document_starts(i)])
 
 
 class Dataset(NamedTuple):
@@ -132,19 +161,19 @@ def tokenizer_file(config: Data) -> Path | None:
 
 
 def batches(
-    source: Sequence[np.ndarray], shapes: Any, seed: int, position: int = 0, token_order: np.ndarray | None = None
+    source: Windows | Synthetic, shapes: Any, seed: int, position: int = 0, token_order: np.ndarray | None = None
 ) -> Iterator[dict[str, jax.Array]]:
     """Yield training batches without end, starting at position (sequences consumed); each epoch has another order.
 
-    shapes: {"inputs", "targets"} as ShapeDtypeStructs with sharding (`Step.batch`). token_order: positions of the
-    tokens in a row of the batch (`Step.token_order`). A process reads only the rows of its own devices; the assignment
-    of sequences to rows does not depend on the number of processes.
+    shapes: of "inputs", "targets" and, if documents are kept apart, "starts", as ShapeDtypeStructs with sharding
+    (`Step.batch`). token_order: positions of the tokens in a row of the batch (`Step.token_order`). A process reads
+    only the rows of its own devices; the assignment of sequences to rows does not depend on the number of processes.
     """
-    order = grain.MapDataset.source(source).seed(seed).shuffle().repeat(None)
+    order = grain.MapDataset.source(_examples(source, shapes)).seed(seed).shuffle().repeat(None)
     rows = local_rows(shapes["inputs"])
     local = share(order, position, shapes["inputs"].shape[0], rows)
-    for tokens in local.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)):
-        yield _to_devices(_ordered(tokens[:, :-1], tokens[:, 1:], token_order), rows, shapes)
+    for sequences in local.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)):
+        yield _to_devices(_rows(sequences, token_order), rows, shapes)
 
 
 class Rows:
@@ -163,7 +192,7 @@ class Rows:
 
 
 def share(source: Sequence[np.ndarray], position: int, size: int, rows: np.ndarray) -> grain.MapDataset:
-    """Return the dataset of one process: item i is the given rows of batch i, int32 [len(rows), T + 1]."""
+    """Return the dataset of one process: item i is the given rows of batch i, stacked."""
     return grain.MapDataset.source(Rows(source, position, size, rows)).batch(len(rows))
 
 
@@ -174,26 +203,41 @@ def local_rows(batch: jax.ShapeDtypeStruct) -> np.ndarray:
 
 
 def evaluation(
-    source: Sequence[np.ndarray], shapes: Any, max_batches: int, token_order: np.ndarray | None = None
+    source: Windows | Synthetic, shapes: Any, max_batches: int, token_order: np.ndarray | None = None
 ) -> Iterator[dict[str, jax.Array]]:
     """Yield at most max_batches batches of validation sequences, the same ones in the same order at every call.
 
     An incomplete last batch is padded with rows whose targets are -1. Arguments: as of `batches`.
     """
-    size, length = shapes["inputs"].shape
+    size = shapes["inputs"].shape[0]
     indices, rows = held_out(source, max_batches * size), local_rows(shapes["inputs"])
+    examples = _examples(source, shapes)
     for first in range(0, len(indices), size):
-        inputs, targets = np.zeros((len(rows), length), np.int32), np.full((len(rows), length), -1, np.int32)
-        for i, row in enumerate(rows[first + rows < len(indices)]):
-            sequence = source[indices[first + row]]
-            inputs[i], targets[i] = sequence[:-1], sequence[1:]
-        yield _to_devices(_ordered(inputs, targets, token_order), rows, shapes)
+        present = indices[first : first + size]
+        sequences = np.stack([examples[present[min(row, len(present) - 1)]] for row in rows])
+        batch = _rows(sequences, token_order)
+        batch["targets"] = np.where((rows < len(present))[:, None], batch["targets"], -1)
+        yield _to_devices(batch, rows, shapes)
 
 
-def _ordered(inputs: np.ndarray, targets: np.ndarray, order: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Return the rows of a batch, with their tokens in this order."""
-    rows = {"inputs": inputs, "targets": targets}
-    return rows if order is None else {name: tokens[:, order] for name, tokens in rows.items()}
+def _examples(source: Windows | Synthetic, shapes: Any) -> Windows | Synthetic | WithDocuments:
+    return WithDocuments(source) if "starts" in shapes else source
+
+
+def _rows(sequences: np.ndarray, order: np.ndarray | None) -> dict[str, np.ndarray]:
+    """sequences[R T+1], of `WithDocuments` [R 2 T+1] -> the rows of a batch, their tokens in this order.
+
+    A document does not predict the first token of the next one. Starts stay in the order of the row.
+    """
+    if sequences.ndim == 2:
+        batch = {"inputs": sequences[:, :-1], "targets": sequences[:, 1:]}
+        return batch if order is None else {name: tokens[:, order] for name, tokens in batch.items()}
+    tokens, starts = sequences.swapaxes(0, 1)
+    batch = _rows(tokens, None)
+    batch["targets"] = np.where(starts[:, 1:] == starts[:, :-1], batch["targets"], -1)
+    if order is not None:
+        batch = {name: tokens[:, order] for name, tokens in batch.items()}
+    return batch | {"starts": starts[:, :-1]}
 
 
 def held_out(source: Sequence[np.ndarray], max_sequences: int) -> np.ndarray:

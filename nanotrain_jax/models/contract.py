@@ -3,13 +3,16 @@
 A model is a stack of identical layers, with a computation before and one after it:
 
     x = first(ends, batch, run)                       embedding, an encoder, ...
-    x = layer(weights[i], x)    for i in 0 .. L-1     x keeps its shape and dtype
+    x = layer(weights[i], x, batch)  for i in 0 .. L-1    x keeps its shape and dtype
     sum of losses, count = last(ends, x, batch)       norm, head, loss
 
 The functions run inside `shard_map` (check_vma=True) on this device's shards and one of its microbatches, in the dtype
-of precision.compute. batch is {"inputs", "targets"}, both int32 [B T]; negative targets are padding and ignored
-(evaluation has some). The sum of losses is a float32 scalar; training divides it by batch_size x seq_len.
-`parallel.tensor.cross_entropy` does all of this. Functions are pure: weights are their only state; no random numbers
+of precision.compute. batch is {"inputs", "targets"}, both int32 [B T]; negative targets are ignored (padding of
+evaluation, the first token of another document). The sum of losses is a float32 scalar; training divides it by the
+number of targets of the global batch. `parallel.tensor.cross_entropy` does all of this. With
+data.attend_across_documents=false batch has also {"starts"}: int32 [B T], for each token the position in its row of its
+document's first token; under parallel.context of the whole row, in natural order. A layer that mixes tokens must not
+look further back, and positions count from there. Functions are pure: weights are their only state; no random numbers
 (dropout), no running means.
 
 The step handles ZeRO, remat, offload, pipeline stages and the optimizer. remat=selective saves values that
@@ -65,11 +68,12 @@ class Model:
     is_padded   path of a weight ("params/ends/head_VD") -> True if its rows are padded to a multiple of tensor
     splits_context   True if the model works on the tokens of one device along context: its attention is one of
                 `parallel.context`, and positions are those of `parallel.context.own_positions`
+    splits_documents   True if the model heeds batch["starts"]
     """
 
     init: Callable[..., Tree]
     first: Callable[[Tree, Tree, Callable], jax.Array]
-    layer: Callable[[Tree, jax.Array], jax.Array]
+    layer: Callable[[Tree, jax.Array, Tree], jax.Array]
     last: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array]]
     rules: Rules
     stacks: tuple[str, ...] = ()
@@ -79,6 +83,7 @@ class Model:
     has_partial_gradient: Callable[[tuple], bool] = lambda path: False
     is_padded: Callable[[str], bool] = lambda path: False
     splits_context: bool = False
+    splits_documents: bool = False
 
     @cached_property
     def shapes(self) -> Tree:

@@ -38,7 +38,7 @@ from nanotrain_jax.models.decoder_layer import ONE_DEVICE, Layer, Norm, Split, f
 from nanotrain_jax.models.ops import add, project
 from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, under
 from nanotrain_jax.parallel import remat, tensor
-from nanotrain_jax.parallel.collectives import position
+from nanotrain_jax.parallel.collectives import own_shard
 from nanotrain_jax.parallel.sharding import Rules
 
 PARAMETERS = {path.rpartition("/")[2]: row for path, row in decoder_table.every_parameter().items()}  # by name
@@ -58,18 +58,23 @@ class Ends(nnx.Module):
         self.norm = Norm(config, decoder_table.NORM_LAST)
         fill(self, {name: row for name, row in rows.items() if not row.is_used("first")}, rngs)
 
-    def embed(self, tokens_BT: jax.Array) -> jax.Array:
-        """tokens[B T] -> x[B T D], under sequence parallelism x[1 BT/tensor D]"""
+    def embed(self, tokens_BT: jax.Array, starts_BT: jax.Array | None = None) -> jax.Array:
+        """tokens[B T] -> x[B T D], under sequence parallelism x[1 BT/tensor D]. starts: as of `Attention`."""
         x_BTD = self.look_up(tokens_BT.reshape(1, -1) if self.split.sequence_parallel else tokens_BT)
-        return add(x_BTD, self.own_positions(tokens_BT.shape[1], x_BTD.shape[1])) if self.learns_positions else x_BTD
+        if not self.learns_positions:
+            return x_BTD
+        positions = self.split.positions(tokens_BT.shape[1], starts_BT)
+        return add(x_BTD, self.learned_positions(tokens_BT.shape, positions))
 
-    def own_positions(self, row: int, tokens: int) -> jax.Array:
-        """Return the learned positions of the tokens of x. row: tokens of a row on this device; tokens: of x."""
-        own_T = self.split.positions(row)
-        if not self.split.sequence_parallel:
-            return self.positions_TD[:row] if own_T is None else self.positions_TD[...].astype(jnp.float32)[own_T]
-        of_x_T = (position(self.split.axis) * tokens + jnp.arange(tokens)) % row
-        return self.positions_TD[...].astype(jnp.float32)[of_x_T if own_T is None else own_T[of_x_T]]
+    def learned_positions(self, shape: tuple[int, int], positions: jax.Array | None) -> jax.Array:
+        """Return what `embed` adds, [T D] or [B T D]. shape: [B T], of the tokens; positions: of them, or None."""
+        B, T = shape
+        if positions is None and not self.split.sequence_parallel:
+            return self.positions_TD[:T]
+        if self.split.sequence_parallel:  # x holds a part of the B sequences, one after another
+            in_row_BT = jnp.broadcast_to(jnp.arange(T) if positions is None else positions, (B, T))
+            positions = own_shard(in_row_BT.reshape(-1), self.split.axis, 0)
+        return self.positions_TD[...].astype(jnp.float32)[positions]
 
     def look_up(self, tokens_BT: jax.Array) -> jax.Array:
         """tokens[B T] -> their embeddings x[B T D]"""
@@ -259,12 +264,10 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
         return nnx.merge(graphs.ends, shapes[ENDS] | weights[ENDS])
 
     def first(weights: dict, batch: dict, run: Callable) -> jax.Array:
-        return merged(weights).embed(batch["inputs"])
+        return merged(weights).embed(batch["inputs"], batch.get("starts"))
 
-    def layer(weights: dict, x_BTD: jax.Array) -> jax.Array:
-        is_concatenated = split.sequence_parallel
-        sequences = x_BTD.shape[1] * split.size * p.context // config.data.seq_len if is_concatenated else len(x_BTD)
-        return nnx.merge(graphs.layer, weights)(x_BTD, sequences)
+    def layer(weights: dict, x_BTD: jax.Array, batch: dict) -> jax.Array:
+        return nnx.merge(graphs.layer, weights)(x_BTD, len(batch["inputs"]), batch.get("starts"))
 
     def last(weights: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
         return merged(weights).loss(x_BTD, batch["targets"])
@@ -281,4 +284,5 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
         has_partial_gradient=partial(has_partial_gradient, split=split),
         is_padded=is_padded,
         splits_context=True,
+        splits_documents=True,
     )

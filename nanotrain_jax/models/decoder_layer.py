@@ -25,9 +25,16 @@ class Split(NamedTuple):
     regather: bool = True  # gather the inputs of matmuls again in the backward (`tensor.columns`)
     context: context.Kind | None = None  # attention over the mesh axis context; None: devices have whole sequences
 
-    def positions(self, tokens: int) -> jax.Array | None:
-        """Return the positions of this device's tokens, int32 [T/context]; None: 0 to T-1. tokens: T/context."""
-        return self.context and context.own_positions(tokens, is_zigzag=self.context in context.ZIGZAG)
+    def positions(self, tokens: int, starts_BT: jax.Array | None = None) -> jax.Array | None:
+        """Return the positions of this device's tokens, int32 [T/context], with starts [B T/context]; None: 0 to T-1.
+
+        tokens: T/context. starts[B T], of whole rows: positions count from the start of a document.
+        """
+        axis = "context" if self.context else None
+        if starts_BT is None and axis is None:
+            return None
+        in_row_T = context.own_positions(tokens, axis, self.context in context.ZIGZAG)
+        return in_row_T if starts_BT is None else in_row_T[None] - starts_BT[:, in_row_T]
 
 
 ONE_DEVICE = Split()
@@ -62,7 +69,8 @@ class Norm(nnx.Module):
 class Attention(nnx.Module):
     """x[B T D] -> y[B T D]: causal grouped-query attention; N / K query heads share each key and value head.
 
-    sequences: B, as x may have all sequences concatenated.
+    sequences: B, as x may have all sequences concatenated. starts[B T]: in the row, of the document of each token, for
+    attention within documents; of whole rows in natural order, also if devices along context share them.
     """
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
@@ -70,7 +78,7 @@ class Attention(nnx.Module):
         self.theta, self.kernel = config.rope_theta, config.attention
         fill(self, under(decoder_table.table(config, split.size), decoder_table.ATTENTION), rngs)
 
-    def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None) -> jax.Array:
         axis, sequence_parallel, regather = self.split.axis, self.split.sequence_parallel, self.split.regather
         weights = self.q_DNH[...], self.own_head(self.k_DKH[...]), self.own_head(self.v_DKH[...])
         qkv = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
@@ -80,18 +88,21 @@ class Attention(nnx.Module):
             k_BSKH = add(k_BSKH, self.own_head(self.bias_k_KH[...]))
             v_BSKH = add(v_BSKH, self.own_head(self.bias_v_KH[...]))
         if not self.features.learned_positions:
-            positions_T = self.split.positions(q_BTNH.shape[1])
-            q_BTNH, k_BSKH = (rotate(x, self.theta, positions_T) for x in (q_BTNH, k_BSKH))
+            positions = self.split.positions(q_BTNH.shape[1], starts_BT)
+            q_BTNH, k_BSKH = (rotate(x, self.theta, positions) for x in (q_BTNH, k_BSKH))
         qkv = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k"), remat.name(v_BSKH, "v")
-        y_BTNH = self.attend(*qkv)
+        y_BTNH = self.attend(*qkv, starts_BT)
         y_BTD = jnp.tensordot(y_BTNH, self.out_NHD[...], 2).reshape(len(x_BTD), -1, x_BTD.shape[2])
         y_BTD = remat.name(tensor.leave(y_BTD, axis, sequence_parallel), "attention_out")
         return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
 
-    def attend(self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
+    def attend(self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, starts_BT: jax.Array | None) -> jax.Array:
         """q[B T N H], k[B T K H], v[B T K H] -> y[B T N H]; over context, if the tokens are split."""
         if self.split.context:
-            return context.ATTENTION[self.split.context](q_BTNH, k_BSKH, v_BSKH, "context", self.kernel)
+            attention = context.ATTENTION[self.split.context]
+            return attention(q_BTNH, k_BSKH, v_BSKH, "context", self.kernel, starts_BT)
+        if starts_BT is not None:
+            return context.one_device(q_BTNH, k_BSKH, v_BSKH, self.kernel, starts_BT)
         qkv = q_BTNH, k_BSKH, v_BSKH
         if self.kernel == "xla" and q_BTNH.dtype == jnp.float16:  # XLA:CPU lacks the float16 matmul that JAX asks for
             qkv = [x.astype(jnp.float32) for x in qkv]
@@ -135,6 +146,6 @@ class Layer(nnx.Module):
         self.norm_mlp = Norm(config, decoder_table.NORM_MLP)
         self.mlp = MLP(config, rngs, split)
 
-    def __call__(self, x_BTD: jax.Array, sequences: int) -> jax.Array:
-        x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD), sequences)
+    def __call__(self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None) -> jax.Array:
+        x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD), sequences, starts_BT)
         return x_BTD + self.mlp(self.norm_mlp(x_BTD))

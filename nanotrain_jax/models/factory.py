@@ -53,6 +53,11 @@ def check(model: Model, config: Config) -> None:
             f"parallel.context={config.parallel.context} splits rows, but {name} does not say that its attention does; "
             "use one of nanotrain_jax.parallel.context and set splits_context=True, or parallel.context=1"
         )
+    if not (config.data.attend_across_documents or model.splits_documents):
+        raise ValueError(
+            f'data.attend_across_documents=false, but {name} does not say that it heeds batch["starts"]; '
+            "do so and set splits_documents=True, or use attend_across_documents=true"
+        )
 
 
 def _problems(model: Model, num_layers: int) -> Iterator[str]:

@@ -64,15 +64,16 @@ project.defvjp(lambda x_BTD, head_VD: (project(x_BTD, head_VD), (x_BTD, head_VD)
 
 
 @partial(_saves_inputs, static_argnums=1)
-def rotate(x_BTNH: jax.Array, theta: float, positions_T: jax.Array | None = None) -> jax.Array:
+def rotate(x_BTNH: jax.Array, theta: float, positions: jax.Array | None = None) -> jax.Array:
     """x[B T N H] -> x[B T N H]: rotary positions (arXiv 2104.09864) in float32; dims h and h + H/2 form a pair.
 
-    positions[T]: of the tokens in the row; None: 0 to T-1.
+    positions: of the tokens, int32 [T] or [B T]; None: 0 to T-1.
     """
     T, H = x_BTNH.shape[1], x_BTNH.shape[3]
-    positions_T = jnp.arange(T) if positions_T is None else positions_T
+    positions = jnp.arange(T) if positions is None else positions
+    positions_BT = positions.reshape(-1, T)  # one row for all, or a row for each
     frequency_h = theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
-    angle_Th = positions_T.astype(jnp.float32)[:, None] * frequency_h[None]
-    cos, sin = jnp.cos(angle_Th)[None, :, None], jnp.sin(angle_Th)[None, :, None]
+    angle_BTh = positions_BT.astype(jnp.float32)[..., None] * frequency_h[None, None]
+    cos, sin = jnp.cos(angle_BTh)[:, :, None], jnp.sin(angle_BTh)[:, :, None]
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)

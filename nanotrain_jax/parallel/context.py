@@ -18,6 +18,11 @@ another device j need exactly two blocks of C x C, without a mask:
 so a hop is one call on a batch of two blocks, the same program on every device. parallel/attention_block.py computes a
 block; blocks are merged by their log-sum-exp (lse) in float32.
 
+Rows of several documents: with starts[B T], the position in the row of the first token of each token's document,
+attention does not leave a document. starts are of the whole row, in its natural order, the same along axis: nothing
+more is communicated. Each block takes a mask, to "cudnn" a bias of its size; one device and ulysses compute in blocks
+then (parallel/packed_attention.py).
+
 In suffixes, P is the pair of key and value, Z the two chunks of a device, early and late, and C the tokens of a chunk.
 
 kernel computes a block: "cudnn", flash attention on NVIDIA GPUs (16-bit, memory O(T)); or "xla", matmuls in float32 on
@@ -38,6 +43,7 @@ from jax.ad_checkpoint import checkpoint_name
 from nanotrain_jax.parallel.attention_block import Kernel
 from nanotrain_jax.parallel.collectives import all_to_all, as_varying, position, varying_axes
 from nanotrain_jax.parallel.context_blocks import LSE, OUT, gather, ring
+from nanotrain_jax.parallel.packed_attention import packed_attention
 
 Kind = Literal["ring", "gather", "ulysses"]
 ZIGZAG = ("ring", "gather")  # kinds of attention that take tokens in zig-zag order
@@ -76,7 +82,12 @@ def own_positions(tokens: int, axis: str | None = "context", is_zigzag: bool = T
 
 
 def ring_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, axis: str | None = "context", kernel: Kernel = "xla"
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    axis: str | None = "context",
+    kernel: Kernel = "xla",
+    starts_BT: jax.Array | None = None,
 ) -> jax.Array:
     """q[B T/context N H], k[B T/context K H], v[B T/context K H] -> y[B T/context N H], tokens in zig-zag order.
 
@@ -90,11 +101,16 @@ def ring_attention(
     xla_gpu_experimental_parallel_collective_overlap_limit >= 2. Memory O(T/c). No forward mode, no second derivative.
     Raises ValueError if 2c does not divide T.
     """
-    return _blockwise(ring, q_BTNH, k_BTKH, v_BTKH, axis, kernel)
+    return _blockwise(ring, (q_BTNH, k_BTKH, v_BTKH), axis, kernel, starts_BT)
 
 
 def gather_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, axis: str | None = "context", kernel: Kernel = "xla"
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    axis: str | None = "context",
+    kernel: Kernel = "xla",
+    starts_BT: jax.Array | None = None,
 ) -> jax.Array:
     """q[B T/context N H], k[B T/context K H], v[B T/context K H] -> y[B T/context N H], tokens in zig-zag order.
 
@@ -107,11 +123,16 @@ def gather_attention(
     Memory: the keys and values of all T tokens, in the backward also their float32 gradients. No forward mode, no
     second derivative. Raises ValueError if 2c does not divide T.
     """
-    return _blockwise(gather, q_BTNH, k_BTKH, v_BTKH, axis, kernel)
+    return _blockwise(gather, (q_BTNH, k_BTKH, v_BTKH), axis, kernel, starts_BT)
 
 
 def ulysses_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, axis: str | None = "context", kernel: Kernel = "xla"
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    axis: str | None = "context",
+    kernel: Kernel = "xla",
+    starts_BT: jax.Array | None = None,
 ) -> jax.Array:
     """q[B T/context N H], k[B T/context K H], v[B T/context K H] -> y[B T/context N H], tokens in their natural order.
 
@@ -125,18 +146,18 @@ def ulysses_attention(
     """
     size = _check(q_BTNH, k_BTKH, v_BTKH, axis, kernel)
     if size == 1:
-        return _one_device(q_BTNH, k_BTKH, v_BTKH, kernel)
+        return one_device(q_BTNH, k_BTKH, v_BTKH, kernel, starts_BT)
     N, K = q_BTNH.shape[2], k_BTKH.shape[2]
     if N % size or (K % size and size % K):
         raise ValueError(
             f"{axis}={size} devices for {N} query and {K} key heads: must divide the query heads, and divide the key "
             "heads or be a multiple of them; use fewer devices, or ring_attention"
         )
-    q_BTNH, k_BTKH, v_BTKH = _aligned(axis, q_BTNH, k_BTKH, v_BTKH)
+    q_BTNH, k_BTKH, v_BTKH = _aligned((axis,), q_BTNH, k_BTKH, v_BTKH)
     kv_PBTKH = jnp.repeat(jnp.stack([k_BTKH, v_BTKH]), max(1, size // K), axis=3)
     q_BTNH = checkpoint_name(all_to_all(q_BTNH, axis, split=2, concatenate=1), "ulysses_q")
     k_BTKH, v_BTKH = checkpoint_name(all_to_all(kv_PBTKH, axis, split=3, concatenate=2), "ulysses_kv")
-    y_BTNH = _one_device(q_BTNH, k_BTKH, v_BTKH, kernel)
+    y_BTNH = one_device(q_BTNH, k_BTKH, v_BTKH, kernel, starts_BT)
     return checkpoint_name(all_to_all(y_BTNH, axis, split=1, concatenate=2), "ulysses_out")
 
 
@@ -145,18 +166,19 @@ ATTENTION = {"ring": ring_attention, "gather": gather_attention, "ulysses": ulys
 
 def _blockwise(
     attention: Callable[..., jax.Array],
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
     axis: str | None,
     kernel: Kernel,
+    starts_BT: jax.Array | None,
 ) -> jax.Array:
     """attention in blocks, of arguments that are checked and aligned."""
-    size = _check(q_BTNH, k_BTKH, v_BTKH, axis, kernel)
+    size = _check(*qkv, axis, kernel)
     if size == 1:
-        return _one_device(q_BTNH, k_BTKH, v_BTKH, kernel)
-    _check_chunks(axis, q_BTNH.shape[1] * size, size)
-    return attention(*_aligned(axis, q_BTNH, k_BTKH, v_BTKH), axis, kernel)
+        return one_device(*qkv, kernel, starts_BT)
+    tokens = qkv[0].shape[1]
+    _check_chunks(axis, tokens * size, size)
+    own_starts_BT = None if starts_BT is None else starts_BT[:, own_positions(tokens, axis)]
+    return attention(*_aligned((axis,), *qkv), own_starts_BT, axis, kernel)
 
 
 def _check(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, axis: str | None, kernel: Kernel) -> int:
@@ -184,15 +206,21 @@ def _check_chunks(axis: str, tokens: int, size: int) -> None:
         )
 
 
-def _aligned(axis: str, *arrays: jax.Array) -> list[jax.Array]:
-    """arrays, each declared varying over axis and wherever another one varies: a custom_vjp does not sum gradients."""
-    return as_varying(list(arrays), sorted(frozenset({axis}).union(*map(varying_axes, arrays))))
+def _aligned(axes: tuple[str, ...], *arrays: jax.Array) -> list[jax.Array]:
+    """arrays, each declared varying over axes and wherever another one varies: a custom_vjp does not sum gradients."""
+    return as_varying(list(arrays), sorted(frozenset(axes).union(*map(varying_axes, arrays))))
 
 
-def _one_device(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, kernel: Kernel) -> jax.Array:
-    """Causal attention over all tokens of a row. Moves nothing."""
-    dtype = q_BTNH.dtype
+def one_device(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, kernel: Kernel, starts_BT: jax.Array | None = None
+) -> jax.Array:
+    """q[B T N H], k[B T K H], v[B T K H] -> y[B T N H]: causal attention over all tokens of a row. Moves nothing."""
+    dtype, mask_B1TT = q_BTNH.dtype, None
+    if starts_BT is not None:
+        if kernel == "cudnn":
+            return packed_attention(*_aligned((), q_BTNH, k_BSKH, v_BSKH), starts_BT, kernel)
+        mask_B1TT = starts_BT[:, None, :, None] <= jnp.arange(starts_BT.shape[1])[None, None, None]
     if kernel == "xla":
         q_BTNH, k_BSKH, v_BSKH = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
-    y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=True, implementation=kernel)
+    y_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask_B1TT, is_causal=True, implementation=kernel)
     return y_BTNH.astype(dtype)

@@ -22,6 +22,20 @@ OUT, LSE = "context_out", "context_lse"  # names for remat policies
 Gradients = tuple[jax.Array, jax.Array]  # of q and of kv, float32
 
 
+class Hop(NamedTuple):
+    """The two blocks that a hop computes: (queries, keys) of the chunks (is_later, early) and (late, is_later)."""
+
+    is_later: jax.Array  # 1 if the keys' device comes after that of the queries, else 0; one value, or [B]
+    visible: jax.Array | None = None  # [2B C C] the keys in the document of a query; None: all
+
+
+class Saved(NamedTuple):
+    """What the backward needs."""
+
+    residuals: Residuals
+    starts: jax.Array | None  # [B T]
+
+
 class Attended(NamedTuple):
     """Attention over the blocks so far: out / total is the output, top + log(total) the lse; float32.
 
@@ -37,48 +51,52 @@ class Attended(NamedTuple):
 # XLA:GPU overlaps every permute; unrolled, it starts them all first and waits. The last hop is apart: it sends nothing.
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def ring(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, axis: str, kernel: Kernel) -> jax.Array:
-    """`context.ring_attention`, of arguments that are checked."""
-    return _ring_forward(q_BTNH, k_BTKH, v_BTKH, axis, kernel)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def ring(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, starts_BT: jax.Array | None, axis: str, kernel: Kernel
+) -> jax.Array:
+    """`context.ring_attention`, of arguments that are checked. starts: of the own tokens."""
+    return _ring_forward(q_BTNH, k_BTKH, v_BTKH, starts_BT, axis, kernel)[0]
 
 
 def _ring_forward(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, axis: str, kernel: Kernel
-) -> tuple[jax.Array, Residuals]:
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, starts_BT: jax.Array | None, axis: str, kernel: Kernel
+) -> tuple[jax.Array, Saved]:
     size = lax.axis_size(axis)
-    q_ZBCNH = _chunks(q_BTNH)
-    kv_PZBCKH = shift(_pack(k_BTKH, v_BTKH), axis, 1)  # leaves before the own block is computed
+    q_ZBCNH = chunks(q_BTNH)
+    kv_PZBCKH = shift(pack(k_BTKH, v_BTKH), axis, 1)  # leaves before the own block is computed
 
     def hop(carry: tuple[jax.Array, Attended], r: jax.Array) -> tuple[tuple[jax.Array, Attended], None]:
         kv_PZBCKH, attended = carry
         arriving = shift(kv_PZBCKH, axis, 1)
-        return (arriving, _attend_hop(q_ZBCNH, kv_PZBCKH, attended, _is_later(axis, r), kernel)), None
+        return (arriving, attend_hop(q_ZBCNH, kv_PZBCKH, attended, _hop(axis, r, starts_BT), kernel)), None
 
-    carry = kv_PZBCKH, _attend_own(q_BTNH, k_BTKH, v_BTKH, kernel)
+    carry = kv_PZBCKH, attend_own(q_BTNH, k_BTKH, v_BTKH, own_visible(position(axis), size, starts_BT), kernel)
     (kv_PZBCKH, attended), _ = lax.scan(hop, carry, jnp.arange(1, size - 1))
-    attended = _attend_hop(q_ZBCNH, kv_PZBCKH, attended, _is_later(axis, size - 1), kernel)
-    return _saved(q_BTNH, k_BTKH, v_BTKH, attended)
+    attended = attend_hop(q_ZBCNH, kv_PZBCKH, attended, _hop(axis, size - 1, starts_BT), kernel)
+    return with_saved(q_BTNH, k_BTKH, v_BTKH, starts_BT, attended)
 
 
-def _ring_backward(axis: str, kernel: Kernel, residuals: Residuals, g_BTNH: jax.Array) -> tuple[jax.Array, ...]:
+def _ring_backward(axis: str, kernel: Kernel, saved: Saved, g_BTNH: jax.Array) -> tuple[jax.Array | None, ...]:
     size = lax.axis_size(axis)
+    residuals, starts_BT = saved
     residuals, g_BTNH = lax.optimization_barrier((residuals, g_BTNH))  # else XLA may keep what arrived in the forward
-    kv_PZBCKH = shift(_pack(residuals.k, residuals.v), axis, 1)
-    queries = [_chunks(x) for x in (residuals.q, residuals.out, residuals.lse, g_BTNH)]
+    kv_PZBCKH = shift(pack(residuals.k, residuals.v), axis, 1)
+    queries = [chunks(x) for x in (residuals.q, residuals.out, residuals.lse, g_BTNH)]
 
     def hop(carry: tuple, r: jax.Array) -> tuple[tuple, None]:
         kv_PZBCKH, (dq_ZBCNH, dkv_PZBCKH) = carry
         arriving = shift(kv_PZBCKH, axis, 1)
         gradients = dq_ZBCNH, shift(dkv_PZBCKH, axis, 1)  # waits for the hop before only
-        return (arriving, _pull_hop(queries, kv_PZBCKH, gradients, _is_later(axis, r), kernel)), None
+        return (arriving, pull_hop(queries, kv_PZBCKH, gradients, _hop(axis, r, starts_BT), kernel)), None
 
     # The barrier keeps the first hop behind the own block, also where no loop follows.
-    carry = lax.optimization_barrier((kv_PZBCKH, _pull_own(residuals, g_BTNH, kernel)))
+    own = pull_own(residuals, g_BTNH, own_visible(position(axis), size, starts_BT), kernel)
+    carry = lax.optimization_barrier((kv_PZBCKH, own))
     (kv_PZBCKH, (dq_ZBCNH, dkv_PZBCKH)), _ = lax.scan(hop, carry, jnp.arange(1, size - 1))
     gradients = dq_ZBCNH, shift(dkv_PZBCKH, axis, 1)
-    dq_ZBCNH, dkv_PZBCKH = _pull_hop(queries, kv_PZBCKH, gradients, _is_later(axis, size - 1), kernel)
-    return _unpack(dq_ZBCNH, shift(dkv_PZBCKH, axis, 1), residuals)
+    dq_ZBCNH, dkv_PZBCKH = pull_hop(queries, kv_PZBCKH, gradients, _hop(axis, size - 1, starts_BT), kernel)
+    return unpack(dq_ZBCNH, shift(dkv_PZBCKH, axis, 1), residuals)
 
 
 ring.defvjp(_ring_forward, _ring_backward)
@@ -87,45 +105,49 @@ ring.defvjp(_ring_forward, _ring_backward)
 # Gather: every device has the keys and values of all devices, in the order of the axis.
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def gather(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, axis: str, kernel: Kernel) -> jax.Array:
-    """`context.gather_attention`, of arguments that are checked."""
-    return _gather_forward(q_BTNH, k_BTKH, v_BTKH, axis, kernel)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def gather(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, starts_BT: jax.Array | None, axis: str, kernel: Kernel
+) -> jax.Array:
+    """`context.gather_attention`, of arguments that are checked. starts: of the own tokens."""
+    return _gather_forward(q_BTNH, k_BTKH, v_BTKH, starts_BT, axis, kernel)[0]
 
 
 def _gather_forward(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, axis: str, kernel: Kernel
-) -> tuple[jax.Array, Residuals]:
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, starts_BT: jax.Array | None, axis: str, kernel: Kernel
+) -> tuple[jax.Array, Saved]:
     size = lax.axis_size(axis)
-    q_ZBCNH = _chunks(q_BTNH)
-    (gathered,) = all_gather([_pack(k_BTKH, v_BTKH)[None]], axis, [0])  # [c P Z B C K H]
+    q_ZBCNH = chunks(q_BTNH)
+    (gathered,) = all_gather([pack(k_BTKH, v_BTKH)[None]], axis, [0])  # [c P Z B C K H]
 
     def hop(attended: Attended, r: jax.Array) -> tuple[Attended, None]:
         kv_PZBCKH = _take(gathered, (position(axis) - r) % size)
-        return _attend_hop(q_ZBCNH, kv_PZBCKH, attended, _is_later(axis, r), kernel), None
+        return attend_hop(q_ZBCNH, kv_PZBCKH, attended, _hop(axis, r, starts_BT), kernel), None
 
-    attended, _ = lax.scan(hop, _attend_own(q_BTNH, k_BTKH, v_BTKH, kernel), jnp.arange(1, size))
-    return _saved(q_BTNH, k_BTKH, v_BTKH, attended)
+    own = attend_own(q_BTNH, k_BTKH, v_BTKH, own_visible(position(axis), size, starts_BT), kernel)
+    attended, _ = lax.scan(hop, own, jnp.arange(1, size))
+    return with_saved(q_BTNH, k_BTKH, v_BTKH, starts_BT, attended)
 
 
-def _gather_backward(axis: str, kernel: Kernel, residuals: Residuals, g_BTNH: jax.Array) -> tuple[jax.Array, ...]:
+def _gather_backward(axis: str, kernel: Kernel, saved: Saved, g_BTNH: jax.Array) -> tuple[jax.Array | None, ...]:
     size = lax.axis_size(axis)
+    residuals, starts_BT = saved
     residuals, g_BTNH = lax.optimization_barrier((residuals, g_BTNH))  # else XLA may keep what arrived in the forward
-    (gathered,) = all_gather([_pack(residuals.k, residuals.v)[None]], axis, [0])
-    queries = [_chunks(x) for x in (residuals.q, residuals.out, residuals.lse, g_BTNH)]
-    dq_ZBCNH, dkv_PZBCKH = _pull_own(residuals, g_BTNH, kernel)
+    (gathered,) = all_gather([pack(residuals.k, residuals.v)[None]], axis, [0])
+    queries = [chunks(x) for x in (residuals.q, residuals.out, residuals.lse, g_BTNH)]
+    dq_ZBCNH, dkv_PZBCKH = pull_own(residuals, g_BTNH, own_visible(position(axis), size, starts_BT), kernel)
 
     def hop(carry: Gradients, r: jax.Array) -> tuple[Gradients, None]:
         dq_ZBCNH, to_scatter = carry
         owner = (position(axis) - r) % size
         gradients = dq_ZBCNH, jnp.zeros_like(dkv_PZBCKH)
-        dq_ZBCNH, own = _pull_hop(queries, _take(gathered, owner), gradients, _is_later(axis, r), kernel)
+        dq_ZBCNH, own = pull_hop(queries, _take(gathered, owner), gradients, _hop(axis, r, starts_BT), kernel)
         return (dq_ZBCNH, _put(to_scatter, own, owner)), None
 
     to_scatter = _put(jnp.zeros_like(gathered, jnp.float32), dkv_PZBCKH, position(axis))
     (dq_ZBCNH, to_scatter), _ = lax.scan(hop, (dq_ZBCNH, to_scatter), jnp.arange(1, size))
     (dkv_1PZBCKH,) = reduce_scatter([to_scatter], axis, [0])
-    return _unpack(dq_ZBCNH, dkv_1PZBCKH[0], residuals)
+    return unpack(dq_ZBCNH, dkv_1PZBCKH[0], residuals)
 
 
 gather.defvjp(_gather_forward, _gather_backward)
@@ -134,25 +156,55 @@ gather.defvjp(_gather_forward, _gather_backward)
 # A hop: the two blocks that the queries of this device see of the keys of another one.
 
 
-def _is_later(axis: str, r: jax.Array | int) -> jax.Array:
-    """1 if the device r places before this one on the ring comes after it in the order of the axis, else 0."""
-    return jnp.where(position(axis) >= r, 0, 1)
+def _hop(axis: str, r: jax.Array | int, starts_BT: jax.Array | None) -> Hop:
+    """The hop to the keys of the device r places before this one on the ring."""
+    size = lax.axis_size(axis)
+    return hop_between(position(axis), (position(axis) - r) % size, size, starts_BT)
 
 
-def _attend_own(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, kernel: Kernel) -> Attended:
-    out_BTNH, lse_BTN = attend(q_BTNH, k_BTKH, v_BTKH, True, kernel)
-    return Attended(_chunks(out_BTNH), _chunks(jnp.ones_like(lse_BTN)), _chunks(lse_BTN))
+def hop_between(queries: jax.Array, keys: jax.Array, size: int, starts_BT: jax.Array | None) -> Hop:
+    """The hop of devices with queries to keys of other devices. queries, keys: indices of devices, one or [B] each."""
+    is_later = jnp.where(keys > queries, 1, 0)
+    if starts_BT is None:
+        return Hop(is_later)
+    starts_ZBC = chunks(starts_BT)
+    of_is_later = _not_before(_take(starts_ZBC, is_later), keys)
+    of_late = _not_before(starts_ZBC[1], jnp.where(is_later, 2 * size - 1 - keys, keys))
+    return Hop(is_later, jnp.concatenate([of_is_later, of_late]))
 
 
-def _attend_hop(
-    q_ZBCNH: jax.Array, kv_PZBCKH: jax.Array, attended: Attended, is_later: jax.Array, kernel: Kernel
+def own_visible(device: jax.Array, size: int, starts_BT: jax.Array | None) -> jax.Array | None:
+    """visible[B T T]: the keys of a device that are not before the document of its query. device: one, or [B]."""
+    if starts_BT is None:
+        return None
+    starts_ZBC = chunks(starts_BT)
+    early, late = (
+        jnp.concatenate([_not_before(starts_BC, chunk) for chunk in (device, 2 * size - 1 - device)], axis=2)
+        for starts_BC in starts_ZBC
+    )
+    return jnp.concatenate([early, late], axis=1)
+
+
+def _not_before(starts_BC: jax.Array, chunk: jax.Array) -> jax.Array:
+    """visible[B C C]: the keys of a chunk of the row that are not before the document of a query. chunk: one, or [B]"""
+    C = starts_BC.shape[1]
+    keys_B1C = jnp.reshape(chunk, (-1, 1, 1)) * C + jnp.arange(C)[None, None]
+    return starts_BC[..., None] <= keys_B1C
+
+
+def attend_own(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, visible_BTT: jax.Array | None, kernel: Kernel
 ) -> Attended:
-    """attended, with the keys and values of another device merged in.
+    """Causal attention over a device's own keys: its two chunks as one block."""
+    out_BTNH, lse_BTN = attend(q_BTNH, k_BTKH, v_BTKH, True, kernel, visible_BTT)
+    return Attended(chunks(out_BTNH), chunks(jnp.ones_like(lse_BTN)), chunks(lse_BTN))
 
-    Two blocks, as one batch: of queries the chunks is_later and 1 (late), of keys the chunks 0 (early) and is_later.
-    """
+
+def attend_hop(q_ZBCNH: jax.Array, kv_PZBCKH: jax.Array, attended: Attended, hop: Hop, kernel: Kernel) -> Attended:
+    """attended, with the keys and values of another device merged in: two blocks, as one batch."""
+    is_later = hop.is_later
     k_2BCKH, v_2BCKH = (_two(x_ZBCKH, 0, is_later) for x_ZBCKH in kv_PZBCKH)
-    out_2BCNH, lse_2BCN = attend(_two(q_ZBCNH, is_later, 1), k_2BCKH, v_2BCKH, False, kernel)
+    out_2BCNH, lse_2BCN = attend(_two(q_ZBCNH, is_later, 1), k_2BCKH, v_2BCKH, False, kernel, hop.visible)
     blocks = zip((is_later, 1), jnp.split(out_2BCNH, 2), jnp.split(lse_2BCN, 2), strict=True)
     for chunk, out_BCNH, lse_BCN in blocks:  # whole arrays, not slices of them: XLA makes one kernel of it
         lse_ZBCN = _placed(lse_BCN, chunk, -jnp.inf)
@@ -163,32 +215,37 @@ def _attend_hop(
     return attended
 
 
-def _pull_own(residuals: Residuals, g_BTNH: jax.Array, kernel: Kernel) -> Gradients:
-    dq_BTNH, dk_BTKH, dv_BTKH = attend_backward(residuals, g_BTNH, True, kernel)
-    return _chunks(dq_BTNH), _pack(dk_BTKH, dv_BTKH)
+def pull_own(residuals: Residuals, g_BTNH: jax.Array, visible_BTT: jax.Array | None, kernel: Kernel) -> Gradients:
+    """The gradients of `attend_own`."""
+    dq_BTNH, dk_BTKH, dv_BTKH = attend_backward(residuals, g_BTNH, True, kernel, visible_BTT)
+    return chunks(dq_BTNH), pack(dk_BTKH, dv_BTKH)
 
 
-def _pull_hop(
-    queries: list[jax.Array], kv_PZBCKH: jax.Array, gradients: Gradients, is_later: jax.Array, kernel: Kernel
+def pull_hop(
+    queries: list[jax.Array], kv_PZBCKH: jax.Array, gradients: Gradients, hop: Hop, kernel: Kernel
 ) -> Gradients:
     """gradients, with those of the two blocks of `_attend_hop` added. queries: q, out, lse and g, [Z B C N ...]."""
+    is_later = hop.is_later
     q, out, lse, g_2BCNH = (_two(x_ZBCN, is_later, 1) for x_ZBCN in queries)
     k, v = (_two(x_ZBCKH, 0, is_later) for x_ZBCKH in kv_PZBCKH)
-    dq_2BCNH, dk_2BCKH, dv_2BCKH = attend_backward(Residuals(q, k, v, out, lse), g_2BCNH, False, kernel)
+    dq_2BCNH, dk_2BCKH, dv_2BCKH = attend_backward(Residuals(q, k, v, out, lse), g_2BCNH, False, kernel, hop.visible)
     dq_ZBCNH, dkv_PZBCKH = gradients
     dk_ZBCKH, dv_ZBCKH = dkv_PZBCKH
     dkv_PZBCKH = jnp.stack([_add(dk_ZBCKH, dk_2BCKH, 0, is_later), _add(dv_ZBCKH, dv_2BCKH, 0, is_later)])
     return _add(dq_ZBCNH, dq_2BCNH, is_later, 1), dkv_PZBCKH
 
 
-def _saved(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, attended: Attended) -> tuple[jax.Array, Residuals]:
+def with_saved(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, starts_BT: jax.Array | None, attended: Attended
+) -> tuple[jax.Array, Saved]:
+    """The output [B T N H] of attention over all keys, named for remat policies, and what the backward needs."""
     out_ZBCNH = attended.out / attended.total[..., None]
     out_BTNH = checkpoint_name(_tokens(out_ZBCNH).astype(q_BTNH.dtype), OUT)
     lse_BTN = checkpoint_name(_tokens(attended.top + jnp.log(attended.total)), LSE)
-    return out_BTNH, Residuals(q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BTN)
+    return out_BTNH, Saved(Residuals(q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BTN), starts_BT)
 
 
-def _chunks(x_BT: jax.Array) -> jax.Array:
+def chunks(x_BT: jax.Array) -> jax.Array:
     """x[B T ...] -> x[Z B C ...]"""
     B, T, *rest = x_BT.shape
     return jnp.moveaxis(x_BT.reshape(B, 2, T // 2, *rest), 1, 0)
@@ -200,17 +257,21 @@ def _tokens(x_ZBC: jax.Array) -> jax.Array:
     return jnp.moveaxis(x_ZBC, 0, 1).reshape(B, 2 * C, *rest)
 
 
-def _pack(k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-    return jnp.stack([_chunks(k_BTKH), _chunks(v_BTKH)])
+def pack(k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
+    """k[B T K H], v[B T K H] -> kv[P Z B C K H]"""
+    return jnp.stack([chunks(k_BTKH), chunks(v_BTKH)])
 
 
-def _unpack(dq_ZBCNH: jax.Array, dkv_PZBCKH: jax.Array, residuals: Residuals) -> tuple[jax.Array, ...]:
-    """The gradients of q, k and v, in their layouts and dtypes."""
+def unpack(dq_ZBCNH: jax.Array, dkv_PZBCKH: jax.Array, residuals: Residuals) -> tuple[jax.Array | None, ...]:
+    """The gradients of q, k and v, in their layouts and dtypes, and of starts: None."""
     gradients = dq_ZBCNH, *dkv_PZBCKH
-    return tuple(_tokens(g).astype(x.dtype) for g, x in zip(gradients, residuals[:3], strict=True))
+    return *(_tokens(g).astype(x.dtype) for g, x in zip(gradients, residuals[:3], strict=True)), None
 
 
 def _take(x: jax.Array, index: jax.Array | int) -> jax.Array:
+    """x[Z B ...] -> x[B ...]: the chunk index, one for all of B or one for each."""
+    if jnp.ndim(index):
+        return jnp.where(_expanded(index, x.ndim - 1) == 1, x[1], x[0])
     return lax.dynamic_index_in_dim(x, index, keepdims=False)
 
 
@@ -231,5 +292,11 @@ def _add(x_ZB: jax.Array, two_2B: jax.Array, first: jax.Array | int, second: jax
 
 def _placed(x_B: jax.Array, chunk: jax.Array | int, fill: float) -> jax.Array:
     """x[B ...] -> x[Z B ...]: x where Z is chunk, else fill."""
-    is_chunk = (jnp.arange(2) == chunk).reshape(2, *[1] * x_B.ndim)
+    is_chunk = jnp.stack([_expanded(chunk, x_B.ndim) == z for z in range(2)])
     return jnp.where(is_chunk, x_B[None], fill)
+
+
+def _expanded(index: jax.Array | int, ndim: int) -> jax.Array:
+    """index[] or [B] -> index[B 1 1 ...], with ndim dims."""
+    index = jnp.asarray(index)
+    return index.reshape(*index.shape, *[1] * (ndim - index.ndim))

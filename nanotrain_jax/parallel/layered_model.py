@@ -12,7 +12,7 @@ class LayeredModel(NamedTuple):
     """A model split at its layers, and the weights to differentiate.
 
     first(ends, microbatch) -> x            before the first layer: the embedding
-    layer(weights, x) -> x                  one layer; weights: layers without their leading dim
+    layer(weights, x, microbatch) -> x      one layer; weights: layers without their leading dim
     last(ends, x, microbatch) -> loss       after the last layer: a scalar, or for a forward alone a tree of scalars
 
     x[B T D], or any float array or tree of them; every layer keeps its structure, shapes and dtypes (in pipelines a
@@ -24,7 +24,7 @@ class LayeredModel(NamedTuple):
     Gradients are with respect to ends and layers. To differentiate something else in a layer (taps of ZeRO 2 and 3),
     give inputs: it maps the weights of one layer to what is differentiated, and the layer takes both,
 
-    layer(weights, inputs, x) -> x          with inputs = model.inputs(weights)
+    layer(weights, inputs, x, microbatch) -> x          with inputs = model.inputs(weights)
 
     fetch: maps the stored weights of one layer to those that layer and inputs take, prefetched while the previous layer
     computes: an all-gather, or a copy from host memory. None: layers are used as stored.
@@ -46,6 +46,9 @@ class LayeredModel(NamedTuple):
         """Return what is differentiated in a layer with these weights."""
         return weights if self.inputs is None else self.inputs(weights)
 
-    def run_layer(self, weights: Tree, inputs: Tree, x: Tree) -> Tree:
-        """Run one layer, a function of inputs and x."""
-        return self.layer(inputs, x) if self.inputs is None else self.layer(weights, inputs, x)
+    def run_layer(self, constants: tuple[Tree, Tree], inputs: Tree, x: Tree) -> Tree:
+        """Run one layer, a function of inputs and x. constants: weights, microbatch."""
+        weights, microbatch = constants
+        if self.inputs is None:
+            return self.layer(inputs, x, microbatch)
+        return self.layer(weights, inputs, x, microbatch)

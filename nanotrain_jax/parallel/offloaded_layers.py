@@ -65,7 +65,7 @@ def _microbatch(
     """Forward and backward of one microbatch -> sums plus its loss and gradients. sums=None: the first microbatch."""
     of_first, of_last = model.ends
     x = model.first(of_first, batch)
-    vjp, x, residuals, fetched = _forward(model, x)
+    vjp, x, residuals, fetched = _forward(model, x, batch)
     loss, last_vjp = jax.vjp(lambda ends, x: model.last(ends, x, batch), of_last, x)
     last_grads, g = last_vjp(jnp.ones_like(loss))
     earlier = sums and sums.layers
@@ -74,7 +74,7 @@ def _microbatch(
         grads = _cast(grads, in_float32)
         return add_layer(grads if earlier is None else jax.tree.map(jnp.add, earlier, grads))
 
-    g, layers = _backward(model, vjp, (residuals, fetched), g, (earlier, add))
+    g, layers = _backward(model, vjp, (residuals, fetched), batch, g, (earlier, add))
     _, first_vjp = jax.vjp(lambda ends: model.first(ends, batch), of_first)
     ends = _cast((first_vjp(g)[0], last_grads), in_float32)
     if sums is None:
@@ -86,26 +86,28 @@ def _cast(grads: Tree, in_float32: bool) -> Tree:
     return jax.tree.map(lambda g: g.astype(jnp.float32), grads) if in_float32 else grads
 
 
-def _forward(model: LayeredModel, x: jax.Array) -> tuple[SplitVjp, jax.Array, list, list]:
+def _forward(model: LayeredModel, x: jax.Array, batch: Tree) -> tuple[SplitVjp, jax.Array, list, list]:
     """-> vjp of a layer, x after all layers, residuals of each layer, the last layer's weights on the device."""
     count = len(jax.tree.leaves(model.layers)[0])
     first_row = jnp.zeros((), jnp.int32)
     fetched = _fetch(model.layers, first_row)
     weights = _row(model.layers, fetched, first_row)
-    vjp = split_vjp(model.layer, weights, model.inputs(weights), x)
+    vjp = split_vjp(model.run_layer, (weights, batch), model.inputs(weights), x)
 
     def body(carry: tuple, i: jax.Array) -> tuple[tuple, list]:
         x, fetched = carry
         prefetched = _fetch(model.layers, jnp.minimum(i + 1, count - 1))
         weights = _row(model.layers, fetched, i)
-        x, residuals = vjp.forward(weights, model.inputs(weights), x)
+        x, residuals = vjp.forward((weights, batch), model.inputs(weights), x)
         return (x, prefetched), residuals
 
     (x, fetched), residuals = lax.scan(body, (x, fetched), jnp.arange(count))
     return vjp, x, residuals, fetched
 
 
-def _backward(model: LayeredModel, vjp: SplitVjp, saved: tuple, g: jax.Array, accumulation: tuple) -> tuple:
+def _backward(
+    model: LayeredModel, vjp: SplitVjp, saved: tuple, batch: Tree, g: jax.Array, accumulation: tuple
+) -> tuple:
     """-> gradient of the first layer's input, gradients of all layers.
 
     saved: residuals of the layers, and the last layer's weights on the device. accumulation: gradients of earlier
@@ -119,7 +121,7 @@ def _backward(model: LayeredModel, vjp: SplitVjp, saved: tuple, g: jax.Array, ac
         g, fetched, sums = carry
         prefetched = _fetch((model.layers, residuals), jnp.maximum(i - 1, 0))
         weights, layer_residuals = _row((model.layers, residuals), fetched, i)
-        grads, g = vjp.backward(layer_residuals, weights, model.inputs(weights), g)
+        grads, g = vjp.backward(layer_residuals, (weights, batch), model.inputs(weights), g)
         if sums is None:
             return (g, prefetched, None), add(grads, None)
         grads = add(grads, to_device(jax.tree.map(lambda s: get(s, i), sums)))

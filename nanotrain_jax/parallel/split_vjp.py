@@ -1,8 +1,8 @@
 """The backward of a layer with explicit residuals: run later than the forward, or split in two (zero-bubble).
 
 `jax.vjp` runs a layer and returns a function that holds its residuals: what the layer's rematerialization saves. Here
-the residuals are extracted, so that a buffer can hold them, and passed back. Residuals that are weights of the layer
-(compared by identity) are not stored again.
+the residuals are extracted, so that a buffer can hold them, and passed back. Residuals that are constants of the layer
+or what is differentiated (compared by identity) are not stored again.
 
 The split backward (zero-bubble, arXiv 2401.10241, section 2) partitions the jaxpr of this function by data flow:
 `backward_x` computes what the gradient of x depends on; `backward_weights` the remaining matmuls, which produce weight
@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 Tree = Any  # a pytree of arrays
 Types = list[Any]  # of arrays, as `jax.typeof` gives them: shape, dtype, varying axes, memory space
-Layer = Callable[[Tree, Tree, Tree], Tree]  # (weights, inputs, x) -> y
+Layer = Callable[[Tree, Tree, Tree], Tree]  # (constants, inputs, x) -> y; constants: what else it computes with
 
 INLINED = (
     "checkpoint",
@@ -45,19 +45,19 @@ class _Parts(NamedTuple):
 class SplitVjp:
     """The forward and backward of one layer; residuals and intermediates are lists of arrays.
 
-    forward(weights, inputs, x)                                    -> y, residuals
-    backward(residuals, weights, inputs, g)                        -> gradients of inputs, of x
-    backward_x(residuals, weights, inputs, g)                      -> gradient of x, intermediates
-    backward_weights(residuals, weights, inputs, intermediates)    -> gradients of inputs
+    forward(constants, inputs, x)                                    -> y, residuals
+    backward(residuals, constants, inputs, g)                        -> gradients of inputs, of x
+    backward_x(residuals, constants, inputs, g)                      -> gradient of x, intermediates
+    backward_weights(residuals, constants, inputs, intermediates)    -> gradients of inputs
 
     x and y are trees of arrays, g is the gradient of y. Each part uses only some of the residuals; others may be None.
     """
 
     layer: Layer
     tree: Any  # the tree structure of the function that `jax.vjp` returns
-    sources: list[int | None]  # for each of its leaves: the index of the leaf of (weights, inputs); None: a residual
+    sources: list[int | None]  # for each of its leaves: the index of the leaf of (constants, inputs); None: a residual
     residuals: Types
-    jaxpr: Jaxpr  # flat: (residuals, weights, inputs, g) -> gradients of inputs, of x; calls inlined
+    jaxpr: Jaxpr  # flat: (residuals, constants, inputs, g) -> gradients of inputs, of x; calls inlined
     consts: list
     gradients: int  # number of outputs that are gradients of inputs
     parts: _Parts
@@ -78,36 +78,36 @@ class SplitVjp:
         outputs = {v for v in self.jaxpr.outvars[: self.gradients] if isinstance(v, Var)}
         return self._where(_read_by(self.parts.for_weights) | outputs)
 
-    def forward(self, weights: Tree, inputs: Tree, x: Tree) -> tuple[Tree, list]:
+    def forward(self, constants: Tree, inputs: Tree, x: Tree) -> tuple[Tree, list]:
         """-> y, residuals"""
-        y, vjp = _vjp(self.layer, weights, inputs, x)
+        y, vjp = _vjp(self.layer, constants, inputs, x)
         leaves = zip(jax.tree.leaves(vjp), self.sources, strict=True)
         return y, [leaf for leaf, source in leaves if source is None]
 
-    def backward(self, residuals: Sequence, weights: Tree, inputs: Tree, g: Tree) -> tuple[Tree, Tree]:
+    def backward(self, residuals: Sequence, constants: Tree, inputs: Tree, g: Tree) -> tuple[Tree, Tree]:
         """-> gradients of inputs, of x"""
-        return _backward(self.tree, self.sources, residuals, (weights, inputs), g)
+        return _backward(self.tree, self.sources, residuals, (constants, inputs), g)
 
-    def backward_x(self, residuals: Sequence, weights: Tree, inputs: Tree, g: Tree) -> tuple[Tree, list]:
+    def backward_x(self, residuals: Sequence, constants: Tree, inputs: Tree, g: Tree) -> tuple[Tree, list]:
         """-> gradient of x, intermediates for backward_weights"""
         gradients, tree = jax.tree.flatten(g)
         g_vars = self.jaxpr.invars[-len(gradients) :]
-        values = self._values(residuals, weights, inputs) | dict(zip(g_vars, gradients, strict=True))
+        values = self._values(residuals, constants, inputs) | dict(zip(g_vars, gradients, strict=True))
         _run(self.parts.for_x, values)
         of_x = [_read(values, v) for v in self.jaxpr.outvars[self.gradients :]]
         return tree.unflatten(of_x), [values[v] for v in self.parts.intermediates]
 
-    def backward_weights(self, residuals: Sequence, weights: Tree, inputs: Tree, intermediates: Sequence) -> Tree:
+    def backward_weights(self, residuals: Sequence, constants: Tree, inputs: Tree, intermediates: Sequence) -> Tree:
         """-> gradients of inputs"""
-        values = self._values(residuals, weights, inputs)
+        values = self._values(residuals, constants, inputs)
         values |= zip(self.parts.intermediates, intermediates, strict=True)
         _run(self.parts.for_weights, values)
         gradients = [_read(values, v) for v in self.jaxpr.outvars[: self.gradients]]
         return jax.tree.structure(inputs).unflatten(gradients)
 
-    def _values(self, residuals: Sequence, weights: Tree, inputs: Tree) -> dict[Var, Any]:
+    def _values(self, residuals: Sequence, constants: Tree, inputs: Tree) -> dict[Var, Any]:
         """Return the arrays of all input variables of the jaxpr but g."""
-        arrays = [*self.consts, *residuals, *jax.tree.leaves((weights, inputs))]
+        arrays = [*self.consts, *residuals, *jax.tree.leaves((constants, inputs))]
         variables = [*self.jaxpr.constvars, *self.jaxpr.invars][: len(arrays)]
         return dict(zip(variables, arrays, strict=True))
 
@@ -115,29 +115,29 @@ class SplitVjp:
         return [i for i, v in enumerate(self.jaxpr.invars[: len(self.residuals)]) if v in used]
 
 
-def split_vjp(layer: Layer, weights: Tree, inputs: Tree, x: Tree) -> SplitVjp:
-    """Trace layer(weights, inputs, x) -> y and its backward with respect to inputs and x, for arrays of these types."""
+def split_vjp(layer: Layer, constants: Tree, inputs: Tree, x: Tree) -> SplitVjp:
+    """Trace layer(constants, inputs, x) -> y and its backward, with respect to inputs and x, for these types."""
     traced: list[SplitVjp] = []
 
-    def trace(weights: Tree, inputs: Tree, x: Tree) -> None:
-        traced.append(_trace(layer, weights, inputs, x))
+    def trace(constants: Tree, inputs: Tree, x: Tree) -> None:
+        traced.append(_trace(layer, constants, inputs, x))
 
-    jax.eval_shape(trace, weights, inputs, x)
+    jax.eval_shape(trace, constants, inputs, x)
     return traced[0]
 
 
-def _trace(layer: Layer, weights: Tree, inputs: Tree, x: Tree) -> SplitVjp:
-    y, vjp = _vjp(layer, weights, inputs, x)
+def _trace(layer: Layer, constants: Tree, inputs: Tree, x: Tree) -> SplitVjp:
+    y, vjp = _vjp(layer, constants, inputs, x)
     leaves, tree = jax.tree.flatten(vjp)
-    known = jax.tree.leaves((weights, inputs))
-    sources = [next((i for i, weight in enumerate(known) if weight is leaf), None) for leaf in leaves]
+    known = jax.tree.leaves((constants, inputs))
+    sources = [next((i for i, array in enumerate(known) if array is leaf), None) for leaf in leaves]
     residuals = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
 
-    def backward(residuals: list, weights: Tree, inputs: Tree, g: Tree) -> tuple[Tree, Tree]:
-        return _backward(tree, sources, residuals, (weights, inputs), g)
+    def backward(residuals: list, constants: Tree, inputs: Tree, g: Tree) -> tuple[Tree, Tree]:
+        return _backward(tree, sources, residuals, (constants, inputs), g)
 
-    nested = jax.make_jaxpr(backward)(residuals, weights, inputs, y)
-    flat = jax.tree.leaves((residuals, weights, inputs, y))
+    nested = jax.make_jaxpr(backward)(residuals, constants, inputs, y)
+    flat = jax.tree.leaves((residuals, constants, inputs, y))
     closed = jax.make_jaxpr(lambda *arrays: _evaluate(nested.jaxpr, nested.consts, arrays))(*flat)
     gradients = len(jax.tree.leaves(inputs))
     types = [jax.typeof(x) for x in residuals]
@@ -145,14 +145,14 @@ def _trace(layer: Layer, weights: Tree, inputs: Tree, x: Tree) -> SplitVjp:
     return SplitVjp(layer, tree, sources, types, closed.jaxpr, closed.consts, gradients, parts)
 
 
-def _vjp(layer: Layer, weights: Tree, inputs: Tree, x: Tree) -> tuple[Tree, Callable]:
-    return jax.vjp(lambda inputs, x: layer(weights, inputs, x), inputs, x)
+def _vjp(layer: Layer, constants: Tree, inputs: Tree, x: Tree) -> tuple[Tree, Callable]:
+    return jax.vjp(lambda inputs, x: layer(constants, inputs, x), inputs, x)
 
 
 def _backward(
     tree: Any, sources: Sequence[int | None], residuals: Sequence, known: Tree, g: jax.Array
 ) -> tuple[Tree, Tree]:
-    """Rebuild the vjp function from its tree structure, residuals and known (weights, inputs), and call it with g."""
+    """Rebuild the vjp function from its tree structure, residuals and known (constants, inputs), and call it with g."""
     known, residuals = jax.tree.leaves(known), iter(residuals)
     vjp = jax.tree.unflatten(tree, [next(residuals) if source is None else known[source] for source in sources])
     return vjp(g)

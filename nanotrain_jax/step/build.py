@@ -1,7 +1,7 @@
 """The training step on one page, and the package's only `shard_map`.
 
 `train`: gather and run (`gradients.py`), reduce, clip, update. Each function documents its communication; in addition
-only the loss is all-reduced, one scalar.
+only the loss is all-reduced, one scalar, and where rows hold documents apart the number of targets.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models.contract import Model
 from nanotrain_jax.parallel import context
 from nanotrain_jax.parallel.collectives import all_reduce
+from nanotrain_jax.parallel.mesh import BATCH_AXES
 from nanotrain_jax.parallel.optimizer_step import clip_by_global_norm, select
 from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline.executor import run_forward
@@ -36,6 +37,7 @@ from nanotrain_jax.step.update import Pending, apply_update, metrics, next_state
 
 Tree = Any  # a pytree of arrays
 BATCH = layout("B/replica,data T/context")
+STARTS = layout("B/replica,data T")  # a device needs those of whole rows
 
 
 class Step(NamedTuple):
@@ -50,7 +52,9 @@ class Step(NamedTuple):
     The orders differ only with several chunks per stage: then in_layer_order returns a copy, else its argument.
 
     batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0. The tokens of
-    a row are in the order token_order: their positions, int32 [T]; None: as they are.
+    a row are in the order token_order: their positions, int32 [T]; None: as they are. With
+    data.attend_across_documents=false also {"starts"}, int32 [B/replica,data T]: the position in the row of the first
+    token of each token's document, in natural order; then train ignores targets below 0, too.
     metrics: float32 scalars loss (mean over the batch, nats per token), grad_norm (before clipping) and lr, and the
     int32 skipped_steps so far; with loss scaling also loss_scale, the scale of this step.
     """
@@ -69,13 +73,23 @@ class Step(NamedTuple):
 def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array], Pending | None]:
     """Run one step on this device's shards of state and batch."""
     scale = state.scale.value if state.scale else 1.0
-    loss, grads = GRADIENTS[plan.execution](plan, state.params, microbatched(plan, batch), scale / plan.targets)
+    loss, grads = GRADIENTS[plan.execution](
+        plan, state.params, microbatched(plan, batch), scale / count_targets(plan, batch)
+    )
     grads = plan.zero.reduce(grads, state.params, plan.shards)
     loss = all_reduce(loss, plan.loss_axes)
     clip = clip_by_global_norm(grads, plan.config.optimizer.grad_clip, scale)
     params, opt, pending = apply_update(plan, state, grads, clip)
     after = next_state(plan, state, params, opt, clip.is_finite)
     return after, metrics(plan, state, after, loss, clip), pending
+
+
+def count_targets(plan: Plan, batch: Tree) -> jax.Array | int:
+    """Return the number of targets of the global batch. Where rows hold documents apart: all-reduces one scalar."""
+    if plan.config.data.attend_across_documents:
+        return plan.targets
+    is_target = (batch["targets"] >= 0).astype(jnp.float32)
+    return jnp.maximum(all_reduce(is_target.sum(), BATCH_AXES), 1)
 
 
 def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
@@ -107,6 +121,8 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
     plan = plans.make(config, mesh, model)
     state_specs, state = (states.without_nvme_state(plan, tree) for tree in states.abstract(plan))
     batch_specs = {"inputs": BATCH, "targets": BATCH}
+    if not config.data.attend_across_documents:
+        batch_specs["starts"] = STARTS
     tokens = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), jnp.int32)
     outputs = state_specs, REPLICATED, pending_specs(plan)
     run_train = on_mesh(mesh, partial(train, plan), (state_specs, batch_specs), outputs)

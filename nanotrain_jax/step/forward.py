@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from nanotrain_jax.config.execution import Execution, reduces_per_layer
-from nanotrain_jax.models.contract import LAYERS, split_layers
+from nanotrain_jax.models.contract import LAYERS, Model, split_layers
 from nanotrain_jax.parallel import host_offload, remat
 from nanotrain_jax.parallel.collectives import as_varying
 from nanotrain_jax.parallel.layered_model import LayeredModel
@@ -50,8 +50,13 @@ def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Arr
     ends = gather_ends(plan, zero, weights)
     run = partial(run_stack, plan, zero, weights)
     x = model.first(model.used_by_first(ends), batch, run)
-    x = run(LAYERS, model.layer, x)
+    x = run(LAYERS, partial(layer_of, model, batch), x)
     return in_float32(model.last(model.used_by_last(ends), x, batch))
+
+
+def layer_of(model: Model, batch: Tree, weights: Tree, x: Tree) -> Tree:
+    """Run a layer of the model on a microbatch."""
+    return model.layer(weights, x, batch)
 
 
 def in_float32(sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -95,7 +100,7 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     gathers = fetch is gather_ahead
     of_layers = ZERO[2] if gathers else zero  # prefetched weights are unsharded, as at stage 2
     policy = plan.remat._replace(prefetch=False, regather=plan.remat.regather and not gathers)
-    run, block = remat.checkpointed(partial(run_layer, plan.shards_of_layer(), of_layers, model.layer), policy)
+    block = policy.remat.block if policy.remat.policy == "block" else None
     end_dims, stacked_dims = split_layers(plan.shards.dims)
     row_shards = plan.shards._replace(dims=stacked_dims) if block else plan.shards_of_layer()
     stored_row = jax.tree.map(lambda w: w[0], remat.in_blocks(params[LAYERS], block))
@@ -103,6 +108,10 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     def gathered(inputs: Tree, used: Callable[[Tree], Tree]) -> Tree:
         stored, inputs, dims = (used(outside_stacks(plan, tree)) for tree in (stored_ends, inputs, end_dims))
         return zero.gather(stored, inputs, None, plan.shards._replace(dims=dims))
+
+    def layer(weights: Tree, inputs: Tree, x: Tree, batch: Tree) -> Tree:
+        run = partial(run_layer, plan.shards_of_layer(), of_layers, partial(layer_of, model, batch))
+        return remat.checkpointed(run, policy)[0](x, Weights(weights, inputs))
 
     def first(inputs: Tree, batch: Tree) -> Tree:
         run = partial(run_stack, plan, zero, Weights(stored_ends, inputs))
@@ -113,7 +122,7 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
 
     return LayeredModel(
         first=first,
-        layer=lambda weights, inputs, x: run(x, Weights(weights, inputs)),
+        layer=layer,
         last=last,
         ends=zero.inputs(stored_ends, plan.shards._replace(dims=end_dims)),
         layers=remat.in_blocks(layers, block),

@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def targets(self) -> int:
-        """Number of targets in a global batch."""
+        """Number of targets in a global batch, if every token has one."""
         return self.config.data.batch_size * self.config.data.seq_len
 
 

@@ -3,6 +3,7 @@
 import re
 from functools import cache, partial
 
+import imitated_cudnn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,11 +60,13 @@ def one_device_attention(q, k, v):
 
 
 @cache
-def one_device(K):
-    """y, dq, dk, dv in float64, by numpy."""
+def one_device(K, starts=None):
+    """y, dq, dk, dv in float64, by numpy. starts: of documents, in all rows, which see no earlier one."""
     q, k, v, g = (np.asarray(x, np.float64) for x in operands(K))
     k, v = (np.repeat(x, N // K, axis=2) for x in (k, v))
-    scores = np.where(np.tri(T, dtype=bool), np.einsum("BTNH,BSNH->BNTS", q, k) / H**0.5, -np.inf)
+    begins = np.maximum.accumulate([t if t in (starts or ()) else 0 for t in range(T)])
+    visible = np.tri(T, dtype=bool) & (np.arange(T)[None] >= begins[:, None])
+    scores = np.where(visible, np.einsum("BTNH,BSNH->BNTS", q, k) / H**0.5, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     dp = np.einsum("BTNH,BSNH->BNTS", g, v)
@@ -264,40 +267,17 @@ def test_layers_with_remat_on_data_context_and_tensor_equal_one_device(case):
     assert sum(c.bytes * c.count for c in found) == L * expected
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def imitated(q, k, v, is_causal):
-    """An attention whose pullback holds what cuDNN's does: q, k, v, lse[B N T], the output."""
-    return imitated_forward(q, k, v, is_causal)[0]
-
-
-def imitated_forward(q, k, v, is_causal):
-    out, lse = attention_block.attend(q, k, v, is_causal, "xla")
-    return out, (q, k, v, lse.transpose(0, 2, 1), out)
-
-
-def imitated_backward(is_causal, kept, g):
-    q, k, v, lse, out = kept
-    residuals = attention_block.Residuals(q, k, v, out, lse.transpose(0, 2, 1))
-    return attention_block.attend_backward(residuals, g, is_causal, "xla")
-
-
-imitated.defvjp(imitated_forward, imitated_backward)
-
-
 @pytest.mark.parametrize("kind", ["ring", "gather"])
 def test_the_global_lse_and_output_take_the_place_of_those_of_a_block(kind, monkeypatch):
-    monkeypatch.setattr(
-        jax.nn, "dot_product_attention", lambda q, k, v, is_causal, implementation: imitated(q, k, v, is_causal)
-    )
+    imitated_cudnn.use(monkeypatch)
     order, inverse = orders(kind, T, 4)
     run = jax.jit(on(mesh_of(4), with_gradients(partial(ATTENTION[kind], kernel="cudnn"))))
     found = [x[:, inverse] for x in run(*(x[:, order] for x in operands(2)))]
-    monkeypatch.undo()
     close(found, one_device(2))
 
 
 def test_a_pullback_with_other_leaves_is_refused_in_one_line(monkeypatch):
-    def plain(q, k, v, is_causal, implementation):
+    def plain(q, k, v, mask, is_causal, implementation):
         return jax.nn.softmax(jnp.einsum("BTNH,BSNH->BNTS", q, k)) @ v.transpose(0, 2, 1, 3)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", plain)

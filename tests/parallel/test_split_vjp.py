@@ -21,7 +21,7 @@ def matmuls(f, *arguments):
 
 def of_inputs(weights, inputs, x):
     """The layer as a function of inputs and x, which are differentiated."""
-    return layer(inputs, x)
+    return layer(inputs, x, None)
 
 
 @pytest.mark.parametrize(("policy", "again"), [(None, 0), ("full", 1)])

@@ -55,7 +55,7 @@ def run_schedule(
     """
     stage = _stage(schedule, model, microbatches, axis, idle)
     schedule_text.validate(stage.schedule)
-    vjp = split_vjp(stage.layer, *_first_weights(stage), stage.x_type)
+    vjp = split_vjp(stage.layer, *_first_arguments(stage), stage.x_type)
     stage = replace(stage, vjp=vjp)
     table = stage.schedule
     columns = (table.forward, table.backward, table.weight, *arrivals(table))
@@ -90,7 +90,7 @@ def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
     inputs = loops.put(inputs, stage.slot("inputs", x_arrives), x)
 
     def run_layer(x: Tree, i: jax.Array, fetched: Tree | None) -> tuple[Tree, None]:
-        return stage.layer(*stage.weights(stage.row(unit, i), fetched), x), None
+        return stage.layer(*stage.arguments(unit, i, fetched), x), None
 
     def work(_: jax.Array, values: tuple, nothing: tuple) -> tuple[tuple, tuple]:
         x, sums = values
@@ -163,7 +163,7 @@ def _type_of_x(model: LayeredModel, microbatches: Tree, axis: str) -> Tree:
 
         def run(x: Tree) -> Tree:
             weights = model.fetch(stored) if model.fetch else stored
-            return typed(model.run_layer(weights, model.inputs_of(weights), typed(x)))
+            return typed(model.run_layer((weights, microbatch), model.inputs_of(weights), typed(x)))
 
         return jax.eval_shape(run, x_type)
 
@@ -187,7 +187,7 @@ def _initial_carry(stage: Stage) -> Carry:
     rows = stage.schedule.chunks * stage.layers_per_chunk
     loss = _type_of_last(stage)
     of_ends = zeros(stage.model.ends, dtype=jnp.float32)
-    of_layers = zeros(_first_weights(stage)[1], count=rows, dtype=jnp.float32)
+    of_layers = zeros(_first_arguments(stage)[1], count=rows, dtype=jnp.float32)
     reduced = None
     if stage.model.reduce:
         of_row = jax.tree.map(lambda x: x[0], of_layers)
@@ -211,9 +211,9 @@ def _first_row() -> jax.Array:
     return jnp.zeros((), jnp.int32)
 
 
-def _first_weights(stage: Stage) -> tuple[Tree, Tree]:
-    """`Stage.weights` of the first layer, of the same types as all others."""
-    return stage.weights(_first_row(), stage.fetch(_first_row(), _first_row()))
+def _first_arguments(stage: Stage) -> tuple[Tree, Tree]:
+    """`Stage.arguments` of the first unit and layer, of the same types as all others."""
+    return stage.arguments(_first_row(), _first_row(), stage.fetch(_first_row(), _first_row()))
 
 
 def _column(table: Any, stage: jax.Array) -> jax.Array:

@@ -80,25 +80,26 @@ class Stage:
         return loops.get(self.buffers[buffer].slot, unit)
 
     def microbatch(self, unit: jax.Array) -> Tree:
-        """The microbatch of a unit."""
-        return jax.tree.map(lambda x: loops.get(x, unit % self.schedule.microbatches), self.microbatches)
+        """The microbatch of a unit, varying over axis."""
+        microbatch = jax.tree.map(lambda x: loops.get(x, unit % self.schedule.microbatches), self.microbatches)
+        return as_varying(microbatch, self.axis)
 
     def fetch(self, unit: jax.Array, layer: jax.Array) -> Tree | None:
         """Weights of a layer of the unit's chunk, prefetched; None without `LayeredModel.fetch`."""
         return self.model.fetch and self.model.fetch(loops.get(self.model.layers, self.row(unit, layer)))
 
-    def weights(self, row: jax.Array, fetched: Tree | None = None) -> tuple[Tree, Tree]:
-        """-> weights of a layer, what is differentiated in it."""
-        weights = loops.get(self.model.layers, row) if fetched is None else fetched
-        return weights, self.model.inputs_of(weights)
+    def arguments(self, unit: jax.Array, layer: jax.Array, fetched: Tree | None = None) -> tuple[Tree, Tree]:
+        """-> constants of a layer of the unit's chunk (weights, microbatch), what is differentiated in it."""
+        weights = loops.get(self.model.layers, self.row(unit, layer)) if fetched is None else fetched
+        return (weights, self.microbatch(unit)), self.model.inputs_of(weights)
 
     def first(self, ends: Tree, microbatch: Tree) -> Tree:
         """`model.first`, with x of type x_type."""
         return self.typed(self.model.first(ends, microbatch))
 
-    def layer(self, weights: Tree, inputs: Tree, x: Tree) -> Tree:
+    def layer(self, constants: Tree, inputs: Tree, x: Tree) -> Tree:
         """`model.run_layer`, with x of type x_type."""
-        return self.typed(self.model.run_layer(weights, inputs, x))
+        return self.typed(self.model.run_layer(constants, inputs, x))
 
     def typed(self, x: Tree) -> Tree:
         """x, varying over every axis that an activation varies over."""

@@ -66,7 +66,7 @@ def forward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
 
     def run(carry: tuple[Tree, Residuals], i: jax.Array, fetched: Tree | None) -> tuple[tuple, None]:
         x, buffers = carry
-        x, residuals = stage.vjp.forward(*stage.weights(stage.row(unit, i), fetched), x)
+        x, residuals = stage.vjp.forward(*stage.arguments(unit, i, fetched), x)
         return (x, ring_buffers.store(stage, buffers, residuals, unit, i)), None
 
     def work(_: jax.Array, x: Tree, buffers: Residuals) -> tuple[Tree, Residuals]:
@@ -134,13 +134,13 @@ def _backward_layers(stage: Stage, buffers: Residuals, unit: jax.Array, is_final
     def run(carry: tuple[Tree, Sums, list], i: jax.Array, fetched: tuple) -> tuple[tuple, Tree]:
         g, sums, intermediates = carry
         weights, residuals = fetched
-        weights = stage.weights(stage.row(unit, i), weights)
+        arguments = stage.arguments(unit, i, weights)
         residuals = ring_buffers.residuals_of(stage, buffers, unit, i, residuals)
         if stage.is_split:
-            g, of_layer = stage.vjp.backward_x(residuals, *weights, g)
+            g, of_layer = stage.vjp.backward_x(residuals, *arguments, g)
             slot = ring_buffers.index(stage, "intermediates", unit, i)
             return (g, sums, loops.put(intermediates, slot, of_layer)), None
-        gradients, g = stage.vjp.backward(residuals, *weights, g)
+        gradients, g = stage.vjp.backward(residuals, *arguments, g)
         sums, complete = _accumulate(stage, unit, i, sums, gradients, is_final)
         return (g, sums, intermediates), complete
 
@@ -192,8 +192,8 @@ def _weight_layers(stage: Stage, carry: Carry, unit: jax.Array, is_final: bool) 
         weights, residuals = fetched
         intermediates = ring_buffers.load(carry.intermediates, ring_buffers.index(stage, "intermediates", unit, i))
         residuals = ring_buffers.residuals_of(stage, carry.residuals, unit, i, residuals)
-        weights = stage.weights(stage.row(unit, i), weights)
-        gradients = stage.vjp.backward_weights(residuals, *weights, intermediates)
+        arguments = stage.arguments(unit, i, weights)
+        gradients = stage.vjp.backward_weights(residuals, *arguments, intermediates)
         return _accumulate(stage, unit, i, sums, gradients, is_final)
 
     def behind(sums: Sums, i: jax.Array, complete: Tree) -> Sums:

@@ -305,8 +305,8 @@ def test_arguments_that_do_not_fit_raise():
 def test_masked_work_of_idle_ticks_may_be_nan():
     """Slots are initialized with zeros: a layer that divides by the norm of x computes NaN from them, in F and B."""
 
-    def normed(weights, x):
-        return layer(weights, x / jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)))
+    def normed(weights, x, tokens):
+        return layer(weights, x / jnp.sqrt(jnp.square(x).sum(-1, keepdims=True)), tokens)
 
     ends, layers = a_model(4)
     tokens = some_tokens(4, 2)
@@ -322,9 +322,9 @@ def test_an_auxiliary_loss_travels_with_the_activation(name):
     def begin(ends, tokens):
         return {"x": first(ends, tokens), "penalty": jnp.zeros(())}
 
-    def penalized(weights, x):
+    def penalized(weights, x, tokens):
         penalty = jnp.square(jnp.tanh(x["x"] @ weights["up"])).sum()
-        return {"x": layer(weights, x["x"]), "penalty": x["penalty"] + penalty}
+        return {"x": layer(weights, x["x"], tokens), "penalty": x["penalty"] + penalty}
 
     def end(ends, x, tokens):
         return last(ends, x["x"], tokens) + 0.1 * x["penalty"]

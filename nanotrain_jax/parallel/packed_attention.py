@@ -1,0 +1,124 @@
+"""Attention of rows that hold several documents, each to itself, on one device: memory O(T) with flash attention.
+
+To a flash kernel a mask is a bias, an array of T x T. Here the row is cut in chunks of C tokens, and attention computed
+block by block as `context.ring_attention` computes it over devices: c = T / 2C parts of the row take the place of the
+devices, as rows of one batch, and keys and values move from row to row. Masks exist for the blocks computed at once,
+at most 2 B T C elements. FLOPs are those of causal attention over the whole row.
+
+Names: as in context.py, and R = B c rows of 2C tokens. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nanotrain_jax.parallel.attention_block import Kernel
+from nanotrain_jax.parallel.context_blocks import (
+    Attended,
+    Gradients,
+    Hop,
+    Saved,
+    attend_hop,
+    attend_own,
+    chunks,
+    hop_between,
+    own_visible,
+    pack,
+    pull_hop,
+    pull_own,
+    unpack,
+    with_saved,
+)
+
+CHUNK = 1024  # tokens of a chunk, at most
+
+
+def packed_attention(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, starts_BT: jax.Array, kernel: Kernel, chunk: int = CHUNK
+) -> jax.Array:
+    """q[B T N H], k[B T K H], v[B T K H] -> y[B T N H]: causal attention of each document to itself.
+
+    starts[B T]: position in the row of the first token of a token's document. chunk: tokens of a chunk, at most. Moves
+    nothing. No forward mode, no second derivative. Raises ValueError for an odd T.
+    """
+    B, T = q_BTNH.shape[:2]
+    if T % 2:
+        raise ValueError(f"rows of {T} tokens: attention within documents cuts them in two; use an even number")
+    size = next(size for size in range(1, T) if T % (2 * size) == 0 and 2 * size * chunk >= T)
+    y_RTNH = _attention(*(_parts(x, size) for x in (q_BTNH, k_BTKH, v_BTKH, starts_BT)), size, kernel)
+    early_BcCNH, late_BcCNH = jnp.split(y_RTNH.reshape(B, size, -1, *y_RTNH.shape[2:]), 2, axis=2)
+    return jnp.stack([early_BcCNH, late_BcCNH[:, ::-1]], axis=1).reshape(q_BTNH.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(
+    q_RTNH: jax.Array, k_RTKH: jax.Array, v_RTKH: jax.Array, starts_RT: jax.Array, size: int, kernel: Kernel
+) -> jax.Array:
+    """Attention of rows that are parts of longer ones: row r holds the chunks r % c and 2c-1 - r % c."""
+    return _forward(q_RTNH, k_RTKH, v_RTKH, starts_RT, size, kernel)[0]
+
+
+def _forward(
+    q_RTNH: jax.Array, k_RTKH: jax.Array, v_RTKH: jax.Array, starts_RT: jax.Array, size: int, kernel: Kernel
+) -> tuple[jax.Array, Saved]:
+    q_ZRCNH = chunks(q_RTNH)
+
+    def body(carry: tuple[jax.Array, Attended], r: jax.Array) -> tuple[tuple[jax.Array, Attended], None]:
+        kv_PZRCKH, attended = carry
+        kv_PZRCKH = _next(kv_PZRCKH, size)
+        return (kv_PZRCKH, attend_hop(q_ZRCNH, kv_PZRCKH, attended, _hop(r, size, starts_RT), kernel)), None
+
+    own = attend_own(q_RTNH, k_RTKH, v_RTKH, _own_visible(size, starts_RT), kernel)
+    (_, attended), _ = lax.scan(body, (pack(k_RTKH, v_RTKH), own), jnp.arange(1, size))
+    return with_saved(q_RTNH, k_RTKH, v_RTKH, starts_RT, attended)
+
+
+def _backward(size: int, kernel: Kernel, saved: Saved, g_RTNH: jax.Array) -> tuple[jax.Array | None, ...]:
+    residuals, starts_RT = saved
+    queries = [chunks(x) for x in (residuals.q, residuals.out, residuals.lse, g_RTNH)]
+
+    def body(carry: tuple[jax.Array, Gradients], r: jax.Array) -> tuple[tuple[jax.Array, Gradients], None]:
+        kv_PZRCKH, (dq_ZRCNH, dkv_PZRCKH) = carry
+        kv_PZRCKH, dkv_PZRCKH = _next(kv_PZRCKH, size), _next(dkv_PZRCKH, size)
+        hop = _hop(r, size, starts_RT)
+        return (kv_PZRCKH, pull_hop(queries, kv_PZRCKH, (dq_ZRCNH, dkv_PZRCKH), hop, kernel)), None
+
+    own = pull_own(residuals, g_RTNH, _own_visible(size, starts_RT), kernel)
+    carry = pack(residuals.k, residuals.v), own
+    (_, (dq_ZRCNH, dkv_PZRCKH)), _ = lax.scan(body, carry, jnp.arange(1, size))
+    return unpack(dq_ZRCNH, _next(dkv_PZRCKH, size), residuals)
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _parts(x_BT: jax.Array, size: int) -> jax.Array:
+    """x[B T ...] -> x[R 2C ...]: each row has its early chunk, then its late one."""
+    B, T, *rest = x_BT.shape
+    x_BZcC = x_BT.reshape(B, 2, size, T // (2 * size), *rest)
+    parts_BcC = jnp.concatenate([x_BZcC[:, 0], x_BZcC[:, 1, ::-1]], axis=2)
+    return parts_BcC.reshape(B * size, -1, *rest)
+
+
+def _next(x_PZR: jax.Array, size: int) -> jax.Array:
+    """x[P Z R ...] with each row's values in the next row of its sequence, the last one's in the first."""
+    P, Z, R, *rest = x_PZR.shape
+    return jnp.roll(x_PZR.reshape(P, Z, R // size, size, *rest), 1, axis=3).reshape(x_PZR.shape)
+
+
+def _part(size: int, rows: int) -> jax.Array:
+    """The part of the sequence that each of these rows holds, int32 [R]."""
+    return jnp.arange(rows) % size
+
+
+def _hop(r: jax.Array, size: int, starts_RT: jax.Array) -> Hop:
+    queries_R = _part(size, len(starts_RT))
+    return hop_between(queries_R, (queries_R - r) % size, size, starts_RT)
+
+
+def _own_visible(size: int, starts_RT: jax.Array) -> jax.Array:
+    return own_visible(_part(size, len(starts_RT)), size, starts_RT)
