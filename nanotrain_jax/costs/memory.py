@@ -30,6 +30,7 @@ from nanotrain_jax.costs.counts import (
 )
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS
+from nanotrain_jax.parallel.packed_attention import CHUNK as PACKED_CHUNK
 
 Parts = dict[str, float]
 NO_REMAT = Remat("none")
@@ -155,9 +156,24 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
         size += 3 * b * tokens * config.model.d_model
     if p.context > 1 and p.context_attention == "gather":  # keys and values of all tokens, and their gradients
         size += (b + 4) * 2 * p.context * tokens * local_kv_width(config)
+    size += _mask_bytes(config, tokens)
     if p.pipe > 1:  # a layer's gradients before accumulation; where B computes them, XLA keeps a float32 copy too
         size += (b if outline(config).weights else b + 4) * layer
     return size
+
+
+def _mask_bytes(config: Config, tokens: float) -> float:
+    """Return the bytes of the masks of flash attention within documents, in a layer's backward.
+
+    A boolean and a 16-bit bias of each block: of a device's own keys, and of a hop, half as many. tokens: of a
+    microbatch. One device and ulysses have chunks of at most PACKED_CHUNK tokens, two to a block.
+    """
+    p, T = config.parallel, config.data.seq_len
+    if config.data.attend_across_documents or not fits_flash(config.model, config.precision.compute):
+        return 0.0
+    if p.is_blockwise:
+        return 4.5 * tokens * T / p.context
+    return 4.5 * tokens * p.context * min(T, 2 * PACKED_CHUNK)
 
 
 def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:

@@ -21,7 +21,8 @@ block; blocks are merged by their log-sum-exp (lse) in float32.
 Rows of several documents: with starts[B T], the position in the row of the first token of each token's document,
 attention does not leave a document. starts are of the whole row, in its natural order, the same along axis: nothing
 more is communicated. Each block takes a mask, to "cudnn" a bias of its size; one device and ulysses compute in blocks
-then (parallel/packed_attention.py).
+then (parallel/packed_attention.py). Barriers tie starts to the queries: JAX moves what depends on loop constants alone
+out of a loop over layers, here the masks of all blocks at once.
 
 In suffixes, P is the pair of key and value, Z the two chunks of a device, early and late, and C the tokens of a chunk.
 
@@ -177,8 +178,11 @@ def _blockwise(
         return one_device(*qkv, kernel, starts_BT)
     tokens = qkv[0].shape[1]
     _check_chunks(axis, tokens * size, size)
-    own_starts_BT = None if starts_BT is None else starts_BT[:, own_positions(tokens, axis)]
-    return attention(*_aligned((axis,), *qkv), own_starts_BT, axis, kernel)
+    q_BTNH, *kv = _aligned((axis,), *qkv)
+    if starts_BT is None:
+        return attention(q_BTNH, *kv, None, axis, kernel)
+    q_BTNH, own_starts_BT = lax.optimization_barrier((q_BTNH, starts_BT[:, own_positions(tokens, axis)]))
+    return attention(q_BTNH, *kv, own_starts_BT, axis, kernel)
 
 
 def _check(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, axis: str | None, kernel: Kernel) -> int:
@@ -218,7 +222,9 @@ def one_device(
     dtype, mask_B1TT = q_BTNH.dtype, None
     if starts_BT is not None:
         if kernel == "cudnn":
-            return packed_attention(*_aligned((), q_BTNH, k_BSKH, v_BSKH), starts_BT, kernel)
+            q_BTNH, *kv = _aligned((), q_BTNH, k_BSKH, v_BSKH)
+            q_BTNH, starts_BT = lax.optimization_barrier((q_BTNH, starts_BT))
+            return packed_attention(q_BTNH, *kv, starts_BT, kernel)
         mask_B1TT = starts_BT[:, None, :, None] <= jnp.arange(starts_BT.shape[1])[None, None, None]
     if kernel == "xla":
         q_BTNH, k_BSKH, v_BSKH = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))

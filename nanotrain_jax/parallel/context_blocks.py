@@ -74,7 +74,7 @@ def _ring_forward(
     carry = kv_PZBCKH, attend_own(q_BTNH, k_BTKH, v_BTKH, own_visible(position(axis), size, starts_BT), kernel)
     (kv_PZBCKH, attended), _ = lax.scan(hop, carry, jnp.arange(1, size - 1))
     attended = attend_hop(q_ZBCNH, kv_PZBCKH, attended, _hop(axis, size - 1, starts_BT), kernel)
-    return with_saved(q_BTNH, k_BTKH, v_BTKH, starts_BT, attended)
+    return named(finished(q_BTNH, k_BTKH, v_BTKH, starts_BT, attended))
 
 
 def _ring_backward(axis: str, kernel: Kernel, saved: Saved, g_BTNH: jax.Array) -> tuple[jax.Array | None, ...]:
@@ -126,7 +126,7 @@ def _gather_forward(
 
     own = attend_own(q_BTNH, k_BTKH, v_BTKH, own_visible(position(axis), size, starts_BT), kernel)
     attended, _ = lax.scan(hop, own, jnp.arange(1, size))
-    return with_saved(q_BTNH, k_BTKH, v_BTKH, starts_BT, attended)
+    return named(finished(q_BTNH, k_BTKH, v_BTKH, starts_BT, attended))
 
 
 def _gather_backward(axis: str, kernel: Kernel, saved: Saved, g_BTNH: jax.Array) -> tuple[jax.Array | None, ...]:
@@ -235,14 +235,19 @@ def pull_hop(
     return _add(dq_ZBCNH, dq_2BCNH, is_later, 1), dkv_PZBCKH
 
 
-def with_saved(
+def finished(
     q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, starts_BT: jax.Array | None, attended: Attended
-) -> tuple[jax.Array, Saved]:
-    """The output [B T N H] of attention over all keys, named for remat policies, and what the backward needs."""
+) -> Saved:
+    """The output over all keys, residuals.out, with what else the backward needs."""
     out_ZBCNH = attended.out / attended.total[..., None]
-    out_BTNH = checkpoint_name(_tokens(out_ZBCNH).astype(q_BTNH.dtype), OUT)
-    lse_BTN = checkpoint_name(_tokens(attended.top + jnp.log(attended.total)), LSE)
-    return out_BTNH, Saved(Residuals(q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BTN), starts_BT)
+    lse_BTN = _tokens(attended.top + jnp.log(attended.total))
+    return Saved(Residuals(q_BTNH, k_BTKH, v_BTKH, _tokens(out_ZBCNH).astype(q_BTNH.dtype), lse_BTN), starts_BT)
+
+
+def named(saved: Saved, out: str = OUT, lse: str = LSE) -> tuple[jax.Array, Saved]:
+    """The output, and saved, both with names for remat policies."""
+    out_BTNH, lse_BTN = checkpoint_name(saved.residuals.out, out), checkpoint_name(saved.residuals.lse, lse)
+    return out_BTNH, saved._replace(residuals=saved.residuals._replace(out=out_BTNH, lse=lse_BTN))
 
 
 def chunks(x_BT: jax.Array) -> jax.Array:

@@ -25,16 +25,18 @@ from nanotrain_jax.parallel.context_blocks import (
     attend_hop,
     attend_own,
     chunks,
+    finished,
     hop_between,
+    named,
     own_visible,
     pack,
     pull_hop,
     pull_own,
     unpack,
-    with_saved,
 )
 
 CHUNK = 1024  # tokens of a chunk, at most
+SAVED = "packed_out", "packed_lse"  # names for remat policies: with these the backward does not attend again
 
 
 def packed_attention(
@@ -74,7 +76,7 @@ def _forward(
 
     own = attend_own(q_RTNH, k_RTKH, v_RTKH, _own_visible(size, starts_RT), kernel)
     (_, attended), _ = lax.scan(body, (pack(k_RTKH, v_RTKH), own), jnp.arange(1, size))
-    return with_saved(q_RTNH, k_RTKH, v_RTKH, starts_RT, attended)
+    return named(finished(q_RTNH, k_RTKH, v_RTKH, starts_RT, attended), *SAVED)
 
 
 def _backward(size: int, kernel: Kernel, saved: Saved, g_RTNH: jax.Array) -> tuple[jax.Array | None, ...]:
