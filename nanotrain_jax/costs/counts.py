@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from math import prod
 
-from nanotrain_jax.config.schema import Config, Model
+from nanotrain_jax.config.schema import Config, Model, fits_flash
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import LAYERS, Parameter
+from nanotrain_jax.parallel.packed_attention import num_parts
 from nanotrain_jax.parallel.pipeline import schedule_text
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -85,6 +86,24 @@ def local_kv_width(config: Config) -> float:
     """Return K H on a tensor-parallel device: the width of its key (or value) heads, at least one."""
     m, t = config.model, config.parallel.tensor
     return kv_width(m) * max(1, t / m.num_kv_heads) / t
+
+
+def batch_bytes(config: Config) -> int:
+    """Return the bytes of a device's batch: inputs and targets; of documents that are kept apart, where they start."""
+    starts = 0 if config.data.attend_across_documents else 4 * config.parallel.context  # of whole rows
+    return (8 + starts) * tokens_per_device(config)
+
+
+def attention_parts(config: Config) -> int:
+    """Return the parts of a row between which attention is computed block by block: 1 if a kernel takes whole rows.
+
+    Devices along context, with ring and gather; else, with flash attention within documents, those of
+    parallel/packed_attention.py.
+    """
+    if config.parallel.is_blockwise:
+        return config.parallel.context
+    across = config.data.attend_across_documents or not fits_flash(config.model, config.precision.compute)
+    return 1 if across else num_parts(config.data.seq_len)
 
 
 def repeats_communication(config: Config) -> bool:

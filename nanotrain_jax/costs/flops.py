@@ -8,7 +8,7 @@ recomputation. Only matmuls count, 2 FLOPs per multiply-add. N: parameters that 
 from __future__ import annotations
 
 from nanotrain_jax.config.schema import Config, Model
-from nanotrain_jax.costs.counts import matmul_parameters, tokens_per_device
+from nanotrain_jax.costs.counts import attention_parts, matmul_parameters, tokens_per_device
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 
@@ -42,18 +42,19 @@ def local_flops(config: Config) -> dict[str, float]:
     All are divided by t, except that each device computes at least one head of keys and values. With pipeline stages:
     of the stage that has the head. Compute that idle stages discard (parallel.idle=mask) is not counted.
 
-    Ring and gather attention over c devices compute (c+1) / (2 c) of the full attention: blocks that the mask hides are
-    left out. Only block:n recomputes them. The scores that the backward of flash attention recomputes are not counted.
+    Ring and gather attention over c devices, and flash attention within documents over c parts of a row, compute
+    (c+1) / (2 c) of the full attention: blocks that the causal mask hides are left out. Of ring and gather only block:n
+    recomputes them. The scores that the backward of flash attention recomputes are not counted.
     """
     m, T, t = config.model, config.data.seq_len, config.parallel.tensor
-    c, is_blockwise = config.parallel.context, config.parallel.is_blockwise
+    c, is_blockwise = attention_parts(config), config.parallel.is_blockwise
     L = m.num_layers / config.parallel.pipe  # on a device
     copies, flops = {LAYERS: L, ENDS: 1}, {LAYERS: 0.0, ENDS: 0.0}
     for row in table(m, t).values():
         if row.is_matmul:
             share = 1 / m.num_kv_heads if row.is_partial else 1.0 if row.split_dim is None else 1 / t
             flops[row.part] += 2 * row.size * copies[row.part] * share
-    layers, attention = flops[LAYERS], 4.0 * L * m.d_model * T / t * ((c + 1) / (2 * c) if is_blockwise else 1)
+    layers, attention = flops[LAYERS], 4.0 * L * m.d_model * T / t * ((c + 1) / (2 * c) if c > 1 else 1)
     down = 2.0 * L * m.d_model * m.d_ff / t
     recompute = {"none": 0.0, "selective": attention, "full": layers + attention - down, "block": layers + attention}
     policy = config.memory.rematerialization.policy

@@ -20,6 +20,7 @@ from nanotrain_jax.costs import offload
 from nanotrain_jax.costs.communication import ulysses_copies
 from nanotrain_jax.costs.counts import (
     BYTES,
+    attention_parts,
     is_sharded,
     kv_width,
     local_elements,
@@ -30,7 +31,6 @@ from nanotrain_jax.costs.counts import (
 )
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS
-from nanotrain_jax.parallel.packed_attention import CHUNK as PACKED_CHUNK
 
 Parts = dict[str, float]
 NO_REMAT = Remat("none")
@@ -163,17 +163,15 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
 
 
 def _mask_bytes(config: Config, tokens: float) -> float:
-    """Return the bytes of the masks of flash attention within documents, in a layer's backward.
+    """Return the bytes of masks in a layer's backward, of flash attention within documents. tokens: of a microbatch.
 
-    A boolean and a 16-bit bias of each block: of a device's own keys, and of a hop, half as many. tokens: of a
-    microbatch. One device and ulysses have chunks of at most PACKED_CHUNK tokens, two to a block.
+    A boolean and a 16-bit bias of each block: those of a part's own keys, and of a hop, half as many.
     """
-    p, T = config.parallel, config.data.seq_len
     if config.data.attend_across_documents or not fits_flash(config.model, config.precision.compute):
         return 0.0
-    if p.is_blockwise:
-        return 4.5 * tokens * T / p.context
-    return 4.5 * tokens * p.context * min(T, 2 * PACKED_CHUNK)
+    p = config.parallel
+    rows = tokens if p.is_blockwise else tokens * p.context  # ulysses: of whole rows
+    return 4.5 * rows * config.data.seq_len / attention_parts(config)
 
 
 def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:

@@ -50,10 +50,15 @@ def packed_attention(
     B, T = q_BTNH.shape[:2]
     if T % 2:
         raise ValueError(f"rows of {T} tokens: attention within documents cuts them in two; use an even number")
-    size = next(size for size in range(1, T) if T % (2 * size) == 0 and 2 * size * chunk >= T)
+    size = num_parts(T, chunk)
     y_RTNH = _attention(*(_parts(x, size) for x in (q_BTNH, k_BTKH, v_BTKH, starts_BT)), size, kernel)
     early_BcCNH, late_BcCNH = jnp.split(y_RTNH.reshape(B, size, -1, *y_RTNH.shape[2:]), 2, axis=2)
     return jnp.stack([early_BcCNH, late_BcCNH[:, ::-1]], axis=1).reshape(q_BTNH.shape)
+
+
+def num_parts(tokens: int, chunk: int = CHUNK) -> int:
+    """Return c for rows of an even number of tokens: the fewest equal parts of at most two chunks."""
+    return next(size for size in range(1, tokens) if tokens % (2 * size) == 0 and 2 * size * chunk >= tokens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -70,7 +70,7 @@ def estimated(e: Estimate) -> dict[str, float]:
     parts = e.moments[e.peak]
     values = {
         "peak_bytes": e.peak_bytes,
-        "argument_bytes": parts["params"] + parts["optimizer"] + 8 * counts.tokens_per_device(e.config),  # the batch
+        "argument_bytes": parts["params"] + parts["optimizer"] + counts.batch_bytes(e.config),
         "flops": e.flops,
         "wire_bytes": sum(t.bytes for t in e.transfers),
     }

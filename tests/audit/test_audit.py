@@ -51,6 +51,7 @@ CASES = [  # config, GPUs, overrides
     (LLAMA, 64, ["parallel.tensor=8", "parallel.data=8", "parallel.zero=1", "parallel.microbatches=2"]),
     (LLAMA70, 64, []),
     (LLAMA, 8, ["parallel.pipe=2", "parallel.tensor=2", "parallel.data=2", "data.batch_size=8", *PIECES]),
+    (LLAMA, 8, ["data.attend_across_documents=false"]),
     (LLAMA_128K, 8, []),
     (LLAMA_128K, 8, ["parallel.context_attention=ulysses", "memory.remat=selective", "data.seq_len=65536"]),
     (LLAMA_1M, 64, []),
@@ -339,7 +340,13 @@ def test_golden_memory_decreases_with_zero_stage_and_remat():
 
 MODELS = {GPT2: "GPT-2 124M", LLAMA: "Llama-3-8B", LLAMA70: "Llama-3-70B", GPT3: "GPT-3 175B"}
 MODELS |= dict.fromkeys((LLAMA_128K, LLAMA_1M), MODELS[LLAMA])
-SAID = "grad_reduce", "sequence_parallel", "attention", "compute"  # besides what `search.describe` tells
+SAID = (
+    "grad_reduce",
+    "sequence_parallel",
+    "attention",
+    "compute",
+    "attend_across_documents",
+)  # besides what `search.describe` tells
 
 
 def label(case, config):
