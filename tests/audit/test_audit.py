@@ -340,13 +340,7 @@ def test_golden_memory_decreases_with_zero_stage_and_remat():
 
 MODELS = {GPT2: "GPT-2 124M", LLAMA: "Llama-3-8B", LLAMA70: "Llama-3-70B", GPT3: "GPT-3 175B"}
 MODELS |= dict.fromkeys((LLAMA_128K, LLAMA_1M), MODELS[LLAMA])
-SAID = (
-    "grad_reduce",
-    "sequence_parallel",
-    "attention",
-    "compute",
-    "attend_across_documents",
-)  # besides what `search.describe` tells
+SAID = "grad_reduce", "sequence_parallel", "attention", "compute", "attend_across_documents"  # and search.describe
 
 
 def label(case, config):
