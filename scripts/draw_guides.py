@@ -1,4 +1,4 @@
-"""Draw the pictures of the guides: Gantt charts of pipeline schedules.
+"""Draw the pictures of the guides: Gantt charts of pipeline schedules, and which device computes which attention.
 
 python scripts/draw_guides.py
 """
@@ -9,10 +9,21 @@ import sys
 import tempfile
 from pathlib import Path
 
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+
+from nanotrain_jax.parallel.context import zigzag_order
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "nanotrain_jax" / "parallel" / "pipeline" / "docs"
+ZIGZAG = ROOT / "nanotrain_jax" / "parallel" / "docs" / "zigzag.png"
 SCHEDULES = "1f1b", "zero_bubble"
 STAGES, MICROBATCHES, COSTS = 4, 12, "1,1.3,0.9"  # costs of F, dX and W
+DEVICES = 4  # of the picture of zig-zag order
 
 
 def draw(name: str, folder: str) -> Path:
@@ -24,13 +35,49 @@ def draw(name: str, folder: str) -> Path:
     return picture
 
 
+def draw_zigzag(path: Path) -> None:
+    """Draw who computes which block of causal attention, in the order of the row and in zig-zag order."""
+    figure, both = pyplot.subplots(1, 2, figsize=(10, 5.2), layout="constrained")
+    chunks = 2 * DEVICES
+    in_order = np.arange(chunks) // 2
+    zigzag = np.empty(chunks, int)
+    zigzag[zigzag_order(chunks, DEVICES)] = in_order
+    draw_blocks(both[0], in_order, "tokens in order")
+    draw_blocks(both[1], zigzag, "tokens in zig-zag order")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{i}") for i in range(DEVICES)]
+    labels = [f"device {i}" for i in range(DEVICES)]
+    figure.legend(handles, labels, loc="outside lower center", ncols=DEVICES, frameon=False)
+    figure.savefig(path, dpi=80)
+
+
+def draw_blocks(axes: Axes, owners: np.ndarray, title: str) -> None:
+    """Draw the causal blocks of queries x keys, coloured by the device that has the queries, with its hops."""
+    blocks = [(query, key) for query in range(len(owners)) for key in range(query + 1)]
+    for query, key in blocks:
+        owner = owners[query]
+        axes.add_patch(pyplot.Rectangle((key, query), 1, 1, facecolor=f"C{owner}", edgecolor="white"))
+        hop = (owner - owners[key]) % DEVICES
+        axes.text(key + 0.5, query + 0.5, str(hop), ha="center", va="center", color="white")
+    # A block on the diagonal is half a block: the causal mask hides the rest.
+    work = np.bincount(owners[[q for q, _ in blocks]], [0.5 if q == k else 1 for q, k in blocks])
+    axes.set(xlim=(0, len(owners)), ylim=(len(owners), 0), aspect="equal", xlabel="chunk of keys")
+    axes.set(ylabel="chunk of queries", title=f"{title}\nblocks per device: {', '.join(f'{w:g}' for w in work)}")
+    axes.set_xticks(np.arange(len(owners)) + 0.5, range(len(owners)))
+    axes.set_yticks(np.arange(len(owners)) + 0.5, range(len(owners)))
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
 def main() -> None:
-    """Write PICTURES/<schedule>.png."""
+    """Write PICTURES/<schedule>.png and ZIGZAG."""
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in SCHEDULES:
             shutil.copyfile(draw(name, folder), PICTURES / f"{name}.png")
             print(PICTURES / f"{name}.png")
+    ZIGZAG.parent.mkdir(exist_ok=True)
+    draw_zigzag(ZIGZAG)
+    print(ZIGZAG)
 
 
 if __name__ == "__main__":

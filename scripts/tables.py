@@ -64,16 +64,23 @@ def scripts(folder):
     return table(("script", "what it does"), [(f"[{path.name}]({path.name})", first_line(path)) for path in files])
 
 
-def compiled(folder):
-    """The compiled step beside its estimate: tests/audit/test_audit.py."""
+def compiled(folder, word=""):
+    """The compiled step beside its estimate, of cases with a word in their label: tests/audit/test_audit.py."""
     rows, found = [], golden("audit")
     for name, e in golden("estimates")["compiled"].items():
+        if word not in e["label"]:
+            continue
         c = found[name]
         wire = beside(c["wire_bytes"], e["wire_bytes"], gb(c["wire_bytes"], 2))
         flops = beside(c["flops"], e["flops"], f"{c['flops'] / 1e12:,.1f}")
         state = beside(c["argument_bytes"], e["argument_bytes"], gb(c["argument_bytes"], 2))
         rows.append((e["label"], wire, flops, state, gb(e["peak_bytes"]), *peaks(c, e)))
     return table(("", "wire GB", "TFLOP", "state GB", "peak GB, estimated", "jax 0.10", "jax 0.12"), rows)
+
+
+def long_context(folder):
+    """The compiled step with parallel.context."""
+    return compiled(folder, "context ")
 
 
 def offload(folder):
@@ -118,7 +125,7 @@ def llama3_8b(folder):
     return table(("", "layout", "GB per GPU", "modelled s per step", "MFU"), cells)
 
 
-TABLES = {f.__name__: f for f in (modules, scripts, compiled, offload, megatron, papers, llama3_8b)}
+TABLES = {f.__name__: f for f in (modules, scripts, compiled, long_context, offload, megatron, papers, llama3_8b)}
 
 
 def guides():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nanotrain_jax.config.execution import Execution, execution, reduces_per_layer
-from nanotrain_jax.config.schema import Config, divisors, near_divisors
+from nanotrain_jax.config.schema import Config, divisors, fits_flash, near_divisors
 from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat
 from nanotrain_jax.parallel.pipeline import schedule_text
 
@@ -56,6 +56,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     if config.model.factory is None:
         check_tensor(config)
         check_ulysses(config)
+        check_documents(config)
     check_pipe(config)
     check_offload(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
@@ -173,6 +174,16 @@ def check_ulysses(config: Config) -> None:
         f"{per_device}, and divide the {K} key heads or be a multiple of them",
         f"use {smaller}parallel.context_attention=ring",
     )
+
+
+def check_documents(config: Config) -> None:
+    """Raise Misfit for rows of an odd number of tokens, which flash attention within documents cannot cut in two."""
+    d = config.data
+    if d.seq_len % 2 and not d.attend_across_documents and fits_flash(config.model, config.precision.compute):
+        raise Misfit(
+            f"data.seq_len={d.seq_len} with data.attend_across_documents=false: flash attention cuts rows in two",
+            f"use data.seq_len={d.seq_len + 1}, or model.attention=xla",
+        )
 
 
 def check_pipe(config: Config) -> None:

@@ -256,14 +256,13 @@ def test_prefetch_hides_gathers_behind_matmuls_at_equal_bytes():
     plain, ahead = audit(), audit("parallel.prefetch=true")
     assert ahead["bytes_per_device"] == plain["bytes_per_device"]
     assert plain["behind_matmuls_bytes"] == 0
-    # Layers in forward and backward are 3/4 of the bytes, embedding and positions the others. jax 0.12 schedules the
-    # gathers of the backward beside the gradients of norms and biases.
+    # Layers are 3/4 of the bytes. In the backward jax 0.12 gathers beside the gradients of norms and biases.
     assert ahead["behind_matmuls_bytes"] > (0.7 if jax.__version_info__ < (0, 12) else 0.37) * ahead["bytes_per_device"]
     assert ahead["exposed_bytes"] < 0.01 * ahead["bytes_per_device"]
 
 
 @needs_cuda_compiler
-@pytest.mark.parametrize("layout", ["parallel.microbatches=4", "parallel.microbatches=8 parallel.pipe=4"])
+@pytest.mark.parametrize("layout", cover(["parallel.microbatches=8 parallel.pipe=4"], ["parallel.microbatches=4"]))
 def test_prefetch_with_microbatches_and_stages_has_equal_bytes(layout):
     def audit(*overrides):
         keys = ["parallel.zero=3", "memory.remat=full", "parallel.data=-1", *layout.split(), *overrides]
@@ -280,6 +279,7 @@ def test_prefetch_with_microbatches_and_stages_has_equal_bytes(layout):
     assert gathered_ahead["behind_matmuls_bytes"] > least * gathered["bytes_per_device"]
 
 
+@pytest.mark.long
 @needs_cuda_compiler
 def test_memory_of_a_device_falls_as_one_over_context():
     """But for a constant: a gathered layer, the gradient of the head, a chunk of logits."""

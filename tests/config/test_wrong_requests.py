@@ -37,6 +37,10 @@ BAD = [
     ),
     ([*CONTEXT, "data.seq_len=3", ULYSSES], "not a multiple of 4; use data.seq_len=4"),
     (
+        ["data.seq_len=31", "data.attend_across_documents=false", "precision.compute=bfloat16"],
+        "data.seq_len=31 with data.attend_across_documents=false: flash attention cuts rows in two; use data.seq_len=32",
+    ),
+    (
         [*CONTEXT, ULYSSES],
         "must divide the 2 query heads, and divide the 2 key heads or be a multiple of them; use "
         "parallel.context=2, or parallel.context_attention=ring",
