@@ -38,7 +38,7 @@ BAD = [
     ([*CONTEXT, "data.seq_len=3", ULYSSES], "not a multiple of 4; use data.seq_len=4"),
     (
         ["data.seq_len=31", "data.attend_across_documents=false", "precision.compute=bfloat16"],
-        "data.seq_len=31 with data.attend_across_documents=false: flash attention cuts rows in two; use data.seq_len=32",
+        "data.attend_across_documents=false: flash attention cuts rows in two; use data.seq_len=32",
     ),
     (
         [*CONTEXT, ULYSSES],
