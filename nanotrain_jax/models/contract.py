@@ -2,9 +2,9 @@
 
 A model is a stack of identical layers, with a computation before and one after it:
 
-    x = first(ends, batch, run)                       embedding, an encoder, ...
-    x = layer(weights[i], x, batch)  for i in 0 .. L-1    x keeps its shape and dtype
-    sum of losses, count = last(ends, x, batch)       norm, head, loss
+    x = first(ends, batch, run)                         embedding, an encoder, ...
+    x = layer(weights[i], x, batch) for i in 0 .. L-1   x keeps its shape and dtype
+    sum of losses, count = last(ends, x, batch)         norm, head, loss
 
 The functions run inside `shard_map` (check_vma=True) on this device's shards and one of its microbatches, in the dtype
 of precision.compute. batch is {"inputs", "targets"}, both int32 [B T]; negative targets are ignored (padding of

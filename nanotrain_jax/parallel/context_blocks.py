@@ -168,8 +168,9 @@ def hop_between(queries: jax.Array, keys: jax.Array, size: int, starts_BT: jax.A
     if starts_BT is None:
         return Hop(is_later)
     starts_ZBC = chunks(starts_BT)
-    of_is_later = _not_before(_take(starts_ZBC, is_later), keys)
-    of_late = _not_before(starts_ZBC[1], jnp.where(is_later, 2 * size - 1 - keys, keys))
+    C = starts_ZBC.shape[2]
+    of_is_later = _not_before(_take(starts_ZBC, is_later), keys, C)
+    of_late = _not_before(starts_ZBC[1], jnp.where(is_later, 2 * size - 1 - keys, keys), C)
     return Hop(is_later, jnp.concatenate([of_is_later, of_late]))
 
 
@@ -177,19 +178,15 @@ def own_visible(device: jax.Array, size: int, starts_BT: jax.Array | None) -> ja
     """visible[B T T]: the keys of a device that are not before the document of its query. device: one, or [B]."""
     if starts_BT is None:
         return None
-    starts_ZBC = chunks(starts_BT)
-    early, late = (
-        jnp.concatenate([_not_before(starts_BC, chunk) for chunk in (device, 2 * size - 1 - device)], axis=2)
-        for starts_BC in starts_ZBC
-    )
-    return jnp.concatenate([early, late], axis=1)
+    C = starts_BT.shape[1] // 2
+    both = [_not_before(starts_BT, chunk, C) for chunk in (device, 2 * size - 1 - device)]
+    return jnp.concatenate(both, axis=2)
 
 
-def _not_before(starts_BC: jax.Array, chunk: jax.Array) -> jax.Array:
-    """visible[B C C]: the keys of a chunk of the row that are not before the document of a query. chunk: one, or [B]"""
-    C = starts_BC.shape[1]
+def _not_before(starts_BT: jax.Array, chunk: jax.Array, C: int) -> jax.Array:
+    """visible[B T C]: the keys of a chunk of the row that are not before the document of a query. chunk: one, or [B]"""
     keys_B1C = jnp.reshape(chunk, (-1, 1, 1)) * C + jnp.arange(C)[None, None]
-    return starts_BC[..., None] <= keys_B1C
+    return starts_BT[..., None] <= keys_B1C
 
 
 def attend_own(
@@ -224,7 +221,7 @@ def pull_own(residuals: Residuals, g_BTNH: jax.Array, visible_BTT: jax.Array | N
 def pull_hop(
     queries: list[jax.Array], kv_PZBCKH: jax.Array, gradients: Gradients, hop: Hop, kernel: Kernel
 ) -> Gradients:
-    """gradients, with those of the two blocks of `_attend_hop` added. queries: q, out, lse and g, [Z B C N ...]."""
+    """gradients, with those of the two blocks of `attend_hop` added. queries: q, out, lse and g, [Z B C N ...]."""
     is_later = hop.is_later
     q, out, lse, g_2BCNH = (_two(x_ZBCN, is_later, 1) for x_ZBCN in queries)
     k, v = (_two(x_ZBCKH, 0, is_later) for x_ZBCKH in kv_PZBCKH)
