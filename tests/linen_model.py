@@ -55,4 +55,4 @@ def build(config, mesh):
     whole = [Layer(heads, head_dim, 2 * D) for heads in (m.num_heads, 0)]
     init_layer, init_encoder = (lambda key, one=one: one.init(key, example)["params"] for one in whole)
     init = initializer(ends, init_layer, m.num_layers, {"encoder": (init_encoder, 3)})
-    return Model(init, first, lambda w, x: layer.apply({"params": w}, x), last, RULES, stacks=("encoder",))
+    return Model(init, first, lambda w, x, batch: layer.apply({"params": w}, x), last, RULES, stacks=("encoder",))
