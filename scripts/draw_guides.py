@@ -24,6 +24,7 @@ ZIGZAG = ROOT / "nanotrain_jax" / "parallel" / "docs" / "zigzag.png"
 SCHEDULES = "1f1b", "zero_bubble"
 STAGES, MICROBATCHES, COSTS = 4, 12, "1,1.3,0.9"  # costs of F, dX and W
 DEVICES = 4  # of the picture of zig-zag order
+ROW = -1.0  # height at which it shows the chunks of a row
 
 
 def draw(name: str, folder: str) -> Path:
@@ -51,7 +52,10 @@ def draw_zigzag(path: Path) -> None:
 
 
 def draw_blocks(axes: Axes, owners: np.ndarray, title: str) -> None:
-    """Draw the causal blocks of queries x keys, coloured by the device that has the queries, with its hops."""
+    """Draw the chunks of a row, coloured by device, above the causal blocks of queries x keys: coloured by the device
+    that has the queries, with the hop at which it computes them."""
+    for key, owner in enumerate(owners):
+        axes.add_patch(pyplot.Rectangle((key, ROW), 1, 0.6, facecolor=f"C{owner}", edgecolor="white"))
     blocks = [(query, key) for query in range(len(owners)) for key in range(query + 1)]
     for query, key in blocks:
         owner = owners[query]
@@ -60,10 +64,10 @@ def draw_blocks(axes: Axes, owners: np.ndarray, title: str) -> None:
         axes.text(key + 0.5, query + 0.5, str(hop), ha="center", va="center", color="white")
     # A block on the diagonal is half a block: the causal mask hides the rest.
     work = np.bincount(owners[[q for q, _ in blocks]], [0.5 if q == k else 1 for q, k in blocks])
-    axes.set(xlim=(0, len(owners)), ylim=(len(owners), 0), aspect="equal", xlabel="chunk of keys")
+    axes.set(xlim=(0, len(owners)), ylim=(len(owners), ROW), aspect="equal", xlabel="chunk of keys")
     axes.set(ylabel="chunk of queries", title=f"{title}\nblocks per device: {', '.join(f'{w:g}' for w in work)}")
     axes.set_xticks(np.arange(len(owners)) + 0.5, range(len(owners)))
-    axes.set_yticks(np.arange(len(owners)) + 0.5, range(len(owners)))
+    axes.set_yticks([ROW + 0.3, *np.arange(len(owners)) + 0.5], ["row", *range(len(owners))])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
 
