@@ -58,7 +58,7 @@ class Model:
                 mesh. order: the layer of each row of the stacked weights; None: model order. put: applied to each
                 layer's weights before they are stacked. See `initializer`
     rules       the dims of weights that are sharded over tensor: ("up/kernel", "L D F/tensor"). The step shards the
-                dim L of layers over pipe, and with ZeRO another dim over data
+                dim L of layers over pipe, and with ZeRO another dim over data and context
     stacks      keys of further stacks of layers
     used_by_first, used_by_last   select from a tree like `ends` (without stacks) what `first` and `last` use.
                 Hand-written layer loops gather the selected weights there, once for each
