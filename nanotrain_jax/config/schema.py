@@ -7,7 +7,7 @@ one-line ValueError with the value, the rule and the remedy.
 
 from __future__ import annotations
 
-from math import isqrt, lcm
+from math import isqrt, lcm, prod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -112,6 +112,10 @@ class Parallel(_Section):
         "1f1b", "pipeline schedule; parallel/pipeline/schedule.py compares them"
     )
     chunks: Layers = _key(1, "model chunks per stage (virtual stages), for schedule=interleaved")
+    vocab_over_pipe: bool | None = _key(
+        None,
+        "with pipe > 1: split embedding, head and loss over all stages; null: if that makes a step shorter",
+    )
     idle: Literal["skip", "mask"] = _key(
         "skip",
         "stages without work in a tick; skip: no compute (one host sync per branch on a GPU); mask: compute, discard",
@@ -143,6 +147,17 @@ class Parallel(_Section):
     def axes(self) -> dict[str, int]:
         """Mesh axis -> requested size (one may be -1)."""
         return {axis: getattr(self, axis) for axis in ("pipe", "replica", "data", "context", "tensor")}
+
+    @property
+    def vocab_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the vocabulary: tensor, with vocab_over_pipe also pipe; without axes of one device."""
+        axes = ("pipe", "tensor") if self.vocab_over_pipe else ("tensor",)
+        return tuple(axis for axis in axes if self.axes[axis] > 1)
+
+    @property
+    def vocab_shards(self) -> int:
+        """Number of devices that split the vocabulary."""
+        return prod(self.axes[axis] for axis in self.vocab_axes)
 
     @property
     def is_blockwise(self) -> bool:
@@ -355,12 +370,12 @@ class Config(_Section):
         return self.model_copy(update={section: getattr(self, section).model_copy(update=changes)})
 
 
-def padded_vocab(vocab_size: int, tensor: int) -> int:
-    """Return the number of embedding rows: vocab_size; with tensor > 1 rounded up to a multiple of lcm(128, tensor).
+def padded_vocab(vocab_size: int, shards: int) -> int:
+    """Return the number of embedding rows: vocab_size; with shards > 1 rounded up to a multiple of lcm(128, shards).
 
-    Every device then holds the same number of rows, usually one that is efficient for matmuls.
+    shards: `Parallel.vocab_shards`. Every device then holds the same number of rows.
     """
-    return -(-vocab_size // lcm(128, tensor)) * lcm(128, tensor) if tensor > 1 else vocab_size
+    return -(-vocab_size // lcm(128, shards)) * lcm(128, shards) if shards > 1 else vocab_size
 
 
 def fits_flash(model: Model, compute: str) -> bool:

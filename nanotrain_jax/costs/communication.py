@@ -39,6 +39,7 @@ class Traffic(Enum):
     ACTIVATIONS = "activations"
     REGATHERED_ACTIVATIONS = "activations, gathered again in the backward"
     BETWEEN_STAGES = "activations and their gradients"
+    SHARED_BY_STAGES = "activations and their gradients at both ends"
     ATTENTION = "keys, values and their gradients"
     HEADS = "queries, keys, values and outputs, tokens for heads"
     LOSS = "loss"
@@ -87,6 +88,8 @@ def communication(config: Config) -> list[dict[str, Any]]:
 
     Pipeline parallelism (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence
     parallelism), where a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
+    With the vocabulary over pipe (arXiv 2411.05288) embedding and head, split over stages, are not summed over them;
+    each tick all-reduces 4 w B T D, and the loss its scalars, over pipe too (parallel/pipeline/both_ends.py).
     Tied embeddings are gathered, and their gradients scattered, at both ends (ZeRO 2 and 3); without stages too, where
     the layer loop is hand-written (`Execution.is_by_hand`).
     """
@@ -105,6 +108,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
 
     for op, size, what in tensor_buffers(config):
         add(("tensor",), op, size, what)
+    add(p.vocab_axes, "all_reduce", 3 * 4 * tokens_per_device(config), Traffic.LOSS)
     for op, size, what in attention_buffers(config):
         if op == "permute":
             rows["context", op, what] = size
@@ -114,6 +118,8 @@ def communication(config: Config) -> list[dict[str, Any]]:
         x = w * tokens_per_device(config) * config.model.d_model / p.microbatches
         x /= p.tensor if p.sequence_parallel else 1
         rows["pipe", "permute", Traffic.BETWEEN_STAGES] = 2 * outline(config).ticks * x
+        if p.vocab_over_pipe:
+            add(("pipe",), "all_reduce", 4 * outline(config).ticks * x, Traffic.SHARED_BY_STAGES)
     return [
         {"axis": axis, "op": op, "bytes_per_device": size, "what": what}
         for (axis, op, what), size in rows.items()
@@ -168,9 +174,10 @@ def parameter_buffers(config: Config) -> list[Buffer]:
             elements = local_elements(row, config) / divisor
             buffers.append(Buffer(present, op, what, row.part, itemsize, times, elements))
 
-    for row in table(m, p.tensor).values():
+    for row in table(m, p.tensor, p.vocab_shards).values():
         partial = row.is_partial or (row.split_dim is None and p.sequence_parallel)
-        stages = ("pipe",) if row.part == ENDS else ()
+        is_replicated = row.part == ENDS and not (row.is_padded and p.vocab_over_pipe)
+        stages = ("pipe",) if is_replicated else ()
         over = ("tensor",) if partial else ()
         if p.zero == 0 and execution(config) is Execution.PER_LAYER:  # inside the backward; over tensor once, after it
             add(BATCH_AXES, "all_reduce", Traffic.GRADIENTS, g, 1)
@@ -195,13 +202,11 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     p, L, tokens = config.parallel, config.model.num_layers // config.parallel.pipe, tokens_per_device(config)
     activations = BYTES[config.precision.compute] * tokens * config.model.d_model
     gathers, scatters = tensor_passes(config)
-    loss = "all_reduce", 3 * 4 * tokens, Traffic.LOSS
     if not p.sequence_parallel:
-        return [("all_reduce", (gathers * L + 2) * activations, Traffic.ACTIVATIONS), loss]
+        return [("all_reduce", (gathers * L + 2) * activations, Traffic.ACTIVATIONS)]
     return [
         ("all_gather", (gathers * L + 2) * activations, Traffic.REGATHERED_ACTIVATIONS),
         ("reduce_scatter", (scatters * L + 2) * activations, Traffic.ACTIVATIONS),
-        loss,
     ]
 
 
@@ -220,19 +225,21 @@ def tensor_passes(config: Config) -> tuple[int, int]:
 def conditional_rates(config: Config) -> dict[str, Fraction]:
     """Return the average executions of each at-most-once loop of the pipeline, per tick that reaches it (`hlo.walk`).
 
-    Each stage has M C units of F, B and W over all ticks. "first" and "last" are of a stage that holds both ends.
+    Each stage has M C units of F, B and W over all ticks. "first" and "last" are of a stage that holds both ends; with
+    the vocabulary over pipe of all stages, M times in the ticks of a step.
     """
     p = config.parallel
     if execution(config) is not Execution.PIPELINE:
         return {}
     schedule, last_of_chunk = outline(config), Fraction(1, p.microbatches)
     per_tick = Fraction(p.microbatches * p.chunks, schedule.ticks)
+    of_ends = Fraction(p.microbatches, schedule.ticks) if p.vocab_over_pipe else Fraction(1, p.chunks)
     return {
         "forward": per_tick,
         "backward": per_tick,
         "weight": per_tick / max(1, schedule.weights),
-        "first": Fraction(1, p.chunks),
-        "last": Fraction(1, p.chunks),
+        "first": of_ends,
+        "last": of_ends,
         "accumulate": 1 - last_of_chunk,  # parallel.grad_reduce=per_layer: every microbatch of a chunk but the last
         "reduce": last_of_chunk,
     }

@@ -4,7 +4,7 @@ Symbols used throughout costs/:
 
     Psi   parameters on a device before ZeRO shards them: layers / (P t) + ends / t, with P pipeline stages and t
           tensor-parallel devices; arrays that tensor parallelism does not split are not divided by t. Ends are the
-          parameters used before and after the layers
+          parameters used before and after the layers; with the vocabulary over pipe, embedding and head are over P t
     N     devices on data and context: the ZeRO group    R   devices on the replica axis
     M     microbatches                                   C   layer chunks per pipeline stage
     c     devices on the context axis
@@ -48,7 +48,7 @@ def local_elements(parameter: Parameter, config: Config) -> float:
     """Return the elements of this row on a device, all its layers, before ZeRO shards them: its share of Psi."""
     p = config.parallel
     stages = p.pipe if parameter.part == LAYERS else 1
-    split = p.tensor if parameter.split_dim is not None else 1
+    split = 1 if parameter.split_dim is None else p.vocab_shards if parameter.is_padded else p.tensor
     return parameter.size * _layers(parameter, config.model) / split / stages
 
 
@@ -62,7 +62,7 @@ def local_rows(parameter: Parameter, config: Config) -> int:
     """Return the size on a device of the first dim (in a stack of layers the second), as ZeRO shards it."""
     p, N, first = config.parallel, zero_devices(config), parameter.shape[0]
     if parameter.split_dim == 0:
-        return first // p.tensor
+        return first // (p.vocab_shards if parameter.is_padded else p.tensor)
     divisible = [dim for dim in parameter.free if dim % N == 0]
     return first // N if p.zero and is_sharded(parameter, config) and max(divisible) == first else first
 
@@ -115,7 +115,8 @@ def repeats_communication(config: Config) -> bool:
 def outline(config: Config) -> schedule_text.Outline:
     """Return ticks, slots and work per tick of the config's pipeline schedule."""
     p = config.parallel
-    return schedule_text.outline(p.schedule if p.pipe > 1 else "1f1b", p.pipe, p.microbatches, p.chunks)
+    name = p.schedule if p.pipe > 1 else "1f1b"
+    return schedule_text.outline(name, p.pipe, p.microbatches, p.chunks, bool(p.vocab_over_pipe))
 
 
 def _layers(parameter: Parameter, model: Model) -> int:

@@ -40,7 +40,8 @@ def local_flops(config: Config) -> dict[str, float]:
         block:n     2 N_layers + 4 L d T             the whole forward
 
     All are divided by t, except that each device computes at least one head of keys and values. With pipeline stages:
-    of the stage that has the head. Compute that idle stages discard (parallel.idle=mask) is not counted.
+    of the stage that has the head; with the vocabulary over pipe of any, with 1/P of the head. Compute that idle stages
+    discard (parallel.idle=mask) is not counted.
 
     Ring and gather attention over c devices, and flash attention within documents over c parts of a row, compute
     (c+1) / (2 c) of the full attention: blocks that the causal mask hides are left out. Of ring and gather only block:n
@@ -50,9 +51,10 @@ def local_flops(config: Config) -> dict[str, float]:
     c, is_blockwise = attention_parts(config), config.parallel.is_blockwise
     L = m.num_layers / config.parallel.pipe  # on a device
     copies, flops = {LAYERS: L, ENDS: 1}, {LAYERS: 0.0, ENDS: 0.0}
-    for row in table(m, t).values():
+    for row in table(m, t, config.parallel.vocab_shards).values():
         if row.is_matmul:
-            share = 1 / m.num_kv_heads if row.is_partial else 1.0 if row.split_dim is None else 1 / t
+            split = config.parallel.vocab_shards if row.is_padded else t
+            share = 1 / m.num_kv_heads if row.is_partial else 1.0 if row.split_dim is None else 1 / split
             flops[row.part] += 2 * row.size * copies[row.part] * share
     layers, attention = flops[LAYERS], 4.0 * L * m.d_model * T / t * ((c + 1) / (2 * c) if c > 1 else 1)
     down = 2.0 * L * m.d_model * m.d_ff / t

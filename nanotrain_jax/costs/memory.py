@@ -96,7 +96,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     psi, shard = local_parameters(config)
     layers, sharded_layers = psi[LAYERS], shard[LAYERS]
     tokens, L = tokens_per_device(config) / p.microbatches, m.num_layers / p.pipe
-    V = padded_vocab(m.vocab_size, p.tensor) / p.tensor
+    V = padded_vocab(m.vocab_size, p.vocab_shards) / p.vocab_shards
     split_x = p.tensor if p.sequence_parallel else 1
 
     residuals, block = b * tokens * activations(config), remat.block
@@ -104,7 +104,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     working_set = b * tokens * ((like_x + 8 * D) / split_x + inner / p.tensor) + tokens * _score_bytes(config)
     if block > 1:
         working_set += (block - 1) * b * tokens * layer_activations(config, NO_REMAT)
-    early = bool(m.loss_chunk) or p.tensor > 1  # the loss computes the head's gradient, in float32
+    early = bool(m.loss_chunk) or p.vocab_shards > 1  # the loss computes the head's gradient, in float32
     head = (4 if early else b) * V * D
     logits = (4 + (4 if capability >= 10 else b)) * (m.loss_chunk or tokens) * V
     logits_gradient = 0.0 if early else b * tokens * V
@@ -193,7 +193,7 @@ def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
     has_host_gradients = any(x.has_host_gradient for x in parameters)
     layer = sum(x.size for x in parameters if x.in_layers) / (m.num_layers // p.pipe)
     per_layer = b * tokens_per_device(config) / p.microbatches * layer_activations(config, memory.rematerialization)
-    early = bool(m.loss_chunk) or p.tensor > 1
+    early = bool(m.loss_chunk) or p.vocab_shards > 1
     for moment, parts in found.items():
         parts["params"] -= in_host.get("params", 0.0)
         parts["optimizer"] -= in_host.get("optimizer", 0.0) + offload.nvme_bytes(config)
@@ -223,25 +223,27 @@ def _update_buffers(config: Config, parameters: list[offload.Offloaded], layer: 
 
 def _vocab_elements(config: Config) -> float:
     """Return the elements of the embedding, or of the head, on a tensor-parallel device."""
-    m, t = config.model, config.parallel.tensor
-    return m.d_model * padded_vocab(m.vocab_size, t) / t
+    m, shards = config.model, config.parallel.vocab_shards
+    return m.d_model * padded_vocab(m.vocab_size, shards) / shards
 
 
 def local_parameters(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """Return the parameters on a device, part -> elements: before ZeRO (Psi), and sharded over data."""
     p = config.parallel
-    psi, shard = _local_parameters(config.model, p.tensor, p.pipe, zero_devices(config), p.persist_below)
+    psi, shard = _local_parameters(
+        config.model, p.tensor, p.pipe, zero_devices(config), p.persist_below, bool(p.vocab_over_pipe)
+    )
     return dict(psi), dict(shard)
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same values again and again
 def _local_parameters(
-    model: Model, tensor: int, pipe: int, data: int, persist_below: int
+    model: Model, tensor: int, pipe: int, data: int, persist_below: int, vocab_over_pipe: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    sizes = Parallel(tensor=tensor, pipe=pipe, data=data, persist_below=persist_below)
+    sizes = Parallel(tensor=tensor, pipe=pipe, data=data, persist_below=persist_below, vocab_over_pipe=vocab_over_pipe)
     config = Config(model=model, parallel=sizes)
     psi, shard = {LAYERS: 0.0, ENDS: 0.0}, {LAYERS: 0.0, ENDS: 0.0}
-    for row in table(model, tensor).values():
+    for row in table(model, sizes.tensor, sizes.vocab_shards).values():
         size = local_elements(row, config)
         psi[row.part] += size
         shard[row.part] += size / (data if is_sharded(row, config) else 1)

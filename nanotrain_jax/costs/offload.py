@@ -65,7 +65,7 @@ def offloaded(config: Config) -> list[Offloaded]:
     parameters = []
     on_host = gradients_on_host(config) and execution(config) is Execution.OFFLOADED
     N = zero_devices(config)
-    for row in table(config.model, p.tensor).values():
+    for row in table(config.model, p.tensor, p.vocab_shards).values():
         if row.size >= p.persist_below:
             split = is_sharded(row, config) and p.zero > 0
             size = local_elements(row, config) / (N if split else 1)

@@ -69,6 +69,8 @@ class Model:
     splits_context   True if the model works on the tokens of one device along context: its attention is one of
                 `parallel.context`, and positions are those of `parallel.context.own_positions`
     splits_documents   True if the model heeds batch["starts"]
+    splits_vocab   True if all pipeline stages run first and last together, each with its part of the ends
+                (`LayeredModel.split_ends`); rules may shard ends over pipe. Equal to parallel.vocab_over_pipe
     """
 
     init: Callable[..., Tree]
@@ -84,6 +86,7 @@ class Model:
     is_padded: Callable[[str], bool] = lambda path: False
     splits_context: bool = False
     splits_documents: bool = False
+    splits_vocab: bool = False
 
     @cached_property
     def shapes(self) -> Tree:

@@ -36,9 +36,9 @@ from nanotrain_jax.config.schema import Config, Model, fits_flash
 from nanotrain_jax.models import contract, decoder_table
 from nanotrain_jax.models.decoder_layer import ONE_DEVICE, Layer, Norm, Split, fill
 from nanotrain_jax.models.ops import add, project
-from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, under
+from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, VOCAB, under
 from nanotrain_jax.parallel import remat, tensor
-from nanotrain_jax.parallel.collectives import own_shard
+from nanotrain_jax.parallel.collectives import own_shard, position
 from nanotrain_jax.parallel.sharding import Rules
 
 PARAMETERS = {path.rpartition("/")[2]: row for path, row in decoder_table.every_parameter().items()}  # by name
@@ -48,12 +48,14 @@ class Ends(nnx.Module):
     """Embedding, final norm, head and loss: tokens[B T] -> x[B T D], and x[B T D] -> logits or loss.
 
     With a Split, V is padded with rows of zeros (`config.padded_vocab`); the loss ignores them, their gradient is zero.
+    If it is split over pipe, all stages run `embed` and `loss` together (`LayeredModel.split_ends`): x is the sum of
+    what they embed.
     """
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.vocab_size, self.loss_chunk, self.split = config.vocab_size, config.loss_chunk, split
         self.learns_positions = config.features.learned_positions
-        rows = under(decoder_table.table(config, split.size), ENDS)
+        rows = under(decoder_table.table(config, split.size, split.vocab_shards), ENDS)
         fill(self, {name: row for name, row in rows.items() if row.is_used("first")}, rngs)
         self.norm = Norm(config, decoder_table.NORM_LAST)
         fill(self, {name: row for name, row in rows.items() if not row.is_used("first")}, rngs)
@@ -64,7 +66,10 @@ class Ends(nnx.Module):
         if not self.learns_positions:
             return x_BTD
         positions = self.split.positions(tokens_BT.shape[1], starts_BT)
-        return add(x_BTD, self.learned_positions(tokens_BT.shape, positions))
+        learned = self.learned_positions(tokens_BT.shape, positions)
+        if "pipe" in self.split.vocab_axes:  # one stage adds them
+            learned = jnp.where(position("pipe") == 0, learned, jnp.zeros_like(learned))
+        return add(x_BTD, learned)
 
     def learned_positions(self, shape: tuple[int, int], positions: jax.Array | None) -> jax.Array:
         """Return what `embed` adds, [T D] or [B T D]. shape: [B T], of the tokens; positions: of them, or None."""
@@ -78,7 +83,8 @@ class Ends(nnx.Module):
 
     def look_up(self, tokens_BT: jax.Array) -> jax.Array:
         """tokens[B T] -> their embeddings x[B T D]"""
-        return tensor.look_up(self.embedding_VD[...], tokens_BT, self.split.axis, self.split.sequence_parallel)
+        axis, sequence_parallel, axes = self.split.axis, self.split.sequence_parallel, self.split.vocab_axes
+        return tensor.look_up(self.embedding_VD[...], tokens_BT, axis, sequence_parallel, axes)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """x[B T D] -> logits[B T V] in float32. Not with a Split."""
@@ -93,11 +99,10 @@ class Ends(nnx.Module):
 
         Negative targets are padding and are ignored.
         """
-        axis = self.split.axis
-        if axis or self.loss_chunk:
-            x_BTD = tensor.enter(self.norm(x_BTD), axis, self.split.sequence_parallel)
+        if self.split.vocab_axes or self.loss_chunk:
+            x_BTD = tensor.enter(self.norm(x_BTD), self.split.axis, self.split.sequence_parallel)
             options = tensor.LossOptions(self.vocab_size, self.loss_chunk)
-            return tensor.cross_entropy(x_BTD, self.head(), targets_BT, axis, options)
+            return tensor.cross_entropy(x_BTD, self.head(), targets_BT, self.split.vocab_axes, options)
         counted_BT = targets_BT >= 0
         logits_BTV = self.logits(x_BTD)
         labels_BTV = jax.nn.one_hot(targets_BT, logits_BTV.shape[-1])
@@ -199,14 +204,16 @@ def _used(ends: dict, end: Literal["first", "last"]) -> dict:
 
 
 def rules(config: Model, split: Split) -> Rules:
-    """Return the layout of every parameter over the tensor axis.
+    """Return the layout of every parameter over the tensor axis, of the vocabulary over its axes.
 
     Key and value heads are sharded if there is at least one per device, else replicated, and each device uses its own.
     """
     axis = f"/{split.axis}" if split.axis else ""
+    vocab_axes = "/" + ",".join(split.vocab_axes) if split.vocab_axes else ""
     lead = {ENDS: "", LAYERS: "L "}
-    rows = decoder_table.table(config, split.size).items()
-    return Rules([(path, lead[row.part] + row.layout.replace(TENSOR, axis)) for path, row in rows])
+    rows = decoder_table.table(config, split.size, split.vocab_shards).items()
+    layouts = ((path, lead[row.part] + row.layout) for path, row in rows)
+    return Rules([(path, layout.replace(TENSOR, axis).replace(VOCAB, vocab_axes)) for path, layout in layouts])
 
 
 def is_padded(path: str) -> bool:
@@ -253,7 +260,7 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
     regather = config.memory.rematerialization.policy != "full"
     attention = p.context_attention if p.context > 1 else None
     split = Split("tensor", p.tensor, p.sequence_parallel, regather) if p.tensor > 1 else ONE_DEVICE
-    split = split._replace(context=attention)
+    split = split._replace(context=attention, vocab_axes=p.vocab_axes, vocab_shards=p.vocab_shards)
     graphs, shapes = abstract(decoder, split)
 
     def initialize(seed: int, order: Sequence[int] | None = None, put: Callable | None = None) -> dict:
@@ -285,4 +292,5 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
         is_padded=is_padded,
         splits_context=True,
         splits_documents=True,
+        splits_vocab=bool(p.vocab_over_pipe),
     )

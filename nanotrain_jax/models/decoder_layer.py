@@ -17,13 +17,15 @@ from nanotrain_jax.parallel.collectives import position
 
 
 class Split(NamedTuple):
-    """How devices share the heads, widths and tokens of a decoder: tensor and context parallelism."""
+    """How devices share the heads, widths, tokens and vocabulary of a decoder."""
 
     axis: str | None = None  # mesh axis; None: not split
     size: int = 1
     sequence_parallel: bool = False  # shard activations over tokens between matmuls
     regather: bool = True  # gather the inputs of matmuls again in the backward (`tensor.columns`)
     context: context.Kind | None = None  # attention over the mesh axis context; None: devices have whole sequences
+    vocab_axes: tuple[str, ...] = ()  # mesh axes that split the vocabulary: of pipe and tensor
+    vocab_shards: int = 1  # devices along them
 
     def positions(self, tokens: int, starts_BT: jax.Array | None = None) -> jax.Array | None:
         """Return the positions of this device's tokens, int32 [T/context], with starts [B T/context]; None: 0 to T-1.

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 
 from nanotrain_jax.config.families import FAMILIES, Family
 from nanotrain_jax.config.schema import Model, padded_vocab
-from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, Parameter, Table, Use
+from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, VOCAB, Parameter, Table, Use
 
 STD = 0.02
 
@@ -52,12 +52,12 @@ def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
             f"{MLP}/bias_down_D": _bias("D"),
         }
     embedding_use = "both" if is_tied else "first"
-    table[EMBEDDING] = _weight("V/tensor D", used=embedding_use, is_matmul=is_tied, is_padded=True)
+    table[EMBEDDING] = _weight("V/vocab D", used=embedding_use, is_matmul=is_tied, is_padded=True)
     table |= _norm(NORM_LAST, family, "last")
     if family.learned_positions:
         table[POSITIONS] = Parameter("T D", used="first", std=STD, decay=False)
     if not is_tied:
-        table[HEAD] = _weight("V/tensor D", used="last", is_padded=True)
+        table[HEAD] = _weight("V/vocab D", used="last", is_padded=True)
     return table
 
 
@@ -67,17 +67,21 @@ def _norm(path: str, family: Family, used: Use = "layer") -> Table:
 
 
 @lru_cache
-def table(model: Model, tensor: int = 1) -> Table:
-    """Return every parameter of a resolved model, with sizes. tensor: size of the tensor axis. Do not mutate."""
-    V, K, H = padded_vocab(model.vocab_size, tensor), model.num_kv_heads, model.d_model // model.num_heads
+def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
+    """Return every parameter of a resolved model, with sizes. Do not mutate.
+
+    tensor: size of the tensor axis. vocab_shards: `Parallel.vocab_shards`.
+    """
+    V, K, H = padded_vocab(model.vocab_size, vocab_shards), model.num_kv_heads, model.d_model // model.num_heads
     sizes = {"D": model.d_model, "F": model.d_ff, "N": model.num_heads, "K": K, "H": H, "V": V, "T": model.max_seq_len}
 
     def sized(row: Parameter) -> Parameter:
         is_partial = row.is_partial and tensor > K
+        layout = row.layout.replace(TENSOR, "") if is_partial or tensor == 1 else row.layout
         return row._replace(
-            layout=row.layout.replace(TENSOR, "") if is_partial or tensor == 1 else row.layout,
+            layout=layout.replace(VOCAB, "") if vocab_shards == 1 else layout,
             is_partial=is_partial,
-            shape=tuple(sizes[word.removesuffix(TENSOR)] for word in row.layout.split()),
+            shape=tuple(sizes[word.partition("/")[0]] for word in row.layout.split()),
             padding=V - model.vocab_size if row.is_padded else 0,
         )
 

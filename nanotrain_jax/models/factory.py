@@ -53,6 +53,11 @@ def check(model: Model, config: Config) -> None:
             f"parallel.context={config.parallel.context} splits rows, but {name} does not say that its attention does; "
             "use one of nanotrain_jax.parallel.context and set splits_context=True, or parallel.context=1"
         )
+    if bool(config.parallel.vocab_over_pipe) != model.splits_vocab:
+        raise ValueError(
+            f"parallel.vocab_over_pipe={config.parallel.vocab_over_pipe}, but {name} has splits_vocab="
+            f"{model.splits_vocab}; make them equal"
+        )
     if not (config.data.attend_across_documents or model.splits_documents):
         raise ValueError(
             f'data.attend_across_documents=false, but {name} does not say that it heeds batch["starts"]; '

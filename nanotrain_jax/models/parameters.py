@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 ENDS, LAYERS = "ends", "layers"  # top-level keys of a parameter tree; arrays of layers are stacked
 TENSOR = "/tensor"  # marks the dim of a layout that is sharded over the tensor axis
+VOCAB = "/vocab"  # marks the vocabulary, sharded over the axes of `Parallel.vocab_axes`
 
 Use = Literal["layer", "first", "last", "both"]
 
@@ -24,7 +25,7 @@ class Parameter(NamedTuple):
     std: float = 0.0  # of normal
     decay: bool = True  # True: weight decay applies
     is_matmul: bool = False  # True: it multiplies every token
-    is_padded: bool = False  # True: with a tensor axis its first dim is padded with rows of zeros
+    is_padded: bool = False  # True: its first dim is the vocabulary; where that is sharded, padded with rows of zeros
     is_partial: bool = False  # True: if replicated over tensor, each device uses and differentiates only a part of it
     shape: tuple[int, ...] = ()  # global, with padding; () where sizes are unknown
     padding: int = 0  # rows
@@ -41,12 +42,12 @@ class Parameter(NamedTuple):
 
     @property
     def split_dim(self) -> int | None:
-        """The dim that is sharded over the tensor axis; None if replicated."""
-        return next((d for d, word in enumerate(self.layout.split()) if word.endswith(TENSOR)), None)
+        """The dim that is sharded over tensor, or over the axes of the vocabulary; None if replicated."""
+        return next((d for d, word in enumerate(self.layout.split()) if "/" in word), None)
 
     @property
     def free(self) -> tuple[int, ...]:
-        """Sizes of the dims that are not sharded over tensor: ZeRO may shard them over data."""
+        """Sizes of the dims that are not sharded so: ZeRO may shard them over data."""
         return tuple(size for d, size in enumerate(self.shape) if d != self.split_dim)
 
     def is_used(self, end: Literal["first", "last"]) -> bool:

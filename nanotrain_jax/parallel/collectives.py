@@ -121,7 +121,7 @@ def shift(x: jax.Array, axis: str, by: int, ring: bool = True) -> jax.Array:
     return lax.ppermute(as_varying(x, (axis,)), axis, pairs)
 
 
-def position(axis: str) -> jax.Array:
+def position(axis: Axis) -> jax.Array:
     """Return this device's index along axis. Moves nothing."""
     return lax.axis_index(axis)
 

@@ -29,6 +29,10 @@ class LayeredModel(NamedTuple):
     fetch: maps the stored weights of one layer to those that layer and inputs take, prefetched while the previous layer
     computes: an all-gather, or a copy from host memory. None: layers are used as stored.
 
+    split_ends: in pipelines all stages run first and last together, each with its part of the ends (vocabulary
+    parallelism, arXiv 2411.05288): x is the sum over stages of what first returns; last gets the x of the last stage on
+    every stage, communicates over the stages to return the same loss on all, and its gradients of x are summed.
+
     reduce: maps the complete float32 gradients of one layer to those that are returned, while the backward of the next
     layer computes: an all-reduce or reduce-scatter over data. None: gradients are returned as local sums.
     """
@@ -41,6 +45,7 @@ class LayeredModel(NamedTuple):
     inputs: Callable[[Tree], Tree] | None = None
     fetch: Callable[[Tree], Tree] | None = None
     reduce: Callable[[Tree], Tree] | None = None
+    split_ends: bool = False
 
     def inputs_of(self, weights: Tree) -> Tree:
         """Return what is differentiated in a layer with these weights."""

@@ -140,16 +140,28 @@ def row(x_BTF: jax.Array, w_FD: jax.Array, axis: str | None = "tensor", sequence
 
 
 def look_up(
-    embedding_VD: jax.Array, tokens_BT: jax.Array, axis: str | None = "tensor", sequence_parallel: bool = True
+    embedding_VD: jax.Array,
+    tokens_BT: jax.Array,
+    axis: str | None = "tensor",
+    sequence_parallel: bool = True,
+    vocab_axes: Sequence[str] | None = None,
 ) -> jax.Array:
     """embedding[V/tensor D], tokens[B T] -> x[B T/tensor D], or x[B T D] without sequence_parallel
 
     Vocabulary-parallel embedding: each device looks up the tokens whose rows it stores, zeros for the others; then
     `leave`. The gradient of a row, a sum over all occurrences of its token, is accumulated in float32.
+
+    vocab_axes: mesh axes that split the vocabulary; None: axis. Over those other than axis, x is a partial sum.
     """
-    if axis is not None:
-        tokens_BT = tokens_BT - position(axis) * embedding_VD.shape[0]  # out of range: stored on another device
+    axes = _names(axis) if vocab_axes is None else tuple(vocab_axes)
+    if axes:
+        tokens_BT = tokens_BT - position(axes) * embedding_VD.shape[0]  # out of range: stored on another device
     return leave(_rows(as_varying(embedding_VD, varying_axes(tokens_BT)), tokens_BT), axis, sequence_parallel)
+
+
+def _names(axis: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of one mesh axis, of several, or of none."""
+    return (axis,) if isinstance(axis, str) else tuple(axis or ())
 
 
 @jax.custom_vjp
@@ -187,7 +199,7 @@ def cross_entropy(
     x_BTD: jax.Array,
     head_VD: jax.Array,
     targets_BT: jax.Array,
-    axis: str | None = "tensor",
+    axis: str | Sequence[str] | None = "tensor",
     options: LossOptions = PLAIN_LOSS,
 ) -> tuple[jax.Array, jax.Array]:
     """x[B T D], head[V/tensor D], targets[B T] -> sum of losses in nats (float32), number of valid targets (int32)
@@ -203,15 +215,16 @@ def cross_entropy(
 
     Only one chunk's logits exist at a time, and none is recomputed. Residuals: the gradients of x[B T D] and, in
     float32, of head[V/tensor D]. Backward: the gradient of x is a partial sum over tensor; the backward of `enter`
-    reduces it. Raises ValueError if chunk does not divide B T.
+    reduces it. axis: the mesh axis that splits the vocabulary, or several, the last of them innermost; None: none.
+    Raises ValueError if chunk does not divide B T.
     """
     B, T, _ = x_BTD.shape
     tokens = B * T
     chunk = options.chunk or tokens
     if tokens % chunk:
         raise ValueError(f"chunk={chunk} does not divide the {B} x {T} tokens of a device; use a divisor of {tokens}")
-    axes = () if axis is None else (axis,)
-    vocab_size = options.vocab_size or head_VD.shape[0] * (lax.axis_size(axis) if axes else 1)
+    axes = _names(axis)
+    vocab_size = options.vocab_size or head_VD.shape[0] * (lax.axis_size(axes) if axes else 1)
     everywhere = sorted({*axes} | varying_axes(x_BTD) | varying_axes(head_VD) | varying_axes(targets_BT))
     loss = _Loss(axes, vocab_size, chunk, options.z_loss, tuple(everywhere))
     x_BTD, head_VD = as_varying((x_BTD, head_VD), everywhere)
@@ -222,7 +235,7 @@ def cross_entropy(
 class _Loss:
     """The static arguments of `cross_entropy`."""
 
-    axes: tuple[str, ...]  # the mesh axis that splits the vocabulary, or ()
+    axes: tuple[str, ...]  # the mesh axes that split the vocabulary
     vocab_size: int
     chunk: int  # tokens
     z_loss: float
@@ -296,7 +309,7 @@ class _Softmax(NamedTuple):
 def _losses(loss: _Loss, x_cD: jax.Array, head_VD: jax.Array, targets_c: jax.Array) -> tuple[jax.Array, _Softmax]:
     """-> losses[c] of a chunk, 0 for ignored targets; the intermediates that `_gradients` takes."""
     V = head_VD.shape[0]
-    row_V = jnp.arange(V) + (position(loss.axes[0]) * V if loss.axes else 0)
+    row_V = jnp.arange(V) + (position(loss.axes) * V if loss.axes else 0)
     logits_cV = jnp.einsum("cD,VD->cV", x_cD, head_VD, preferred_element_type=jnp.float32)
     logits_cV = jnp.where(row_V[None] < loss.vocab_size, logits_cV, -jnp.inf)
     counts_c = loss.counts(targets_c)

@@ -9,7 +9,8 @@ their peaks given below.
                                   B   recomputation, gradients of inputs; attention 5/2 of its forward
                                   W   gradients of weights
     all microbatches              ticks, each as long as its busiest stage (`schedule_text.stats`), with the head on the
-                                  last stage; without stages M (F + B + W)
+                                  last stage, or with parallel.vocab_over_pipe 1/P of it on all; without stages
+                                  M (F + B + W)
     once per step                 gradients and weights communicated after the backward; the update at memory bandwidth
 """
 
@@ -36,6 +37,7 @@ LINK = 0.8
 # Latency in seconds of a kernel, of a collective, and of a pipeline tick (each branch of a stage, for its forward, its
 # backward and its ends, synchronizes with the host). Assumed, not measured.
 KERNEL, COLLECTIVE, TICK = 3e-6, 15e-6, 50e-6
+ENDS_TICK = 2e-4  # of the ends of one microbatch, if they are split over stages: three branches, scalars of the loss
 
 # Fractions of the wire bytes that overlap with matmuls, as the compiled programs schedule them (scripts/audit.py).
 HIDDEN_TENSOR = 0.3
@@ -78,7 +80,7 @@ def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
     adapters as it has members in a domain: k GPUs of a host share k.
     """
     p = config.parallel
-    rows = [row for row in table(config.model, p.tensor).values() if row.part == LAYERS]
+    rows = [row for row in table(config.model, p.tensor, p.vocab_shards).values() if row.part == LAYERS]
     layer = sum(counts.local_elements(row, config) for row in rows)
     layer *= counts.BYTES[config.precision.compute] * p.pipe / config.model.num_layers
     transfers = []
@@ -106,7 +108,7 @@ def _overlap(
     p = config.parallel
     if what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS, Traffic.LOSS):
         return HIDDEN_TENSOR, "microbatch"
-    if what is Traffic.BETWEEN_STAGES:
+    if what in (Traffic.BETWEEN_STAGES, Traffic.SHARED_BY_STAGES):
         return HIDDEN_PIPE, "microbatch"
     if what in (Traffic.ATTENTION, Traffic.HEADS):
         return (HIDDEN_PIPE * (1 - last_hop(config)) if op == "permute" else 0.0), "microbatch"
@@ -162,11 +164,14 @@ def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Trans
     forward = sum(seconds * _forward_share(config, t) for t, seconds in per_microbatch.items())
     busy = total = compute + M * sum(per_microbatch.values())
     if p.pipe > 1:
-        costs = F + ends[0] + forward, B + ends[1] + sum(per_microbatch.values()) - forward, W
+        in_every_tick = (0.0, 0.0) if p.vocab_over_pipe else ends  # else on all stages, once for each microbatch
+        of_ends = M * (sum(ends) + ENDS_TICK) if p.vocab_over_pipe else 0.0
+        costs = F + in_every_tick[0] + forward, B + in_every_tick[1] + sum(per_microbatch.values()) - forward, W
         table = counts.outline(config)
-        total = table.time(*(seconds / C for seconds in costs)) + table.ticks * TICK
+        total = table.time(*(seconds / C for seconds in costs)) + table.ticks * TICK + of_ends
         if p.idle == "mask":  # every stage computes in every tick
             total = table.ticks * ((costs[0] + costs[1] + max(table.weights, 1) * W) / C + TICK)
+            total += table.ticks / M * of_ends
     by_axis: dict[str, float] = {}
     for t in moved:
         by_axis[t.axis] = by_axis.get(t.axis, 0.0) + t.exposed
@@ -239,8 +244,8 @@ def ends_time(config: Config, gpu: Gpu) -> tuple[float, float]:
     With model.loss_chunk each chunk reads and writes the float32 gradient of the head.
     """
     m, p = config.model, config.parallel
-    t, n, b = p.tensor, counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
-    V = padded_vocab(m.vocab_size, t) / t
+    n, b = counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
+    V = padded_vocab(m.vocab_size, p.vocab_shards) / p.vocab_shards
     head, logits = _matmul((n, m.d_model, V), b, gpu), 12.0 * n * V / (STREAM * gpu.memory_bandwidth)
     chunks = n / m.loss_chunk if m.loss_chunk else 0
     sums = chunks * 8.0 * V * m.d_model / (STREAM * gpu.memory_bandwidth)

@@ -27,15 +27,19 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
         lines.append(f"warning: the run ends during warm-up: optimizer.warmup_steps={warmup} > train.steps")
     if dataset.replaced:
         lines.append(f"warning: {dataset.replaced:,} invalid UTF-8 sequences in the text were replaced by U+FFFD")
-    vocab, rows = config.model.vocab_size, padded_vocab(config.model.vocab_size, config.parallel.tensor)
+    p, vocab = config.parallel, config.model.vocab_size
+    rows = padded_vocab(vocab, p.vocab_shards)
     if rows > vocab and not config.model.factory:
-        lines.append(f"vocabulary: {vocab:,} tokens padded to {rows:,} for tensor {config.parallel.tensor}")
-    p = config.parallel
+        axes = " x ".join(f"{axis} {p.axes[axis]}" for axis in p.vocab_axes)
+        lines.append(f"vocabulary: {vocab:,} tokens padded to {rows:,} for {axes}")
     if p.pipe > 1:
-        bubble = schedule_text.stats(schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks)).bubble_fraction
+        table = schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks, p.vocab_over_pipe)
+        bubble = schedule_text.stats(table).bubble_fraction
+        ends = "split over all stages" if p.vocab_over_pipe else "on the first and last stage"
         lines.append(
             f"pipeline schedule {p.schedule}: {p.microbatches} microbatches over {p.pipe} stages; bubble {bubble:.0%} "
-            "(modelled: forward, input-gradient and weight-gradient passes take equal time)"
+            "(modelled: forward, input-gradient and weight-gradient passes take equal time); embedding and head "
+            f"{ends} (parallel.vocab_over_pipe)"
         )
     if config.parallel.zero and mesh.shape["data"] == mesh.shape["context"] == 1:
         lines.append(f"parallel.zero={config.parallel.zero} has no effect: parallel.data and context are 1")

@@ -98,7 +98,7 @@ def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, jax.Arra
     microbatches = microbatched(plan, batch)
     p = plan.config.parallel
     if plan.execution is Execution.PIPELINE:
-        schedule = schedules.forward_only(p.pipe, p.microbatches, p.chunks)
+        schedule = schedules.forward_only(p.pipe, p.microbatches, p.chunks, plan.model.splits_vocab)
         sums = run_forward(schedule, forward.layered(plan, params), microbatches, idle=p.idle)
     else:
         weights = forward.Weights(params, plan.zero.inputs(params, plan.shards))

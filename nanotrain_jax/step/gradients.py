@@ -122,7 +122,7 @@ def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     """
     p = plan.config.parallel
     name = p.schedule if p.pipe > 1 else "1f1b"  # one stage: forward and backward of each microbatch
-    schedule = schedules.make(name, p.pipe, p.microbatches, p.chunks)
+    schedule = schedules.make(name, p.pipe, p.microbatches, p.chunks, plan.model.splits_vocab)
     model = scaled(forward.layered(plan, params), scale)
     loss, (of_ends, of_layers) = run_schedule(schedule, model, microbatches, idle=p.idle)
     if model.reduce:

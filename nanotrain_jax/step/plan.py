@@ -114,12 +114,13 @@ def specs_over_pipe_and_tensor(model: Model, mesh: Mesh) -> Tree:
 
     def on_mesh(path: tuple, spec: PartitionSpec) -> PartitionSpec:
         is_stacked = path[0].key in (LAYERS, *model.stacks)
-        if {*spec} - {None, "tensor"} or (is_stacked and spec and spec[0]):
+        allowed = {"tensor", "pipe"} if model.splits_vocab and not is_stacked else {"tensor"}
+        if {*jax.tree.leaves(tuple(spec))} - allowed or (is_stacked and spec and spec[0]):
             raise ValueError(
                 f"the model's rules lay out {jax.tree_util.keystr(path, simple=True, separator='/')} as {spec}: only "
                 "tensor may be used, not on the dim of layers; parallel.pipe and parallel.zero shard over other axes"
             )
-        entries = [axis if axis and mesh.shape[axis] > 1 else None for axis in spec]
+        entries = [axes_of_several_devices(entry, mesh) for entry in spec]
         if path[0].key == LAYERS and mesh.shape["pipe"] > 1:
             entries = ["pipe", *entries[1:]]
         while entries and entries[-1] is None:
@@ -127,6 +128,12 @@ def specs_over_pipe_and_tensor(model: Model, mesh: Mesh) -> Tree:
         return PartitionSpec(*entries)
 
     return jax.tree_util.tree_map_with_path(on_mesh, specs(model.rules, model.shapes, mesh))
+
+
+def axes_of_several_devices(entry: str | tuple[str, ...] | None, mesh: Mesh) -> str | tuple[str, ...] | None:
+    """Return an entry of a PartitionSpec without axes of one device."""
+    axes = tuple(axis for axis in jax.tree.leaves(entry) if mesh.shape[axis] > 1)
+    return axes if len(axes) > 1 else axes[0] if axes else None
 
 
 def large(shapes: Tree, persist_below: int, stacks: Sequence[str]) -> Tree:

@@ -22,10 +22,10 @@ from nanotrain_jax.parallel import loops
 from nanotrain_jax.parallel.collectives import as_varying, position, varying_axes
 from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
 from nanotrain_jax.parallel.layered_model import LayeredModel
-from nanotrain_jax.parallel.pipeline import schedule_text
-from nanotrain_jax.parallel.pipeline.schedule import Schedule
-from nanotrain_jax.parallel.pipeline.slots import arrivals, buffers, ticks_of
-from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Stage, Sums, Tick
+from nanotrain_jax.parallel.pipeline import both_ends, schedule_text
+from nanotrain_jax.parallel.pipeline.schedule import Schedule, make
+from nanotrain_jax.parallel.pipeline.slots import EndUnits, arrivals, buffers, end_units, ticks_of
+from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Shared, Stage, Sums, Tick
 from nanotrain_jax.parallel.pipeline.tick import begin_chunk, shifted, tick
 from nanotrain_jax.parallel.split_vjp import split_vjp
 
@@ -47,7 +47,8 @@ def run_schedule(
     axis: the mesh axis of stages. idle: skip or mask (see above). Sends 2 x per tick and device.
 
     Gradients are float32, or what model.reduce returns. Sum the loss and the gradients of ends over pipe: only the last
-    stage has the loss, the first and the last stage have gradients of ends. Do not sum gradients over an axis that ends
+    stage has the loss, the first and the last stage have gradients of ends. With model.split_ends do not sum gradients
+    of ends that are sharded over pipe. Do not sum gradients over an axis that ends
     or layers do not vary over (data, if they are replicated over it): they arrive summed, since JAX sums them at each
     use. To sum once per step, cast ends and layers with `as_varying` before the call and sum after it.
 
@@ -59,7 +60,7 @@ def run_schedule(
     stage = replace(stage, vjp=vjp)
     table = stage.schedule
     columns = (table.forward, table.backward, table.weight, *arrivals(table))
-    ticks = Tick(*(_column(table, stage.index) for table in columns))
+    ticks = Tick(*(_column(table, stage.index) for table in columns), _end_units(stage))
     carry, _ = lax.scan(partial(tick, stage), _initial_carry(stage), ticks)
     loss, of_ends = carry.sums.ends
     return loss, (of_ends, carry.sums.layers if model.reduce is None else carry.sums.reduced)
@@ -79,15 +80,20 @@ def run_forward(
         zeros(stage.x_type),
         zeros(stage.x_type, count=stage.buffers["inputs"].count + 1),
         zeros(_type_of_last(stage)),
+        _nothing_shared(stage),
     )
-    return lax.scan(partial(_forward_tick, stage), carry, ticks)[0][2]
+    return lax.scan(partial(_forward_tick, stage), carry, (*ticks, _end_units(stage)))[0][2]
 
 
 def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
-    """One tick of a forward pass. carry: x, inputs[slots ...], sums of what model.last returns; now: units."""
-    x, inputs, sums = carry
-    unit, x_arrives = now
+    """One tick of a forward pass. carry: x, inputs[slots ...], sums of what model.last returns, shared; now: units."""
+    x, inputs, sums, shared = carry
+    unit, x_arrives, of_ends = now
     inputs = loops.put(inputs, stage.slot("inputs", x_arrives), x)
+    if stage.model.split_ends:
+        begins = jnp.where(stage.is_first(unit), unit, -1)
+        inputs = loops.put(inputs, stage.slot("inputs", begins), shared.embedded)
+        sums = _with_loss(stage, of_ends.loss, of_ends.loss >= 0, shared.output, sums)
 
     def run_layer(x: Tree, i: jax.Array, fetched: Tree | None) -> tuple[Tree, None]:
         return stage.layer(*stage.arguments(unit, i, fetched), x), None
@@ -96,16 +102,24 @@ def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
         x, sums = values
         layers = LayerWork(run_layer, partial(stage.fetch, unit))
         x = over_layers(layers, begin_chunk(stage, unit, x), stage.layers_per_chunk)
-
-        def finish(turn: jax.Array, sums: Tree, nothing: tuple) -> tuple[Tree, tuple]:
-            of_unit = stage.model.last(stage.model.ends, x, stage.microbatch(unit + turn))
-            return jax.tree.map(jnp.add, sums, of_unit), nothing
-
-        sums, _ = stage.when(stage.is_last(unit), "last", finish, sums, ())
+        if not stage.model.split_ends:
+            sums = _with_loss(stage, unit, stage.is_last(unit), x, sums)
         return (x, sums), nothing
 
     (x, sums), _ = stage.when(unit >= 0, "forward", work, (loops.get(inputs, stage.slot("inputs", unit)), sums), ())
-    return (shifted(stage, x, 1), inputs, sums), None
+    if stage.model.split_ends:
+        shared = both_ends.share_outputs(stage, of_ends.embedded, shared, x)
+    return (shifted(stage, x, 1), inputs, sums, shared), None
+
+
+def _with_loss(stage: Stage, unit: jax.Array, wanted: jax.Array, x: Tree, sums: Tree) -> Tree:
+    """Add what `model.last` returns for a unit to sums, if wanted."""
+
+    def work(turn: jax.Array, sums: Tree, nothing: tuple) -> tuple[Tree, tuple]:
+        of_unit = stage.model.last(stage.model.ends, x, stage.microbatch_of_ends(unit + turn))
+        return jax.tree.map(jnp.add, sums, both_ends.once(stage, of_unit)), nothing
+
+    return stage.when(wanted, "last", work, sums, ())[0]
 
 
 def _stage(schedule: Schedule | str, model: LayeredModel, microbatches: Tree, axis: str, idle: str) -> Stage:
@@ -126,6 +140,18 @@ def _stage(schedule: Schedule | str, model: LayeredModel, microbatches: Tree, ax
         x_type=_type_of_x(model, microbatches, axis),
         final_units=_column(_final_units(schedule), index),
     )
+
+
+def _end_units(stage: Stage) -> EndUnits | None:
+    """Return the units of split ends in each tick."""
+    return EndUnits(*map(jnp.asarray, end_units(stage.schedule))) if stage.model.split_ends else None
+
+
+def _nothing_shared(stage: Stage) -> Shared | None:
+    """Zeros, before the first tick with split ends."""
+    if not stage.model.split_ends:
+        return None
+    return Shared(*(loops.zeros(stage.x_type, stage.axis) for _ in Shared._fields))
 
 
 def _final_units(schedule: Schedule) -> np.ndarray:
@@ -150,7 +176,15 @@ def _fitted(
     if stages > 1 and not all(axis in varying_axes(w) for w in jax.tree.leaves(model.layers)):
         raise ValueError(f"layers are the same on every stage; shard their leading dim over the stages: P({axis!r})")
     shapes = ([x.shape for x in jax.tree.leaves(tree)] for tree in (model.layers, microbatches))
-    return schedule_text.fitted(schedule, stages, *shapes)
+    if isinstance(schedule, str) and model.split_ends and schedule != "interleaved":
+        schedule = make(schedule, stages, len(jax.tree.leaves(microbatches)[0]), split_ends=True)
+    schedule, layers_per_chunk = schedule_text.fitted(schedule, stages, *shapes)
+    if schedule.split_ends != model.split_ends:
+        raise ValueError(
+            f"model.split_ends={model.split_ends} with a schedule of split_ends={schedule.split_ends}; make the "
+            f"schedule with split_ends={model.split_ends}"
+        )
+    return schedule, layers_per_chunk
 
 
 def _type_of_x(model: LayeredModel, microbatches: Tree, axis: str) -> Tree:
@@ -173,7 +207,7 @@ def _type_of_x(model: LayeredModel, microbatches: Tree, axis: str) -> Tree:
 def _type_of_last(stage: Stage) -> Tree:
     """Return the types of what model.last returns."""
     last = stage.model.last
-    return jax.eval_shape(lambda x: last(stage.model.ends, x, stage.microbatch(_first_row())), stage.x_type)
+    return jax.eval_shape(lambda x: last(stage.model.ends, x, stage.microbatch_of_ends(_first_row())), stage.x_type)
 
 
 def _initial_carry(stage: Stage) -> Carry:
@@ -204,6 +238,7 @@ def _initial_carry(stage: Stage) -> Carry:
         ),
         intermediates=ring("intermediates", stage.vjp.intermediates if stage.is_split else []),
         sums=Sums((zeros(loss, dtype=jnp.float32), of_ends), of_layers, reduced),
+        shared=_nothing_shared(stage),
     )
 
 

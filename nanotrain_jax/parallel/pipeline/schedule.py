@@ -24,6 +24,11 @@ takes F and B = dX + W per microbatch, through all of its chunks:
 
 zb_h1 and zb_h2 have one kind of work per tick: these bubbles hold if F, dX and W take the same time, else they are
 larger. zero_bubble holds whenever W takes no longer than F and dX, at the price of more microbatches in flight.
+
+With split ends (`LayeredModel.split_ends`) all stages together embed a unit in the tick before its first F, compute its
+loss in the tick after its last F, and finish its backward in the tick after its last B. Schedules that have F and B in
+one tick run every B one tick later: one more microbatch in flight, the same time, since more ticks have only F, and as
+many fewer have both.
 """
 
 from __future__ import annotations
@@ -45,6 +50,7 @@ class Schedule(NamedTuple):
     forward: np.ndarray  # [ticks P]
     backward: np.ndarray  # [ticks P]
     weight: np.ndarray  # [ticks P n]: up to n in a tick; n = 0: the backward is not split
+    split_ends: bool = False  # True: for `LayeredModel.split_ends`
 
     @property
     def stages(self) -> int:
@@ -69,16 +75,16 @@ def gpipe(P: int, M: int) -> Schedule:
     return _unsplit(1, M, _consecutive(ticks - stage, M), _consecutive(ticks - (M + P - 1) - (P - 1 - stage), M))
 
 
-def one_f_one_b(P: int, M: int) -> Schedule:
-    """One forward and one backward in every tick of the steady state."""
-    return _fused(P, M, 1)
+def one_f_one_b(P: int, M: int, delay: int = 0) -> Schedule:
+    """One forward and one backward in every tick of the steady state. delay: ticks from the last stage's F to its B."""
+    return _fused(P, M, 1, delay)
 
 
-def interleaved(P: int, M: int, C: int) -> Schedule:
+def interleaved(P: int, M: int, C: int, delay: int = 0) -> Schedule:
     """Interleaved 1F1B over C chunks per stage: P microbatches through one chunk, then through the next."""
     if M % P:
         raise ValueError(f"interleaved: {M} microbatches are not a multiple of {P} stages; use {_multiples(M, P)}")
-    return _fused(P, M, C)
+    return _fused(P, M, C, delay)
 
 
 def lean(P: int, M: int) -> Schedule:
@@ -98,11 +104,11 @@ def zb_h2(P: int, M: int) -> Schedule:
     return _one_at_a_time(P, M, [2 * (P - s) - 1 for s in range(P)], 2 * P - 1)
 
 
-def zero_bubble(P: int, M: int) -> Schedule:
+def zero_bubble(P: int, M: int, delay: int = 0) -> Schedule:
     """1F1B with deferred weight gradients: none until P - 1 ticks after the first backward reaches the first stage,
     then one W per tick, and two where the stage has no forward or no backward while others do."""
-    plain = _fused(P, M, 1)
-    first = max(min(3 * (P - 1), M), P - 1)
+    plain = _fused(P, M, 1, delay)
+    first = max(min(3 * (P - 1) + delay, M), P - 1 + delay)
     weight = np.full((plain.ticks, P, 2), IDLE)
     backwards_done = (plain.backward != IDLE).cumsum(0).tolist()
     for s in range(P):
@@ -126,18 +132,39 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
-def make(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Return a schedule by name. Raises ValueError if it does not support these sizes; the message has valid ones."""
+# Schedules with F and B of a unit in one tick on the last stage; they take `delay`.
+FUSED = ("1f1b", "interleaved", "zero_bubble")
+
+
+def make(name: str, stages: int, microbatches: int, chunks: int = 1, split_ends: bool = False) -> Schedule:
+    """Return a schedule by name. split_ends: for `LayeredModel.split_ends`.
+
+    Raises ValueError if the schedule does not support these sizes; the message has valid ones.
+    """
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; use {', '.join(SCHEDULES)}")
     for number, what in ((stages, "stages"), (microbatches, "microbatches"), (chunks, "chunks")):
         if number < 1:
             raise ValueError(f"{name}: {number} {what}; use 1 or more")
-    if name == "interleaved":
-        return interleaved(stages, microbatches, chunks)
-    if chunks > 1:
+    if chunks > 1 and name != "interleaved":
         raise ValueError(f"{name}: {chunks} chunks per stage; use 1, or interleaved")
-    return SCHEDULES[name](stages, microbatches)
+    sizes = (stages, microbatches, chunks) if name == "interleaved" else (stages, microbatches)
+    delay = {"delay": 1} if split_ends and name in FUSED else {}
+    table = SCHEDULES[name](*sizes, **delay)
+    return with_split_ends(table) if split_ends else table
+
+
+def with_split_ends(schedule: Schedule) -> Schedule:
+    """Return a schedule for split ends: with an idle tick before it, to embed, and one after it.
+
+    Needs B of a unit on the last stage at least one tick after its F (`schedule_text.validate`).
+    """
+
+    def padded(table: np.ndarray) -> np.ndarray:
+        return np.pad(table, [(1, 1)] + [(0, 0)] * (table.ndim - 1), constant_values=IDLE)
+
+    tables = (padded(table) for table in (schedule.forward, schedule.backward, schedule.weight))
+    return Schedule(schedule.chunks, schedule.microbatches, *tables, split_ends=True)
 
 
 def layer_order(schedule: Schedule, layers: int) -> np.ndarray:
@@ -162,14 +189,15 @@ def row_order(stages: int, chunks: int, layers: int) -> np.ndarray:
     return np.arange(layers).reshape(chunks, stages, -1).swapaxes(0, 1).ravel()
 
 
-def forward_only(P: int, M: int, C: int = 1) -> Schedule:
+def forward_only(P: int, M: int, C: int = 1, split_ends: bool = False) -> Schedule:
     """Return the forwards of a schedule with C chunks, for evaluation; any M."""
     full = -(-M // P) * P  # M rounded up: the last round of P microbatches may be partial
-    units = _fused(P, full, C).forward
+    units = _fused(P, full, C, 0).forward
     chunk, microbatch = np.divmod(units, full)
     forward = np.where((units != IDLE) & (microbatch < M), chunk * M + microbatch, IDLE)
     num_ticks = (forward != IDLE).any(1).nonzero()[0].max() + 1
-    return _unsplit(C, M, forward[:num_ticks], np.full((num_ticks, P), IDLE))
+    table = _unsplit(C, M, forward[:num_ticks], np.full((num_ticks, P), IDLE))
+    return with_split_ends(table) if split_ends else table
 
 
 def _needs(name: str, stages: int, microbatches: int, least: int) -> None:
@@ -194,10 +222,10 @@ def _consecutive(index: np.ndarray, length: int) -> np.ndarray:
     return np.where((index >= 0) & (index < length), index, IDLE)
 
 
-def _fused(P: int, M: int, C: int) -> Schedule:
+def _fused(P: int, M: int, C: int, delay: int) -> Schedule:
     """1F1B with F and B in one tick: stage s begins its M C forwards in tick s, its backwards in tick
-    P C - 1 + (P - 1 - s)."""
-    ticks, stage = np.arange(M * C + P * C + P - 2)[:, None], np.arange(P)[None]
+    P C - 1 + delay + (P - 1 - s)."""
+    ticks, stage = np.arange(M * C + P * C + P - 2 + delay)[:, None], np.arange(P)[None]
 
     def units(index: np.ndarray, reverse: bool) -> np.ndarray:
         round_, offset = np.divmod(index, P * C)  # rounds of P microbatches through all chunks
@@ -206,7 +234,7 @@ def _fused(P: int, M: int, C: int) -> Schedule:
         return np.where(index == IDLE, IDLE, chunk * M + (index if C == 1 else microbatch))
 
     forward = _consecutive(ticks - stage, M * C)
-    backward = _consecutive(ticks - (P * C - 1) - (P - 1 - stage), M * C)
+    backward = _consecutive(ticks - (P * C - 1 + delay) - (P - 1 - stage), M * C)
     return _unsplit(C, M, units(forward, False), units(backward, True))
 
 

@@ -55,9 +55,9 @@ class Outline(NamedTuple):
 
 
 @cache
-def outline(name: str, stages: int, microbatches: int, chunks: int = 1) -> Outline:
+def outline(name: str, stages: int, microbatches: int, chunks: int = 1, split_ends: bool = False) -> Outline:
     """Return the summary of a schedule by name. Raises ValueError as `schedule.make`."""
-    table = make(name, stages, microbatches, chunks)
+    table = make(name, stages, microbatches, chunks, split_ends)
     counts = _counts(table)
     codes = counts @ (1, 2, 4 * counts.max(initial=1))  # of (F, B, W); F and B are 0 or 1
     _, first_ticks, numbers = np.unique(codes, axis=0, return_index=True, return_counts=True)  # most ticks are equal
@@ -101,7 +101,8 @@ def validate(schedule: Schedule) -> None:
         following = (unit, s + 1) if s < P - 1 else (unit + schedule.microbatches, 0)
         if previous[0] >= 0:
             check_order("F", unit, s, "F", previous, same_tick=False)
-        check_order("B", unit, s, "F", (unit, s), same_tick=True)
+        splits_loss = schedule.split_ends and following[0] >= units
+        check_order("B", unit, s, "F", (unit, s), same_tick=not splits_loss)
         if following[0] < units:
             check_order("B", unit, s, "B", following, same_tick=False)
         if "W" in kinds:

@@ -48,11 +48,32 @@ def arrivals(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
     return shifted(schedule.forward, 1), shifted(schedule.backward, -1)
 
 
+class EndUnits(NamedTuple):
+    """With split ends: the units of both ends in each tick [ticks], the same on all stages, or IDLE."""
+
+    embedded: np.ndarray  # `first`, in the tick before F on the first stage
+    loss: np.ndarray  # `last`, in the tick after F on the last stage
+    of_first: np.ndarray  # the backward of `first`, in the tick after B on the first stage
+
+
+def end_units(schedule: Schedule) -> EndUnits:
+    """Return the units of the ends in each tick."""
+    C, M = schedule.chunks, schedule.microbatches
+    on_first, of_first = schedule.forward[:, 0], schedule.backward[:, 0]
+    on_last = schedule.forward[:, -1]
+    return EndUnits(
+        embedded=np.roll(np.where(on_first < M, on_first, IDLE), -1),
+        loss=np.roll(np.where(on_last >= (C - 1) * M, on_last, IDLE), 1),
+        of_first=np.roll(np.where(of_first < M, of_first, IDLE), 1),
+    )
+
+
 def buffers(schedule: Schedule) -> dict[str, Buffer]:
     """Return the buffers of a stage, by name:
 
     inputs           the input of a unit, from its arrival to F
-    gradients        the gradient of its output, from its arrival to B; of the last virtual stage its output, F to B
+    gradients        the gradient of its output, from its arrival to B; of the last virtual stage its output, F to B;
+                     with split ends from the loss to B
     backward         residuals that only B needs, from F to B
     backward_weight  residuals that W needs, from F to W; empty without W
     intermediates    intermediates of the backward, from B to W; empty without W
@@ -80,7 +101,10 @@ def _spans(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray, np.nda
     F, B = ticks_of(schedule.forward, units), ticks_of(schedule.backward, units)
     W = ticks_of(schedule.weight, units) if schedule.weight.size else np.full_like(F, -1)
     x, g = (ticks_of(table, units) for table in arrivals(schedule))
-    g = np.where(_virtual_stage(schedule) == last, F, g)
+    virtual_stage = _virtual_stage(schedule)
+    g = np.where(virtual_stage == last, F + schedule.split_ends, g)
+    if schedule.split_ends:
+        x = np.where(virtual_stage == 0, F, x)
     spans = {"inputs": (x, 0, F, 1), "gradients": (g, 0, B, 2), "backward": (F, 1, B, 2)}
     spans |= {"backward_weight": (F, 1, W, 3), "intermediates": (B, 2, W, 3)}
     return {name: (4 * start + i, 4 * end + j, (start >= 0) & (end >= 0)) for name, (start, i, end, j) in spans.items()}

@@ -14,7 +14,7 @@ from nanotrain_jax.parallel import loops
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.pipeline.schedule import Schedule
-from nanotrain_jax.parallel.pipeline.slots import Buffer
+from nanotrain_jax.parallel.pipeline.slots import Buffer, EndUnits
 from nanotrain_jax.parallel.split_vjp import SplitVjp
 
 Tree = Any  # a pytree of arrays
@@ -81,8 +81,14 @@ class Stage:
 
     def microbatch(self, unit: jax.Array) -> Tree:
         """The microbatch of a unit, varying over axis."""
-        microbatch = jax.tree.map(lambda x: loops.get(x, unit % self.schedule.microbatches), self.microbatches)
-        return as_varying(microbatch, self.axis)
+        return as_varying(self._same_microbatch(unit), self.axis)
+
+    def microbatch_of_ends(self, unit: jax.Array) -> Tree:
+        """The microbatch of a unit for `model.first` and `last`: with split ends the same on all stages."""
+        return self._same_microbatch(unit) if self.model.split_ends else self.microbatch(unit)
+
+    def _same_microbatch(self, unit: jax.Array) -> Tree:
+        return jax.tree.map(lambda x: loops.get(x, unit % self.schedule.microbatches), self.microbatches)
 
     def fetch(self, unit: jax.Array, layer: jax.Array) -> Tree | None:
         """Weights of a layer of the unit's chunk, prefetched; None without `LayeredModel.fetch`."""
@@ -118,6 +124,7 @@ class Tick(NamedTuple):
     weight: jax.Array  # [W per tick]
     x_arrives: jax.Array  # the unit whose input arrives from the previous stage
     g_arrives: jax.Array  # the unit whose output gradient arrives from the next stage
+    ends: EndUnits | None  # with split ends: of all stages
 
 
 class Residuals(NamedTuple):
@@ -135,6 +142,13 @@ class Sums(NamedTuple):
     reduced: Tree | None  # `LayeredModel.reduce` of the complete gradients; None without it
 
 
+class Shared(NamedTuple):
+    """With split ends: summed over stages in a tick, for the next one."""
+
+    embedded: Tree  # x of `EndUnits.embedded`
+    output: Tree  # x of the last stage after the last layer of the model
+
+
 class Carry(NamedTuple):
     """What a stage carries from tick to tick. Slots: `slots.buffers`."""
 
@@ -145,3 +159,4 @@ class Carry(NamedTuple):
     residuals: Residuals
     intermediates: list[jax.Array]  # [slots n ...] from B to W
     sums: Sums
+    shared: Shared | None  # None unless ends are split

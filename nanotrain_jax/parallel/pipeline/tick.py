@@ -9,7 +9,7 @@ the activation between layers (an array or a tree of them) and g its gradient:
     B              backward of a microbatch from its residuals; accumulate gradients in place
     W              if the schedule splits the backward: the weight gradients that B left out
 
-Bytes over pipe: x and g once per tick, always both, never inside a branch.
+Bytes over pipe: x and g once per tick, always both, never inside a branch; with split ends more (`both_ends.py`).
 
 Autodiff of this loop would store the residuals of all microbatches. Here each layer runs under `jax.vjp`, and its
 residuals stay in ring buffers (`ring_buffers.py`) with one slot per microbatch in flight: memory does not grow with the
@@ -33,7 +33,8 @@ from jax import lax
 from nanotrain_jax.parallel import loops
 from nanotrain_jax.parallel.collectives import shift
 from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
-from nanotrain_jax.parallel.pipeline import ring_buffers
+from nanotrain_jax.parallel.pipeline import both_ends, ring_buffers
+from nanotrain_jax.parallel.pipeline.both_ends import add
 from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Stage, Sums, Tick
 
 Tree = Any  # a pytree of arrays
@@ -42,18 +43,28 @@ Tree = Any  # a pytree of arrays
 def tick(stage: Stage, carry: Carry, now: Tick) -> tuple[Carry, None]:
     """Run one tick: shift g, F, shift x, B, W. A body for `lax.scan`."""
     g = shifted(stage, carry.g, -1)
-    carry = carry._replace(inputs=loops.put(carry.inputs, stage.slot("inputs", now.x_arrives), carry.x))
-    carry = forward(stage, now.forward, carry)
+    inputs = loops.put(carry.inputs, stage.slot("inputs", now.x_arrives), carry.x)
+    if stage.model.split_ends:
+        begins = jnp.where(stage.is_first(now.forward), now.forward, -1)
+        inputs = loops.put(inputs, stage.slot("inputs", begins), carry.shared.embedded)
+        carry, output = both_ends.share_gradients(stage, now.ends, carry)
+        carry = forward(stage, now.forward, carry._replace(inputs=inputs))
+        carry = carry._replace(shared=both_ends.share_outputs(stage, now.ends.embedded, carry.shared, carry.x))
+        output_unit = now.ends.loss
+    else:
+        carry = forward(stage, now.forward, carry._replace(inputs=inputs))
+        output, output_unit = carry.x, now.forward
     # The output of the last chunk of the model takes the slot of its gradient until B computes its loss.
-    output_unit = jnp.where(stage.is_last(now.forward), now.forward, -1)
-    gradients = loops.put(carry.gradients, stage.slot("gradients", output_unit), carry.x)
+    output_unit = jnp.where(stage.is_last(output_unit), output_unit, -1)
+    gradients = loops.put(carry.gradients, stage.slot("gradients", output_unit), output)
     gradients = loops.put(gradients, stage.slot("gradients", now.g_arrives), g)
     carry = carry._replace(x=shifted(stage, carry.x, 1), gradients=gradients)
     carry = backward(stage, now.backward, carry)
     for k in range(stage.schedule.weight.shape[-1]):
         carry = weight(stage, now.weight[k], carry)
-    x, g = lax.optimization_barrier((carry.x, carry.g))  # else XLA sends x in the next tick, which needs it
-    return carry._replace(x=x, g=g), None
+    # Else XLA communicates in the next tick, which needs the result.
+    x, g, shared = lax.optimization_barrier((carry.x, carry.g, carry.shared))
+    return carry._replace(x=x, g=g, shared=shared), None
 
 
 def shifted(stage: Stage, x: Tree, step: int) -> Tree:
@@ -80,11 +91,7 @@ def forward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
 
 def begin_chunk(stage: Stage, unit: jax.Array, x: Tree) -> Tree:
     """Return the input of the unit's chunk: `model.first` for the first chunk of the model, else x."""
-
-    def work(turn: jax.Array, _: Tree, nothing: tuple) -> tuple[Tree, tuple]:
-        return stage.first(stage.model.ends, stage.microbatch(unit + turn)), nothing
-
-    return stage.when(stage.is_first(unit), "first", work, x, ())[0]
+    return x if stage.model.split_ends else both_ends.embed(stage, unit, stage.is_first(unit), x)
 
 
 def backward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
@@ -92,15 +99,18 @@ def backward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
 
     def work(_: jax.Array, g: Tree, store: tuple[Sums, list]) -> tuple[Tree, tuple]:
         sums, intermediates = store
-        is_last = stage.is_last(unit)
-        is_first = (stage.index == 0) & (unit >= 0) & (unit < stage.schedule.microbatches)  # masked, unit may be -1
-        g, ends = stage.when(is_last, "last", partial(_backward_last, stage, unit, is_last), g, sums.ends)
+        of_ends = sums.ends
+        if not stage.model.split_ends:
+            g, of_ends = both_ends.backward_last(stage, unit, stage.is_last(unit), g, of_ends)
         layers = partial(_backward_layers, stage, carry.residuals)
         g, sums, intermediates = _through_chunk(
-            stage, unit, layers, (g, sums._replace(ends=ends), intermediates), reverse=True
+            stage, unit, layers, (g, sums._replace(ends=of_ends), intermediates), reverse=True
         )
-        g, ends = stage.when(is_first, "first", partial(_backward_first, stage, unit, is_first), g, sums.ends)
-        return g, (sums._replace(ends=ends), intermediates)
+        of_ends = sums.ends
+        if not stage.model.split_ends:
+            is_first = stage.is_first(unit) & (unit >= 0)  # masked, unit may be -1
+            g, of_ends = both_ends.backward_first(stage, unit, is_first, g, of_ends)
+        return g, (sums._replace(ends=of_ends), intermediates)
 
     g = loops.get(carry.gradients, stage.slot("gradients", unit))
     g, (sums, intermediates) = stage.when(unit >= 0, "backward", work, g, (carry.sums, carry.intermediates))
@@ -151,27 +161,6 @@ def _backward_layers(stage: Stage, buffers: Residuals, unit: jax.Array, is_final
     return LayerWork(run, ahead, behind if is_final else None)
 
 
-def _backward_last(
-    stage: Stage, unit: jax.Array, wanted: jax.Array, turn: jax.Array, x: Tree, sums: tuple
-) -> tuple[Tree, tuple]:
-    """Loss of a unit and its gradients -> gradient of the last layer's x, sums (loss, gradients of ends)."""
-    microbatch = stage.microbatch(unit + turn)
-    loss, vjp = jax.vjp(lambda ends, x: stage.model.last(ends, x, microbatch), stage.model.ends, x)
-    gradients, g = vjp(jnp.ones_like(loss))
-    return g, _add(stage, sums, (loss, gradients), wanted)
-
-
-def _backward_first(
-    stage: Stage, unit: jax.Array, wanted: jax.Array, turn: jax.Array, g: Tree, sums: tuple
-) -> tuple[Tree, tuple]:
-    """Backward of a unit through `model.first` -> g, sums (loss, gradients of ends)."""
-    microbatch = stage.microbatch(unit + turn)
-    _, vjp = jax.vjp(lambda ends: stage.first(ends, microbatch), stage.model.ends)
-    (gradients,) = vjp(jax.tree.map(lambda g: g + jnp.asarray(turn, g.dtype), g))
-    loss, of_ends = sums
-    return g, (loss, _add(stage, of_ends, gradients, wanted))
-
-
 def weight(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
     """W: accumulate the weight gradients of the unit's chunk, from residuals and the intermediates of B."""
 
@@ -202,23 +191,12 @@ def _weight_layers(stage: Stage, carry: Carry, unit: jax.Array, is_final: bool) 
     return LayerWork(run, ahead, behind if is_final else None)
 
 
-def _add(stage: Stage, sums: Tree, gradients: Tree, wanted: jax.Array) -> Tree:
-    """sums + gradients; masked idle work adds zeros."""
-
-    def add(s: jax.Array, g: jax.Array) -> jax.Array:
-        if stage.idle == "mask":
-            g = jnp.where(wanted, g, jnp.zeros_like(g))
-        return s + g.astype(s.dtype)
-
-    return jax.tree.map(add, sums, gradients)
-
-
 def _accumulate(
     stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums, gradients: Tree, is_final: bool
 ) -> tuple[Sums, Tree | None]:
     """Add gradients of the i-th layer of the unit's chunk to its sums -> sums, None; is_final: -> sums, total."""
     row = stage.row(unit, i)
-    total = _add(stage, loops.get(sums.layers, row), gradients, unit >= 0)
+    total = add(stage, loops.get(sums.layers, row), gradients, unit >= 0)
     if is_final:
         return sums, total
     return sums._replace(layers=loops.put(sums.layers, row, total)), None
