@@ -65,7 +65,8 @@ def cell(row: dict, name: str, unit: float) -> str:
 def show(title: str, rows: list[dict[str, Any]]) -> Table:
     """Return the audits as a table: compiled figures, and in brackets their ratio to the estimate.
 
-    fits: within what JAX allocates of the GPU's memory; the percentage is of all its memory.
+    lockstep: of a step that waits in every tick for the busiest stage. fits: within what JAX allocates of the GPU's
+    memory; the percentage is of all its memory.
     """
     table = Table(title=title)
     for name in (
@@ -75,6 +76,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> Table:
         "wire MB",
         "behind matmuls",
         "TFLOP",
+        "lockstep TFLOP",
         "arguments MB",
         "peak MB",
         "fits",
@@ -89,6 +91,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> Table:
             cell(row, "wire_bytes", 1e6),
             f"{row['behind_matmuls']:.0%}",
             cell(row, "flops", 1e12),
+            f"{row['compiled']['stages']['lockstep_flops'] / 1e12:,.1f}" if "stages" in row["compiled"] else "",
             cell(row, "argument_bytes", 1e6),
             cell(row, "peak_bytes", 1e6),
             f"{'yes' if row['fits'] else 'no'}, {row['memory_share']:.0%}",

@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,8 +73,9 @@ AT_MOST_ONCE = re.compile(r'at_most_once_(\w+)/while"')
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
+@lru_cache(maxsize=1)  # several audits of one program follow each other
 def parse(text: str) -> Program:
-    """Parse the text of a compiled module into its computations."""
+    """Parse the text of a compiled module into its computations. Do not mutate."""
     computations, entry, block = {}, "", []
     for line in text.splitlines():
         if line and not line[0].isspace() and line.endswith("{") and not line.startswith("HloModule"):

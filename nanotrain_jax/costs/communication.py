@@ -89,7 +89,8 @@ def communication(config: Config) -> list[dict[str, Any]]:
     Pipeline parallelism (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence
     parallelism), where a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
     With the vocabulary over pipe (arXiv 2411.05288) embedding and head, split over stages, are not summed over them;
-    each tick all-reduces 4 w B T D, and the loss its scalars, over pipe too (parallel/pipeline/both_ends.py).
+    each tick (each microbatch, with several chunks) all-reduces 4 w B T D over pipe, and the loss its scalars
+    (parallel/pipeline/both_ends.py).
     Tied embeddings are gathered, and their gradients scattered, at both ends (ZeRO 2 and 3); without stages too, where
     the layer loop is hand-written (`Execution.is_by_hand`).
     """
@@ -119,12 +120,19 @@ def communication(config: Config) -> list[dict[str, Any]]:
         x /= p.tensor if p.sequence_parallel else 1
         rows["pipe", "permute", Traffic.BETWEEN_STAGES] = 2 * outline(config).ticks * x
         if p.vocab_over_pipe:
-            add(("pipe",), "all_reduce", 4 * outline(config).ticks * x, Traffic.SHARED_BY_STAGES)
+            add(("pipe",), "all_reduce", 4 * shares_of_ends(config) * x, Traffic.SHARED_BY_STAGES)
     return [
         {"axis": axis, "op": op, "bytes_per_device": size, "what": what}
         for (axis, op, what), size in rows.items()
         if size
     ]
+
+
+def shares_of_ends(config: Config) -> int:
+    """Return how often stages share each of four activations at the ends, with the vocabulary over pipe."""
+    p = config.parallel
+    in_every_tick = p.chunks == 1 or p.idle == "mask"
+    return outline(config).ticks if in_every_tick else p.microbatches
 
 
 def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:

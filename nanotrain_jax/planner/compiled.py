@@ -15,6 +15,7 @@ from nanotrain_jax.costs import communication, counts, hardware
 from nanotrain_jax.nvme import update as nvme
 from nanotrain_jax.nvme.store import MAX_PENDING_WRITES
 from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.planner import stages
 from nanotrain_jax.planner.estimate import Estimate
 from nanotrain_jax.step import build as steps
 
@@ -47,7 +48,11 @@ def compile_step(config: Config, gpu: str) -> dict[str, Any]:
         "collectives": hlo.summary(hlo.collectives(text, mesh.shape, rates)),
         "host_copies": copies.summary(copies.copies(text, rates)),
         "jax": jax.__version__,
-    }
+    } | (
+        {"stages": stages.per_stage(text, config, mesh.shape)}
+        if config.parallel.pipe > 1 and config.parallel.idle == "skip"
+        else {}
+    )
 
 
 def update_bytes(step: steps.Step, compiled: jax.stages.Compiled) -> int:

@@ -243,9 +243,9 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
         shown = f"2 x {ticks} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
         return "2 ticks b B T D / M" + " / t" * (split > 1), shown
     if t.what is Traffic.SHARED_BY_STAGES:
-        split, ticks = p.tensor if p.sequence_parallel else 1, counts.outline(c).ticks
-        shown = f"4 x {ticks} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
-        return "4 ticks b B T D / M" + " / t" * (split > 1), shown
+        split, times = p.tensor if p.sequence_parallel else 1, communication.shares_of_ends(c)
+        shown = f"4 x {times} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
+        return ("4 ticks" if p.chunks == 1 else "4 M") + " b B T D / M" + " / t" * (split > 1), shown
     if t.what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS):
         gathers, scatters = communication.tensor_passes(c)
         passes = scatters if t.op == "reduce_scatter" else gathers

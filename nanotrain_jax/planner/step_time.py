@@ -108,8 +108,10 @@ def _overlap(
     p = config.parallel
     if what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS, Traffic.LOSS):
         return HIDDEN_TENSOR, "microbatch"
-    if what in (Traffic.BETWEEN_STAGES, Traffic.SHARED_BY_STAGES):
+    if what is Traffic.BETWEEN_STAGES or (what is Traffic.SHARED_BY_STAGES and p.chunks == 1):
         return HIDDEN_PIPE, "microbatch"
+    if what is Traffic.SHARED_BY_STAGES:
+        return 0.0, "microbatch"
     if what in (Traffic.ATTENTION, Traffic.HEADS):
         return (HIDDEN_PIPE * (1 - last_hop(config)) if op == "permute" else 0.0), "microbatch"
     if what is Traffic.WEIGHTS or (p.zero > 1 and op == "reduce_scatter"):

@@ -12,8 +12,11 @@ tick f, its last F in tick l and its last B in tick b:
     tick l+1   loss, g = last(part of the ends, x);   g = all_reduce(g)         while F computes
     tick b+1   g = all_reduce(g on the first stage, zeros on others)            while F computes;
                then the backward of first
-Bytes over pipe: each all-reduce 2 (P-1)/P B T D, in every tick; `last` communicates scalars. All stages have these
-units in the same ticks (`slots.end_units`), so no branch diverges.
+
+Bytes over pipe: each all-reduce 2 (P-1)/P B T D; `last` communicates scalars. With one chunk per stage they happen in
+every tick, outside of branches, so that matmuls hide them; with several chunks, where few ticks have such a unit, in
+the branches of first and last, M times each. All stages have these units in the same ticks (`slots.end_units`), so no
+branch diverges.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from nanotrain_jax.parallel.collectives import all_reduce
+from nanotrain_jax.parallel.pipeline.slots import EndUnits
 from nanotrain_jax.parallel.pipeline.stage import Carry, Shared, Stage
 
 Tree = Any  # a pytree of arrays
@@ -33,7 +37,8 @@ def embed(stage: Stage, unit: jax.Array, wanted: jax.Array, x: Tree) -> Tree:
     """`model.first` of a unit if wanted, else x."""
 
     def work(turn: jax.Array, _: Tree, nothing: tuple) -> tuple[Tree, tuple]:
-        return stage.first(stage.model.ends, stage.microbatch_of_ends(unit + turn)), nothing
+        x = stage.first(stage.model.ends, stage.microbatch_of_ends(unit + turn))
+        return summed(stage, x), nothing
 
     return stage.when(wanted, "first", work, x, ())[0]
 
@@ -46,9 +51,10 @@ def backward_last(stage: Stage, unit: jax.Array, wanted: jax.Array, x: Tree, sum
 
     def work(turn: jax.Array, x: Tree, sums: tuple) -> tuple[Tree, tuple]:
         microbatch = stage.microbatch_of_ends(unit + turn)
+        x = summed(stage, x)
         loss, vjp = jax.vjp(lambda ends, x: stage.model.last(ends, x, microbatch), stage.model.ends, x)
         gradients, g = vjp(jnp.ones_like(loss))
-        return g, add(stage, sums, (once(stage, loss), gradients), wanted)
+        return summed(stage, g), add(stage, sums, (once(stage, loss), gradients), wanted)
 
     return stage.when(wanted, "last", work, x, sums)
 
@@ -58,6 +64,7 @@ def backward_first(stage: Stage, unit: jax.Array, wanted: jax.Array, g: Tree, su
 
     def work(turn: jax.Array, g: Tree, sums: tuple) -> tuple[Tree, tuple]:
         microbatch = stage.microbatch_of_ends(unit + turn)
+        g = summed(stage, g)
         _, vjp = jax.vjp(lambda ends: stage.first(ends, microbatch), stage.model.ends)
         (gradients,) = vjp(jax.tree.map(lambda g: g + jnp.asarray(turn, g.dtype), g))
         loss, of_ends = sums
@@ -85,16 +92,13 @@ def add(stage: Stage, sums: Tree, gradients: Tree, wanted: jax.Array) -> Tree:
 def share_outputs(stage: Stage, next_unit: jax.Array, shared: Shared, x: Tree) -> Shared:
     """Split ends, after F: embed the unit that begins in the next tick; share it, and x of the last stage."""
     embedded = embed(stage, next_unit, next_unit >= 0, shared.embedded)
-    return Shared(*_sum_over_stages(stage, [embedded, on_stage(stage, stage.schedule.stages - 1, x)]))
+    return Shared(*_sum_in_tick(stage, [embedded, on_stage(stage, stage.schedule.stages - 1, x)]))
 
 
-def share_gradients(stage: Stage, now: Any, carry: Carry) -> tuple[Carry, Tree]:
-    """Split ends, before F: loss of a unit, gradients of `first` of another -> carry, gradient of the last layer's x.
-
-    now: `slots.EndUnits` of this tick.
-    """
+def share_gradients(stage: Stage, now: EndUnits, carry: Carry) -> tuple[Carry, Tree]:
+    """Split ends, before F: loss of a unit, backward of `first` of another -> carry, gradient of the last layer's x."""
     g, of_ends = backward_last(stage, now.loss, now.loss >= 0, carry.shared.output, carry.sums.ends)
-    g, g_of_first = _sum_over_stages(stage, [g, on_stage(stage, 0, carry.g)])
+    g, g_of_first = _sum_in_tick(stage, [g, on_stage(stage, 0, carry.g)])
     _, of_ends = backward_first(stage, now.of_first, now.of_first >= 0, g_of_first, of_ends)
     return carry._replace(sums=carry.sums._replace(ends=of_ends)), g
 
@@ -104,6 +108,15 @@ def on_stage(stage: Stage, index: int, x: Tree) -> Tree:
     return jax.tree.map(lambda x: jnp.where(stage.index == index, x, jnp.zeros_like(x)), x)
 
 
-def _sum_over_stages(stage: Stage, parts: list[Tree]) -> list[Tree]:
-    """Sum each x over stages."""
+def _sum_in_tick(stage: Stage, parts: list[Tree]) -> list[Tree]:
+    """Split ends with one chunk: sum each x over stages."""
+    if stage.schedule.chunks > 1:
+        return parts
     return [stage.typed(x) for x in all_reduce(parts, (stage.axis,))]
+
+
+def summed(stage: Stage, x: Tree) -> Tree:
+    """Split ends with several chunks: sum x over stages."""
+    if stage.schedule.chunks == 1 or not stage.model.split_ends:
+        return x
+    return stage.typed(all_reduce(x, (stage.axis,)))

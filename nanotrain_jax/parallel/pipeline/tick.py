@@ -49,6 +49,9 @@ def tick(stage: Stage, carry: Carry, now: Tick) -> tuple[Carry, None]:
         inputs = loops.put(inputs, stage.slot("inputs", begins), carry.shared.embedded)
         carry, output = both_ends.share_gradients(stage, now.ends, carry)
         carry = forward(stage, now.forward, carry._replace(inputs=inputs))
+        # Else XLA waits for both gradients before F.
+        x, g, output = lax.optimization_barrier((carry.x, g, output))
+        carry = carry._replace(x=x)
         carry = carry._replace(shared=both_ends.share_outputs(stage, now.ends.embedded, carry.shared, carry.x))
         output_unit = now.ends.loss
     else:
