@@ -38,6 +38,7 @@ from nanotrain_jax.distributed.processes import (
     on_all_processes,
     raise_on_all,
 )
+from nanotrain_jax.models.parameters import LAYERS
 
 T = TypeVar("T")
 CANDIDATES = 50  # newest checkpoints to try
@@ -177,9 +178,9 @@ def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable
     """Restore the arrays of a checkpoint onto the shardings of abstract -> a tree like abstract.
 
     abstract: ShapeDtypeStructs with shardings, on a mesh that may differ from the saved one; None: do not read. Arrays
-    for whose path ("params/ends/embedding_VD") is_padded is true may have been saved with more or fewer rows: they are
-    truncated, or padded with zeros. Raises Unreadable if files are missing or damaged, ValueError if the checkpoint has
-    other arrays or shapes.
+    for whose path ("params/ends/embedding_VD") is_padded is true may have been saved with more or fewer rows (padding
+    of the vocabulary or of layers): they are truncated, or padded with zeros. Raises Unreadable if files are missing or
+    damaged, ValueError if the checkpoint has other arrays or shapes.
     """
     wanted = dict(_leaves(abstract))
     state = Path(folder).absolute() / str(step) / "state"
@@ -293,7 +294,9 @@ def _weights(folder: str | Path, step: int) -> tuple[Any, Config]:
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), params)
         requested = ocp.args.PyTreeRestore(params, restore_args=as_numpy, partial_restore=True)
         weights = files.restore(where, args=requested)["params"]
-    return weights, load.parse(meta.config)
+    config = load.parse(meta.config)
+    weights[LAYERS] = jax.tree.map(lambda w: w[: config.model.num_layers], weights[LAYERS])  # without padding
+    return weights, config
 
 
 @contextmanager

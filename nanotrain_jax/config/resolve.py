@@ -100,7 +100,13 @@ def check_optimizer(config: Config) -> None:
 def check_blocks(config: Config) -> None:
     """Raise Misfit unless memory.remat=block:N divides the layers of a stage (of a chunk, if interleaved)."""
     p, size, L = config.parallel, config.memory.rematerialization.block, config.model.num_layers
-    layers = L // (p.pipe * p.chunks)
+    layers = -(-L // (p.pipe * p.chunks))
+    if L % (p.pipe * p.chunks) and config.memory.rematerialization.policy == "block":
+        raise Misfit(
+            f"memory.remat={config.memory.remat!r} with model.num_layers={L} on {p.pipe} stages x {p.chunks} chunks: "
+            "stages have different numbers of layers",
+            "use none, selective or full, or stages and chunks that divide the layers",
+        )
     if layers % size:
         name = "model.num_layers" if layers == L else "model.num_layers / (parallel.pipe x parallel.chunks)"
         raise Misfit(
@@ -204,19 +210,19 @@ def check_documents(config: Config) -> None:
 
 
 def check_pipe(config: Config) -> None:
-    """Raise Misfit unless stages and chunks divide the layers and the schedule supports them."""
+    """Raise Misfit unless there is a layer for every stage and chunk, and the schedule supports them."""
     L, p = config.model.num_layers, config.parallel
     if p.pipe == 1:
         if p.chunks > 1:
             raise Misfit(f"parallel.chunks={p.chunks} with parallel.pipe=1 has nothing to interleave", "use 1")
         return
     parts = p.pipe * p.chunks
-    if L % parts:
+    if parts > L:
         asked = f" x parallel.chunks = {p.pipe} x {p.chunks} = {parts}" if p.chunks > 1 else f"={p.pipe}"
-        stages = " or ".join(str(n) for n in divisors(L) if L % (n * p.chunks) == 0 and (n > 1 or p.chunks == 1))
-        layers = " or ".join(str(n) for n in (L // parts * parts, L // parts * parts + parts) if n)
-        remedy = f"parallel.pipe={stages}, or {layers} layers" if stages else f"{layers} layers"
-        raise Misfit(f"parallel.pipe{asked} does not divide model.num_layers={L}", f"use {remedy}")
+        raise Misfit(
+            f"parallel.pipe{asked} exceeds model.num_layers={L}: each chunk needs a layer",
+            f"use at most {L} stages x chunks",
+        )
     if p.idle == "mask" and reduces_per_layer(config):
         raise Misfit(
             f"parallel.grad_reduce=per_layer with parallel.pipe={p.pipe} and parallel.idle=mask: idle stages would "

@@ -21,6 +21,7 @@ from nanotrain_jax.costs.counts import (
     local_kv_width,
     outline,
     repeats_communication,
+    stage_layers,
     tokens_per_device,
     zero_devices,
 )
@@ -148,7 +149,7 @@ def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     p, m, c = config.parallel, config.model, config.parallel.context
     if c == 1:
         return []
-    w, tokens = BYTES[config.precision.compute], tokens_per_device(config) * m.num_layers / p.pipe
+    w, tokens = BYTES[config.precision.compute], tokens_per_device(config) * stage_layers(config)
     passes = 3 if repeats_communication(config) else 2
     kv = 2 * tokens * local_kv_width(config)
     if p.context_attention == "ring":
@@ -207,7 +208,7 @@ def parameter_buffers(config: Config) -> list[Buffer]:
 
 def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     """Return operation, bytes of the full buffer and kind of what tensor parallelism communicates in a step."""
-    p, L, tokens = config.parallel, config.model.num_layers // config.parallel.pipe, tokens_per_device(config)
+    p, L, tokens = config.parallel, stage_layers(config), tokens_per_device(config)
     activations = BYTES[config.precision.compute] * tokens * config.model.d_model
     gathers, scatters = tensor_passes(config)
     if not p.sequence_parallel:
@@ -250,4 +251,5 @@ def conditional_rates(config: Config) -> dict[str, Fraction]:
         "last": of_ends,
         "accumulate": 1 - last_of_chunk,  # parallel.grad_reduce=per_layer: every microbatch of a chunk but the last
         "reduce": last_of_chunk,
+        "layer": Fraction(1),  # of a stage without padding
     }

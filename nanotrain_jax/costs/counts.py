@@ -11,20 +11,22 @@ Symbols used throughout costs/:
     L     layers on a device                             B T D   sequences, tokens of a sequence, model width
     w, g  bytes per element of precision.compute (weights) and precision.grad_reduce (gradients on the wire)
 
-Where pipeline stages differ, the formulas describe a stage that holds both ends: an upper bound. Arrays that ZeRO does
-not shard (smaller than parallel.persist_below, or without a dim that N divides) are stored by every device and
-all-reduced.
+Where pipeline stages differ, the formulas describe a stage that holds both ends and most layers: an upper bound. Arrays
+that ZeRO does not shard (smaller than parallel.persist_below, or without a dim that N divides) are stored by every
+device and all-reduced.
 """
 
 from __future__ import annotations
 
 from math import prod
 
+import numpy as np
+
 from nanotrain_jax.config.schema import Config, Model, fits_flash
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import LAYERS, Parameter
 from nanotrain_jax.parallel.packed_attention import num_parts
-from nanotrain_jax.parallel.pipeline import schedule_text
+from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -47,9 +49,32 @@ def kv_width(model: Model) -> int:
 def local_elements(parameter: Parameter, config: Config) -> float:
     """Return the elements of this row on a device, all its layers, before ZeRO shards them: its share of Psi."""
     p = config.parallel
-    stages = p.pipe if parameter.part == LAYERS else 1
     split = 1 if parameter.split_dim is None else p.vocab_shards if parameter.is_padded else p.tensor
-    return parameter.size * _layers(parameter, config.model) / split / stages
+    return parameter.size * (stage_layers(config) if parameter.part == LAYERS else 1) / split
+
+
+def stage_layers(config: Config) -> int:
+    """Return L, the layers that a pipeline stage stores: of the stage that has most; the others pad."""
+    p = config.parallel
+    return p.chunks * -(-config.model.num_layers // (p.pipe * p.chunks))
+
+
+def layers_of_chunks(config: Config) -> np.ndarray:
+    """Return the number of layers of each chunk of each stage, [C P]."""
+    p = config.parallel
+    return schedule.layers_of_chunks(p.pipe, p.chunks, config.model.num_layers, loss_load(config))
+
+
+def loss_load(config: Config) -> float:
+    """Return the time of the loss in layers, on the last stage, which then has fewer where layers are uneven.
+
+    0 where it is split over all stages, and for models without a parameter table.
+    """
+    m = config.model
+    if config.parallel.vocab_over_pipe or m.factory:
+        return 0.0
+    matmuls = [row for row in table(m).values() if row.is_matmul]
+    return sum(row.size for row in matmuls if row.part != LAYERS) / sum(r.size for r in matmuls if r.part == LAYERS)
 
 
 def is_sharded(parameter: Parameter, config: Config) -> bool:

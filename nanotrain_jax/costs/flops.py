@@ -8,7 +8,7 @@ recomputation. Only matmuls count, 2 FLOPs per multiply-add. N: parameters that 
 from __future__ import annotations
 
 from nanotrain_jax.config.schema import Config, Model
-from nanotrain_jax.costs.counts import attention_parts, matmul_parameters, tokens_per_device
+from nanotrain_jax.costs.counts import attention_parts, matmul_parameters, stage_layers, tokens_per_device
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 
@@ -49,7 +49,7 @@ def local_flops(config: Config) -> dict[str, float]:
     """
     m, T, t = config.model, config.data.seq_len, config.parallel.tensor
     c, is_blockwise = attention_parts(config), config.parallel.is_blockwise
-    L = m.num_layers / config.parallel.pipe  # on a device
+    L = stage_layers(config)
     copies, flops = {LAYERS: L, ENDS: 1}, {LAYERS: 0.0, ENDS: 0.0}
     for row in table(m, t, config.parallel.vocab_shards).values():
         if row.is_matmul:

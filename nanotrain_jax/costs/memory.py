@@ -26,6 +26,7 @@ from nanotrain_jax.costs.counts import (
     local_elements,
     local_kv_width,
     outline,
+    stage_layers,
     tokens_per_device,
     zero_devices,
 )
@@ -56,7 +57,7 @@ def on_host(config: Config) -> Parts:
 def host_copies(config: Config) -> list[dict]:
     """Return the copies between host and device in a step (costs/offload.py)."""
     p, b = config.parallel, BYTES[config.precision.compute]
-    per_token = config.model.num_layers / p.pipe * layer_activations(config, config.memory.rematerialization)
+    per_token = stage_layers(config) * layer_activations(config, config.memory.rematerialization)
     microbatch_bytes = b * tokens_per_device(config) / p.microbatches * per_token
     return offload.host_copies(config, residual_bytes(config), microbatch_bytes)
 
@@ -95,7 +96,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     b, g, D = BYTES[config.precision.compute], BYTES[config.precision.grad_reduce], m.d_model
     psi, shard = local_parameters(config)
     layers, sharded_layers = psi[LAYERS], shard[LAYERS]
-    tokens, L = tokens_per_device(config) / p.microbatches, m.num_layers / p.pipe
+    tokens, L = tokens_per_device(config) / p.microbatches, stage_layers(config)
     V = padded_vocab(m.vocab_size, p.vocab_shards) / p.vocab_shards
     split_x = p.tensor if p.sequence_parallel else 1
 
@@ -191,7 +192,7 @@ def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
     b, block = BYTES[config.precision.compute], memory.rematerialization.block
     parameters, in_host = offload.offloaded(config), on_host(config)
     has_host_gradients = any(x.has_host_gradient for x in parameters)
-    layer = sum(x.size for x in parameters if x.in_layers) / (m.num_layers // p.pipe)
+    layer = sum(x.size for x in parameters if x.in_layers) / stage_layers(config)
     per_layer = b * tokens_per_device(config) / p.microbatches * layer_activations(config, memory.rematerialization)
     early = bool(m.loss_chunk) or p.vocab_shards > 1
     for moment, parts in found.items():
@@ -260,7 +261,7 @@ def activations(config: Config) -> float:
     slots, (late, handed) = outline(config).slots, weight_grad_residuals(config, remat)
     in_slots = (slots["backward"] + spare) * (per_layer - late)
     in_slots += (slots["backward_weight"] + spare) * late + (slots["intermediates"] + spare) * handed
-    return m.num_layers / (p.pipe * p.chunks) * in_slots + stage_buffers(config)
+    return stage_layers(config) / p.chunks * in_slots + stage_buffers(config)
 
 
 def stage_buffers(config: Config) -> float:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from nanotrain_jax.config.execution import Execution, execution, gradients_on_host
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs.counts import BYTES, is_sharded, local_elements, local_rows, zero_devices
+from nanotrain_jax.costs.counts import BYTES, is_sharded, local_elements, local_rows, stage_layers, zero_devices
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import LAYERS, Parameter
 from nanotrain_jax.parallel.host_offload import num_slices
@@ -119,7 +119,7 @@ def host_copies(config: Config, residual_bytes: float, microbatch_bytes: float) 
     weights. With memory.offload_optimizer=nvme the update is a separate program (nvme/update.py), not counted here.
     """
     p, m, parameters = config.parallel, config.memory, offloaded(config)
-    w, M, L = BYTES[config.precision.compute], p.microbatches, config.model.num_layers / p.pipe
+    w, M, L = BYTES[config.precision.compute], p.microbatches, stage_layers(config)
     has_host_params, block = m.offload_params == "host", m.rematerialization.block
     copies: list[dict[str, Any]] = []
 
@@ -159,7 +159,7 @@ def _fetched(parameters: list[Offloaded], chunks: dict[Parameter, int]) -> float
 
 def update_chunks(config: Config) -> dict[Parameter, int]:
     """Return the number of chunks in which the update streams each array (parallel/optimizer_step.py)."""
-    parameters, L = offloaded(config), config.model.num_layers // config.parallel.pipe
+    parameters, L = offloaded(config), stage_layers(config)
     stacked = [x for x in parameters if x.in_layers]
     per_layer = next(
         n for n in (SLICES_PER_LAYER, 2, 1) if all(local_rows(x.parameter, config) % n == 0 for x in stacked)
@@ -175,7 +175,7 @@ def update_chunks(config: Config) -> dict[Parameter, int]:
 
 def norm_chunks(config: Config) -> dict[Parameter, int]:
     """Return the number of chunks in which the global norm streams each gradient."""
-    parameters, L = offloaded(config), config.model.num_layers // config.parallel.pipe
+    parameters, L = offloaded(config), stage_layers(config)
     limit = int(max((x.size / L for x in parameters if x.in_layers), default=1))
     return {
         x.parameter: num_slices(int(x.size), L if x.in_layers else local_rows(x.parameter, config), limit)

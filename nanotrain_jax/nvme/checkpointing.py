@@ -112,7 +112,7 @@ def _rows(name: str, config: Config) -> np.ndarray | slice:
 def _read_checkpoint(step: Step, abstract: State, folder: Path, number: int) -> np.ndarray:
     """Read the single array of abstract from the checkpoint of step `number` in folder. Raises OSError."""
     try:
-        (x,) = jax.tree.leaves(read.read_state(folder, number, abstract, step.plan.model.is_padded))
+        (x,) = jax.tree.leaves(read.read_state(folder, number, abstract, step.plan.is_padded))
     except ValueError as error:
         raise OSError(str(error)) from None
     return np.asarray(x)

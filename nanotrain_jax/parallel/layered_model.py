@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 Tree = Any  # a pytree of arrays
 
 
@@ -29,6 +31,9 @@ class LayeredModel(NamedTuple):
     fetch: maps the stored weights of one layer to those that layer and inputs take, prefetched while the previous layer
     computes: an all-gather, or a copy from host memory. None: layers are used as stored.
 
+    is_layer: in pipelines whose stages have different numbers of layers, False for rows of layers that are padding, a
+    bool for each row of each stage [P n]. None: all rows are layers.
+
     split_ends: in pipelines all stages run first and last together, each with its part of the ends (vocabulary
     parallelism, arXiv 2411.05288): x is the sum over stages of what first returns; last gets the x of the last stage on
     every stage, communicates over the stages to return the same loss on all, and its gradients of x are summed.
@@ -45,6 +50,7 @@ class LayeredModel(NamedTuple):
     inputs: Callable[[Tree], Tree] | None = None
     fetch: Callable[[Tree], Tree] | None = None
     reduce: Callable[[Tree], Tree] | None = None
+    is_layer: np.ndarray | None = None
     split_ends: bool = False
 
     def inputs_of(self, weights: Tree) -> Tree:

@@ -170,9 +170,9 @@ def activations(e: Estimate) -> Section:
         late, handed = memory.weight_grad_residuals(c, remat)
         in_slots = f"{slots['backward']} x ({n(layer)} - {n(late)}) + {slots['backward_weight']} x {n(late)}"
         waiting = f"({slots['inputs']} + {slots['gradients']}) x {c.model.d_model} / {split}"
-        formula = "L / (P C) (slots (layer - late) + late slots late + handed slots handed) + stage buffers x"
+        formula = "L / C (slots (layer - late) + late slots late + handed slots handed) + stage buffers x"
         in_slots += f" + {slots['intermediates']} x {n(handed)}"
-        numbers = f"{c.model.num_layers} / ({p.pipe} x {p.chunks}) x ({in_slots}) + {waiting}"
+        numbers = f"{counts.stage_layers(c)} / {p.chunks} x ({in_slots}) + {waiting}"
         if p.idle == "skip":
             lines.append(Line("all layers of a stage", formula, numbers, stored, "elements per token"))
     size = e.moments["loss"]["activations"] + e.on_host.get("activations", 0.0)
@@ -235,7 +235,7 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     """Return the full buffers of a transfer as formula and numbers: b bytes of activations, w weights, g gradients."""
     c, m, p, n = e.config, e.config.model, e.config.parallel, number
     b, tokens = counts.BYTES[c.precision.compute], counts.tokens_per_device(c)
-    L, M = m.num_layers // p.pipe, p.microbatches
+    L, M = counts.stage_layers(c), p.microbatches
     if t.what in (Traffic.ATTENTION, Traffic.HEADS):
         return attention_buffers(e, t)
     if t.what is Traffic.BETWEEN_STAGES:
@@ -258,7 +258,7 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
 def attention_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     """Return the full buffers of attention over context; of a ring, the bytes sent. KH: of a tensor-parallel device."""
     c, p, n = e.config, e.config.parallel, number
-    b, L, size = counts.BYTES[c.precision.compute], c.model.num_layers // p.pipe, p.context
+    b, L, size = counts.BYTES[c.precision.compute], counts.stage_layers(c), p.context
     tokens, width = n(counts.tokens_per_device(c)), n(counts.local_kv_width(c))
     passes = 3 if counts.repeats_communication(c) else 2
     if t.op == "permute":

@@ -16,8 +16,7 @@ from nanotrain_jax.audit import hlo
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import communication, counts
 from nanotrain_jax.parallel.pipeline import schedule as schedules
-from nanotrain_jax.parallel.pipeline.schedule import IDLE
-from nanotrain_jax.parallel.pipeline.slots import end_units
+from nanotrain_jax.parallel.pipeline import schedule_text
 
 
 def per_stage(text: str, config: Config, axes: Mapping[str, int]) -> dict[str, Any]:
@@ -51,19 +50,13 @@ def rates_of_stage(config: Config, stage: int) -> dict[str, Fraction]:
 
 def tick_flops(text: str, config: Config) -> np.ndarray:
     """Return the matmul FLOPs of every stage in every tick, [ticks P]."""
-    p = config.parallel
-    table = schedules.make(p.schedule, p.pipe, p.microbatches, p.chunks, bool(p.vocab_over_pipe))
+    p, layers = config.parallel, counts.layers_of_chunks(config)
+    schedule = schedules.make(p.schedule, p.pipe, p.microbatches, p.chunks, bool(p.vocab_over_pipe))
     of_part = part_flops(text, config)
-    is_last = table.backward >= (p.chunks - 1) * p.microbatches
-    is_last[:, :-1] = False
-    if p.vocab_over_pipe:
-        is_last = (end_units(table).loss != IDLE)[:, None]
-    return (
-        (table.forward != IDLE) * of_part["forward"]
-        + (table.backward != IDLE) * of_part["backward"]
-        + (table.weight != IDLE).sum(-1) * of_part["weight"]
-        + is_last * of_part["last"]
-    )
+    average = layers.sum() / p.pipe / layers.max()  # of a stage, over the largest chunk
+    F, B, W = (average * of_part[part] for part in ("forward", "backward", "weight"))
+    loss = of_part["last"] * (p.pipe if p.vocab_over_pipe else 1)
+    return schedule_text.stage_times(schedule, F, B, W, layers, loss).astype(float)
 
 
 def part_flops(text: str, config: Config) -> dict[str, float]:

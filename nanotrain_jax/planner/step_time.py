@@ -82,7 +82,7 @@ def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
     p = config.parallel
     rows = [row for row in table(config.model, p.tensor, p.vocab_shards).values() if row.part == LAYERS]
     layer = sum(counts.local_elements(row, config) for row in rows)
-    layer *= counts.BYTES[config.precision.compute] * p.pipe / config.model.num_layers
+    layer *= counts.BYTES[config.precision.compute] / counts.stage_layers(config)
     transfers = []
     for row in communication.communication(config):
         axis, op, what, size = row["axis"], row["op"], row["what"], row["bytes_per_device"]
@@ -123,14 +123,14 @@ def last_hop(config: Config) -> float:
     """Return the share of ring attention's bytes in the last hop of the gradients of keys and values, home."""
     kv = 2 * counts.tokens_per_device(config) * counts.local_kv_width(config)
     ((_, size, _),) = communication.attention_buffers(config)
-    return 4 * kv * config.model.num_layers / config.parallel.pipe / size
+    return 4 * kv * counts.stage_layers(config) / size
 
 
 def hops_time(config: Config, gpu: Gpu) -> float:
     """Return the seconds of attention over keys and values of other devices in a step, forward and backward."""
     p = config.parallel
     passes = 1 + 2.5 + counts.repeats_communication(config)
-    layers = config.model.num_layers / p.pipe
+    layers = counts.stage_layers(config)
     return p.microbatches * layers * passes * attention_time(config, gpu) * (p.context - 1) / p.context
 
 
@@ -216,7 +216,7 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     """Return F, B and W of one microbatch through a stage's layers in seconds, without communication."""
     m, p = config.model, config.parallel
     t, n, b = p.tensor, counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
-    D, L = m.d_model, m.num_layers / p.pipe
+    D, L = m.d_model, counts.stage_layers(config)
     K, num_up = counts.kv_width(m) * max(1, t / m.num_kv_heads), 1 + m.features.gated_mlp
 
     def matmul(k: float, out: float) -> float:

@@ -49,7 +49,8 @@ class Step(NamedTuple):
     evaluate(params, batch) -> sum of losses in nats, number of targets
     in_layer_order(State) -> State with stacked layers in model order, as in checkpoints
     in_stage_order(State) -> State with stacked layers in stage order, as the other functions take it; donates its State
-    The orders differ only with several chunks per stage: then in_layer_order returns a copy, else its argument.
+    The orders differ only with several chunks per stage, or different numbers of layers: then in_layer_order returns a
+    copy, else its argument.
 
     batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0. The tokens of
     a row are in the order token_order: their positions, int32 [T]; None: as they are. With
@@ -128,15 +129,15 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
     run_train = on_mesh(mesh, partial(train, plan), (state_specs, batch_specs), outputs)
     run_evaluate = on_mesh(mesh, partial(evaluate, plan), (state_specs.params, batch_specs), REPLICATED)
     options = compiler_options(plan)
-    p = config.parallel
+    in_layer_order, in_stage_order = states.orders(plan, state)
     return Step(
         init=jax.jit(lambda: states.without_nvme_state(plan, states.init(plan)), out_shardings=shardings(state)),
         train=jax.jit(run_train, donate_argnums=0, compiler_options=options),
         evaluate=jax.jit(run_evaluate, compiler_options=options if is_offloaded(config) else None),
         state=state,
         batch=jax.tree.map(partial(states.with_sharding, mesh, tokens), batch_specs),
-        in_layer_order=states.reorder_layers(state, p.pipe, p.chunks) if p.chunks > 1 else unchanged,
-        in_stage_order=states.reorder_layers(state, p.chunks, p.pipe, donate=(0,)) if p.chunks > 1 else unchanged,
+        in_layer_order=in_layer_order,
+        in_stage_order=in_stage_order,
         token_order=token_order(config),
         plan=plan,
     )
@@ -184,8 +185,3 @@ def is_offloaded(config: Config) -> bool:
 def shardings(tree: Tree) -> Tree:
     """Return the shardings of ShapeDtypeStructs."""
     return jax.tree.map(lambda x: x.sharding, tree)
-
-
-def unchanged(state: State) -> State:
-    """Return the state: with one chunk per stage its layers are in model order."""
-    return state

@@ -129,6 +129,7 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
         inputs=lambda weights: of_layers.inputs(weights, row_shards),
         fetch=partial(gather_ahead, shards=row_shards) if gathers else fetch,
         reduce=partial(zero.reduce, stored=stored_row, shards=row_shards) if reduces_per_layer(plan.config) else None,
+        is_layer=plan.is_layer,
         split_ends=plan.model.splits_vocab,
     )
 

@@ -15,8 +15,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax.config.execution import Execution, execution, gradients_on_host
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.costs import counts
 from nanotrain_jax.models import factory
-from nanotrain_jax.models.contract import LAYERS, Model
+from nanotrain_jax.models.contract import LAYERS, Model, join_layers, split_layers
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 from nanotrain_jax.parallel.pipeline.schedule import row_order
@@ -41,7 +42,8 @@ class Plan:
 
     specs        PartitionSpecs over pipe and tensor; ZeRO adds its axes (`zero.storage`)
     shards       the dim of each array that ZeRO shards, its axes (of data and context), communication settings
-    layer_order  the layer of each row of the stacked weights; None: model order
+    layer_order  the layer of each row of the stacked weights; None: model order. Rows of padding, where stages have
+                 different numbers of layers, have numbers from num_layers on (`schedule.row_order`)
     in_step      True for arrays that the step updates; nvme updates the others after the step, from state in files
     """
 
@@ -65,6 +67,18 @@ class Plan:
         return self.shards._replace(dims=dims)
 
     @property
+    def is_layer(self) -> np.ndarray | None:
+        """False for rows of layers that are padding, of each stage [P n]; None: there are none."""
+        p, L = self.config.parallel, self.config.model.num_layers
+        if self.layer_order is None or len(self.layer_order) == L:
+            return None
+        return (self.layer_order < L).reshape(p.pipe, -1)
+
+    def is_padded(self, path: str) -> bool:
+        """True if the first dim of the array at a path ("params/ends/head_VD") may have rows of padding."""
+        return self.model.is_padded(path) or LAYERS in path.split("/")
+
+    @property
     def loss_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the loss is summed: those of the batch; with a pipeline also the stages."""
         return ("pipe", *BATCH_AXES) if self.execution is Execution.PIPELINE else BATCH_AXES
@@ -82,13 +96,15 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
     model = model or factory.make(config, mesh)
     if not is_decoder:
         factory.check(model, config)
+    order = layers_of_rows(config)
+    shapes = with_rows(model.shapes, len(order))
     pipe_tensor_specs = specs_over_pipe_and_tensor(model, mesh)
     stacks = LAYERS, *model.stacks
     axes = tuple(axis for axis in ZERO_AXES if mesh.shape[axis] > 1) or ("data",)
     size = math.prod(mesh.shape[axis] for axis in axes) if p.zero else 1
-    dims = shard_dims(model.shapes, size, p.persist_below, stacks, pipe_tensor_specs)
+    dims = shard_dims(shapes, size, p.persist_below, stacks, pipe_tensor_specs)
     communication = Communication(jnp.dtype(config.precision.grad_reduce), p.bucket_mb * 2**20)
-    is_large = large(model.shapes, p.persist_below, stacks)
+    is_large = large(shapes, p.persist_below, stacks)
     return Plan(
         config=config,
         mesh=mesh,
@@ -102,7 +118,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         remat=remat.Policy(
             config.memory.rematerialization, p.zero == 3, p.prefetch, config.memory.offload_activations == "host"
         ),
-        layer_order=layers_of_rows(config) if p.chunks > 1 else None,
+        layer_order=order if p.chunks > 1 or len(order) > config.model.num_layers else None,
         host_memory=host_memory(config, is_large),
         in_step=jax.tree.map(lambda is_large: not (is_large and config.memory.offload_optimizer == "nvme"), is_large),
     )
@@ -159,4 +175,10 @@ def host_memory(config: Config, is_large: Tree) -> HostMemory:
 def layers_of_rows(config: Config) -> np.ndarray:
     """Return the layer of each row of the stacked weights: the chunks of a stage are adjacent."""
     p = config.parallel
-    return row_order(p.pipe, p.chunks, config.model.num_layers)
+    return row_order(p.pipe, p.chunks, config.model.num_layers, counts.loss_load(config))
+
+
+def with_rows(shapes: Tree, rows: int) -> Tree:
+    """Return shapes like those of a model's weights, with this number of layers."""
+    ends, layers = split_layers(shapes)
+    return join_layers(ends, jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), layers))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -38,7 +39,10 @@ def init(plan: Plan) -> State:
     and what `Model.init` creates at once (further stacks).
     """
     dtype = jnp.dtype(plan.config.precision.compute)
-    make = partial(plan.model.init, plan.config.train.seed, plan.layer_order)
+    order = plan.layer_order
+    if order is not None:  # rows of padding have the weights of the last layer, which nothing uses
+        order = np.minimum(order, plan.config.model.num_layers - 1)
+    make = partial(plan.model.init, plan.config.train.seed, order)
     if all(jax.tree.leaves(plan.in_step)) and not any(jax.tree.leaves(plan.host_memory.optimizer)):
         master = make()
         params = _cast(master, dtype)
@@ -116,15 +120,44 @@ def moments_like(plan: Plan, params: Tree, scalar: Callable) -> Any:
     return optax.tree_utils.tree_map_params(plan.optimizer, lambda _, x: x, state, params, transform_non_params=scalar)
 
 
-def reorder_layers(state: State, outer: int, inner: int, donate: tuple[int, ...] = ()) -> Callable[[State], State]:
-    """Return a compiled function: stacked layers [outer inner ...] of a State -> [inner outer ...], same memory."""
+def orders(plan: Plan, state: State) -> tuple[Callable[[State], State], Callable[[State], State]]:
+    """Return compiled functions: a State in stage order -> in layer order, and back; the second donates its argument.
 
-    def swap(path: tuple, x: jax.Array) -> jax.Array:
+    In layer order, rows of padding come last.
+    """
+    order, p = plan.layer_order, plan.config.parallel
+    if order is None:
+        return unchanged, unchanged
+    if plan.is_layer is None:  # chunks: a transposition, which communicates less than a gather of rows
+        return (
+            reordered(state, partial(swapped, outer=p.pipe, inner=p.chunks)),
+            reordered(state, partial(swapped, outer=p.chunks, inner=p.pipe), donate=(0,)),
+        )
+    to_layers, to_stages = (partial(jnp.take, indices=rows, axis=0) for rows in (np.argsort(order), order))
+    return reordered(state, to_layers), reordered(state, to_stages, donate=(0,))
+
+
+def unchanged(state: State) -> State:
+    """Return the state: its layers are in model order."""
+    return state
+
+
+def swapped(x: jax.Array, outer: int, inner: int) -> jax.Array:
+    """x[outer inner ...] -> x[inner outer ...], as one leading dim."""
+    return x.reshape(outer, inner, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+
+def reordered(
+    state: State, reorder: Callable[[jax.Array], jax.Array], donate: tuple[int, ...] = ()
+) -> Callable[[State], State]:
+    """Return a compiled function of a State that applies reorder to stacked layers, in the same memory."""
+
+    def of_leaf(path: tuple, x: jax.Array) -> jax.Array:
         if next((key.key for key in path if isinstance(key, jax.tree_util.DictKey)), None) != LAYERS:
             return x
-        y = host_offload.to_device(x).reshape(outer, inner, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+        y = reorder(host_offload.to_device(x))
         return host_offload.to_host(y) if host_offload.on_host(x) else y
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    reordered = partial(jax.tree_util.tree_map_with_path, swap)
-    return jax.jit(reordered, out_shardings=shardings, donate_argnums=donate)
+    of_state = partial(jax.tree_util.tree_map_with_path, of_leaf)
+    return jax.jit(of_state, out_shardings=shardings, donate_argnums=donate)

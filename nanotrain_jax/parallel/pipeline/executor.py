@@ -96,7 +96,10 @@ def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
         sums = _with_loss(stage, of_ends.loss, of_ends.loss >= 0, shared.output, sums)
 
     def run_layer(x: Tree, i: jax.Array, fetched: Tree | None) -> tuple[Tree, None]:
-        return stage.layer(*stage.arguments(unit, i, fetched), x), None
+        def work(_: jax.Array, x: Tree, nothing: tuple) -> tuple[Tree, tuple]:
+            return stage.layer(*stage.arguments(unit, i, fetched), x), nothing
+
+        return stage.if_layer(stage.row(unit, i), work, x, ())[0], None
 
     def work(_: jax.Array, values: tuple, nothing: tuple) -> tuple[tuple, tuple]:
         x, sums = values
@@ -140,6 +143,7 @@ def _stage(schedule: Schedule | str, model: LayeredModel, microbatches: Tree, ax
         layers_per_chunk=layers_per_chunk,
         x_type=_type_of_x(model, microbatches, axis),
         final_units=_column(_final_units(schedule), index),
+        is_layer=None if model.is_layer is None else _column(model.is_layer.T, index),
     )
 
 

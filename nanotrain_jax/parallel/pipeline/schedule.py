@@ -176,17 +176,43 @@ def layer_order(schedule: Schedule, layers: int) -> np.ndarray:
     0, 1, 2, ... with one chunk per stage. With several, a stage has layers that are not adjacent: weights stacked in
     model order would run in a wrong order without an error. Raises ValueError unless stages x chunks divides layers.
     """
+    parts = schedule.stages * schedule.chunks
+    if layers % parts:
+        raise ValueError(
+            f"{layers} layers cannot be split over {schedule.stages} stages x {schedule.chunks} chunks; "
+            f"use a multiple of {parts}"
+        )
     return row_order(schedule.stages, schedule.chunks, layers)
 
 
-def row_order(stages: int, chunks: int, layers: int) -> np.ndarray:
-    """Return the `layer_order` of any schedule with this many stages and chunks."""
-    if layers % (stages * chunks):
-        raise ValueError(
-            f"{layers} layers cannot be split over {stages} stages x {chunks} chunks; "
-            f"use a multiple of {stages * chunks}"
-        )
-    return np.arange(layers).reshape(chunks, stages, -1).swapaxes(0, 1).ravel()
+def row_order(stages: int, chunks: int, layers: int, loss: float = 0.0) -> np.ndarray:
+    """-> order[rows]: the layer of each row of the stacked weights, for any schedule with these stages and chunks.
+
+    Every chunk has as many rows. Where it has fewer layers (`layers_of_chunks`), its last rows are padding: order has
+    layers, layers + 1, ... for them.
+    """
+    counts = layers_of_chunks(stages, chunks, layers, loss)
+    end = counts.cumsum().reshape(chunks, stages, 1)
+    row = np.arange(counts.max())
+    order = end - counts[..., None] + row
+    is_padding = row >= counts[..., None]
+    order[is_padding] = np.arange(layers, order.size)
+    return order.swapaxes(0, 1).ravel()
+
+
+def layers_of_chunks(stages: int, chunks: int, layers: int, loss: float = 0.0) -> np.ndarray:
+    """Return the number of layers of each chunk of each stage, [C P]; stages and chunks need not divide layers.
+
+    All chunks have the same number n, except that the busiest chunk loses a layer until the sum is right; of equally
+    busy ones the last. No chunk has more than without padding. loss: time of the loss on the last stage, in layers.
+    """
+    counts = np.full(stages * chunks, -(-layers // (stages * chunks)))
+    load = counts + np.where(np.arange(counts.size) == counts.size - 1, loss, 0.0)
+    for _ in range(counts.sum() - layers):
+        busiest = counts.size - 1 - load[::-1].argmax()
+        counts[busiest] -= 1
+        load[busiest] -= 1
+    return counts.reshape(chunks, stages)
 
 
 def forward_only(P: int, M: int, C: int = 1, split_ends: bool = False) -> Schedule:

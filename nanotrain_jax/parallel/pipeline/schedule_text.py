@@ -14,12 +14,12 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from nanotrain_jax.parallel.pipeline.schedule import IDLE, Schedule, make
-from nanotrain_jax.parallel.pipeline.slots import slots, ticks_of
+from nanotrain_jax.parallel.pipeline.slots import end_units, slots, ticks_of
 
 Time = int | float | Fraction
 
@@ -164,41 +164,70 @@ def _rows(what: str, shapes: Sequence[tuple]) -> int:
     return counts[0]
 
 
-def stats(schedule: Schedule, F: Time = 1, dX: Time = 1, W: Time = 1) -> Stats:
-    """Compute the costs of a schedule. F, dX, W: time of a stage for one microbatch through all of its chunks.
+def stats(
+    schedule: Schedule, F: Time = 1, dX: Time = 1, W: Time = 1, layers: np.ndarray | None = None, loss: Time = 0
+) -> Stats:
+    """Compute the costs of a schedule. Times, layers and loss: as of `stage_times`; exact in integers and Fractions.
 
-    Exact in integers and Fractions. Raises ValueError if the schedule has no backward.
+    Raises ValueError if the schedule has no backward.
     """
     if not (schedule.backward != IDLE).any():
         raise ValueError("a schedule without a backward has no bubble; pass a training schedule")
-    C = schedule.chunks
-    split = schedule.weight.size > 0
+    times = stage_times(schedule, F, dX, W, layers, loss)
+    length = times.max(1)
     counts = _counts(schedule)
-    costs = (F, dX, W) if split else (F, dX + W, 0)
-    share: Any = Fraction(1, C) if all(isinstance(c, int | Fraction) for c in costs) else 1 / C
-
-    def price(row: np.ndarray) -> Time:
-        return sum((int(n) * c for n, c in zip(row, costs, strict=True)), 0 * F)
-
-    length = [max(price(row) for row in tick) * share for tick in counts]
-    work = schedule.microbatches * (F + dX + W)
     bubbles = []
     for s in range(schedule.stages):
         busy = counts[:, s].any(-1).nonzero()[0]
-        bubbles.append(sum(length[busy[0] : busy[-1] + 1]) - work)
+        bubbles.append(sum(length[busy[0] : busy[-1] + 1]) - sum(times[:, s]))
+    split = schedule.weight.size > 0
     begun = (schedule.forward != IDLE).cumsum(0)
     done = counts[..., 2 if split else 1].cumsum(0)
     in_flight = [int(n) for n in (begun - np.vstack([np.zeros_like(done[:1]), done[:-1]])).max(0)]
-    masked = schedule.ticks * share * (sum(costs[:2]) + schedule.weight.shape[-1] * costs[2]) / work
+    largest = _chunk_shares(schedule, layers).max()
+    in_tick = F + dX + schedule.weight.shape[-1] * W if split else F + dX + W
+    masked = schedule.ticks * largest * in_tick / (schedule.microbatches * (F + dX + W))
     return Stats(
         ticks=schedule.ticks,
         time=sum(length),
         bubble=max(bubbles),
-        bubble_fraction=float(1 - work / sum(length)),
+        bubble_fraction=float(1 - sum(times.ravel()) / schedule.stages / sum(length)),
         in_flight=in_flight,
         slots=slots(schedule),
         masked=float(masked),
     )
+
+
+def stage_times(
+    schedule: Schedule, F: Time, dX: Time, W: Time, layers: np.ndarray | None = None, loss: Time = 0
+) -> np.ndarray:
+    """Return the time of each stage's work in each tick, [ticks P], as Python numbers.
+
+    F, dX, W: of the average stage, for one microbatch through all of its chunks. layers[C P]: the number of layers of
+    each chunk of each stage; None: equal. loss: of a microbatch, in the B of the last stage; with split ends each stage
+    computes 1/P of it, in a tick of its own.
+    """
+    C, M, P = schedule.chunks, schedule.microbatches, schedule.stages
+    shares, stage = _chunk_shares(schedule, layers), np.arange(P)
+
+    def of_units(units: np.ndarray, time: Time) -> np.ndarray:
+        return np.where(units == IDLE, 0, shares[units // M, stage]) * time
+
+    is_split = schedule.weight.size > 0
+    times = of_units(schedule.forward, F) + of_units(schedule.backward, dX if is_split else dX + W)
+    for k in range(schedule.weight.shape[-1]):
+        times = times + of_units(schedule.weight[..., k], W)
+    if schedule.split_ends:
+        return times + np.where(end_units(schedule).loss == IDLE, 0, Fraction(1, P) * loss)[:, None]
+    has_loss = (schedule.backward >= (C - 1) * M) & (stage == P - 1)
+    return times + np.where(has_loss, loss, 0)
+
+
+def _chunk_shares(schedule: Schedule, layers: np.ndarray | None) -> np.ndarray:
+    """Return the layers of each chunk over those of an average stage, [C P], as Fractions."""
+    layers = np.ones((schedule.chunks, schedule.stages), int) if layers is None else np.asarray(layers)
+    total = int(layers.sum())
+    return np.array([[Fraction(int(n) * schedule.stages, total) for n in row] for row in layers], dtype=object)
 
 
 def _name(schedule: Schedule, unit: int) -> str:

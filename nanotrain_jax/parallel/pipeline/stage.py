@@ -39,6 +39,7 @@ class Stage:
     layers_per_chunk: int
     x_type: Tree  # of ShapeDtypeStruct
     final_units: jax.Array  # [C] the unit of each chunk that computes its weight gradients last
+    is_layer: jax.Array | None  # [C n] False for rows that are padding; None: none is
     vjp: SplitVjp | None = None  # of one layer; None: forward only
 
     @property
@@ -110,6 +111,12 @@ class Stage:
     def typed(self, x: Tree) -> Tree:
         """x, varying over every axis that an activation varies over."""
         return jax.tree.map(lambda x, t: as_varying(x, sorted(varying_axes(t) | {self.axis})), x, self.x_type)
+
+    def if_layer(self, row: jax.Array, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
+        """work(turn, values, store) for a row that is a layer, else both unchanged."""
+        if self.is_layer is None:
+            return work(0, values, store)
+        return self.when(loops.get(self.is_layer, row), "layer", work, values, store)
 
     def when(self, wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
         """work(turn, values, store) where wanted, else both unchanged (`loops.skip_or_mask`)."""

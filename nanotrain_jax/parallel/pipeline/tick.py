@@ -79,9 +79,11 @@ def forward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
     """F: run the layers of the unit's chunk on its input; store their residuals in its slots."""
 
     def run(carry: tuple[Tree, Residuals], i: jax.Array, fetched: Tree | None) -> tuple[tuple, None]:
-        x, buffers = carry
-        x, residuals = stage.vjp.forward(*stage.arguments(unit, i, fetched), x)
-        return (x, ring_buffers.store(stage, buffers, residuals, unit, i)), None
+        def layer(_: jax.Array, x: Tree, buffers: Residuals) -> tuple[Tree, Residuals]:
+            x, residuals = stage.vjp.forward(*stage.arguments(unit, i, fetched), x)
+            return x, ring_buffers.store(stage, buffers, residuals, unit, i)
+
+        return stage.if_layer(stage.row(unit, i), layer, *carry), None
 
     def work(_: jax.Array, x: Tree, buffers: Residuals) -> tuple[Tree, Residuals]:
         x = begin_chunk(stage, unit, x)
@@ -146,16 +148,24 @@ def _backward_layers(stage: Stage, buffers: Residuals, unit: jax.Array, is_final
 
     def run(carry: tuple[Tree, Sums, list], i: jax.Array, fetched: tuple) -> tuple[tuple, Tree]:
         g, sums, intermediates = carry
-        weights, residuals = fetched
+        weights, prefetched = fetched
         arguments = stage.arguments(unit, i, weights)
-        residuals = ring_buffers.residuals_of(stage, buffers, unit, i, residuals)
-        if stage.is_split:
-            g, of_layer = stage.vjp.backward_x(residuals, *arguments, g)
-            slot = ring_buffers.index(stage, "intermediates", unit, i)
-            return (g, sums, loops.put(intermediates, slot, of_layer)), None
-        gradients, g = stage.vjp.backward(residuals, *arguments, g)
-        sums, complete = _accumulate(stage, unit, i, sums, gradients, is_final)
-        return (g, sums, intermediates), complete
+
+        def layer(_: jax.Array, values: tuple, store: tuple[Sums, list]) -> tuple[tuple, tuple]:
+            g, complete = values
+            sums, intermediates = store
+            residuals = ring_buffers.residuals_of(stage, buffers, unit, i, prefetched)
+            if stage.is_split:
+                g, of_layer = stage.vjp.backward_x(residuals, *arguments, g)
+                slot = ring_buffers.index(stage, "intermediates", unit, i)
+                return (g, complete), (sums, loops.put(intermediates, slot, of_layer))
+            gradients, g = stage.vjp.backward(residuals, *arguments, g)
+            sums, complete = _accumulate(stage, unit, i, sums, gradients, is_final)
+            return (g, complete), (sums, intermediates)
+
+        values = g, _sums_of(stage, unit, i, sums) if is_final else None
+        (g, complete), store = stage.if_layer(stage.row(unit, i), layer, values, (sums, intermediates))
+        return (g, *store), complete
 
     def behind(carry: tuple[Tree, Sums, list], i: jax.Array, complete: Tree) -> tuple:
         g, sums, intermediates = carry
@@ -181,12 +191,19 @@ def _weight_layers(stage: Stage, carry: Carry, unit: jax.Array, is_final: bool) 
         return stage.fetch(unit, i), ring_buffers.prefetch(stage, carry.residuals, unit, i, ("backward_weight",))
 
     def run(sums: Sums, i: jax.Array, fetched: tuple) -> tuple[Sums, Tree]:
-        weights, residuals = fetched
-        intermediates = ring_buffers.load(carry.intermediates, ring_buffers.index(stage, "intermediates", unit, i))
-        residuals = ring_buffers.residuals_of(stage, carry.residuals, unit, i, residuals)
+        weights, prefetched = fetched
         arguments = stage.arguments(unit, i, weights)
-        gradients = stage.vjp.backward_weights(residuals, *arguments, intermediates)
-        return _accumulate(stage, unit, i, sums, gradients, is_final)
+
+        def layer(_: jax.Array, complete: Tree, sums: Sums) -> tuple[Tree, Sums]:
+            intermediates = ring_buffers.load(carry.intermediates, ring_buffers.index(stage, "intermediates", unit, i))
+            residuals = ring_buffers.residuals_of(stage, carry.residuals, unit, i, prefetched)
+            gradients = stage.vjp.backward_weights(residuals, *arguments, intermediates)
+            sums, complete = _accumulate(stage, unit, i, sums, gradients, is_final)
+            return complete, sums
+
+        complete = _sums_of(stage, unit, i, sums) if is_final else None
+        complete, sums = stage.if_layer(stage.row(unit, i), layer, complete, sums)
+        return sums, complete
 
     def behind(sums: Sums, i: jax.Array, complete: Tree) -> Sums:
         return _reduce(stage, unit, i, sums, complete)
@@ -199,10 +216,16 @@ def _accumulate(
 ) -> tuple[Sums, Tree | None]:
     """Add gradients of the i-th layer of the unit's chunk to its sums -> sums, None; is_final: -> sums, total."""
     row = stage.row(unit, i)
-    total = add(stage, loops.get(sums.layers, row), gradients, unit >= 0)
+    wanted = unit >= 0 if stage.is_layer is None else (unit >= 0) & loops.get(stage.is_layer, row)
+    total = add(stage, loops.get(sums.layers, row), gradients, wanted)
     if is_final:
         return sums, total
     return sums._replace(layers=loops.put(sums.layers, row, total)), None
+
+
+def _sums_of(stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums) -> Tree:
+    """Gradients of the i-th layer of the unit's chunk so far."""
+    return loops.get(sums.layers, stage.row(unit, i))
 
 
 def _reduce(stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums, total: Tree) -> Sums:
