@@ -36,12 +36,12 @@ def order(schedule, s, kinds="FBW"):
 
 
 @st.composite
-def named(draw):
+def named(draw, split_ends=False):
     """A named schedule."""
     name, P = draw(st.sampled_from(list(SCHEDULES))), draw(st.integers(1, 6))
     if name == "interleaved":
-        return make(name, P, P * draw(st.integers(1, 4)), draw(st.integers(1, 4)))
-    return make(name, P, least(name, P) + draw(st.integers(0, 12)))
+        return make(name, P, P * draw(st.integers(1, 4)), draw(st.integers(1, 4)), split_ends)
+    return make(name, P, least(name, P) + draw(st.integers(0, 12)), split_ends=split_ends)
 
 
 def needed_from_another_stage(kind, unit, s, sizes):

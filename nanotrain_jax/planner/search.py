@@ -2,14 +2,15 @@
 
 The search space, as far as model, batch and hosts allow and the user has not fixed it:
 
-    mesh          tensor within an NVLink domain; pipe over equal stages; context where a device then has at least
-                  8,192 tokens of a sequence; the rest data, in one group or in groups within an NVLink domain
-                  (`replica`: ZeRO's traffic then stays on NVLink)
+    mesh          tensor within an NVLink domain; pipe where at most a quarter of the layers are padding; context where
+                  a device then has at least 8,192 tokens of a sequence; the rest data, in one group or in groups within
+                  an NVLink domain (`replica`: ZeRO's traffic then stays on NVLink)
     context_attention   ring (gather with pipeline stages) and ulysses
     zero          1, 2, 3 if data x context is larger than 1; 0 communicates and stores more than 1
     microbatches  every divisor of a device's sequences
     schedule      1f1b, zero_bubble, interleaved with every number of chunks; for the best layouts also the schedules
                   with one unit of work per tick. gpipe takes as long as 1f1b and stores more
+    vocab_over_pipe   as `resolve` chooses; for the best layouts also the other
     remat         none, selective, full: the first that fits, as the others only recompute more
     loss_chunk    0, then (before the next remat policy) about 2,048 tokens, if the loss takes too much memory
 
@@ -36,6 +37,7 @@ from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate, estimate, 
 POLICIES = ("none", "selective", "full")
 ONE_UNIT_PER_TICK = ("1f1b_lean", "zb_h1", "zb_h2")
 LOSS_CHUNK = 2048  # largest, tokens: enough for efficient matmuls, few logits in memory
+MOST_PADDING = 0.25  # rows of layers that are padding, over layers
 LONG = 8192  # fewest tokens of a sequence on a device, where context splits sequences
 MESH = ("parallel.pipe", "parallel.replica", "parallel.data", "parallel.context", "parallel.tensor")
 SEARCHED = (
@@ -44,6 +46,7 @@ SEARCHED = (
     "parallel.zero",
     "parallel.schedule",
     "parallel.chunks",
+    "parallel.vocab_over_pipe",
     "parallel.microbatches",
     "memory.remat",
     "model.loss_chunk",
@@ -57,6 +60,7 @@ class Rejection(StrEnum):
     MARGIN = "fits only without the margin of the estimate"
     BATCH = "data.batch_size is not divisible by replica x data"
     CHUNKS = "chunks, without stages"
+    PADDING = "more than a quarter of the layers would be padding"
     INTERLEAVED = "interleaved, with microbatches that are no multiple of the stages"
     AXES = "the given axes do not multiply to the number of GPUs"
 
@@ -144,8 +148,7 @@ def search(
         _try_microbatches(layout, fixed, candidates)
         if most is not None and candidates.tried > most:
             return candidates.result(complete=False)
-    if not {"parallel.schedule", "parallel.chunks"} & fixed.keys():
-        _try_one_unit_per_tick(candidates)
+    _try_variants_of_the_best(fixed, candidates)
     return candidates.result()
 
 
@@ -156,7 +159,11 @@ def layouts(config: Config, gpu: str, gpus: int, fixed: Mapping[str, Any], candi
             candidates.reject(Rejection.CHUNKS)
             continue
         for zero, schedule, chunks in zero_and_schedules(mesh, fixed):
-            yield mesh.replace("parallel", zero=zero, schedule=schedule, chunks=chunks)
+            layout = mesh.replace("parallel", zero=zero, schedule=schedule, chunks=chunks)
+            if counts.stage_layers(layout) * mesh.parallel.pipe > (1 + MOST_PADDING) * mesh.model.num_layers:
+                candidates.reject(Rejection.PADDING)
+                continue
+            yield layout.replace("parallel", vocab_over_pipe=fixed.get("parallel.vocab_over_pipe"))
 
 
 def _try_microbatches(layout: Config, fixed: Mapping[str, Any], candidates: Candidates) -> None:
@@ -204,13 +211,18 @@ def _loss_matters(layout: Config, candidates: Candidates) -> bool:
     return all(sum(parts.values()) - parts["loss"] <= candidates.limit for parts in moments)
 
 
-def _try_one_unit_per_tick(candidates: Candidates) -> None:
-    """Try the best layouts with the schedules of one unit of work per tick."""
+def _try_variants_of_the_best(fixed: Mapping[str, Any], candidates: Candidates) -> None:
+    """Try the best layouts with schedules of one unit of work per tick, and with the other vocab_over_pipe."""
     best = [e.config for e in ranked(candidates.fitting or candidates.within_margin)[:5]]
-    for config, schedule in product([c for c in best if c.parallel.pipe > 1], ONE_UNIT_PER_TICK):
-        layout = config.replace("parallel", schedule=schedule, chunks=1)
+    variants: list[Config] = []
+    for config in (c for c in best if c.parallel.pipe > 1):
+        if not {"parallel.schedule", "parallel.chunks"} & fixed.keys():
+            variants += [config.replace("parallel", schedule=s, chunks=1) for s in ONE_UNIT_PER_TICK]
+        if fixed.get("parallel.vocab_over_pipe") is None:
+            variants.append(config.replace("parallel", vocab_over_pipe=not config.parallel.vocab_over_pipe))
+    for variant in variants:
         try:
-            candidates.consider(iter([resolve(layout, layout.parallel.axes)]))
+            candidates.consider(iter([resolve(variant, variant.parallel.axes)]))
         except Misfit as error:
             candidates.reject(error.reason)
 
@@ -296,7 +308,7 @@ def zero_and_schedules(config: Config, fixed: Mapping[str, Any]) -> Iterator[tup
         return
     schedules = _options(fixed, "parallel.schedule", ("1f1b", "zero_bubble", "interleaved"))
     for zero, schedule in product(stages, schedules):
-        several = [c for c in _divisors(config.model.num_layers // config.parallel.pipe) if c > 1]
+        several = [c for c in _divisors(counts.stage_layers(config)) if c > 1]
         chunks = several if schedule == "interleaved" else [1]
         yield from ((zero, schedule, count) for count in _options(fixed, "parallel.chunks", chunks))
 
@@ -324,6 +336,7 @@ def describe(config: Config) -> str:
     p = config.parallel
     axes = " x ".join(f"{axis} {size}" for axis, size in p.axes.items() if size > 1) or "one device"
     schedule = [p.schedule + (f" of {p.chunks} chunks" if p.chunks > 1 else "")] * (p.pipe > 1)
+    schedule += ["vocabulary over pipe"] * bool(p.vocab_over_pipe)
     sequences = config.data.batch_size // (p.replica * p.data * p.microbatches)
     microbatches = f"{p.microbatches} microbatch{'es' * (p.microbatches > 1)} of {sequences}"
     chunk = [f"loss_chunk={config.model.loss_chunk}"] * (config.model.loss_chunk > 0)

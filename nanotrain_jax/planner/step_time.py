@@ -158,7 +158,7 @@ def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Trans
     """Return the seconds of a step by part, the bubble as a fraction of the schedule, the traffic between devices, and
     the copies between devices and hosts."""
     p = config.parallel
-    M, C = p.microbatches, p.chunks
+    M = p.microbatches
     (F, B, W), ends = layers_time(config, gpu), ends_time(config, gpu)
     compute = M * (F + B + W + sum(ends))
     moved = transfers(config, gpu, compute)
@@ -166,14 +166,7 @@ def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Trans
     forward = sum(seconds * _forward_share(config, t) for t, seconds in per_microbatch.items())
     busy = total = compute + M * sum(per_microbatch.values())
     if p.pipe > 1:
-        in_every_tick = (0.0, 0.0) if p.vocab_over_pipe else ends  # else on all stages, once for each microbatch
-        of_ends = M * (sum(ends) + ENDS_TICK) if p.vocab_over_pipe else 0.0
-        costs = F + in_every_tick[0] + forward, B + in_every_tick[1] + sum(per_microbatch.values()) - forward, W
-        table = counts.outline(config)
-        total = table.time(*(seconds / C for seconds in costs)) + table.ticks * TICK + of_ends
-        if p.idle == "mask":  # every stage computes in every tick
-            total = table.ticks * ((costs[0] + costs[1] + max(table.weights, 1) * W) / C + TICK)
-            total += table.ticks / M * of_ends
+        total = schedule_time(config, (F + forward, B + sum(per_microbatch.values()) - forward, W), ends)
     by_axis: dict[str, float] = {}
     for t in moved:
         by_axis[t.axis] = by_axis.get(t.axis, 0.0) + t.exposed
@@ -181,6 +174,27 @@ def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Trans
     seconds = {"compute": compute, **by_axis, "bubble": total - busy, "update": update_time(config, gpu)}
     seconds["host"] = exposed
     return {what: s for what, s in seconds.items() if s > 0}, 1 - busy / total, moved, copied
+
+
+def schedule_time(config: Config, layers: tuple[float, float, float], ends: tuple[float, float]) -> float:
+    """Return the seconds of all ticks of a pipeline schedule, each as long as its busiest stage.
+
+    layers: F, B and W of one microbatch on a stage with most layers. ends: F and B of the loss, on the last stage; with
+    the vocabulary over pipe on each stage, once for each microbatch.
+    """
+    p, table = config.parallel, counts.outline(config)
+    F, B, W = layers
+    of_ends = 0.0
+    if p.vocab_over_pipe:
+        of_ends = p.microbatches * (sum(ends) + ENDS_TICK)
+    else:
+        of_chunks = counts.layers_of_chunks(config)
+        last = float(of_chunks[:, -1].sum() / counts.stage_layers(config))  # layers of the last stage
+        F, B = max(F, last * F + ends[0]), max(B, last * B + ends[1])
+    if p.idle == "skip":
+        return table.time(F / p.chunks, B / p.chunks, W / p.chunks) + table.ticks * TICK + of_ends
+    in_tick = (F + B + max(table.weights, 1) * W) / p.chunks + TICK  # every stage computes in every tick
+    return table.ticks * (in_tick + of_ends / p.microbatches)
 
 
 def _forward_share(config: Config, transfer: Transfer) -> float:

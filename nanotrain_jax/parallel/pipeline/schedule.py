@@ -105,10 +105,12 @@ def zb_h2(P: int, M: int) -> Schedule:
 
 
 def zero_bubble(P: int, M: int, delay: int = 0) -> Schedule:
-    """1F1B with deferred weight gradients: none until P - 1 ticks after the first backward reaches the first stage,
-    then one W per tick, and two where the stage has no forward or no backward while others do."""
+    """1F1B with deferred weight gradients: none until P - 1 ticks after the first backward reaches the first stage
+    (fewer ticks with fewer microbatches), then one W per tick, and two where the stage has no forward or no backward
+    while others do."""
     plain = _fused(P, M, 1, delay)
-    first = max(min(3 * (P - 1) + delay, M), P - 1 + delay)
+    ample = 3 * (P - 1) + delay
+    first = max((min(M, ample) + ample) // 2, 2 * (P - 1) + delay)
     weight = np.full((plain.ticks, P, 2), IDLE)
     backwards_done = (plain.backward != IDLE).cumsum(0).tolist()
     for s in range(P):

@@ -108,6 +108,7 @@ def _layout(e: Estimate) -> dict[str, Any]:
         "zero": p.zero,
         "schedule": p.schedule if p.pipe > 1 else None,
         "chunks": p.chunks,
+        "vocab_over_pipe": p.vocab_over_pipe if p.pipe > 1 else None,
         "microbatches": p.microbatches,
         "remat": e.config.memory.remat,
         "loss_chunk": e.config.model.loss_chunk,

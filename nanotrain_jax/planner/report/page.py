@@ -221,7 +221,7 @@ def _schedule(plan: Estimate) -> str:
     M -= M % P if p.schedule == "interleaved" else 0
     F, B, W = layers_time(plan.config, hardware.find(plan.gpu))
     costs = 1.0, max(round(B / F, 2), 0.01), max(round(W / F, 2), 0.01)
-    table = schedule.make(p.schedule, P, M, C)
+    table = schedule.make(p.schedule, P, M, C, bool(p.vocab_over_pipe))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "page"}):  # text, not paths; deterministic
         file, no_metadata = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
         gantt.picture(table, costs, widest=10.5).savefig(file, format="svg", transparent=True, metadata=no_metadata)

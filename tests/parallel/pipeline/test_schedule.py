@@ -56,7 +56,7 @@ def in_flight(name, P, M, C, s):
         "1f1b": min(M, 2 * (P - 1 - s) + 1),
         "1f1b_lean": min(M, P - s),
         "interleaved": min(M * C, (C - 1) * P + 2 * (P - 1 - s) + 1),
-        "zero_bubble": min(M, max(min(3 * (P - 1), M), 2 * (P - 1) - s) - s + 1),
+        "zero_bubble": min(M, max((min(3 * (P - 1), M) + 3 * (P - 1)) // 2, 2 * (P - 1)) - s + 1),
         "zb_h1": P,
         "zb_h2": 2 * P - 1,
     }[name]

@@ -2,7 +2,7 @@
 
 import pytest
 from hypothesis import given
-from schedule_cases import any_schedule, hypothesis, order
+from schedule_cases import any_schedule, hypothesis, named, order
 
 from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline import schedule_text, slots
@@ -51,19 +51,33 @@ class Execution:
         elif arrived:
             assert arrived[2] == self.last_stage  # leaves the ring
         self.write("inputs", arriving, s, arrived)
+        if self.schedule.split_ends:
+            self.receive_from_ends(t, s)
 
         unit, sent = self.schedule.forward[t, s], None
         if unit != IDLE:
             m, stage = self.name(unit, s)
-            if stage:
+            if stage or self.schedule.split_ends:
                 self.read("inputs", unit, s, ("F", m, stage - 1))
             sent = ("F", m, stage)
-            if stage == self.last_stage:
+            if stage == self.last_stage and not self.schedule.split_ends:
                 self.write("gradients", unit, s, sent)
         # An idle stage writes too, into the spare slot.
         self.write("backward", unit, s, unit != IDLE and ("residual of B", *self.name(unit, s)))
         self.write("backward_weight", unit, s, unit != IDLE and ("residual of W", *self.name(unit, s)))
         return sent
+
+    def receive_from_ends(self, t, s):
+        """Split ends: the input of the first virtual stage, the gradient of the last; the loss follows F by a tick."""
+        unit, before = self.schedule.forward[t, s], self.schedule.forward[t - 1, s]
+        loss = slots.end_units(self.schedule).loss[t]
+        if unit != IDLE and self.name(unit, s)[1] == 0:
+            assert slots.end_units(self.schedule).embedded[t - 1] == unit
+            self.write("inputs", unit, s, ("F", self.name(unit, s)[0], -1))
+        if s == self.schedule.stages - 1:
+            is_last = before != IDLE and self.name(before, s)[1] == self.last_stage
+            assert loss == (before if is_last else IDLE)
+            self.write("gradients", loss, s, ("F", self.name(loss, s)[0], self.last_stage))
 
     def backward(self, t, s, arrived):
         """-> what stage s sends to the previous stage."""
@@ -107,17 +121,18 @@ def run(schedule):
 
 
 @hypothesis
-@given(any_schedule)
+@given(any_schedule | named(split_ends=True))
 def test_every_read_finds_the_value_in_its_slot(schedule):
     P, C, M = schedule.stages, schedule.chunks, schedule.microbatches
     virtual_stages = P * C
-    assert run(schedule) == M * (virtual_stages - 1) + 2 * M * virtual_stages + (
+    inputs = virtual_stages - (not schedule.split_ends)
+    assert run(schedule) == M * inputs + 2 * M * virtual_stages + (
         2 * M * virtual_stages if schedule.weight.size else 0
     )
 
 
 @hypothesis
-@given(any_schedule)
+@given(any_schedule | named(split_ends=True))
 def test_buffers_have_no_more_slots_than_live_values(schedule):
     """For the buffer `backward`, whose values live from F to B."""
     buffer, live = slots.buffers(schedule)["backward"], 0

@@ -1,0 +1,118 @@
+"""The vocabulary over pipe, and stages with different numbers of layers: the numbers of one device, the bytes of the
+papers."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+from cases import case
+from conftest import (
+    cover,
+    equals_the_oracle,
+    on_devices,
+    random_tokens,
+    resolved,
+    run,
+    small,
+    stays_near_the_oracle,
+)
+from test_tensor_step import moves_the_bytes_of_the_papers
+
+from nanotrain_jax.step import build as steps
+
+
+def split(layout, family="llama", remat="none", layers=8, tied=None, **parallel):
+    """A decoder with the vocabulary over pipe, unless vocab_over_pipe=False."""
+    parallel = {"vocab_over_pipe": True, "microbatches": 4, "persist_below": 64} | parallel
+    model = {"num_layers": layers} | ({} if tied is None else {"tie_embeddings": tied})
+    return case(layout, family, remat, model, **parallel)
+
+
+# Every schedule and ZeRO stage, 2, 3, 4 and 8 stages, tied and untied; MORE has further combinations.
+COVER = [
+    split("pipe 8", microbatches=8),
+    split("pipe 2 data 2 tensor 2", "gpt2", "full", 7, schedule="interleaved", chunks=2, zero=1),
+    split("pipe 3 data 2", remat="selective", layers=10, tied=True, schedule="zb_h1", zero=2, idle="mask"),
+    split("pipe 4 tensor 2", "gpt2", layers=6, tied=False, schedule="zero_bubble", microbatches=8),
+    split("pipe 4 data 2", remat="full", layers=5, schedule="1f1b_lean", microbatches=8, zero=3),
+    split("pipe 3 tensor 2", "gpt2", layers=7, vocab_over_pipe=False, schedule="zb_h2", microbatches=8),
+]
+MORE = [
+    split("pipe 2 data 2 tensor 2", layers=5, schedule="zb_h2", zero=3),
+    split("pipe 2 data 4", "gpt2", layers=10, schedule="gpipe", zero=2),
+    split("pipe 2 replica 2 data 2", layers=6, zero=1, grad_reduce="per_layer"),
+    split("pipe 3 data 2", "gpt2", "full", 6, zero=3, prefetch=True),
+    split("pipe 4 data 2", layers=7, schedule="zero_bubble", microbatches=16, zero=1),
+    split("pipe 4 tensor 2", layers=10, sequence_parallel=False, schedule="interleaved", chunks=2, microbatches=8),
+    split("pipe 4 data 2", "gpt2", "block:2", schedule="1f1b", zero=2),
+    split("pipe 8", "gpt2", layers=10, schedule="gpipe", microbatches=8, idle="mask"),
+    split("pipe 2 context 2 data 2", layers=5, zero=3, context_attention="gather"),
+    split("pipe 4 data 2", layers=10, vocab_over_pipe=False, zero=3),
+    split("pipe 2 tensor 2 data 2", "gpt2", "selective", 7, vocab_over_pipe=False, schedule="interleaved", chunks=2),
+    split("pipe 4 data 2", layers=7, vocab_over_pipe=False, grad_reduce="per_layer", schedule="zb_h1", microbatches=8),
+]
+
+
+@pytest.mark.parametrize("layout", cover(COVER, MORE, str))
+def test_the_decoder_equals_the_oracle_and_moves_the_bytes_of_the_papers(layout, expected):
+    equals_the_oracle(layout.tree(), expected)
+    if layout.parallel.get("idle") != "mask":  # masked stages also move discarded values
+        moves_the_bytes_of_the_papers(layout.tree())
+
+
+def test_a_stage_stores_its_part_of_the_vocabulary_and_as_many_layers_as_the_largest():
+    config, mesh = resolved(split("pipe 4 tensor 2", layers=7, tied=False).tree())
+    state = steps.build(config, mesh).state
+    params = jax.tree.map(lambda x: x.sharding.shard_shape(x.shape), state.params)
+    assert params["ends"]["embedding_VD"] == params["ends"]["head_VD"] == (128 // 8, 32)
+    moments = jax.tree.leaves(state.opt.moments[0].mu["ends"])
+    assert {x.sharding.shard_shape(x.shape) for x in moments} == {(128 // 8, 32), (32,)}
+    assert {x.sharding.shard_shape(x.shape)[0] for x in jax.tree.leaves(state.params["layers"])} == {2}
+
+
+def test_chunked_losses_and_clipping_count_each_element_once():
+    model = {"num_layers": 5, "loss_chunk": 16}
+    layout = {"pipe": 4, "data": 2, "microbatches": 4, "zero": 2, "persist_below": 64, "vocab_over_pipe": True}
+    plain, piped = (
+        small(model=model, optimizer={"grad_clip": 0.5}, parallel=parallel) for parallel in ({"data": 1}, layout)
+    )
+    for a, b in zip(run(plain)[1], run(piped)[1], strict=True):
+        np.testing.assert_allclose([a["loss"], a["grad_norm"]], [b["loss"], b["grad_norm"]], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        split("pipe 3 data 2", "gpt2", layers=7, zero=3),
+        split("pipe 2 data 2 tensor 2", layers=7, schedule="interleaved", chunks=2, idle="mask"),
+    ],
+    ids=str,
+)
+def test_evaluation_gives_the_loss_of_training_and_counts_targets(layout):
+    config, mesh = resolved(layout.tree())
+    step = steps.build(config, mesh)
+    (tokens,) = random_tokens(config)
+    batch, state = on_devices(tokens, step), step.init()
+    total, count = step.evaluate(state.params, batch)
+    assert int(count) == 32 * 16
+    _, metrics, _ = step.train(state, batch)
+    np.testing.assert_allclose(total / np.float32(count), metrics["loss"], rtol=2e-6)
+
+
+@jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
+def test_a_bfloat16_run_is_close_to_float32(expected):
+    tree = split("pipe 2 data 2 tensor 2", layers=5, schedule="zero_bubble", zero=1).tree()
+    tree["precision"] = {"compute": "bfloat16"}
+    stays_near_the_oracle(tree, expected, 2**-8)
+
+
+def test_the_state_keeps_its_values_from_stage_order_to_layer_order_and_back():
+    config, mesh = resolved(split("pipe 2 data 2", layers=7, schedule="interleaved", chunks=2).tree())
+    step = steps.build(config, mesh)
+    state = step.init()
+    ordered = step.in_layer_order(state)
+    one, mesh = resolved(small(model={"num_layers": 7}, parallel={"data": 1}))
+    expected = steps.build(one, mesh).init()
+    without_padding = jax.tree.map(lambda x, y: x[tuple(map(slice, y.shape))], ordered.params, expected.params)
+    chex.assert_trees_all_close(without_padding, expected.params)
+    chex.assert_trees_all_equal(step.in_stage_order(ordered), state)
