@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nanotrain_jax.parallel.pipeline.schedule import IDLE, SCHEDULES, Schedule, make
 
 EQUAL, UNEQUAL = (1, 1, 1), (1, Fraction(13, 10), Fraction(9, 10))  # F, dX, W
-CHUNKS = {"interleaved": (1, 2, 3, 4)}
+CHUNKS = {"interleaved": (1, 2, 3, 4), "zero_bubble": (1, 2, 3)}
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 hypothesis = settings(deadline=None, derandomize=True, max_examples=300)
 
@@ -39,7 +39,7 @@ def order(schedule, s, kinds="FBW"):
 def named(draw, split_ends=False):
     """A named schedule."""
     name, P = draw(st.sampled_from(list(SCHEDULES))), draw(st.integers(1, 6))
-    if name == "interleaved":
+    if name in CHUNKS:
         return make(name, P, P * draw(st.integers(1, 4)), draw(st.integers(1, 4)), split_ends)
     return make(name, P, least(name, P) + draw(st.integers(0, 12)), split_ends=split_ends)
 

@@ -117,7 +117,7 @@ def test_the_chosen_layout_is_written_and_plans_the_same(tmp_path, capsys):
     for key in ("mesh", "zero", "microbatches", "estimate"):
         assert first[key] == again[key]
     assert yaml.safe_load(chosen.read_text())["model"]["num_kv_heads"] == 8  # other keys are unchanged
-    assert "interleaved, with microbatches" in capsys.readouterr().out
+    assert "several chunks, with microbatches" in capsys.readouterr().out
 
 
 def test_a_search_keeps_overrides_and_without_a_mesh_the_keys_of_the_file(tmp_path):
@@ -246,7 +246,10 @@ def test_fixed_keys_are_kept_and_the_written_config_is_valid(tmp_path, capsys):
     """Chunks require stages; keys incompatible with the chosen layout are not written."""
     config, chosen = ROOT / "configs/llama3_8b.yaml", tmp_path / "chosen.yaml"
     best = search.search(small(), "h100", 8, fixed={"parallel.chunks": 2}).best
-    assert {(e.config.parallel.schedule, e.config.parallel.chunks) for e in best} == {("interleaved", 2)}
+    assert {(e.config.parallel.schedule, e.config.parallel.chunks) for e in best} == {
+        ("interleaved", 2),
+        ("zero_bubble", 2),
+    }
     tree = yaml.safe_load(config.read_text())
     tree["parallel"] |= {"prefetch": True, "microbatches": 1}
     prefetching = tmp_path / "prefetching.yaml"

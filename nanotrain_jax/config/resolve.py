@@ -52,6 +52,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     config = config.replace("parallel", **axes)
     if config.memory.rematerialization == Remat("block", 1):
         config = config.replace("memory", remat=str(Remat("full")))
+    config = config.replace("parallel", vocab_over_pipe=splits_vocab(config))
     check_context(config)
     if config.model.factory is None:
         check_tensor(config)
@@ -63,7 +64,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     check_optimizer(config)
     check_blocks(config)
     check_batch(config)
-    return config.replace("parallel", vocab_over_pipe=splits_vocab(config))
+    return config
 
 
 # FLOPs of the head on the last stage, per microbatch and device, from which splitting them over all stages is faster.
@@ -244,7 +245,8 @@ def check_pipe(config: Config) -> None:
             f"more than {SCHEDULE_CELLS:,} entries (ticks x stages) in a schedule",
         )
     try:
-        schedule_text.outline(p.schedule, p.pipe, p.microbatches, p.chunks)  # cached: a search repeats it
+        # Cached: a search repeats it.
+        schedule_text.outline(p.schedule, p.pipe, p.microbatches, p.chunks, p.vocab_over_pipe)
     except ValueError as error:
         raise Misfit(
             f"parallel.schedule={error} (parallel.microbatches, parallel.pipe, parallel.chunks)",

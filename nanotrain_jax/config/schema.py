@@ -111,7 +111,7 @@ class Parallel(_Section):
     schedule: Literal["gpipe", "1f1b", "1f1b_lean", "interleaved", "zero_bubble", "zb_h1", "zb_h2"] = _key(
         "1f1b", "pipeline schedule; parallel/pipeline/schedule.py compares them"
     )
-    chunks: Layers = _key(1, "model chunks per stage (virtual stages), for schedule=interleaved")
+    chunks: Layers = _key(1, "model chunks per stage (virtual stages), for schedule=interleaved and zero_bubble")
     vocab_over_pipe: bool | None = _key(
         None,
         "with pipe > 1: split embedding, head and loss over all stages; null: if that makes a step shorter",

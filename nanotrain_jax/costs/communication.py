@@ -89,13 +89,10 @@ def communication(config: Config) -> list[dict[str, Any]]:
 
     Pipeline parallelism (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence
     parallelism), where a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
-    With the vocabulary over pipe (arXiv 2411.05288) embedding and head, split over stages, are not summed over them;
-    each tick (each microbatch, with several chunks) all-reduces 4 w B T D over pipe, and the loss its scalars
-    (parallel/pipeline/both_ends.py).
-    Tied embeddings are gathered, and their gradients scattered, at both ends (ZeRO 2 and 3); without stages too, where
-    the layer loop is hand-written (`Execution.is_by_hand`).
+    With the vocabulary over pipe (arXiv 2411.05288) those of embedding and head are not, and `shares_of_ends`.
+    Tied embeddings are gathered, and their gradients scattered, at both ends (ZeRO 2 and 3, `Execution.is_by_hand`).
     """
-    p, w = config.parallel, BYTES[config.precision.compute]
+    p = config.parallel
     rows: dict[tuple[str, str, Traffic], float] = {}
 
     def add(axes: tuple[str, ...], op: str, size: float, what: Traffic) -> None:
@@ -117,8 +114,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
         else:
             add(("context",), op, size, what)
     if p.pipe > 1:
-        x = w * tokens_per_device(config) * config.model.d_model / p.microbatches
-        x /= p.tensor if p.sequence_parallel else 1
+        x = between_stages(config)
         rows["pipe", "permute", Traffic.BETWEEN_STAGES] = 2 * outline(config).ticks * x
         if p.vocab_over_pipe:
             add(("pipe",), "all_reduce", 4 * shares_of_ends(config) * x, Traffic.SHARED_BY_STAGES)
@@ -129,8 +125,17 @@ def communication(config: Config) -> list[dict[str, Any]]:
     ]
 
 
+def between_stages(config: Config) -> float:
+    """Return the bytes of the activation that a stage sends to the next, of one microbatch."""
+    p = config.parallel
+    x = BYTES[config.precision.compute] * tokens_per_device(config) * config.model.d_model / p.microbatches
+    return x / p.tensor if p.sequence_parallel else x
+
+
 def shares_of_ends(config: Config) -> int:
-    """Return how often stages share each of four activations at the ends, with the vocabulary over pipe."""
+    """Return how often stages all-reduce 4 w B T D, with the vocabulary over pipe (parallel/pipeline/both_ends.py): in
+    every tick, or with several chunks for every microbatch.
+    """
     p = config.parallel
     in_every_tick = p.chunks == 1 or p.idle == "mask"
     return outline(config).ticks if in_every_tick else p.microbatches

@@ -8,7 +8,7 @@ The search space, as far as model, batch and hosts allow and the user has not fi
     context_attention   ring (gather with pipeline stages) and ulysses
     zero          1, 2, 3 if data x context is larger than 1; 0 communicates and stores more than 1
     microbatches  every divisor of a device's sequences
-    schedule      1f1b, zero_bubble, interleaved with every number of chunks; for the best layouts also the schedules
+    schedule      1f1b; zero_bubble and interleaved with every number of chunks; for the best layouts also the schedules
                   with one unit of work per tick. gpipe takes as long as 1f1b and stores more
     vocab_over_pipe   as `resolve` chooses; for the best layouts also the other
     remat         none, selective, full: the first that fits, as the others only recompute more
@@ -24,21 +24,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from itertools import product
-from math import isqrt, prod
 from typing import Any, NamedTuple
 
 from nanotrain_jax.config.resolve import Misfit, resolve
-from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import counts, hardware, memory
+from nanotrain_jax.config.schema import Config, divisors
+from nanotrain_jax.costs import hardware, memory
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate, estimate, margin, on_hardware, verdict
+from nanotrain_jax.planner.layouts import Rejection, layouts, options
 
 POLICIES = ("none", "selective", "full")
 ONE_UNIT_PER_TICK = ("1f1b_lean", "zb_h1", "zb_h2")
 LOSS_CHUNK = 2048  # largest, tokens: enough for efficient matmuls, few logits in memory
-MOST_PADDING = 0.25  # rows of layers that are padding, over layers
-LONG = 8192  # fewest tokens of a sequence on a device, where context splits sequences
 MESH = ("parallel.pipe", "parallel.replica", "parallel.data", "parallel.context", "parallel.tensor")
 SEARCHED = (
     *MESH,
@@ -51,18 +48,6 @@ SEARCHED = (
     "memory.remat",
     "model.loss_chunk",
 )
-
-
-class Rejection(StrEnum):
-    """Reasons to reject a layout; `Misfit.reason` and mesh sizes add others as text."""
-
-    MEMORY = "needs more memory than there is"
-    MARGIN = "fits only without the margin of the estimate"
-    BATCH = "data.batch_size is not divisible by replica x data"
-    CHUNKS = "chunks, without stages"
-    PADDING = "more than a quarter of the layers would be padding"
-    INTERLEAVED = "interleaved, with microbatches that are no multiple of the stages"
-    AXES = "the given axes do not multiply to the number of GPUs"
 
 
 class SearchResult(NamedTuple):
@@ -144,7 +129,7 @@ def search(
     if config.memory.offload_activations == "host":  # requires remat other than none
         config = config.replace("memory", remat="full")
     candidates = Candidates(gpu, memory_fraction)
-    for layout in layouts(config, gpu, gpus, fixed, candidates):
+    for layout in layouts(config, gpu, gpus, fixed, candidates.rejected):
         _try_microbatches(layout, fixed, candidates)
         if most is not None and candidates.tried > most:
             return candidates.result(complete=False)
@@ -152,29 +137,15 @@ def search(
     return candidates.result()
 
 
-def layouts(config: Config, gpu: str, gpus: int, fixed: Mapping[str, Any], candidates: Candidates) -> Iterator[Config]:
-    """Yield the config on every mesh with every ZeRO stage and schedule, with one microbatch."""
-    for mesh in meshes(config, gpu, gpus, fixed, candidates.rejected):
-        if mesh.parallel.pipe == 1 and fixed.get("parallel.chunks", 1) > 1:
-            candidates.reject(Rejection.CHUNKS)
-            continue
-        for zero, schedule, chunks in zero_and_schedules(mesh, fixed):
-            layout = mesh.replace("parallel", zero=zero, schedule=schedule, chunks=chunks)
-            if counts.stage_layers(layout) * mesh.parallel.pipe > (1 + MOST_PADDING) * mesh.model.num_layers:
-                candidates.reject(Rejection.PADDING)
-                continue
-            yield layout.replace("parallel", vocab_over_pipe=fixed.get("parallel.vocab_over_pipe"))
-
-
 def _try_microbatches(layout: Config, fixed: Mapping[str, Any], candidates: Candidates) -> None:
     p = layout.parallel
     share = layout.data.batch_size // (p.replica * p.data)
     fits = True
-    for microbatches in sorted(_options(fixed, "parallel.microbatches", _divisors(share)), reverse=True):
+    for microbatches in sorted(options(fixed, "parallel.microbatches", divisors(share)), reverse=True):
         # Fewer microbatches are larger and need more memory, except that a single one needs no gradient accumulation.
         if not fits and (microbatches > 1 or p.pipe > 1):
             continue
-        if p.schedule == "interleaved" and microbatches % p.pipe:
+        if p.chunks > 1 and microbatches % p.pipe:
             candidates.reject(Rejection.INTERLEAVED)
             continue
         tried = candidates.tried
@@ -184,17 +155,12 @@ def _try_microbatches(layout: Config, fixed: Mapping[str, Any], candidates: Cand
 
 def _variants(layout: Config, fixed: Mapping[str, Any], candidates: Candidates) -> Iterator[Config]:
     """Yield the layout with every remat policy and loss chunk that may help it to fit, fastest first."""
-    policies = _options(fixed, "memory.remat", POLICIES)
-    chunks = _options(fixed, "model.loss_chunk", dict.fromkeys((0, _loss_chunk(layout))))
+    policies = options(fixed, "memory.remat", POLICIES)
+    chunks = options(fixed, "model.loss_chunk", dict.fromkeys((0, _loss_chunk(layout))))
     for remat, chunk in product(policies, chunks):
-        variant = layout.replace("memory", remat=remat).replace("model", loss_chunk=chunk)
-        try:
-            variant = resolve(variant, layout.parallel.axes)
-        except Misfit as error:
-            candidates.reject(error.reason)
-            continue
-        if not chunk or "model.loss_chunk" in fixed or _loss_matters(variant, candidates):
-            yield variant
+        chosen = layout.replace("memory", remat=remat).replace("model", loss_chunk=chunk)
+        is_tried = not chunk or "model.loss_chunk" in fixed
+        yield from (v for v in _resolved(chosen, candidates) if is_tried or _loss_matters(v, candidates))
 
 
 def _loss_chunk(layout: Config) -> int:
@@ -214,103 +180,22 @@ def _loss_matters(layout: Config, candidates: Candidates) -> bool:
 def _try_variants_of_the_best(fixed: Mapping[str, Any], candidates: Candidates) -> None:
     """Try the best layouts with schedules of one unit of work per tick, and with the other vocab_over_pipe."""
     best = [e.config for e in ranked(candidates.fitting or candidates.within_margin)[:5]]
-    variants: list[Config] = []
     for config in (c for c in best if c.parallel.pipe > 1):
-        if not {"parallel.schedule", "parallel.chunks"} & fixed.keys():
-            variants += [config.replace("parallel", schedule=s, chunks=1) for s in ONE_UNIT_PER_TICK]
+        variants = [config.replace("parallel", schedule=name, chunks=1) for name in ONE_UNIT_PER_TICK]
+        if {"parallel.schedule", "parallel.chunks"} & fixed.keys():
+            variants = []
         if fixed.get("parallel.vocab_over_pipe") is None:
             variants.append(config.replace("parallel", vocab_over_pipe=not config.parallel.vocab_over_pipe))
-    for variant in variants:
-        try:
-            candidates.consider(iter([resolve(variant, variant.parallel.axes)]))
-        except Misfit as error:
-            candidates.reject(error.reason)
+        for variant in variants:
+            candidates.consider(_resolved(variant, candidates))
 
 
-def meshes(config: Config, gpu: str, gpus: int, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[Config]:
-    """Yield the config on every valid mesh; count the reasons of the others in rejected."""
-    most = max(config.data.seq_len // LONG, 1)
-    for axes in _axes(hardware.find(gpu).joined, gpus, most, fixed, rejected):
-        mesh = config.replace("parallel", **axes, microbatches=1, chunks=1, schedule="1f1b", prefetch=False)
-        if config.data.batch_size % (axes["replica"] * axes["data"]):
-            rejected[Rejection.BATCH] += 1
-            continue
-        yield from _with_attention(mesh, axes, fixed, rejected)
-
-
-def _with_attention(
-    mesh: Config, axes: Mapping[str, int], fixed: Mapping[str, Any], rejected: Counter[str]
-) -> Iterator[Config]:
-    """Yield a mesh, resolved, with every kind of attention over context worth trying."""
-    blockwise = "gather" if axes["pipe"] > 1 and mesh.parallel.idle == "skip" else "ring"
-    kinds = [mesh.parallel.context_attention]
-    if axes["context"] > 1:
-        kinds = _options(fixed, "parallel.context_attention", (blockwise, "ulysses"))
-    for kind in kinds:
-        try:
-            yield resolve(mesh.replace("parallel", context_attention=kind), axes)
-        except Misfit as error:
-            rejected[error.reason] += 1
-
-
-def _axes(
-    joined: int, gpus: int, most_context: int, fixed: Mapping[str, Any], rejected: Counter[str]
-) -> Iterator[dict[str, int]]:
-    """Yield every mesh of a number of GPUs. joined: GPUs of an NVLink domain; most_context: unless fixed."""
-    for tensor in _dividing(gpus, "parallel.tensor", fixed, rejected):
-        if tensor > joined and "parallel.tensor" not in fixed:
-            rejected[f"parallel.tensor is larger than an NVLink domain of {joined} GPUs"] += 1
-            continue
-        for pipe in _dividing(gpus // tensor, "parallel.pipe", fixed, rejected):
-            yield from _copies(joined, gpus, {"pipe": pipe, "tensor": tensor}, most_context, fixed, rejected)
-
-
-def _copies(
-    joined: int,
-    gpus: int,
-    model_axes: Mapping[str, int],
-    most_context: int,
-    fixed: Mapping[str, Any],
-    rejected: Counter[str],
-) -> Iterator[dict[str, int]]:
-    """Yield the meshes with these sizes of pipe and tensor: context, replica and data share the other GPUs."""
-    copies, inside = gpus // prod(model_axes.values()), joined // model_axes["tensor"]
-    for context in _dividing(copies, "parallel.context", fixed, rejected):
-        if context <= most_context or "parallel.context" in fixed:
-            groups = _groups(copies // context, max(inside // context, 1), fixed, rejected)
-            yield from (model_axes | group | {"context": context} for group in groups)
-
-
-def _dividing(gpus: int, key: str, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[int]:
-    """Yield every size of a mesh axis that divides a number of GPUs."""
-    for size in _options(fixed, key, _divisors(gpus)):
-        if gpus % size:
-            rejected[f"{key}={size} does not divide {gpus} GPUs"] += 1
-            continue
-        yield size
-
-
-def _groups(copies: int, joined: int, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[dict[str, int]]:
-    """Yield replica and data for a number of model copies, `joined` of them in an NVLink domain."""
-    groups = [1] + [copies // joined] * (joined > 1 and copies > joined and copies % joined == 0)
-    for replica in _options(fixed, "parallel.replica", groups):
-        if copies % replica or fixed.get("parallel.data", -1) not in (-1, copies // replica):
-            rejected[Rejection.AXES] += 1
-            continue
-        yield {"replica": replica, "data": copies // replica}
-
-
-def zero_and_schedules(config: Config, fixed: Mapping[str, Any]) -> Iterator[tuple[int, str, int]]:
-    """Yield ZeRO stage, schedule and chunks worth trying on a mesh."""
-    stages = _options(fixed, "parallel.zero", (1, 2, 3) if counts.zero_devices(config) > 1 else (0,))
-    if config.parallel.pipe == 1:
-        yield from ((zero, "1f1b", 1) for zero in stages)
-        return
-    schedules = _options(fixed, "parallel.schedule", ("1f1b", "zero_bubble", "interleaved"))
-    for zero, schedule in product(stages, schedules):
-        several = [c for c in _divisors(counts.stage_layers(config)) if c > 1]
-        chunks = several if schedule == "interleaved" else [1]
-        yield from ((zero, schedule, count) for count in _options(fixed, "parallel.chunks", chunks))
+def _resolved(layout: Config, candidates: Candidates) -> Iterator[Config]:
+    """Yield the resolved layout, if it is valid."""
+    try:
+        yield resolve(layout, layout.parallel.axes)
+    except Misfit as error:
+        candidates.reject(error.reason)
 
 
 def ranked(estimates: list[Estimate]) -> list[Estimate]:
@@ -392,12 +277,3 @@ def _remedies(config: Config, gpu: str, gpus: int, memory_fraction: float, fixed
             best = result.best[0]
             remedies[kind] = f"{change.format(best.config.model.loss_chunk)} ({best.peak_bytes / 1e9:,.1f} GB)"
     return list(remedies.values())
-
-
-def _options(fixed: Mapping[str, Any], key: str, default: Any) -> list[Any]:
-    return [fixed[key]] if fixed.get(key, -1) != -1 else list(default)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})

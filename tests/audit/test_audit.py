@@ -39,6 +39,10 @@ GPT2, LLAMA, LLAMA70, GPT3 = "gpt2_124m", "llama3_8b", "llama3_70b", "gpt3_175b"
 LLAMA_128K, LLAMA_1M = "llama3_8b_128k", "llama3_8b_1m"
 PIECES = "parallel.microbatches=4", "memory.remat=selective"
 STAGES = ["parallel.pipe=4", "parallel.data=2", "parallel.microbatches=16", "data.batch_size=256"]
+LLAMA_STAGES = ["parallel.pipe=4", "parallel.data=2", "parallel.zero=1", "memory.remat=full", "data.seq_len=4096"]
+EIGHT, SIXTEEN = ([*LLAMA_STAGES, f"parallel.microbatches={M}", f"data.batch_size={2 * M}"] for M in (8, 16))
+ON_LAST_STAGE = "parallel.vocab_over_pipe=false"
+INTERLEAVED = "parallel.schedule=interleaved", "parallel.chunks=8"
 TRILLION = ["model.num_layers=128", "model.d_model=25600", "model.num_heads=160", "parallel.pipe=64", "parallel.data=6"]
 TRILLION += ["parallel.microbatches=512", "data.batch_size=3072"]  # arXiv 2104.04473, table 1
 ZERO3 = ["parallel.zero=3", "parallel.microbatches=12", "memory.remat=full"]
@@ -51,6 +55,7 @@ CASES = [  # config, GPUs, overrides
     (LLAMA, 64, ["parallel.tensor=8", "parallel.data=8", "parallel.zero=1", "parallel.microbatches=2"]),
     (LLAMA70, 64, []),
     (LLAMA, 8, ["parallel.pipe=2", "parallel.tensor=2", "parallel.data=2", "data.batch_size=8", *PIECES]),
+    (LLAMA, 8, EIGHT),
     (LLAMA, 8, ["data.attend_across_documents=false"]),
     (LLAMA_128K, 8, []),
     (LLAMA_128K, 8, ["parallel.context_attention=ulysses", "memory.remat=selective", "data.seq_len=65536"]),
@@ -88,10 +93,16 @@ MORE = [  # in `pytest -m 'cuda_compiler and long'`
     (LLAMA_128K, 8, ["parallel.context_attention=gather"]),
     (LLAMA_128K, 8, ["parallel.context=4", "parallel.tensor=2", "memory.remat=block:2"]),
     (LLAMA_128K, 8, ["parallel.context=2", "parallel.data=4", "data.batch_size=32", "data.seq_len=32768"]),
+    (LLAMA, 8, [*EIGHT, ON_LAST_STAGE]),
+    (LLAMA, 8, [*EIGHT, *INTERLEAVED]),
+    (LLAMA, 8, [*EIGHT, "model.num_layers=30"]),
+    (LLAMA, 8, [*EIGHT, "model.num_layers=30", ON_LAST_STAGE]),
     (LLAMA70, 64, ["parallel.tensor=1", "parallel.data=64", "parallel.zero=3", "parallel.microbatches=1"]),
     (GPT2, 8, ["model.attention=xla", "data.batch_size=64"]),
     (LLAMA, 8, ["precision.compute=float32", "data.seq_len=2048", "data.batch_size=8", "memory.remat=selective"]),
     *((GPT3, 1024, [f"memory.remat={remat}"]) for remat in ("selective", "full")),
+    (GPT3, 1024, ["memory.remat=none", ON_LAST_STAGE]),
+    (GPT3, 1024, ["parallel.schedule=zero_bubble", "parallel.chunks=6"]),
     (GPT3, 1024, ["parallel.pipe=1", "parallel.data=128", *ZERO3]),
     (GPT3, 3072, [*TRILLION, "memory.remat=full"]),
 ]  # fmt: skip

@@ -87,18 +87,24 @@ BAD = [
     (["memory.remat=block:2"], "does not divide model.num_layers=1; use block:1"),
     (
         ["parallel.data=1", "parallel.pipe=-1"],
-        "parallel.pipe=8 does not divide model.num_layers=1; use parallel.pipe=1, or 8 layers",
+        "parallel.pipe=8 exceeds model.num_layers=1: each chunk needs a layer; use at most 1 stages x chunks",
     ),
     (
-        ["parallel.pipe=4", "parallel.data=1", "model.num_layers=6"],
-        "parallel.pipe=4 does not divide model.num_layers=6; use parallel.pipe=1 or 2 or 3 or 6, or 4 or 8 layers",
+        ["parallel.pipe=4", "parallel.data=1", "model.num_layers=6", "memory.remat=block:2"],
+        "memory.remat='block:2' with model.num_layers=6 on 4 stages x 1 chunks: stages have different numbers of",
     ),
     (
-        ["parallel.pipe=2", "parallel.data=1", "model.num_layers=6", "parallel.chunks=2"],
-        "parallel.pipe x parallel.chunks = 2 x 2 = 4 does not divide model.num_layers=6; use parallel.pipe=3, or",
+        [
+            "parallel.pipe=2",
+            "parallel.data=1",
+            "model.num_layers=6",
+            "parallel.schedule=interleaved",
+            "parallel.chunks=4",
+        ],
+        "parallel.pipe x parallel.chunks = 2 x 4 = 8 exceeds model.num_layers=6: each chunk needs a layer",
     ),
     (["parallel.chunks=2"], "parallel.chunks=2 with parallel.pipe=1 has nothing to interleave; use 1"),
-    ([*PIPE, "parallel.chunks=2"], "parallel.schedule=1f1b: 2 chunks per stage; use 1, or interleaved"),
+    ([*PIPE, "parallel.chunks=2"], "parallel.schedule=1f1b: 2 chunks per stage; use 1, or interleaved or zero_bubble"),
     (
         [*PIPE, "parallel.schedule=zb_h1", "parallel.microbatches=2"],
         "parallel.schedule=zb_h1: 2 microbatches are too few for 4 stages; use at least 4, or 1f1b",

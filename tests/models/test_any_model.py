@@ -98,7 +98,12 @@ def test_checkpoints_of_a_user_model_resume_on_another_layout(config_file, on_on
         ("nowhere.at_all:build", [], "No module named 'nowhere'; install its package"),
         ("plain_model:builds", [], "plain_model has no builds"),
         ("plain_model", [], "must be package.module:function"),
-        ("plain_model:build", ["model.num_layers=4", "parallel.pipe=3"], "does not divide model.num_layers=4"),
+        ("plain_model:build", ["model.num_layers=2", "parallel.pipe=3"], "parallel.pipe=3 exceeds model.num_layers=2"),
+        (
+            "plain_model:build",
+            ["parallel.pipe=2", "parallel.vocab_over_pipe=true"],
+            "has splits_vocab=False; make them",
+        ),
         ("test_any_model:three_layers", [], "it has 3 layers, model.num_layers=4; make them agree"),
         ("test_any_model:no_model", [], "returned NoneType; return a nanotrain_jax.Model"),
         ("test_any_model:over_data", [], "only tensor may be used"),

@@ -26,7 +26,7 @@ def gpt(decoder, batch, remat="none", **parallel):
     model = {"num_layers": decoder.layers, "d_model": decoder.width, "num_heads": decoder.heads}
     tree = {
         "model": {"family": "gpt2", "vocab_size": decoder.vocab} | model,
-        "parallel": {"data": 1} | parallel,
+        "parallel": {"data": 1, "vocab_over_pipe": False} | parallel,  # as in the papers
         "memory": {"remat": remat},
         "data": {"source": "synthetic", "batch_size": batch, "seq_len": 2048},
     }

@@ -98,7 +98,7 @@ def test_rejected_layouts_have_reasons():
     assert found.rejected[search.Rejection.MEMORY]
     assert found.rejected[search.Rejection.BATCH]
     assert found.rejected["parallel.tensor is larger than an NVLink domain of 8 GPUs"]
-    assert found.rejected["parallel.pipe=16 does not divide model.num_layers=8"]
+    assert found.rejected["parallel.pipe=16 exceeds model.num_layers=8: each chunk needs a layer"]
 
 
 def test_without_a_fit_the_error_has_the_excess_and_remedies():

@@ -18,12 +18,14 @@ takes F and B = dX + W per microbatch, through all of its chunks:
     1f1b              (P-1) (F+B)             2 P - 1                                  arXiv 2104.04473, section 2.2.1
     1f1b_lean         the same if F = B       P                                        the same, F or B per tick
     interleaved       (P-1) (F+B) / C         P + (P-1) / C            M = n P         the same, section 2.2.2
-    zero_bubble       (P-1) (F+dX-W)          3 P - 2                  M >= 3 (P-1)    like ZB-H1; fewer M: more bubble
+    zero_bubble       (P-1) (F+dX-W) / C      P + (P-1) / C            M = n P if C > 1, M C >= P C + P - 2, else more
+                                                                       bubble; like ZB-H1 of arXiv 2401.10241
     zb_h1             (P-1) (F+dX-W)          P                        M >= P          arXiv 2401.10241, section 2.3
     zb_h2             (P-1) (F+dX-2W)         2 P - 1                  M >= 2 P - 1    the same
 
 zb_h1 and zb_h2 have one kind of work per tick: these bubbles hold if F, dX and W take the same time, else they are
-larger. zero_bubble holds whenever W takes no longer than F and dX, at the price of more microbatches in flight.
+larger. zero_bubble has F, B and W in one tick; its bubble holds whenever W takes no longer than F and dX. A microbatch
+that waits for W takes more memory than one that waits for B (`slots.buffers`: intermediates): 2 P - 1 units may.
 
 With split ends (`LayeredModel.split_ends`) all stages together embed a unit in the tick before its first F, compute its
 loss in the tick after its last F, and finish its backward in the tick after its last B. Schedules that have F and B in
@@ -82,8 +84,6 @@ def one_f_one_b(P: int, M: int, delay: int = 0) -> Schedule:
 
 def interleaved(P: int, M: int, C: int, delay: int = 0) -> Schedule:
     """Interleaved 1F1B over C chunks per stage: P microbatches through one chunk, then through the next."""
-    if M % P:
-        raise ValueError(f"interleaved: {M} microbatches are not a multiple of {P} stages; use {_multiples(M, P)}")
     return _fused(P, M, C, delay)
 
 
@@ -104,21 +104,24 @@ def zb_h2(P: int, M: int) -> Schedule:
     return _one_at_a_time(P, M, [2 * (P - s) - 1 for s in range(P)], 2 * P - 1)
 
 
-def zero_bubble(P: int, M: int, delay: int = 0) -> Schedule:
-    """1F1B with deferred weight gradients: none until P - 1 ticks after the first backward reaches the first stage
-    (fewer ticks with fewer microbatches), then one W per tick, and two where the stage has no forward or no backward
-    while others do."""
-    plain = _fused(P, M, 1, delay)
-    ample = 3 * (P - 1) + delay
-    first = max((min(M, ample) + ample) // 2, 2 * (P - 1) + delay)
+def zero_bubble(P: int, M: int, C: int = 1, delay: int = 0) -> Schedule:
+    """Interleaved 1F1B (1F1B, with one chunk) with deferred weight gradients.
+
+    One W per tick from the first stage's first B on, none in the P - 1 ticks in which forwards run out, and one more
+    where a stage has no forward, or no backward, while others do: so W fills the ticks that these shorten.
+    """
+    plain, forwards_end = _fused(P, M, C, delay), M * C + P - 1
+    tick = np.arange(plain.ticks)[:, None]
+    usual = (tick >= P * C + P - 2 + delay) & ((tick < M * C) | (tick >= forwards_end))
+    idle = np.where(tick < forwards_end, plain.forward, plain.backward) == IDLE  # while other stages are not
+    most = usual.astype(int) + idle.astype(int)
     weight = np.full((plain.ticks, P, 2), IDLE)
-    backwards_done = (plain.backward != IDLE).cumsum(0).tolist()
     for s in range(P):
-        done = 0
-        for t in range(first, plain.ticks):
-            usual = plain.forward[t, s] if t < M + P - 1 else plain.backward[t, s]  # what other stages do in this tick
-            count = min(2 if usual == IDLE else 1, backwards_done[t][s] - done)
-            weight[t, s, :count] = range(done, done + count)
+        units = plain.backward[:, s]
+        order, ready, done = units[units != IDLE], (units != IDLE).cumsum(), 0
+        for t in range(plain.ticks):
+            count = min(most[t, s], ready[t] - done)
+            weight[t, s, :count] = order[done : done + count]
             done += count
     return plain._replace(weight=weight[..., (weight != IDLE).any((0, 1))])
 
@@ -134,8 +137,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
-# Schedules with F and B of a unit in one tick on the last stage; they take `delay`.
-FUSED = ("1f1b", "interleaved", "zero_bubble")
+FUSED = ("1f1b", "interleaved", "zero_bubble")  # F and B of a unit in one tick on the last stage; they take `delay`
+CHUNKED = ("interleaved", "zero_bubble")  # they take several chunks per stage
 
 
 def make(name: str, stages: int, microbatches: int, chunks: int = 1, split_ends: bool = False) -> Schedule:
@@ -148,9 +151,12 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1, split_ends:
     for number, what in ((stages, "stages"), (microbatches, "microbatches"), (chunks, "chunks")):
         if number < 1:
             raise ValueError(f"{name}: {number} {what}; use 1 or more")
-    if chunks > 1 and name != "interleaved":
-        raise ValueError(f"{name}: {chunks} chunks per stage; use 1, or interleaved")
-    sizes = (stages, microbatches, chunks) if name == "interleaved" else (stages, microbatches)
+    if chunks > 1 and name not in CHUNKED:
+        raise ValueError(f"{name}: {chunks} chunks per stage; use 1, or {' or '.join(CHUNKED)}")
+    if chunks > 1 and microbatches % stages:
+        multiples = _multiples(microbatches, stages)
+        raise ValueError(f"{name}: {microbatches} microbatches are not a multiple of {stages} stages; use {multiples}")
+    sizes = (stages, microbatches, chunks) if name in CHUNKED else (stages, microbatches)
     delay = {"delay": 1} if split_ends and name in FUSED else {}
     table = SCHEDULES[name](*sizes, **delay)
     return with_split_ends(table) if split_ends else table

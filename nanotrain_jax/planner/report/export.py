@@ -36,6 +36,8 @@ def config_text(tree: dict[str, Any], e: Estimate, origin: str) -> str:
     defaults = {"pipe": 1, "replica": 1, "context": 1, "tensor": 1, "zero": 0, "chunks": 1, "schedule": "1f1b"}
     defaults |= {"microbatches": 1, "context_attention": "ring"}
     layout = {key.split(".")[1]: getattr(p, key.split(".")[1]) for key in SEARCHED if key.startswith("parallel")}
+    if p.pipe == 1:
+        del layout["vocab_over_pipe"]
     others = {k: getattr(p, k) for k in tree.get("parallel", {}) if f"parallel.{k}" not in SEARCHED}
     tree["parallel"] = {k: v for k, v in layout.items() if defaults.get(k) != v} | others
     tree["memory"] = tree.get("memory", {}) | {"remat": c.memory.remat}

@@ -28,8 +28,7 @@ def sizes(name):
     for P in range(1, 17):
         many = {1, 2, 3, P, P + 1, 2 * P - 1, 2 * P, 3 * P - 3, 3 * P - 2, 4 * P, 37, 64}
         for M in sorted(M for M in many if least(name, P) <= M <= 64):
-            if name != "interleaved" or M % P == 0:
-                found += [(P, M, C) for C in CHUNKS.get(name, (1,))]
+            found += [(P, M, C) for C in CHUNKS.get(name, (1,)) if C == 1 or M % P == 0]
     return found
 
 
@@ -43,7 +42,7 @@ def bubble(name, P, C, costs):
     unsplit, split = (P - 1) * (F + dX + W), (P - 1) * (F + dX - W)
     return {
         "interleaved": Fraction(unsplit, C),
-        "zero_bubble": split,
+        "zero_bubble": Fraction(split, C),
         "zb_h1": split,
         "zb_h2": split - (P - 1) * W,
     }.get(name, unsplit)
@@ -56,7 +55,7 @@ def in_flight(name, P, M, C, s):
         "1f1b": min(M, 2 * (P - 1 - s) + 1),
         "1f1b_lean": min(M, P - s),
         "interleaved": min(M * C, (C - 1) * P + 2 * (P - 1 - s) + 1),
-        "zero_bubble": min(M, max((min(3 * (P - 1), M) + 3 * (P - 1)) // 2, 2 * (P - 1)) - s + 1),
+        "zero_bubble": min(M * C, P * C + P - 1 - (s > 0)),
         "zb_h1": P,
         "zb_h2": 2 * P - 1,
     }[name]
@@ -65,7 +64,7 @@ def in_flight(name, P, M, C, s):
 def ticks(name, P, M, C):
     return {
         "1f1b": M + 2 * (P - 1),
-        "zero_bubble": M + 2 * (P - 1),
+        "zero_bubble": M * C + P * C + P - 2,
         "interleaved": M * C + P * C + P - 2,
         "zb_h1": 3 * M + P - 1,
         "zb_h2": 3 * M + P - 1,
@@ -92,10 +91,10 @@ def test_every_table_is_valid(name):
 def test_bubbles_equal_the_formulas(name, costs):
     for P, M, C in sizes(name):
         found, expected = stats(name, P, M, C, costs), bubble(name, P, C, costs)
-        if name != "zero_bubble" or M >= 3 * (P - 1):
+        if name != "zero_bubble" or M * C >= P * C + P - 2:
             assert found.bubble == expected, (P, M, C)
         else:
-            assert expected < found.bubble <= bubble("1f1b", P, C, costs), (P, M, C)
+            assert expected < found.bubble <= bubble("interleaved", P, C, costs), (P, M, C)
         # The first stage begins first and ends last; with zb_h2 each stage begins and ends a tick after the previous.
         later = (P - 1) * costs[0] if name == "zb_h2" else 0
         assert found.time == M * sum(costs) + found.bubble + later, (P, M, C)
@@ -112,12 +111,12 @@ def test_ticks_microbatches_in_flight_and_slots_equal_the_formulas(name):
         slots = dict(found.slots)
         assert slots.pop("inputs") == (0 if P * C == 1 else 2 if name == "zb_h2" else 1)
         assert slots.pop("gradients") == (M if name == "gpipe" else 1)
-        assert slots.pop("backward") == (min(M, 2 * P - 1) if name == "zero_bubble" else most)
+        assert slots.pop("backward") == most
         assert slots.pop("backward_weight") == (most if split else 0)
         intermediates = slots.pop("intermediates")
-        if name == "zero_bubble":  # weight gradients start in tick 3 (P-1), backwards in tick P - 1
-            assert intermediates <= min(M, 2 * P - 1)
-            assert intermediates == 2 * P - 1 or M < 3 * P - 2
+        if name == "zero_bubble":
+            assert intermediates <= min(M * C, max(2 * P - (C == 1) - 1, 1))
+            assert intermediates >= 2 * P - (C == 1) - 1 or M * C < P * C + P - 2
         else:
             assert intermediates == (most if split else 0)
         assert not slots
@@ -131,7 +130,7 @@ def test_microbatches_in_flight_are_those_of_the_docstring(name):
             "1f1b": 2 * P - 1,
             "1f1b_lean": P,
             "interleaved": P + Fraction(P - 1, C),
-            "zero_bubble": 3 * P - 2,
+            "zero_bubble": P + Fraction(P - 1, C),
             "zb_h1": P,
             "zb_h2": 2 * P - 1,
         }[name]
@@ -159,7 +158,7 @@ def test_zero_bubble_has_its_bubble_if_w_is_shortest_and_is_never_slower_than_1f
     found = stats("zero_bubble", P, M, 1, costs)
     if F + dX >= W:
         assert found.time <= stats("1f1b", P, M, 1, costs).time
-    if min(F, dX) >= W and M >= 3 * (P - 1):
+    if min(F, dX) >= W and M >= 2 * (P - 1):
         assert found.bubble == bubble("zero_bubble", P, 1, costs)
 
 
@@ -216,14 +215,15 @@ def test_zb_h1_defers_weight_gradients_of_stage_s_by_s_microbatches():
             ("1f2b", 4, 8),
             "schedule '1f2b' is unknown; use gpipe, 1f1b, 1f1b_lean, interleaved, zero_bubble, zb_h1, zb_h2",
         ),
+        (("zero_bubble", 4, 10, 2), "zero_bubble: 10 microbatches are not a multiple of 4 stages; use 8 or 12"),
         (("interleaved", 4, 10, 2), "interleaved: 10 microbatches are not a multiple of 4 stages; use 8 or 12"),
         (("interleaved", 4, 3, 2), "interleaved: 3 microbatches are not a multiple of 4 stages; use 4"),
         (("zb_h1", 4, 3), "zb_h1: 3 microbatches are too few for 4 stages; use at least 4, or 1f1b"),
         (("zb_h2", 4, 6), "zb_h2: 6 microbatches are too few for 4 stages; use at least 7, or 1f1b"),
         *(
-            ((name, 4, 8, 2), f"{name}: 2 chunks per stage; use 1, or interleaved")
+            ((name, 4, 8, 2), f"{name}: 2 chunks per stage; use 1, or interleaved or zero_bubble")
             for name in SCHEDULES
-            if name != "interleaved"
+            if name not in CHUNKS
         ),
         (("gpipe", 4, 0), "gpipe: 0 microbatches; use 1 or more"),
         (("gpipe", 0, 8), "gpipe: 0 stages; use 1 or more"),

@@ -11,7 +11,7 @@ import pytest
 from conftest import cover
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from schedule_cases import EQUAL, UNEQUAL, every_schedule, least, made
+from schedule_cases import CHUNKS, EQUAL, UNEQUAL, every_schedule, least, made
 from small_layers import D, V, a_model, layer, one_device, some_tokens
 from test_pipeline import Case, a_mesh
 
@@ -29,8 +29,8 @@ LOSS = Fraction(4, 5)
 def sizes(name):
     """(stages, microbatches, chunks)."""
     for stages, more in product((2, 3, 4, 8), (0, 1, 9, 24)):
-        if name == "interleaved":
-            yield from ((stages, stages * (1 + more), chunks) for chunks in (1, 2, 3))
+        if name in CHUNKS:
+            yield from ((stages, stages * (1 + more), chunks) for chunks in CHUNKS[name])
         else:
             yield stages, least(name, stages) + more, 1
 
