@@ -4,10 +4,11 @@
                                         [--schedules gpipe,1f1b,1f1b_lean,interleaved:2,zero_bubble,zb_h1]
                                         [--rounds 5] [--idle skip,mask] [section.key=value ...]
 
-Compiles the real step with each schedule (interleaved:CHUNKS) and idle mode (default: the config's), on one mesh and
-one batch of random tokens. Runs the programs in turn, a few steps each, with a rotated order in every round. The table
-also has the ratio modelled by `schedule_text.stats`, where F, dX and W of a layer take the same time and all else takes
-none; with idle=mask every tick takes the time of all its slots. The first losses must agree.
+Compiles the real step with each schedule (interleaved:CHUNKS; +vocab: with parallel.vocab_over_pipe=true) and idle mode
+(default: the config's), on one mesh and one batch of random tokens. Runs the programs in turn, a few steps each, with a
+rotated order in every round. The table also has the ratio modelled by `schedule_text.stats`, where F, dX and W of a
+layer take the same time and all else takes none; with idle=mask every tick takes the time of all its slots. The first
+losses must agree.
 
 The model assumes devices that run in parallel. Simulated devices share the cores of one machine: with fewer cores than
 stages, one device computes while another waits, so a bubble costs little and all work adds up. Wall-clock time then
@@ -56,7 +57,7 @@ class Program(NamedTuple):
 
 def modelled(p: configs.Parallel) -> tuple[int, float]:
     """Return ticks, and the time of the schedule if F, dX and W of a stage take 1 each."""
-    schedule = schedules.make(p.schedule, p.pipe, p.microbatches, p.chunks)
+    schedule = schedules.make(p.schedule, p.pipe, p.microbatches, p.chunks, bool(p.vocab_over_pipe))
     stats = schedule_text.stats(schedule)
     return stats.ticks, stats.masked * 3 * schedule.microbatches if p.idle == "mask" else float(stats.time)
 
@@ -74,7 +75,7 @@ def prepare(config: configs.Config, mesh: jax.sharding.Mesh) -> tuple[Program, R
     state, metrics, _ = train(step.init(), batch)
     ticks, model_time = modelled(p)
     return Program(train, batch, state), {
-        "schedule": p.schedule,
+        "schedule": p.schedule + "+vocab" * bool(p.vocab_over_pipe),
         "idle": p.idle,
         "ticks": ticks,
         "chunks": p.chunks,
@@ -133,8 +134,12 @@ def variants(asked: argparse.Namespace, base: configs.Config, mesh: jax.sharding
     vocab = None if base.model.vocab_size else batches.load(base.data).vocab_size
     resolved = []
     for idle, text in product((asked.idle or base.parallel.idle).split(","), asked.schedules.split(",")):
-        name, _, chunks = text.partition(":")
+        layout, _, ends = text.partition("+")
+        name, _, chunks = layout.partition(":")
         keys = {"schedule": name, "chunks": chunks or 1, "idle": idle}
+        if ends not in ("", "vocab"):
+            raise ValueError(f"--schedules={text}: +{ends} is unknown; use +vocab")
+        keys |= {"vocab_over_pipe": "true"} if ends else {}
         overrides = [f"parallel.{key}={value}" for key, value in keys.items()]
         config = load(asked.config, [*asked.overrides, *overrides])
         resolved.append(resolve(config, mesh.shape, vocab))
@@ -145,7 +150,8 @@ def main(argv: list[str] | None = None) -> int:
     """Print a table and one JSON line; -> 2 if the request is wrong, 1 if the losses differ."""
     parser = argparse.ArgumentParser(description="Time pipeline schedules side by side.")
     parser.add_argument("--config", required=True)
-    parser.add_argument("--schedules", default=SCHEDULES, help=f"NAME or interleaved:CHUNKS (default: {SCHEDULES})")
+    names = f"NAME, interleaved:CHUNKS, NAME+vocab (default: {SCHEDULES})"
+    parser.add_argument("--schedules", default=SCHEDULES, help=names)
     parser.add_argument("--idle", help="skip, mask, or both as skip,mask (default: the config's)")
     parser.add_argument("--rounds", type=int, default=5, help=f"rounds of {STEPS} steps each (default: 5)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

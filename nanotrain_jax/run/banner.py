@@ -33,7 +33,7 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
         axes = " x ".join(f"{axis} {p.axes[axis]}" for axis in p.vocab_axes)
         lines.append(f"vocabulary: {vocab:,} tokens padded to {rows:,} for {axes}")
     if p.pipe > 1:
-        table = schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks, p.vocab_over_pipe)
+        table = schedule.make(p.schedule, p.pipe, p.microbatches, p.chunks, bool(p.vocab_over_pipe))
         bubble = schedule_text.stats(table).bubble_fraction
         ends = "split over all stages" if p.vocab_over_pipe else "on the first and last stage"
         lines.append(

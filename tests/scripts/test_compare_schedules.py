@@ -33,22 +33,22 @@ def compare(tmp_path, capsys):
 
 @pytest.mark.long
 def test_the_script_prints_a_table_and_one_json_line(compare):
-    code, (*table, line), _ = compare("--schedules", "gpipe,1f1b", "--idle", "skip,mask")
+    code, (*table, line), _ = compare("--schedules", "gpipe,1f1b+vocab", "--idle", "skip,mask")
     assert code == 0
     assert all(word in "\n".join(table) for word in ("median ms", "modelled", "gpipe", "mask", "4 microbatches"))
     rows = json.loads(line)
     assert [(row["schedule"], row["idle"], row["ticks"]) for row in rows] == [
         ("gpipe", "skip", 10),
-        ("1f1b", "skip", 6),
+        ("1f1b+vocab", "skip", 9),  # with a tick to embed, one to delay B, and one for the embedding's gradients
         ("gpipe", "mask", 10),
-        ("1f1b", "mask", 6),
+        ("1f1b+vocab", "mask", 9),
     ]
     assert {key for row in rows for key in row} == {
         *("schedule", "idle", "ticks", "chunks", "microbatches", "model_time", "first_loss", "temp_bytes", "steps"),
         *("compile_seconds", "cpu_seconds", "step_seconds", "step_seconds_min", "ratio_to_first", "ratio_modelled"),
     }
     # F + B = 3: with fused ticks a stage waits as long as in gpipe; masked, each tick is a forward and a backward.
-    assert [row["ratio_modelled"] for row in rows] == pytest.approx([1, 1, 30 / 15, 18 / 15])
+    assert [row["ratio_modelled"] for row in rows] == pytest.approx([1, 1, 30 / 15, 27 / 15])
     assert rows[0]["ratio_to_first"] == 1
     np.testing.assert_allclose([row["first_loss"] for row in rows], rows[0]["first_loss"], rtol=1e-5)
     assert all(row["temp_bytes"] > 0 and row["step_seconds"] >= row["step_seconds_min"] > 0 for row in rows)
@@ -71,6 +71,7 @@ def test_modelled_time_is_that_of_the_schedule(schedule, chunks, idle, modelled)
     ("wrong", "message"),
     [
         (["--schedules", "2f2b"], "2f2b"),
+        (["--schedules", "1f1b+head"], "+head is unknown; use +vocab"),
         (["--schedules", "gpipe,interleaved:2"], "parallel.chunks = 2 x 2"),
         (["--schedules", "interleaved:0"], "parallel.chunks=0"),
         (["--schedules", "gpipe:2", "model.num_layers=4"], "gpipe: 2 chunks"),
