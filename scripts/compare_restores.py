@@ -32,13 +32,14 @@ from nanotrain_jax.checkpoint import write
 from nanotrain_jax.config.load import load
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.models import decoder
+from nanotrain_jax.models.parameters import LAYERS
 
 STEPS = 3
 TOLERANCE = 1e-6
 CONFIG = {
     "model": {
         "family": "llama",
-        "num_layers": 4,
+        "num_layers": 5,  # no multiple of the stages
         "d_model": 32,
         "num_heads": 8,
         "num_kv_heads": 2,
@@ -59,7 +60,7 @@ LAYOUTS = [  # processes, keys of parallel and memory
     (4, "pipe=4 data=2 schedule=1f1b microbatches=4 zero=1"),
     (1, "replica=2 data=4 zero=3"),
     (2, "pipe=2 data=4 schedule=interleaved chunks=2 microbatches=2 zero=2"),
-    (4, "pipe=4 tensor=2 data=1 schedule=zero_bubble microbatches=4"),
+    (4, "pipe=4 tensor=2 data=1 schedule=zero_bubble microbatches=4 vocab_over_pipe=true"),
     (4, "data=8 zero=1"),
     (2, "tensor=8 data=1"),
     (4, "data=4 tensor=2 zero=3"),
@@ -72,7 +73,7 @@ LAYOUTS = [  # processes, keys of parallel and memory
     (2, "data=4 tensor=2 zero=2"),
     (1, "pipe=4 data=2 schedule=zb_h2 microbatches=8"),
     (4, "replica=2 data=4 zero=3 offload_optimizer=host offload_params=host"),
-    (2, "pipe=2 tensor=4 data=1 schedule=1f1b microbatches=2"),
+    (2, "pipe=2 tensor=4 data=1 schedule=1f1b microbatches=2 vocab_over_pipe=true"),
     (4, "data=2 tensor=4 zero=1 sequence_parallel=false"),
     (1, "data=8 zero=3 grad_reduce=per_layer"),
     (8, "pipe=2 replica=2 data=2 schedule=gpipe microbatches=2 zero=3"),
@@ -170,6 +171,7 @@ def checksums(run: train.Run, state: object) -> dict[str, int]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         full = np.asarray(multihost_utils.process_allgather(jax.device_put(x, jax.memory.Space.Device), tiled=True))
         rows = run.config.model.vocab_size if decoder.is_padded(name) else None
+        rows = run.config.model.num_layers if LAYERS in name.split("/") else rows
         return name, zlib.crc32(np.ascontiguousarray(full[:rows] if full.ndim else full))
 
     leaves = jax.tree_util.tree_leaves_with_path(run.step.in_layer_order(state))

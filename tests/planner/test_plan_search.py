@@ -92,6 +92,27 @@ def test_the_choice_for_llama_on_one_host_shown_in_the_guides():
         guides.hold("llama3_8b", f"{rank}", values | {"step_seconds": e.step_seconds, "mfu": e.mfu})
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("gpt2_124m", "data.batch_size=256 parallel.microbatches=16"),
+        ("gpt2_124m", "data.batch_size=16 parallel.microbatches=8 model.vocab_size=1000"),
+        ("llama3_8b", "data.batch_size=16 parallel.microbatches=8"),
+        ("llama3_8b", "data.batch_size=16 parallel.microbatches=8 data.seq_len=64 model.vocab_size=4000"),
+        ("llama3_8b", "data.batch_size=16 parallel.microbatches=8 parallel.schedule=interleaved parallel.chunks=8"),
+    ],
+)
+def test_vocab_over_pipe_is_by_default_what_the_costs_favor(name, overrides):
+    keys = ["parallel.pipe=4", "parallel.data=2", *overrides.split()]
+    found = {}
+    for value in ("null", "true", "false"):
+        config = load.load(ROOT / f"configs/{name}.yaml", [*keys, f"parallel.vocab_over_pipe={value}"])
+        config = resolve(config, config.parallel.axes)
+        found[value] = config.parallel.vocab_over_pipe, estimate(config, "h100").step_seconds
+    assert (found["true"][0], found["false"][0]) == (True, False)
+    assert found["null"] == min(found["true"], found["false"], key=lambda value: value[1])
+
+
 def test_rejected_layouts_have_reasons():
     config = small(batch=24)
     found = search.search(config, "h100", 16, 0.003)
