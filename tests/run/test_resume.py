@@ -36,12 +36,15 @@ def resumes(capsys, *arguments):
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
 def test_the_weights_of_a_run_are_loaded_as_host_arrays_without_a_mesh(config_file, tmp_path):
     split = "parallel.tensor=2", "parallel.zero=3", "parallel.persist_below=64", "train.steps=10"
-    assert main(config_file, f"logging.dir={tmp_path}/run", "precision.compute=bfloat16", *split) == 0
+    stages = "parallel.pipe=2", "model.num_layers=3", "parallel.vocab_over_pipe=true", "parallel.data=2"
+    assert main(config_file, f"logging.dir={tmp_path}/run", "precision.compute=bfloat16", *split, *stages) == 0
     params, config = nanotrain_jax.load_params(tmp_path / "run")
     number, (state, _) = saved_state(tmp_path / "run")
     assert number == 10
     assert all(isinstance(x, np.ndarray) and x.dtype == jax.numpy.bfloat16 for x in jax.tree.leaves(params))
-    same(params, state["params"])
+    stored = state["params"] | {"layers": jax.tree.map(lambda x: x[:3], state["params"]["layers"])}
+    same(params, stored)
+    assert {len(x) for x in jax.tree.leaves(state["params"]["layers"])} == {4}  # 3 layers on 2 stages
     assert params["ends"]["embedding_VD"].shape == (384, 32)  # padded from 257
     assert config.to_dict() == yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
 
