@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse arguments and train; an invalid request gives one line on stderr and exit code 2."""
     parser = Parser(
         prog="python -m nanotrain_jax.train",
-        description="Train a transformer with data, tensor and pipeline parallelism, ZeRO and offloading.",
+        description="Train a transformer with data, tensor, context and pipeline parallelism, ZeRO and offloading.",
         epilog="config keys, with defaults (override as section.key=value):\n\n" + describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

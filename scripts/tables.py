@@ -2,7 +2,7 @@
 
     python scripts/tables.py [--check]
 
-Replaces what is between `<!-- table: NAME -->` and `<!-- end -->` in every README.md. --check changes nothing and exits
+Replaces what is between `<!-- table: NAME -->` and `<!-- end -->` in every guide. --check changes nothing and exits
 with 1 if a guide is out of date.
 """
 
@@ -129,9 +129,9 @@ TABLES = {f.__name__: f for f in (modules, scripts, compiled, long_context, offl
 
 
 def guides():
-    """Every README.md of the repository."""
+    """Every guide of the repository."""
     folders = (ROOT / name for name in ("nanotrain_jax", "scripts", "tests", "configs"))
-    return [ROOT / "README.md", *(path for folder in folders for path in sorted(folder.rglob("README.md")))]
+    return [ROOT / "README.md", *(path for folder in folders for path in sorted(folder.rglob("*.md")))]
 
 
 def generated(path):

@@ -127,7 +127,7 @@ class Parallel(_Section):
         "ulysses: tokens are exchanged for heads",
     )
     zero: Annotated[Literal[0, 1, 2, 3], Choice] = _key(
-        0, "ZeRO stage; shard over data: 1 optimizer state, 2 also gradients, 3 also parameters; 0: off"
+        0, "ZeRO stage; shard over data and context: 1 optimizer state, 2 also gradients, 3 also parameters; 0: off"
     )
     grad_reduce: Literal["after_backward", "per_layer"] = _key(
         "after_backward", "when to reduce gradients (zero 0 and 1); per_layer: during the last microbatch's backward"

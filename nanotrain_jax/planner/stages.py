@@ -62,7 +62,7 @@ def tick_flops(text: str, config: Config) -> np.ndarray:
 def part_flops(text: str, config: Config) -> dict[str, float]:
     """Return the matmul FLOPs of one execution of each part of a tick: F, B without the loss, W, the loss."""
     schedule = counts.outline(config)
-    nothing = dict.fromkeys(communication.conditional_rates(config), 0) | {"accumulate": 1}
+    nothing = dict.fromkeys(communication.conditional_rates(config), 0) | {"accumulate": 1, "layer": 1}
 
     def in_every_tick(*parts: str) -> float:
         return hlo.matmul_flops(text, nothing | dict.fromkeys(parts, 1)) / schedule.ticks

@@ -76,8 +76,9 @@ def link(axes: tuple[str, ...], sizes: tuple[int, ...], joined: int) -> tuple[in
 def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
     """Return the traffic of a step with its links and modelled seconds. compute: seconds that can hide it.
 
-    A ring inside an NVLink domain runs at NVLink bandwidth; a ring across domains at network bandwidth, over as many
-    adapters as it has members in a domain: k GPUs of a host share k.
+    Inside an NVLink domain everything runs at NVLink bandwidth. Across domains a collective runs at network bandwidth,
+    over as many adapters as the group has members in a domain: k GPUs of a host share k. A permute takes as long as its
+    slowest pair: GPUs in two domains, over one adapter.
     """
     p = config.parallel
     rows = [row for row in table(config.model, p.tensor, p.vocab_shards).values() if row.part == LAYERS]
@@ -87,6 +88,7 @@ def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
     for row in communication.communication(config):
         axis, op, what, size = row["axis"], row["op"], row["what"], row["bytes_per_device"]
         group, local = link(tuple(axis.split(",")), tuple(p.axes.values()), gpu.joined)
+        local = 1 if op == "permute" and local < group else local
         bandwidth = gpu.nvlink if local == group else min(gpu.nvlink, local * gpu.network)
         intra_domain = "memory" if gpu.kind == "cpu" else "NVLink"
         name = intra_domain if local == group else "network" if local == 1 else f"network x {local}"

@@ -9,10 +9,10 @@ from conftest import ROOT
 
 from nanotrain_jax import plan
 from nanotrain_jax.config import load
-from nanotrain_jax.costs import communication
+from nanotrain_jax.costs import communication, hardware
 from nanotrain_jax.planner import search
 from nanotrain_jax.planner.estimate import estimate, on_gpus
-from nanotrain_jax.planner.step_time import last_hop
+from nanotrain_jax.planner.step_time import LINK, last_hop
 
 CONFIG = ROOT / "configs" / "llama3_8b_128k.yaml"
 
@@ -91,3 +91,13 @@ def test_long_contexts_keep_the_flop_rate_of_short_ones():
     same_tokens = ["data.seq_len=8192", "data.batch_size=128", "parallel.context=1", "parallel.data=8"]
     short, long = planned(8, *same_tokens), planned(8)
     assert long.mfu_causal >= 0.95 * short.mfu_causal
+
+
+def test_a_ring_across_hosts_waits_for_the_adapter_between_two_of_them():
+    """2,048 tokens per GPU hide a hop on NVLink, not on a network of 50 GB/s, which needs 5,000."""
+    network = hardware.find("h100").network
+    for tokens, is_hidden in ((64 * 2048, False), (64 * 16_384, True)):
+        e = planned(64, "parallel.context=64", f"data.seq_len={tokens}")
+        (hops,) = (t for t in e.transfers if t.what is communication.Traffic.ATTENTION)
+        assert hops.seconds == pytest.approx(hops.bytes / (LINK * network))
+        assert (hops.exposed == pytest.approx(hops.seconds * last_hop(e.config))) == is_hidden

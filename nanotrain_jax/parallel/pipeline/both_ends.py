@@ -38,7 +38,7 @@ def embed(stage: Stage, unit: jax.Array, wanted: jax.Array, x: Tree) -> Tree:
 
     def work(turn: jax.Array, _: Tree, nothing: tuple) -> tuple[Tree, tuple]:
         x = stage.first(stage.model.ends, stage.microbatch_of_ends(unit + turn))
-        return summed(stage, x), nothing
+        return sum_in_branch(stage, x), nothing
 
     return stage.when(wanted, "first", work, x, ())[0]
 
@@ -51,10 +51,10 @@ def backward_last(stage: Stage, unit: jax.Array, wanted: jax.Array, x: Tree, sum
 
     def work(turn: jax.Array, x: Tree, sums: tuple) -> tuple[Tree, tuple]:
         microbatch = stage.microbatch_of_ends(unit + turn)
-        x = summed(stage, x)
+        x = sum_in_branch(stage, x)
         loss, vjp = jax.vjp(lambda ends, x: stage.model.last(ends, x, microbatch), stage.model.ends, x)
         gradients, g = vjp(jnp.ones_like(loss))
-        return summed(stage, g), add(stage, sums, (once(stage, loss), gradients), wanted)
+        return sum_in_branch(stage, g), add(stage, sums, (once(stage, loss), gradients), wanted)
 
     return stage.when(wanted, "last", work, x, sums)
 
@@ -64,7 +64,7 @@ def backward_first(stage: Stage, unit: jax.Array, wanted: jax.Array, g: Tree, su
 
     def work(turn: jax.Array, g: Tree, sums: tuple) -> tuple[Tree, tuple]:
         microbatch = stage.microbatch_of_ends(unit + turn)
-        g = summed(stage, g)
+        g = sum_in_branch(stage, g)
         _, vjp = jax.vjp(lambda ends: stage.first(ends, microbatch), stage.model.ends)
         (gradients,) = vjp(jax.tree.map(lambda g: g + jnp.asarray(turn, g.dtype), g))
         loss, of_ends = sums
@@ -92,13 +92,13 @@ def add(stage: Stage, sums: Tree, gradients: Tree, wanted: jax.Array) -> Tree:
 def share_outputs(stage: Stage, next_unit: jax.Array, shared: Shared, x: Tree) -> Shared:
     """Split ends, after F: embed the unit that begins in the next tick; share it, and x of the last stage."""
     embedded = embed(stage, next_unit, next_unit >= 0, shared.embedded)
-    return Shared(*_sum_in_tick(stage, [embedded, on_stage(stage, stage.schedule.stages - 1, x)]))
+    return Shared(*sum_in_tick(stage, [embedded, on_stage(stage, stage.schedule.stages - 1, x)]))
 
 
 def share_gradients(stage: Stage, now: EndUnits, carry: Carry) -> tuple[Carry, Tree]:
     """Split ends, before F: loss of a unit, backward of `first` of another -> carry, gradient of the last layer's x."""
     g, of_ends = backward_last(stage, now.loss, now.loss >= 0, carry.shared.output, carry.sums.ends)
-    g, g_of_first = _sum_in_tick(stage, [g, on_stage(stage, 0, carry.g)])
+    g, g_of_first = sum_in_tick(stage, [g, on_stage(stage, 0, carry.g)])
     _, of_ends = backward_first(stage, now.of_first, now.of_first >= 0, g_of_first, of_ends)
     return carry._replace(sums=carry.sums._replace(ends=of_ends)), g
 
@@ -108,14 +108,14 @@ def on_stage(stage: Stage, index: int, x: Tree) -> Tree:
     return jax.tree.map(lambda x: jnp.where(stage.index == index, x, jnp.zeros_like(x)), x)
 
 
-def _sum_in_tick(stage: Stage, parts: list[Tree]) -> list[Tree]:
+def sum_in_tick(stage: Stage, parts: list[Tree]) -> list[Tree]:
     """Split ends with one chunk: sum each x over stages."""
     if stage.schedule.chunks > 1:
         return parts
     return [stage.typed(x) for x in all_reduce(parts, (stage.axis,))]
 
 
-def summed(stage: Stage, x: Tree) -> Tree:
+def sum_in_branch(stage: Stage, x: Tree) -> Tree:
     """Split ends with several chunks: sum x over stages."""
     if stage.schedule.chunks == 1 or not stage.model.split_ends:
         return x

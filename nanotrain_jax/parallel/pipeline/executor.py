@@ -119,7 +119,7 @@ def _with_loss(stage: Stage, unit: jax.Array, wanted: jax.Array, x: Tree, sums: 
     """Add what `model.last` returns for a unit to sums, if wanted."""
 
     def work(turn: jax.Array, sums: Tree, nothing: tuple) -> tuple[Tree, tuple]:
-        output = both_ends.summed(stage, x)
+        output = both_ends.sum_in_branch(stage, x)
         of_unit = stage.model.last(stage.model.ends, output, stage.microbatch_of_ends(unit + turn))
         return jax.tree.map(jnp.add, sums, both_ends.once(stage, of_unit)), nothing
 
