@@ -230,12 +230,6 @@ def check_pipe(config: Config) -> None:
             "reduce as well",
             "use parallel.idle=skip",
         )
-    if config.memory.rematerialization.policy == "block" and p.schedule in ("zero_bubble", "zb_h1", "zb_h2"):
-        raise Misfit(
-            f"memory.remat={config.memory.remat!r} with parallel.schedule={p.schedule}: the backward of a block of "
-            "layers is a loop, which cannot be split into B and W",
-            "use none, selective or full, or another schedule",
-        )
     cells = (p.microbatches * p.chunks + parts + p.pipe) * p.pipe
     if cells > SCHEDULE_CELLS:
         raise Misfit(

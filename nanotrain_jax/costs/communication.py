@@ -17,6 +17,7 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.counts import (
     BYTES,
     is_sharded,
+    last_matmuls_spared,
     local_elements,
     local_kv_width,
     outline,
@@ -224,16 +225,17 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     ]
 
 
-def tensor_passes(config: Config) -> tuple[int, int]:
+def tensor_passes(config: Config) -> tuple[float, float]:
     """Return the gathers and the scatters per layer over tensor; without sequence parallelism: all-reduces, and 0.
 
     See `communication`: 4 of each, those of recomputation, and 2 gathers of matmul inputs (not with `full`, which has
     just recomputed them).
     """
-    recomputed = {"none": 0, "selective": 0, "full": 1, "block": 2}[config.memory.rematerialization.policy]
+    policy = config.memory.rematerialization.policy
+    recomputed = {"none": 0, "selective": 0, "full": 1, "block": 2 - last_matmuls_spared(config)}[policy]
     if not config.parallel.sequence_parallel:
         return 4 + recomputed, 0
-    return 4 + (2 if recomputed < 2 else 4), 4 + recomputed
+    return 4 + (4 if policy == "block" else 2), 4 + recomputed
 
 
 def conditional_rates(config: Config) -> dict[str, Fraction]:

@@ -131,6 +131,13 @@ def attention_parts(config: Config) -> int:
     return 1 if across else num_parts(config.data.seq_len)
 
 
+def last_matmuls_spared(config: Config) -> float:
+    """Return the share of layers whose last matmul block:N does not recompute: where a schedule with W writes out the
+    layers of a block (parallel/remat.py), that of each block's last layer, else none."""
+    p, remat = config.parallel, config.memory.rematerialization
+    return 1 / remat.block if remat.policy == "block" and p.pipe > 1 and p.schedule in schedule.SPLIT else 0.0
+
+
 def repeats_communication(config: Config) -> bool:
     """True if the backward recomputes what attention over context communicates (`parallel.remat`)."""
     policy = config.memory.rematerialization.policy

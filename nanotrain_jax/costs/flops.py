@@ -8,7 +8,13 @@ recomputation. Only matmuls count, 2 FLOPs per multiply-add. N: parameters that 
 from __future__ import annotations
 
 from nanotrain_jax.config.schema import Config, Model
-from nanotrain_jax.costs.counts import attention_parts, matmul_parameters, stage_layers, tokens_per_device
+from nanotrain_jax.costs.counts import (
+    attention_parts,
+    last_matmuls_spared,
+    matmul_parameters,
+    stage_layers,
+    tokens_per_device,
+)
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 
@@ -37,7 +43,7 @@ def local_flops(config: Config) -> dict[str, float]:
     recompute                 on top of 6 N + 12 L d T:
         selective   4 L d T                          the forward of attention
         full        2 N_layers + 4 L d T - 2 L d F   the forward without the last matmul
-        block:n     2 N_layers + 4 L d T             the whole forward
+        block:n     2 N_layers + 4 L d T             the whole forward (`counts.last_matmuls_spared`)
 
     All are divided by t, except that each device computes at least one head of keys and values. With pipeline stages:
     of the stage that has the head; with the vocabulary over pipe of any, with 1/P of the head. Compute that idle stages
@@ -58,7 +64,13 @@ def local_flops(config: Config) -> dict[str, float]:
             flops[row.part] += 2 * row.size * copies[row.part] * share
     layers, attention = flops[LAYERS], 4.0 * L * m.d_model * T / t * ((c + 1) / (2 * c) if c > 1 else 1)
     down = 2.0 * L * m.d_model * m.d_ff / t
-    recompute = {"none": 0.0, "selective": attention, "full": layers + attention - down, "block": layers + attention}
+    spared = last_matmuls_spared(config) * down
+    recompute = {
+        "none": 0.0,
+        "selective": attention,
+        "full": layers + attention - down,
+        "block": layers + attention - spared,
+    }
     policy = config.memory.rematerialization.policy
     kept = attention if is_blockwise and policy in ("selective", "full") else 0.0
     return {"layers": layers, "head": flops[ENDS], "attention": attention, "recompute": recompute[policy] - kept}

@@ -17,6 +17,8 @@ copied to the host in the forward of its layer, back to the device in its backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +45,7 @@ class Policy(NamedTuple):
     regather: bool = False  # the layer gathers its weights; do not save them
     prefetch: bool = False  # allow XLA to gather a layer's weights before its iteration of the backward
     offload: bool = False  # store what is saved in host memory; has no effect with none
+    unroll: bool = False  # write out the layers of a block instead of a loop, so that its backward can be split
 
 
 def name(x: jax.Array, what: str) -> jax.Array:
@@ -84,8 +87,20 @@ def checkpointed(body: Callable[[Tree, Tree], Tree], policy: Policy) -> tuple[Ca
         body = jax.checkpoint(body, policy=_expensive, prevent_cse=not policy.prefetch)
     if policy.remat.policy == "none":
         return body, None
-    block = checkpoint(lambda x, layers: lax.scan(lambda x, layer: (body(x, layer), None), x, layers)[0])
-    return block, policy.remat.block
+    run_all = _one_after_another if policy.unroll else _in_a_loop
+    return checkpoint(partial(run_all, body)), policy.remat.block
+
+
+def _in_a_loop(body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree) -> Tree:
+    """Run x = body(x, layer) for each layer of layers[n ...]."""
+    return lax.scan(lambda x, layer: (body(x, layer), None), x, layers)[0]
+
+
+def _one_after_another(body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree) -> Tree:
+    """The same, written out: a program n times as long."""
+    for i in range(jax.tree.leaves(layers)[0].shape[0]):
+        x = body(x, jax.tree.map(itemgetter(i), layers))
+    return x
 
 
 def in_blocks(layers: Tree, size: int | None) -> Tree:

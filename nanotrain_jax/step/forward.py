@@ -15,6 +15,7 @@ from nanotrain_jax.parallel import host_offload, remat
 from nanotrain_jax.parallel.collectives import as_varying
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.mesh import BATCH_AXES
+from nanotrain_jax.parallel.pipeline.schedule import SPLIT
 from nanotrain_jax.parallel.zero import ZERO, Shards, Zero, gather_ahead
 from nanotrain_jax.step.plan import Plan
 
@@ -99,7 +100,8 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     fetch = prefetch_of_layers(plan)
     gathers = fetch is gather_ahead
     of_layers = ZERO[2] if gathers else zero  # prefetched weights are unsharded, as at stage 2
-    policy = plan.remat._replace(prefetch=False, regather=plan.remat.regather and not gathers)
+    splits_backward = plan.execution is Execution.PIPELINE and plan.config.parallel.schedule in SPLIT
+    policy = plan.remat._replace(prefetch=False, regather=plan.remat.regather and not gathers, unroll=splits_backward)
     block = policy.remat.block if policy.remat.policy == "block" else None
     end_dims, stacked_dims = split_layers(plan.shards.dims)
     row_shards = plan.shards._replace(dims=stacked_dims) if block else plan.shards_of_layer()

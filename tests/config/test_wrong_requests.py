@@ -118,10 +118,6 @@ BAD = [
         "parallel.grad_reduce=per_layer with parallel.pipe=4 and parallel.idle=mask",
     ),
     (
-        [*PIPE, "parallel.schedule=zb_h1", "memory.remat=block:2", "parallel.microbatches=4"],
-        "memory.remat='block:2' with parallel.schedule=zb_h1: the backward of a block of layers is a loop",
-    ),
-    (
         [*PIPE, "memory.remat=block:4"],
         "does not divide model.num_layers / (parallel.pipe x parallel.chunks)=2; use block:2",
     ),

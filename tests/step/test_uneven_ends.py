@@ -17,6 +17,8 @@ from conftest import (
 )
 from test_tensor_step import moves_the_bytes_of_the_papers
 
+from nanotrain_jax.audit import hlo
+from nanotrain_jax.costs import communication, flops
 from nanotrain_jax.step import build as steps
 
 
@@ -38,6 +40,8 @@ COVER = [
 MORE = [
     split("pipe 8", "gpt2", schedule="1f1b_lean", microbatches=8),
     split("pipe 2 data 2 tensor 2", layers=5, schedule="zero_bubble", chunks=2, microbatches=8, zero=3),
+    split("pipe 2 data 2 tensor 2", "gpt2", "block:2", schedule="zero_bubble", chunks=2, microbatches=8, zero=3),
+    split("pipe 2 data 2 tensor 2", remat="block:4", schedule="zb_h1", zero=1, vocab_over_pipe=False),
     split("pipe 2 replica 2 data 2", layers=6, zero=1, grad_reduce="per_layer"),
     split("pipe 3 data 2", "gpt2", "full", 6, zero=3, prefetch=True),
     split("pipe 4 tensor 2", layers=10, sequence_parallel=False, schedule="interleaved", chunks=2, microbatches=8),
@@ -83,6 +87,17 @@ def test_evaluation_gives_the_loss_of_training_and_counts_targets(layout):
     assert int(count) == 32 * 16
     _, metrics, _ = step.train(state, batch)
     np.testing.assert_allclose(total / np.float32(count), metrics["loss"], rtol=2e-6)
+
+
+@pytest.mark.parametrize(("remat", "schedule"), [("full", "zb_h1"), ("block:2", "zero_bubble")])
+def test_a_stage_with_one_layer_or_block_recomputes_it_only_in_its_backwards(remat, schedule):
+    """Not in every tick: XLA hoists out of the branch what does not depend on its iteration."""
+    layers = 4 if remat == "full" else 8
+    config, mesh = resolved(split("pipe 4", remat=remat, layers=layers, schedule=schedule, microbatches=8).tree())
+    step = steps.build(config, mesh)
+    text = step.train.lower(step.state, step.batch).compile().as_text()
+    found = hlo.matmul_flops(text, communication.conditional_rates(config))
+    assert found == pytest.approx(flops.step_flops(config), rel=1e-3)
 
 
 @pytest.mark.long

@@ -139,6 +139,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 FUSED = ("1f1b", "interleaved", "zero_bubble")  # F and B of a unit in one tick on the last stage; they take `delay`
 CHUNKED = ("interleaved", "zero_bubble")  # they take several chunks per stage
+SPLIT = ("zero_bubble", "zb_h1", "zb_h2")  # they have W
 
 
 def make(name: str, stages: int, microbatches: int, chunks: int = 1, split_ends: bool = False) -> Schedule:

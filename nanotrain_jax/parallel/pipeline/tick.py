@@ -102,15 +102,15 @@ def begin_chunk(stage: Stage, unit: jax.Array, x: Tree) -> Tree:
 def backward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
     """B: propagate the unit's g through the layers of its chunk; accumulate gradients (of layers unless W does)."""
 
-    def work(_: jax.Array, g: Tree, store: tuple[Sums, list]) -> tuple[Tree, tuple]:
+    def work(turn: jax.Array, g: Tree, store: tuple[Sums, list]) -> tuple[Tree, tuple]:
         sums, intermediates = store
         of_ends = sums.ends
         if not stage.model.split_ends:
             g, of_ends = both_ends.backward_last(stage, unit, stage.is_last(unit), g, of_ends)
         layers = partial(_backward_layers, stage, carry.residuals)
-        g, sums, intermediates = _through_chunk(
-            stage, unit, layers, (g, sums._replace(ends=of_ends), intermediates), reverse=True
-        )
+        through = g, sums._replace(ends=of_ends), intermediates
+        # Depends on turn, or XLA hoists the recomputation of a single layer out of the branch: into every tick.
+        g, sums, intermediates = _through_chunk(stage, unit + turn, layers, through, reverse=True)
         of_ends = sums.ends
         if not stage.model.split_ends:
             is_first = stage.is_first(unit) & (unit >= 0)  # masked, unit may be -1
