@@ -10,6 +10,7 @@ from nanotrain_jax.planner.estimate import estimate, margin, on_gpus
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_cache_of_programs")]
 STAGES = ["parallel.pipe=2", "parallel.data=2", "parallel.microbatches=4", "data.batch_size=8", "model.num_layers=8"]
+STAGES += ["parallel.vocab_over_pipe=false"]
 
 
 def audited(*overrides):
