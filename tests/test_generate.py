@@ -65,7 +65,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others():
 
 
 def test_ids_of_padding_and_beyond_the_tokenizer_are_never_chosen():
-    config, params = weights("llama", decoder.Split(size=2))
+    config, params = weights("llama", decoder.Split(size=2, vocab_shards=2))
     head = params["ends"]["head_VD"] = np.array(params["ends"]["head_VD"])
     assert len(head) == 128
     head[50:] = 5.0 * head[:50].sum(0)
