@@ -43,21 +43,15 @@ Tree = Any  # a pytree of arrays
 def tick(stage: Stage, carry: Carry, now: Tick) -> tuple[Carry, None]:
     """Run one tick: shift g, F, shift x, B, W. A body for `lax.scan`."""
     g = shifted(stage, carry.g, -1)
-    inputs = loops.put(carry.inputs, stage.slot("inputs", now.x_arrives), carry.x)
+    carry = carry._replace(inputs=loops.put(carry.inputs, stage.slot("inputs", now.x_arrives), carry.x))
     if stage.model.split_ends:
-        begins = jnp.where(stage.is_first(now.forward), now.forward, -1)
-        inputs = loops.put(inputs, stage.slot("inputs", begins), carry.shared.embedded)
-        carry, output = both_ends.share_gradients(stage, now.ends, carry)
-        carry = forward(stage, now.forward, carry._replace(inputs=inputs))
-        # Else XLA waits for both gradients before F.
-        x, g, output = lax.optimization_barrier((carry.x, g, output))
-        carry = carry._replace(x=x)
-        carry = carry._replace(shared=both_ends.share_outputs(stage, now.ends.embedded, carry.shared, carry.x))
+        carry, g, output = _forward_and_ends(stage, now, carry, g)
         output_unit = now.ends.loss
     else:
-        carry = forward(stage, now.forward, carry._replace(inputs=inputs))
+        carry = forward(stage, now.forward, carry)
         output, output_unit = carry.x, now.forward
-    # The output of the last chunk of the model takes the slot of its gradient until B computes its loss.
+    # The output of the last chunk of the model takes the slot of its gradient until B computes its loss; with split
+    # ends it is the gradient.
     output_unit = jnp.where(stage.is_last(output_unit), output_unit, -1)
     gradients = loops.put(carry.gradients, stage.slot("gradients", output_unit), output)
     gradients = loops.put(gradients, stage.slot("gradients", now.g_arrives), g)
@@ -68,6 +62,17 @@ def tick(stage: Stage, carry: Carry, now: Tick) -> tuple[Carry, None]:
     # Else XLA communicates in the next tick, which needs the result.
     x, g, shared = lax.optimization_barrier((carry.x, carry.g, carry.shared))
     return carry._replace(x=x, g=g, shared=shared), None
+
+
+def _forward_and_ends(stage: Stage, now: Tick, carry: Carry, g: Tree) -> tuple[Carry, Tree, Tree]:
+    """F, and what all stages compute at split ends (`both_ends.py`) -> carry, g, gradient of the last layer's x."""
+    begins = jnp.where(stage.is_first(now.forward), now.forward, -1)
+    inputs = loops.put(carry.inputs, stage.slot("inputs", begins), carry.shared.embedded)
+    carry, of_output = both_ends.share_gradients(stage, now.ends, carry)
+    carry = forward(stage, now.forward, carry._replace(inputs=inputs))
+    x, g, of_output = lax.optimization_barrier((carry.x, g, of_output))  # else XLA waits for both gradients before F
+    shared = both_ends.share_outputs(stage, now.ends.embedded, carry.shared, x)
+    return carry._replace(x=x, shared=shared), g, of_output
 
 
 def shifted(stage: Stage, x: Tree, step: int) -> Tree:
