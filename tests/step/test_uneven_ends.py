@@ -43,7 +43,7 @@ MORE = [
     split("pipe 2 data 2 tensor 2", "gpt2", "block:2", schedule="zero_bubble", chunks=2, microbatches=8, zero=3),
     split("pipe 2 data 2 tensor 2", remat="block:4", schedule="zb_h1", zero=1, vocab_over_pipe=False),
     split("pipe 2 replica 2 data 2", layers=6, zero=1, grad_reduce="per_layer"),
-    split("pipe 3 data 2", "gpt2", "full", 6, zero=3, prefetch=True),
+    split("pipe 3 data 2", "gpt2", "full", 7, zero=3, prefetch=True),
     split("pipe 4 tensor 2", layers=10, sequence_parallel=False, schedule="interleaved", chunks=2, microbatches=8),
     split("pipe 4 data 2", "gpt2", "block:2", zero=2),
     split("pipe 8", "gpt2", layers=10, schedule="gpipe", microbatches=8, idle="mask"),
