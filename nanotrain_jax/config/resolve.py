@@ -9,6 +9,10 @@ from nanotrain_jax.config.schema import Config, divisors, fits_flash, near_divis
 from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat
 from nanotrain_jax.parallel.pipeline import schedule_text
 
+# FLOPs of the head that parallel.vocab_over_pipe takes off the last stage, per microbatch and device, from which it is
+# faster: about 0.2 ms on an H100, as long as three branches and two collectives, which a tick then has in addition.
+LEAST_HEAD_FLOPS = 1e11
+
 
 class Misfit(ValueError):
     """A config that cannot run: "problem; remedy". reason: short form of the problem, to group similar ones."""
@@ -65,11 +69,6 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     check_blocks(config)
     check_batch(config)
     return config
-
-
-# FLOPs of the head on the last stage, per microbatch and device, from which splitting them over all stages is faster.
-# They take about 0.2 ms on an H100, as long as what a tick does more: three branches and two collectives.
-LEAST_HEAD_FLOPS = 1e11
 
 
 def splits_vocab(config: Config) -> bool:

@@ -47,10 +47,10 @@ def run_schedule(
     axis: the mesh axis of stages. idle: skip or mask (see above). Sends 2 x per tick and device.
 
     Gradients are float32, or what model.reduce returns. Sum the loss and the gradients of ends over pipe: only the last
-    stage has the loss, the first and the last stage have gradients of ends. With model.split_ends do not sum gradients
-    of ends that are sharded over pipe. Do not sum gradients over an axis that ends
-    or layers do not vary over (data, if they are replicated over it): they arrive summed, since JAX sums them at each
-    use. To sum once per step, cast ends and layers with `as_varying` before the call and sum after it.
+    stage has the loss, the first and the last stage have gradients of ends (with model.split_ends not those of ends
+    that are sharded over pipe). Do not sum gradients over an axis that ends or layers do not vary over (data, if they
+    are replicated over it): they arrive summed, since JAX sums them at each use. To sum once per step, cast ends and
+    layers with `as_varying` before the call and sum after it.
 
     Raises ValueError if the schedule is out of order, or does not match axis, layers and microbatches.
     """
