@@ -235,6 +235,19 @@ def run(tree, updates=5):
     return state, log
 
 
+def evaluates_as_it_trains(tree):
+    """The mean loss of an evaluation is that of a training step, and all targets count -> step, tokens, batch, sum."""
+    config, mesh = resolved(tree)
+    step = steps.build(config, mesh)
+    (tokens,) = random_tokens(config)
+    batch, state = on_devices(tokens, step), step.init()
+    total, count = step.evaluate(state.params, batch)
+    assert int(count) == config.data.batch_size * config.data.seq_len
+    _, metrics, _ = step.train(state, batch)
+    np.testing.assert_allclose(total / np.float32(count), metrics["loss"], rtol=2e-6)
+    return step, tokens, batch, total
+
+
 def with_embedding(state, row, value):
     """Return the state with one embedding row changed, in weights and master weights."""
 

@@ -10,7 +10,7 @@ from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat
 from nanotrain_jax.parallel.pipeline import schedule_text
 
 # FLOPs of the head that parallel.vocab_over_pipe takes off the last stage, per microbatch and device, from which it is
-# faster: about 0.2 ms on an H100, as long as three branches and two collectives, which a tick then has in addition.
+# faster: about 0.2 ms on an H100, assumed (not measured) for the three branches and two collectives that a tick adds.
 LEAST_HEAD_FLOPS = 1e11
 
 

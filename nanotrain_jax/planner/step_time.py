@@ -37,7 +37,7 @@ LINK = 0.8
 # Latency in seconds of a kernel, of a collective, and of a pipeline tick (each branch of a stage, for its forward, its
 # backward and its ends, synchronizes with the host). Assumed, not measured.
 KERNEL, COLLECTIVE, TICK = 3e-6, 15e-6, 50e-6
-ENDS_TICK = 2e-4  # of the ends of one microbatch, if they are split over stages: three branches, scalars of the loss
+ENDS_TICK = 2e-4  # of the ends of a microbatch, if split over stages: three branches, scalars of the loss; assumed
 
 # Fractions of the wire bytes that overlap with matmuls, as the compiled programs schedule them (scripts/audit.py).
 HIDDEN_TENSOR = 0.3

@@ -8,8 +8,8 @@ import pytest
 from conftest import (
     cover,
     equals_the_oracle,
+    evaluates_as_it_trains,
     on_devices,
-    random_tokens,
     resolved,
     run,
     skips_an_overflow,
@@ -158,14 +158,7 @@ def test_chunked_losses_and_clipping_work_with_stages():
     ],
 )
 def test_evaluation_gives_the_loss_of_training_and_counts_targets(layout):
-    config, mesh = resolved(piped(layout))
-    step = steps.build(config, mesh)
-    (tokens,) = random_tokens(config)
-    batch, state = on_devices(tokens, step), step.init()
-    total, count = step.evaluate(state.params, batch)
-    assert int(count) == 32 * 16
-    _, metrics, _ = step.train(state, batch)
-    np.testing.assert_allclose(total / np.float32(count), metrics["loss"], rtol=2e-6)
+    step, tokens, batch, total = evaluates_as_it_trains(piped(layout))
     halves = [on_devices(half, step) for half in np.split(tokens, 2)]  # smaller batches give the same sums
     of_halves = [step.evaluate(step.init().params, half) for half in halves]
     assert [int(count) for _, count in of_halves] == [16 * 16] * 2

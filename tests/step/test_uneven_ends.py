@@ -3,14 +3,12 @@ papers."""
 
 import chex
 import jax
-import numpy as np
 import pytest
 from cases import case
 from conftest import (
     cover,
     equals_the_oracle,
-    on_devices,
-    random_tokens,
+    evaluates_as_it_trains,
     resolved,
     skips_an_overflow,
     small,
@@ -79,14 +77,7 @@ def test_a_stage_stores_its_part_of_the_vocabulary_and_as_many_layers_as_the_lar
     ),
 )
 def test_evaluation_gives_the_loss_of_training_and_counts_targets(layout):
-    config, mesh = resolved(layout.tree())
-    step = steps.build(config, mesh)
-    (tokens,) = random_tokens(config)
-    batch, state = on_devices(tokens, step), step.init()
-    total, count = step.evaluate(state.params, batch)
-    assert int(count) == 32 * 16
-    _, metrics, _ = step.train(state, batch)
-    np.testing.assert_allclose(total / np.float32(count), metrics["loss"], rtol=2e-6)
+    evaluates_as_it_trains(layout.tree())
 
 
 @pytest.mark.parametrize(("remat", "schedule"), [("full", "zb_h1"), ("block:2", "zero_bubble")])
