@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nanotrain_jax.config.execution import Execution, execution, reduces_per_layer
-from nanotrain_jax.config.schema import Config, divisors, fits_flash, near_divisors
-from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat
+from nanotrain_jax.config.schema import Config, fits_flash
+from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors
 from nanotrain_jax.parallel.pipeline import schedule_text
 
 # FLOPs of the head that parallel.vocab_over_pipe takes off the last stage, per microbatch and device, from which it is
@@ -146,6 +146,8 @@ def check_tensor(config: Config) -> None:
         return problems + [f"neither divides model.num_kv_heads={K} nor is a multiple of it"] * bool(K % t and t % K)
 
     problems = misfits(p.tensor)
+    if p.tensor > 1 and p.overlap_tensor:
+        check_overlap(config)
     if problems:
         problem = " and ".join(problems)
         *smaller, largest = (str(t) for t in divisors(N) if not misfits(t))
@@ -157,6 +159,22 @@ def check_tensor(config: Config) -> None:
         )
         raise Misfit(
             f"parallel.tensor={p.tensor} {problem}", f"use {remedy}{hint}", f"parallel.tensor={p.tensor} {problems[0]}"
+        )
+
+
+def check_overlap(config: Config) -> None:
+    """Raise Misfit unless activations can travel around the tensor axis in hops."""
+    p = config.parallel
+    if not p.sequence_parallel:
+        raise Misfit(
+            "parallel.overlap_tensor=true with parallel.sequence_parallel=false: an all-reduce has no hops",
+            "use parallel.sequence_parallel=true",
+        )
+    if p.pipe > 1 and p.idle == "skip":
+        raise Misfit(
+            f"parallel.overlap_tensor=true with parallel.pipe={p.pipe} and parallel.idle=skip: a ring needs all "
+            "devices in a permute, and idle stages skip it",
+            "use parallel.idle=mask, or parallel.overlap_tensor=false",
         )
 
 

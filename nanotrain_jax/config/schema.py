@@ -7,7 +7,7 @@ one-line ValueError with the value, the rule and the remedy.
 
 from __future__ import annotations
 
-from math import isqrt, lcm, prod
+from math import lcm, prod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -28,6 +28,7 @@ from nanotrain_jax.config.values import (
     Tokens,
     Vocabulary,
     Width,
+    near_divisors,
 )
 
 Pair = Field(strict=False)  # accepts a YAML list as a tuple
@@ -106,6 +107,10 @@ class Parallel(_Section):
     tensor: Axis = _key(1, "tensor-parallel size; shards heads, d_ff and vocabulary")
     sequence_parallel: bool = _key(
         True, "with tensor > 1: shard activations outside tensor-parallel matmuls over the sequence"
+    )
+    overlap_tensor: bool = _key(
+        False,
+        "with tensor > 1 and sequence_parallel: communicate activations in hops, each behind a part of its matmul",
     )
     pipe: Axis = _key(1, "pipeline-parallel size (number of stages)")
     schedule: Literal["gpipe", "1f1b", "1f1b_lean", "interleaved", "zero_bubble", "zb_h1", "zb_h2"] = _key(
@@ -382,16 +387,3 @@ def fits_flash(model: Model, compute: str) -> bool:
     """True if cuDNN flash attention supports this head dim and dtype and is not disabled; it stores no scores."""
     head = model.d_model // model.num_heads
     return model.attention != "xla" and compute != "float32" and head <= 128 and head % 8 == 0
-
-
-def near_divisors(number: int, wanted: int) -> str:
-    """Return the divisors of number next below and above wanted, as text."""
-    below = [d for d in divisors(number) if d < wanted][-1:]
-    above = [d for d in divisors(number) if d > wanted][:1]
-    return " or ".join(map(str, below + above))
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of number in order; above 10**10 only those below 10**5 and their cofactors."""
-    small = [d for d in range(1, min(isqrt(number), 10**5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})

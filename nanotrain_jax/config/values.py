@@ -1,4 +1,4 @@
-"""Types of config keys: integers with upper bounds, and paths with `~` expanded.
+"""Types of config keys: integers with upper bounds, paths with `~` expanded; divisors for error messages.
 
 The bounds are far above any real model or run: larger values are typos that would overflow or never finish.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from math import isqrt
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -86,3 +87,16 @@ class Remat(NamedTuple):
     def recomputes_layers(self) -> bool:
         """True if the backward recomputes whole layers."""
         return self.policy in ("full", "block")
+
+
+def near_divisors(number: int, wanted: int) -> str:
+    """Return the divisors of number next below and above wanted, as text."""
+    below = [d for d in divisors(number) if d < wanted][-1:]
+    above = [d for d in divisors(number) if d > wanted][:1]
+    return " or ".join(map(str, below + above))
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of number in order; above 10**10 only those below 10**5 and their cofactors."""
+    small = [d for d in range(1, min(isqrt(number), 10**5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

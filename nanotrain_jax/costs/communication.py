@@ -76,17 +76,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
     each times (N-1)/N, over data and context; block:n gathers layers once more, to recompute a block. From stage 1,
     gradient shards are all-reduced over replica: 2 (R-1)/R g Psi / N.
 
-    Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3), in w B T D (t-1)/t, summed over microbatches:
-        all-reduce       2 (4 L + 2)         per layer two in the forward and two in the backward; one of the embedding
-                                             look-up, one of the loss
-        with sequence parallelism (arXiv 2205.05198, section 4.2.2) as pairs; the backward of each layer gathers the
-        inputs of its matmuls again instead of storing them:
-        all-gather       6 L + 2
-        reduce-scatter   4 L + 2
-    Recomputation adds: `full` one all-reduce per layer (a reduce-scatter), block:n two (two pairs). The loss
-    all-reduces 3 scalars per token. Gradients of parameters that every device of the axis stores are summed over tensor
-    where they are partial: all of them under sequence parallelism, else those of keys and values with fewer heads
-    than t.
+    Tensor parallelism: `tensor_buffers`. Attention over context: `attention_buffers`.
 
     Pipeline parallelism (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence
     parallelism), where a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
@@ -107,7 +97,10 @@ def communication(config: Config) -> list[dict[str, Any]]:
         add(buffer.axes, buffer.op, buffer.times * buffer.itemsize * buffer.elements, buffer.what)
 
     for op, size, what in tensor_buffers(config):
-        add(("tensor",), op, size, what)
+        if op == "permute":
+            rows["tensor", op, what] = (p.tensor - 1) / p.tensor * size
+        else:
+            add(("tensor",), op, size, what)
     add(p.vocab_axes, "all_reduce", 3 * 4 * tokens_per_device(config), Traffic.LOSS)
     for op, size, what in attention_buffers(config):
         if op == "permute":
@@ -213,12 +206,33 @@ def parameter_buffers(config: Config) -> list[Buffer]:
 
 
 def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
-    """Return operation, bytes of the full buffer and kind of what tensor parallelism communicates in a step."""
+    """Return operation, bytes of the full buffer and kind of what tensor parallelism communicates in a step.
+
+    Megatron-LM, arXiv 1909.08053, section 3, in w B T D (t-1)/t, summed over microbatches:
+        all-reduce       2 (4 L + 2)         per layer two in the forward and two in the backward; one of the embedding
+                                             look-up, one of the loss
+        with sequence parallelism (arXiv 2205.05198, section 4.2.2) as pairs; the backward of each layer gathers the
+        inputs of its matmuls again instead of storing them:
+        all-gather       6 L + 2
+        reduce-scatter   4 L + 2
+    Recomputation adds: `full` one all-reduce per layer (a reduce-scatter), block:n two (two pairs). With
+    parallel.overlap_tensor permutes replace all but the gathers again, 2 L scatters and those of look-up and loss.
+    The loss all-reduces 3 scalars per token. Gradients of parameters that every device of the axis stores are summed
+    over tensor where they are partial: all of them under sequence parallelism, else those of keys and values with fewer
+    heads than t.
+    """
     p, L, tokens = config.parallel, stage_layers(config), tokens_per_device(config)
     activations = BYTES[config.precision.compute] * tokens * config.model.d_model
     gathers, scatters = tensor_passes(config)
     if not p.sequence_parallel:
         return [("all_reduce", (gathers * L + 2) * activations, Traffic.ACTIVATIONS)]
+    if p.tensor > 1 and p.overlap_tensor:
+        of_layer, regathers = gathers + scatters, 0 if config.memory.rematerialization.policy == "full" else 2
+        return [
+            ("permute", (of_layer - regathers - 2) * L * activations, Traffic.ACTIVATIONS),
+            ("all_gather", (regathers * L + 2) * activations, Traffic.REGATHERED_ACTIVATIONS),
+            ("reduce_scatter", (2 * L + 2) * activations, Traffic.ACTIVATIONS),
+        ]
     return [
         ("all_gather", (gathers * L + 2) * activations, Traffic.REGATHERED_ACTIVATIONS),
         ("reduce_scatter", (scatters * L + 2) * activations, Traffic.ACTIVATIONS),
@@ -228,7 +242,7 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
 def tensor_passes(config: Config) -> tuple[float, float]:
     """Return the gathers and the scatters per layer over tensor; without sequence parallelism: all-reduces, and 0.
 
-    See `communication`: 4 of each, those of recomputation, and 2 gathers of matmul inputs (not with `full`, which has
+    See `tensor_buffers`: 4 of each, those of recomputation, and 2 gathers of matmul inputs (not with `full`, which has
     just recomputed them).
     """
     policy = config.memory.rematerialization.policy

@@ -259,7 +259,8 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
     # Full remat recomputes the layer's forward, which has just gathered what its backward needs.
     regather = config.memory.rematerialization.policy != "full"
     attention = p.context_attention if p.context > 1 else None
-    split = Split("tensor", p.tensor, p.sequence_parallel, regather) if p.tensor > 1 else ONE_DEVICE
+    matmuls = tensor.MatmulOptions(regather, overlap=p.overlap_tensor)
+    split = Split("tensor", p.tensor, p.sequence_parallel, matmuls) if p.tensor > 1 else ONE_DEVICE
     split = split._replace(context=attention, vocab_axes=p.vocab_axes, vocab_shards=p.vocab_shards)
     graphs, shapes = abstract(decoder, split)
 

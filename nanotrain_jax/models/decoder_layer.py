@@ -22,7 +22,7 @@ class Split(NamedTuple):
     axis: str | None = None  # mesh axis; None: not split
     size: int = 1
     sequence_parallel: bool = False  # shard activations over tokens between matmuls
-    regather: bool = True  # gather the inputs of matmuls again in the backward (`tensor.columns`)
+    matmuls: tensor.MatmulOptions = tensor.PLAIN_MATMULS  # of `tensor.columns` and `tensor.row`
     context: context.Kind | None = None  # attention over the mesh axis context; None: devices have whole sequences
     vocab_axes: tuple[str, ...] = ()  # mesh axes that split the vocabulary: of pipe and tensor
     vocab_shards: int = 1  # devices along them
@@ -81,9 +81,9 @@ class Attention(nnx.Module):
         fill(self, under(decoder_table.table(config, split.size), decoder_table.ATTENTION), rngs)
 
     def __call__(self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None) -> jax.Array:
-        axis, sequence_parallel, regather = self.split.axis, self.split.sequence_parallel, self.split.regather
+        axis, sequence_parallel, options = self.split.axis, self.split.sequence_parallel, self.split.matmuls
         weights = self.q_DNH[...], self.own_head(self.k_DKH[...]), self.own_head(self.v_DKH[...])
-        qkv = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
+        qkv = tensor.columns(x_BTD, weights, axis, sequence_parallel, options)
         q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *x.shape[2:]) for x in qkv)
         if self.features.biases:
             q_BTNH = add(q_BTNH, self.bias_q_NH[...])
@@ -94,8 +94,9 @@ class Attention(nnx.Module):
             q_BTNH, k_BSKH = (rotate(x, self.theta, positions) for x in (q_BTNH, k_BSKH))
         qkv = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k"), remat.name(v_BSKH, "v")
         y_BTNH = self.attend(*qkv, starts_BT)
-        y_BTD = jnp.tensordot(y_BTNH, self.out_NHD[...], 2).reshape(len(x_BTD), -1, x_BTD.shape[2])
-        y_BTD = remat.name(tensor.leave(y_BTD, axis, sequence_parallel), "attention_out")
+        y_BTNH = y_BTNH.reshape(len(x_BTD), -1, *y_BTNH.shape[2:])
+        y_BTD = tensor.row(y_BTNH, self.out_NHD[...], axis, sequence_parallel, options)
+        y_BTD = remat.name(y_BTD, "attention_out")
         return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
 
     def attend(self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, starts_BT: jax.Array | None) -> jax.Array:
@@ -127,15 +128,15 @@ class MLP(nnx.Module):
         fill(self, under(decoder_table.table(config, split.size), decoder_table.MLP), rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        axis, sequence_parallel, regather = self.split.axis, self.split.sequence_parallel, self.split.regather
+        axis, sequence_parallel, options = self.split.axis, self.split.sequence_parallel, self.split.matmuls
         weights = [self.up_DF[...]] + ([self.gate_DF[...]] if self.features.gated_mlp else [])
-        up_BTF, *gates = tensor.columns(x_BTD, weights, axis, sequence_parallel, regather)
+        up_BTF, *gates = tensor.columns(x_BTD, weights, axis, sequence_parallel, options)
         gates = [remat.name(gate_BTF, "gate") for gate_BTF in gates]
         up_BTF = remat.name(up_BTF, "up")
         if self.features.biases:
             up_BTF = add(up_BTF, self.bias_up_F[...])
         h_BTF = swiglu(*gates, up_BTF) if gates else gelu(up_BTF)
-        y_BTD = tensor.row(h_BTF, self.down_FD[...], axis, sequence_parallel)
+        y_BTD = tensor.row(h_BTF, self.down_FD[...], axis, sequence_parallel, options)
         return add(y_BTD, self.bias_down_D[...]) if self.features.biases else y_BTD
 
 

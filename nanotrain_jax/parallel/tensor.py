@@ -30,7 +30,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from nanotrain_jax.parallel.collective_matmul import gather_matmuls, matmul_scatter
 from nanotrain_jax.parallel.collectives import (
     all_gather,
     all_max,
@@ -65,12 +67,16 @@ def leave(y_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool
         return y_BTD
     if not sequence_parallel:
         return all_reduce(y_BTD, (axis,))
+    _check_rows(y_BTD, axis)
+    return reduce_scatter([y_BTD], axis, [1])[0]
+
+
+def _check_rows(y_BTD: jax.Array, axis: str) -> None:
     T, t = y_BTD.shape[1], lax.axis_size(axis)
     if T % t:
         raise ValueError(
             f"{axis}={t} does not divide the {T} tokens of a row of y; pad them, or use sequence_parallel=False"
         )
-    return reduce_scatter([y_BTD], axis, [1])[0]
 
 
 def column(x_BTD: jax.Array, w_DF: jax.Array) -> jax.Array:
@@ -83,12 +89,24 @@ def column(x_BTD: jax.Array, w_DF: jax.Array) -> jax.Array:
     return jnp.tensordot(x_BTD, w_DF, 1)
 
 
+class MatmulOptions(NamedTuple):
+    """Options of `columns` and `row`."""
+
+    regather: bool = True  # `columns` stores x[B T/tensor D] and gathers it again in the backward, else x[B T D]
+    overlap: bool = False  # with sequence_parallel: communicate in hops behind matmuls (parallel/collective_matmul.py)
+
+
+PLAIN_MATMULS = MatmulOptions()
+# Names for remat policies, of results of collective matmuls: a layer that saves these does not repeat the hops.
+OVERLAPPED = ("columns", "row")
+
+
 def columns(
     x_BTD: jax.Array,
     weights: Sequence[jax.Array],
     axis: str | None = "tensor",
     sequence_parallel: bool = True,
-    regather: bool = True,
+    options: MatmulOptions = PLAIN_MATMULS,
 ) -> list[jax.Array]:
     """x[B T/tensor D], w[D F/tensor] for each of weights -> y[B T F/tensor] each
 
@@ -99,18 +117,23 @@ def columns(
         g[B T D] {sum tensor} = sum of g w^T  moves nothing
         g[B T/tensor D] = reduce_scatter(g)   (t-1)/t B T D elements; overlaps with x^T g, the weight gradients
 
-    regather: store x[B T/tensor D] for the backward, else x[B T D]. Without sequence_parallel nothing is gathered and g
-    is all-reduced.
+    With options.overlap the forward's gather overlaps with the matmuls too. Without sequence_parallel nothing is
+    gathered and g is all-reduced.
     """
     if axis is None:
         return [column(x_BTD, w_DF) for w_DF in weights]
     x_BTD = as_varying(x_BTD, sorted(frozenset().union(*map(varying_axes, weights)) - {axis}))
     weights = as_varying(list(weights), sorted(varying_axes(x_BTD) | {axis}))
+    regather, overlap = options
 
     def forward(x_BTD: jax.Array, weights: list) -> tuple[list, tuple]:
-        entered_BTD = enter(x_BTD, axis, sequence_parallel)
-        residual_BTD = x_BTD if regather else entered_BTD
-        return [column(entered_BTD, w_DF) for w_DF in weights], (residual_BTD, weights)
+        if overlap:
+            results, entered_BTD = gather_matmuls(x_BTD, weights, axis)
+            results = [checkpoint_name(y_BTF, "columns") for y_BTF in results]
+        else:
+            entered_BTD = enter(x_BTD, axis, sequence_parallel)
+            results = [column(entered_BTD, w_DF) for w_DF in weights]
+        return results, (x_BTD if regather else entered_BTD, weights)
 
     def backward(residuals: tuple, grads: list) -> tuple[jax.Array, list]:
         x_BTD, weights = residuals
@@ -119,8 +142,7 @@ def columns(
         rows = [jnp.moveaxis(w_DF, 0, -1) for w_DF in weights]
         partial_grads = [jnp.tensordot(g_BTF, w_FD, w_FD.ndim - 1) for g_BTF, w_FD in zip(grads, rows, strict=True)]
         g_BTD = leave(reduce(operator.add, partial_grads).astype(x_BTD.dtype), axis, sequence_parallel)
-        grads_DF = [jnp.tensordot(x_BTD, g_BTF, ((0, 1), (0, 1))) for g_BTF in grads]
-        grads_DF = [g_DF.astype(w_DF.dtype) for g_DF, w_DF in zip(grads_DF, weights, strict=True)]
+        grads_DF = [_weight_gradient(x_BTD, g_BTF, w_DF) for g_BTF, w_DF in zip(grads, weights, strict=True)]
         # The barrier makes XLA compute the weight gradients during the reduce-scatter, not after it.
         return lax.optimization_barrier((g_BTD, grads_DF)) if sequence_parallel else (g_BTD, grads_DF)
 
@@ -129,14 +151,48 @@ def columns(
     return run(x_BTD, weights)
 
 
-def row(x_BTF: jax.Array, w_FD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool = True) -> jax.Array:
+def _weight_gradient(x_BTD: jax.Array, g_BTF: jax.Array, w_DF: jax.Array) -> jax.Array:
+    """x[B T D], g[B T F] -> the gradient of w[D F] in its dtype"""
+    return jnp.tensordot(x_BTD, g_BTF, ((0, 1), (0, 1))).astype(w_DF.dtype)
+
+
+def row(
+    x_BTF: jax.Array,
+    w_FD: jax.Array,
+    axis: str | None = "tensor",
+    sequence_parallel: bool = True,
+    options: MatmulOptions = PLAIN_MATMULS,
+) -> jax.Array:
     """x[B T F/tensor], w[F/tensor D] -> y[B T/tensor D], or y[B T D] without sequence_parallel
 
     Row-parallel matmul. F may be several dims, the first of them split.
         y[B T D] {sum tensor} = x w                         moves nothing
         leave(y)                                            see `leave`
+    With options.overlap, leave's reduce-scatter and its backward's all-gather overlap with x w and g w^T.
     """
+    if options.overlap and axis is not None:
+        _check_rows(x_BTF, axis)
+        x_BTF = as_varying(x_BTF, sorted(varying_axes(w_FD)))
+        return _overlapped_row(axis, x_BTF, as_varying(w_FD, sorted(varying_axes(x_BTF))))
     return leave(jnp.tensordot(x_BTF, w_FD, w_FD.ndim - 1), axis, sequence_parallel)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _overlapped_row(axis: str, x_BTF: jax.Array, w_FD: jax.Array) -> jax.Array:
+    return _overlapped_row_forward(axis, x_BTF, w_FD)[0]
+
+
+def _overlapped_row_forward(axis: str, x_BTF: jax.Array, w_FD: jax.Array) -> tuple[jax.Array, tuple]:
+    return checkpoint_name(matmul_scatter(x_BTF, w_FD, axis), "row"), (x_BTF, w_FD)
+
+
+def _overlapped_row_backward(axis: str, residuals: tuple, g_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BTF, w_FD = residuals
+    (g_BTF,), g_BTD = gather_matmuls(g_BTD, [jnp.moveaxis(w_FD, -1, 0)], axis)
+    return g_BTF.astype(x_BTF.dtype), _weight_gradient(x_BTF, g_BTD, w_FD)
+
+
+_overlapped_row.defvjp(_overlapped_row_forward, _overlapped_row_backward)
 
 
 def look_up(

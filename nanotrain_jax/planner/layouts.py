@@ -14,7 +14,8 @@ from math import prod
 from typing import Any
 
 from nanotrain_jax.config.resolve import Misfit, resolve
-from nanotrain_jax.config.schema import Config, divisors
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.values import divisors
 from nanotrain_jax.costs import counts, hardware
 
 MOST_PADDING = 0.25  # rows of layers that are padding, over layers

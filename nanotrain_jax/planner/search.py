@@ -28,7 +28,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from nanotrain_jax.config.resolve import Misfit, resolve
-from nanotrain_jax.config.schema import Config, divisors
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.values import divisors
 from nanotrain_jax.costs import hardware, memory
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate, estimate, margin, on_hardware, verdict
 from nanotrain_jax.planner.layouts import Rejection, layouts, options

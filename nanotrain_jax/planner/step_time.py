@@ -40,7 +40,7 @@ KERNEL, COLLECTIVE, TICK = 3e-6, 15e-6, 50e-6
 ENDS_TICK = 2e-4  # of the ends of a microbatch, if split over stages: three branches, scalars of the loss; assumed
 
 # Fractions of the wire bytes that overlap with matmuls, as the compiled programs schedule them (scripts/audit.py).
-HIDDEN_TENSOR = 0.3
+HIDDEN_TENSOR = 0.3  # with parallel.overlap_tensor all but that of the ends (`_overlap`)
 HIDDEN_LAYERS = 0.5  # ZeRO 2 and 3, in the loops over layers, if a layer exceeds one bucket; else 0
 HIDDEN_PIPE = 1.0  # also hops of ring attention, but the last one of gradients
 
@@ -95,6 +95,8 @@ def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
         seconds = size / (bandwidth * LINK)
         hidden, when = _overlap(config, op, what, layer > p.bucket_mb * 2**20)
         behind = hops_time(config, gpu) if what is Traffic.ATTENTION else compute
+        if axis == "tensor" and op == "permute":
+            behind = tensor_hops_time(config, gpu)
         exposed = seconds - min(seconds * hidden, behind)
         transfers.append(Transfer(axis, op, what, what.value, size, name, seconds, exposed, when))
     return transfers
@@ -109,7 +111,12 @@ def _overlap(
     """
     p = config.parallel
     if what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS, Traffic.LOSS):
-        return HIDDEN_TENSOR, "microbatch"
+        if not (p.overlap_tensor and p.sequence_parallel) or what is Traffic.LOSS:
+            return HIDDEN_TENSOR, "microbatch"
+        if op == "permute":
+            return 1.0, "microbatch"
+        of_layers = 0 if op == "all_gather" and config.memory.rematerialization.policy == "full" else 2
+        return 1 - 2 / (of_layers * counts.stage_layers(config) + 2), "microbatch"
     if what is Traffic.BETWEEN_STAGES or (what is Traffic.SHARED_BY_STAGES and p.chunks == 1):
         return HIDDEN_PIPE, "microbatch"
     if what is Traffic.SHARED_BY_STAGES:
@@ -134,6 +141,15 @@ def hops_time(config: Config, gpu: Gpu) -> float:
     passes = 1 + 2.5 + counts.repeats_communication(config)
     layers = counts.stage_layers(config)
     return p.microbatches * layers * passes * attention_time(config, gpu) * (p.context - 1) / p.context
+
+
+def tensor_hops_time(config: Config, gpu: Gpu) -> float:
+    """Return the seconds in a step of the matmuls behind which activations hop over tensor (parallel.overlap_tensor):
+    those of every forward of the layers, and in the backward those after which a sum is scattered, counted as half."""
+    _, _, forward = layers_time(config, gpu)
+    t, policy = config.parallel.tensor, config.memory.rematerialization.policy
+    passes = 1.5 + (policy in ("full", "block"))
+    return config.parallel.microbatches * passes * forward * (t - 1) / t
 
 
 def copies(config: Config, gpu: Gpu, compute: float) -> tuple[list[Transfer], float]:
@@ -250,7 +266,11 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     recompute = {"none": 0.0, "selective": attention - kept + elementwise, "full": forward - down - kept}
     recompute["block"] = forward
     B = recompute[config.memory.rematerialization.policy] + inner + down + 2.5 * attention + 2 * elementwise
-    if t > 1:
+    if t > 1 and p.overlap_tensor:
+        written = b * n * ((D + 2 * K + num_up * m.d_ff) / t + 2 * D)  # a hop copies its block of rows into the whole
+        hops = 2 * written / (STREAM * gpu.memory_bandwidth) + 4 * (t - 1) * 3 * KERNEL
+        forward, B = forward + hops, B + hops / 2 + 4 * COLLECTIVE
+    elif t > 1:
         forward, B = forward + 4 * COLLECTIVE, B + 6 * COLLECTIVE
     return L * forward, L * B, L * (inner + down)
 

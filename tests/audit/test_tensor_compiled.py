@@ -29,6 +29,17 @@ def test_a_layer_gathers_six_times_and_scatters_four_times(remat, recomputed):
 
 
 @needs_cuda_compiler
+@pytest.mark.parametrize("remat", ["none", "selective", "full", "block:2"])
+def test_with_overlap_everything_a_layer_moves_is_behind_matmuls(remat):
+    found, size = tensor_parallel(f"memory.remat={remat}", "parallel.overlap_tensor=true")
+    hops = {"none": 6, "selective": 6, "full": 9, "block:2": 10}[remat]
+    assert found["permute"]["count"] == hops * 7 * 32
+    assert found["permute"]["behind_matmuls_bytes"] == found["permute"]["bytes_per_device"] == hops * 32 * size
+    for c in found["all_gather"], found["reduce_scatter"]:  # of the layers' backward, and two of look-up and loss
+        assert c["bytes_per_device"] - c["behind_matmuls_bytes"] <= 2 * size
+
+
+@needs_cuda_compiler
 @pytest.mark.parametrize(("remat", "per_layer"), [("none", 4), ("full", 5)])
 def test_without_sequence_parallelism_a_layer_all_reduces_four_times(remat, per_layer):
     found, size = tensor_parallel(f"memory.remat={remat}", "parallel.sequence_parallel=false")

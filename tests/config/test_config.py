@@ -7,6 +7,7 @@ from conftest import ROOT, resolved, small
 from nanotrain_jax import plan
 from nanotrain_jax.config import load as request
 from nanotrain_jax.config import schema as configs
+from nanotrain_jax.config import values
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.data import batches
 from nanotrain_jax.run import banner, capacity
@@ -181,11 +182,11 @@ def test_a_short_trial_may_end_during_warm_up_with_a_warning(text_files):
 def test_near_divisors_are_the_nearest_and_fast_for_huge_numbers():
     for number in range(1, 200):
         plain = [d for d in range(1, number + 1) if number % d == 0]
-        assert configs.divisors(number) == plain
+        assert values.divisors(number) == plain
         for wanted in range(1, 200):
             near = [d for d in plain if d < wanted][-1:] + [d for d in plain if d > wanted][:1]
-            assert configs.near_divisors(number, wanted) == " or ".join(map(str, near))
-    assert configs.near_divisors(2**62, 1000) == "512 or 1024"
+            assert values.near_divisors(number, wanted) == " or ".join(map(str, near))
+    assert values.near_divisors(2**62, 1000) == "512 or 1024"
 
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_built():

@@ -71,6 +71,14 @@ BAD = [
     ),
     (["parallel.tensor=4", "parallel.data=1"], "parallel.tensor=4 does not divide model.num_heads=2; use 1 or 2"),
     (
+        ["parallel.tensor=2", "parallel.data=1", "parallel.overlap_tensor=true", "parallel.sequence_parallel=false"],
+        "an all-reduce has no hops; use parallel.sequence_parallel=true",
+    ),
+    (
+        ["parallel.tensor=2", "parallel.data=1", "parallel.overlap_tensor=true", "parallel.pipe=2"],
+        "a ring needs all devices in a permute, and idle stages skip it; use parallel.idle=mask",
+    ),
+    (
         ["parallel.tensor=2", "parallel.data=1", "model.d_ff=63"],
         "parallel.tensor=2 does not divide model.d_ff=63; use 1",
     ),

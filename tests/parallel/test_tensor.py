@@ -22,22 +22,22 @@ def on(mesh, function, in_specs, out_specs):
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True))
 
 
-def block(x_BTD, gain_D, w_DF, w_FD, parallel=None, regather=None):
+def block(x_BTD, gain_D, w_DF, w_FD, parallel=None, options=None):
     """A norm's gain and the matmuls of a gated MLP; parallel: None on one device, else sequence_parallel."""
     x_BTD = x_BTD * gain_D[None, None]
     if parallel is None:
         return jnp.tanh(x_BTD @ w_DF) @ w_FD
-    if regather is None:
+    if options is None:
         h_BTF = tensor.column(tensor.enter(x_BTD, "tensor", parallel), w_DF)
     else:  # two halves of each device's columns
-        h_BTF = jnp.concatenate(tensor.columns(x_BTD, jnp.split(w_DF, 2, 1), "tensor", parallel, regather), -1)
-    return tensor.row(jnp.tanh(h_BTF), w_FD, "tensor", parallel)
+        h_BTF = jnp.concatenate(tensor.columns(x_BTD, jnp.split(w_DF, 2, 1), "tensor", parallel, options), -1)
+    return tensor.row(jnp.tanh(h_BTF), w_FD, "tensor", parallel, options or tensor.PLAIN_MATMULS)
 
 
 ARGUMENTS = normal(0, B, T, D), normal(1, D), normal(2, D, F) / D**0.5, normal(3, F, D) / F**0.5
 
 
-def gradients(parallel=None, regather=None):
+def gradients(parallel=None, options=None):
     def run(*arguments):
         weigh = normal(4, B, T, D)
         if parallel:
@@ -45,7 +45,7 @@ def gradients(parallel=None, regather=None):
             weigh = jax.lax.dynamic_slice_in_dim(weigh, jax.lax.axis_index("tensor") * size, size, 1)
 
         def total(*arguments):
-            y = (weigh * block(*arguments, parallel=parallel, regather=regather)).sum()
+            y = (weigh * block(*arguments, parallel=parallel, options=options)).sum()
             return jax.lax.psum(y, "tensor") if parallel else y
 
         return jax.value_and_grad(total, argnums=range(4))(*arguments)
@@ -58,11 +58,19 @@ def specs(sequence_parallel):
     return x, P(), layout("D F/tensor"), layout("F/tensor D")
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize(("size", "regather"), [(1, None), (2, None), (8, None), (2, True), (8, True), (8, False)])
-def test_column_and_row_equal_two_matmuls_and_their_gradients(size, regather, sequence_parallel):
+STORED, REGATHERED = tensor.MatmulOptions(regather=False), tensor.MatmulOptions()
+OVERLAPPED = tensor.MatmulOptions(overlap=True), tensor.MatmulOptions(regather=False, overlap=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "sequence_parallel"),
+    [(size, None, sequence_parallel) for size in (1, 2, 8) for sequence_parallel in (True, False)]
+    + [(8, STORED, True), (8, STORED, False), (2, REGATHERED, True), (8, REGATHERED, True), (8, REGATHERED, False)]
+    + [(size, options, True) for size in (2, 8) for options in OVERLAPPED],
+)
+def test_column_and_row_equal_two_matmuls_and_their_gradients(size, options, sequence_parallel):
     mesh, spec = meshes.make(data=1, tensor=size, devices=jax.devices()[:size]), specs(sequence_parallel)
-    found = on(mesh, gradients(sequence_parallel, regather), spec, (P(), spec))(*ARGUMENTS)
+    found = on(mesh, gradients(sequence_parallel, options), spec, (P(), spec))(*ARGUMENTS)
     expected = jax.jit(gradients())(*ARGUMENTS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
@@ -85,18 +93,26 @@ def test_gradients_have_the_dtypes_of_their_arrays(x_dtype, w_dtype):
     assert [g.dtype for g in found] == [x_dtype, w_dtype]
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("regather", [None, False])
-def test_a_block_moves_the_bytes_of_the_papers(sequence_parallel, regather):
+@pytest.mark.parametrize(
+    ("sequence_parallel", "options", "operations"),
+    [
+        (False, None, {"all_reduce"}),
+        (False, STORED, {"all_reduce"}),
+        (True, None, {"all_gather", "reduce_scatter"}),
+        (True, STORED, {"all_gather", "reduce_scatter"}),
+        (True, OVERLAPPED[1], {"permute", "reduce_scatter"}),  # the last is behind the gradients of weights
+    ],
+)
+def test_a_block_moves_the_bytes_of_the_papers(sequence_parallel, options, operations):
     mesh, spec = meshes.make(data=1, tensor=8), specs(sequence_parallel)
-    text = on(mesh, gradients(sequence_parallel, regather), spec, (P(), spec)).lower(*ARGUMENTS).compile().as_text()
+    text = on(mesh, gradients(sequence_parallel, options), spec, (P(), spec)).lower(*ARGUMENTS).compile().as_text()
     found = [
-        c for c in hlo.collectives(text, mesh.shape) if c.bytes > 8 * D * 4
+        c for c in hlo.collectives(text, mesh.shape) if c.bytes * c.count > 8 * D * 4
     ]  # smaller ones: the gain's gradient, the loss
     size = B * T * D * 4 * 7 / 8
     # Enter and leave, and the backward of each (XLA:CPU may combine two all-reduces).
     assert sum(c.bytes * c.count for c in found) == 4 * size
-    assert {c.operation for c in found} == ({"all_gather", "reduce_scatter"} if sequence_parallel else {"all_reduce"})
+    assert {c.operation for c in found} == operations
     assert {c.axes for c in found} == {("tensor",)}
 
 

@@ -29,8 +29,11 @@ COVER = [
     split("tensor 4", "gpt2", 8, "block:2", zero=1, microbatches=1),
     split("tensor 8", "llama", 8, zero=1, sequence_parallel=False, microbatches=1),
     split("tensor 8", "gpt2", 2, "selective", zero=3, sequence_parallel=False, microbatches=1),
+    split("data 2 tensor 4", "gpt2", 2, zero=3, microbatches=2, overlap_tensor=True),
 ]
 MORE = [
+    split("tensor 8", "llama", 8, "full", zero=0, microbatches=2, overlap_tensor=True),
+    split("data 4 tensor 2", "llama", 1, "selective", zero=1, microbatches=1, overlap_tensor=True),
     split("data 2 tensor 4", "gpt2", 2, zero=3, microbatches=2),
     split("data 4 tensor 2", "gpt2", 1, zero=1, sequence_parallel=False, microbatches=2),
     split("data 2 tensor 4", "llama", 1, "block:2", zero=2, sequence_parallel=False, microbatches=1),
@@ -64,6 +67,16 @@ def moves_the_bytes_of_the_papers(tree):
             del theory[axes, "all_gather"], found[axes, "all_gather"]
     for key in theory.keys() | found.keys():
         assert theory[key] - 1e-6 <= found[key] <= theory[key] + scalars, key
+
+
+MASKED = {"idle": "mask", "overlap_tensor": True, "microbatches": 2}
+OVERLAPPED = [split("pipe 2 tensor 2", "llama", 4, schedule="zero_bubble", **MASKED)]
+MORE_OVERLAPPED = [split("pipe 2 tensor 4", "gpt2", 4, "full", zero=0, **MASKED)]
+
+
+@pytest.mark.parametrize("case", cover(OVERLAPPED, MORE_OVERLAPPED, str))
+def test_hops_in_pipelines_equal_the_oracle(case, expected):
+    equals_the_oracle(tree(case), expected)
 
 
 LAYER_BY_LAYER = {"grad_reduce": "per_layer"}
