@@ -1,4 +1,4 @@
-"""Named scopes: each part of a layer, each collective and each phase is found in the compiled program and in profiles."""
+"""Named scopes: each part of a layer, each collective and each phase is named in the compiled program."""
 
 import re
 
