@@ -69,14 +69,12 @@ def read(xplane: Path) -> Trace:
 
 def on_gpu(planes: Iterable[Any]) -> Iterator[Operation]:
     """Yield the kernels and copies of each stream."""
-    for plane in planes:
-        for line in (line for line in plane.lines if line.name.startswith("Stream")):
-            is_copy = "Memcpy" in line.name and "Compute" not in line.name
-            for event in line.events:
-                name = dict(event.stats).get("hlo_op", event.name)
-                is_collective = COLLECTIVE.match(name) or COLLECTIVE.match(event.name)
-                kind = "collective" if is_collective else "copy" if is_copy else "compute"
-                yield Operation(plane.name, kind, name, event.start_ns, event.end_ns)
+    lines = ((plane.name, line) for plane in planes for line in plane.lines if line.name.startswith("Stream"))
+    for device, event in ((device, event) for device, line in lines for event in line.events):
+        name = dict(event.stats).get("hlo_op", event.name)
+        is_collective = COLLECTIVE.match(name) or COLLECTIVE.match(event.name)
+        kind = "collective" if is_collective else "copy" if event.name.startswith("Memcpy") else "compute"
+        yield Operation(device, kind, name, event.start_ns, event.end_ns)
 
 
 def on_cpu(events: Iterable[Any]) -> Iterator[Operation]:
