@@ -4,6 +4,8 @@ Each model takes the largest batch that the estimate says fits, without recomput
 fit at all loses layers ("slice").
 """
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import bench
@@ -63,21 +65,28 @@ def estimated(machine: Machine, config: Config) -> Estimate | None:
     return gpu and estimate(resolve(config, axes), gpu)
 
 
-def fitting(machine: Machine, name: str, *overrides: str) -> tuple[Config, Estimate | None]:
-    """Return the first config that the estimate says fits; without an estimate the smallest batch with full remat."""
+def candidates(machine: Machine, name: str, *overrides: str) -> Iterator[Config]:
+    """Yield configs of a model, the most wanted first."""
     layers = 2 if machine.simulate else MODELS[name][0]["num_layers"]
     while layers > 1:
-        for remat in ("none", "full"):
-            for batch in BATCHES[-2:] if machine.simulate else BATCHES:
-                keys = f"memory.remat={remat}", f"model.num_layers={layers}", *overrides
-                config = planned(machine, name, batch, *keys)
-                e = estimated(machine, config)
-                if e and e.fits:
-                    return config, e
-        if e is None:
-            break
+        for remat, batch in product(("none", "full"), BATCHES[-2:] if machine.simulate else BATCHES):
+            keys = f"memory.remat={remat}", f"model.num_layers={layers}", *overrides
+            yield planned(machine, name, batch, *keys)
         layers -= max(1, layers // 8)
-    return config, e
+
+
+def fitting(machine: Machine, name: str, *overrides: str) -> tuple[Config, Estimate | None]:
+    """Return the first config that the estimate says fits; without an estimate one sequence and full remat.
+
+    Raises ValueError if none fits.
+    """
+    for config in candidates(machine, name, *overrides):
+        e = estimated(machine, config)
+        if e is None:
+            return planned(machine, name, 1, "memory.remat=full", *overrides), None
+        if e.fits:
+            return config, e
+    raise ValueError(f"{name}: not even 2 layers fit, by the estimate")
 
 
 def timed(machine: Machine, config: Config, e: Estimate | None) -> dict:
@@ -88,10 +97,10 @@ def timed(machine: Machine, config: Config, e: Estimate | None) -> dict:
     result = f"{figures['tokens_per_second']:,.0f} tokens/s"
     result += f", MFU {figures['mfu_full']:.1%}" if figures["mfu_full"] else ""
     result += f", {figures['step_seconds'] * 1e3:,.1f} ms"
-    result += f"; peak {peak / 1e9:.2f} GB measured," if peak else "; peak"
-    result += f" {compiled / 1e9:.2f} compiled" + (f", {e.peak_bytes / 1e9:.2f} estimated" if e else "")
+    result += f"; peak {peak / 1e9:.3g} GB measured," if peak else "; peak"
+    result += f" {compiled / 1e9:.3g} GB compiled" + (f", {e.peak_bytes / 1e9:.3g} estimated" if e else "")
     result += f" ({m.num_layers} layers, {b} sequences of {config.data.seq_len}, remat {config.memory.remat})"
-    return figures | {"result": result, "peak_bytes_estimated": e and e.peak_bytes, "layers": m.num_layers}
+    return figures | {"result": result, "peak_bytes_estimated": e and e.peak_bytes, "num_layers": m.num_layers}
 
 
 def speed(machine: Machine, name: str, *overrides: str) -> dict:
@@ -123,7 +132,7 @@ def beside_jit(machine: Machine, name: str, batch: int) -> dict:
 def offloads(machine: Machine, name: str, batch: int, *modes: str) -> dict:
     """Offload to host memory and NVMe: time over the step without, hidden copies; bandwidth of the host's link."""
     meshes.configure(machine.simulate)
-    config = planned(machine, name, batch, "parallel.zero=3", "memory.remat=full")
+    config = planned(machine, name, batch, "parallel.zero=3", "parallel.persist_below=0", "memory.remat=full")
     size = 2**22 if machine.simulate else 2**28
     bandwidth = compare_offload.link_bandwidth(size)
     rows = compare_offload.compare(config, list(modes), 2 if machine.simulate else 10, machine.disk)

@@ -31,8 +31,8 @@ class Stage(NamedTuple):
     missing: str = ""  # why this version of the package cannot run it
 
 
-BFLOAT16 = "precision.compute=bfloat16"
-FLOAT16 = "precision.compute=float16"
+BFLOAT16 = ("precision.compute=bfloat16", "model.attention=KERNEL")
+FLOAT16 = ("precision.compute=float16", "precision.loss_scale=dynamic", "model.attention=KERNEL")
 HOST = "memory.offload_optimizer=host"
 TWO, FOUR = 2, 4  # devices
 FLOAT8 = "" if "matmul" in schema.Precision.model_fields else "not available: no key precision.matmul"
@@ -112,7 +112,7 @@ SHARDED = ("parallel.data=2", "parallel.zero=3", "parallel.persist_below=0")
 PIPE = ("parallel.pipe=2", "parallel.microbatches=4")
 STAGES = {
     "float32": check(),
-    "bfloat16": check(BFLOAT16),
+    "bfloat16": check(*BFLOAT16),
     "gpt2-124m": model("gpt2-124m", 50),
     "gpt2-1.5b": model("gpt2-1.5b", 110),
     "beside jit": Stage(partial(beside_jit, name="gpt2-124m", batch=8), 120),
@@ -124,13 +124,13 @@ STAGES = {
     "nvme": check("memory.offload_optimizer=nvme", "memory.nvme_dir=DISK"),
     "offload": offload("optimizer", "all", "nvme", seconds=150),
     "llama-3b": model("llama-3b", 130),
-    "float16": check(FLOAT16, "precision.loss_scale=dynamic"),
-    "float8": check(BFLOAT16, "precision.matmul=float8", missing=FLOAT8),
+    "float16": check(*FLOAT16),
+    "float8": check(*BFLOAT16, "precision.matmul=float8", missing=FLOAT8),
     "zero 3": check(*SHARDED, devices=TWO),
     "tensor": check("parallel.tensor=2", devices=TWO),
     "ring": check(*RING, devices=TWO),
-    "ring bfloat16": check(*RING, BFLOAT16, devices=TWO),
-    "ulysses bfloat16": check(*ULYSSES, BFLOAT16, devices=TWO),
+    "ring bfloat16": check(*RING, *BFLOAT16, devices=TWO),
+    "ulysses bfloat16": check(*ULYSSES, *BFLOAT16, devices=TWO),
     "pipe": check(*PIPE, devices=TWO),
     "two processes": Stage(two_processes, 70, TWO),
     "zero 3 x tensor": check(*SHARDED, "parallel.tensor=2", devices=FOUR),
