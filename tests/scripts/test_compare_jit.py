@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import math
+import sys
 from types import SimpleNamespace
 
 import chex
@@ -12,20 +14,25 @@ import yaml
 from conftest import LOSS, ROOT, STATE, cover, on_devices, random_tokens, resolved, small
 
 SCRIPT = ROOT / "scripts" / "compare_jit.py"
+sys.path.insert(0, str(SCRIPT.parent))  # scripts import each other
 spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
 compare_jit = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(compare_jit)
 
 
-def two_microbatches(family="llama", zero=3, tensor=1):
+def two_microbatches(family="llama", zero=3, **axes):
     """A config so small that the script's own check runs the same programs, compiled by the first test."""
     return small(
         family,
         model={"d_ff": 128, "vocab_size": 128, "attention": "xla"},
-        parallel={"data": 8 // tensor, "tensor": tensor, "zero": zero, "microbatches": 2, "persist_below": 256},
+        parallel={"data": 8 // math.prod(axes.values()), **axes, "zero": zero, "microbatches": 2, "persist_below": 256}
+        | {"context_attention": "gather"},
         optimizer={"grad_clip": 0.5},
         runtime={"simulate": 8},
     )
+
+
+LONG = [(2, "llama", "tensor"), (0, "gpt2", ""), (0, "gpt2", "pipe tensor"), (3, "llama", "context tensor")]
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +41,16 @@ def float32_matmuls():
         yield
 
 
-@pytest.mark.parametrize("case", cover([(3, "llama", 1)], [(2, "llama", 4), (0, "gpt2", 1)]))
+@pytest.mark.parametrize("case", cover([(3, "llama", ""), (1, "llama", "pipe context")], LONG))
 def test_programs_under_jit_equal_ours(case):
-    zero, family, tensor = case
-    config, mesh = resolved(two_microbatches(family, zero, tensor))
+    zero, family, axes = case
+    config, mesh = resolved(two_microbatches(family, zero, **dict.fromkeys(axes.split(), 2)))
     step, programs = compare_jit.programs(config, mesh)
     states, losses = {name: step.init() for name in programs}, {name: [] for name in programs}
     for tokens in random_tokens(config, count=3):
         for name, train in programs.items():
-            states[name], metrics, *_ = train(states[name], on_devices(tokens, step))
+            ordered = step if name == "ours" else step._replace(token_order=None)
+            states[name], metrics, *_ = train(states[name], on_devices(tokens, ordered))
             losses[name].append(float(metrics["loss"]))
     for name in ("jit", "jit + constraints"):
         np.testing.assert_allclose(losses[name], losses["ours"], **LOSS)
@@ -59,7 +67,7 @@ def test_programs_with_different_losses_are_not_compared(other, monkeypatch):
     def train(loss):
         return lambda state, batch: (state, {"loss": loss})
 
-    monkeypatch.setattr(compare_jit, "random_batch", lambda config, step: None)
+    monkeypatch.setattr(compare_jit, "random_batches", lambda config, step: dict.fromkeys(programs))
     programs = {"ours": train(4.0), "jit": train(4.00001), "jit + constraints": train(other)}
     monkeypatch.setattr(compare_jit, "programs", lambda *_: (step._replace(init=lambda: None), programs))
     with pytest.raises(ValueError, match="compute different losses"):
