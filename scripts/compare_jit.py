@@ -137,15 +137,22 @@ def with_numbered_groups(text: str) -> str:
     """Return compiled text with replica groups by device number; XLA's partitioner writes them as axes of a mesh."""
 
     def numbered(match: re.Match) -> str:
-        sizes = [int(size) for size in re.findall(r"=(\d+)", match[1])]
-        names, over = (re.findall(r"'(\w+)'", part) for part in match.groups())
-        group, total = np.prod([sizes[names.index(axis)] for axis in over]), np.prod(sizes)
-        order = sorted(range(len(names)), key=lambda d: names[d] in over)
-        return f"replica_groups=[{total // group},{group}]<={sizes}T({str(order)[1:-1]})".replace(" ", "")
+        axes, dims, order, over = match.groups()
+        sizes = [int(size) for size in re.findall(r"=(\d+)", axes)]
+        names, over = (re.findall(r"'(\w+)'", part) for part in (axes, over))
+        devices = np.arange(np.prod(sizes))
+        if dims:  # the mesh has its devices in another order
+            dims, order = ([int(n) for n in part.split(",")] for part in (dims, order))
+            devices = devices.reshape(dims).transpose(order)
+        grouped = sorted(range(len(names)), key=lambda d: names[d] in over)
+        size = np.prod([sizes[names.index(axis)] for axis in over])
+        groups = devices.reshape(sizes).transpose(grouped).reshape(-1, size)
+        return "replica_groups={" + ",".join("{" + ",".join(map(str, group)) + "}" for group in groups) + "}"
 
-    text = re.sub(r"replica_groups=mesh\[([^\]]*)\] \{((?:'\w+',?)*)\}", numbered, text)
+    mesh = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? \{((?:'\w+',?)*)\}"
+    text = re.sub(mesh, numbered, text)
     if "replica_groups=mesh" in text:
-        raise ValueError("replica groups along parts of axes, or in another device order than the mesh")
+        raise ValueError("replica groups along parts of axes")
     return text
 
 

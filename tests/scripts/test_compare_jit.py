@@ -78,7 +78,10 @@ def test_programs_with_different_losses_are_not_compared(other, monkeypatch):
 
 def test_replica_groups_along_axes_are_numbered():
     text = "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, replica_groups={{0,1}}"
-    assert compare_jit.with_numbered_groups(text) == "replica_groups=[4,2]<=[2,4]T(1,0), replica_groups={{0,1}}"
+    groups = "{{0,4},{1,5},{2,6},{3,7}}"
+    assert compare_jit.with_numbered_groups(text) == f"replica_groups={groups}, replica_groups={{{{0,1}}}}"
+    text = "replica_groups=mesh['a'=2,'b'=1,'c'=4], device_ids=([4,2]T(1,0)) {'c'}"  # of devices 0 2 4 6 1 3 5 7
+    assert compare_jit.with_numbered_groups(text) == "replica_groups={{0,2,4,6},{1,3,5,7}}"
     with pytest.raises(ValueError, match="parts of axes"):
         compare_jit.with_numbered_groups("replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}")
 
