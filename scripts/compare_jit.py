@@ -24,7 +24,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ from nanotrain_jax.config import schema as configs
 from nanotrain_jax.config.load import load
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import padded_vocab
-from nanotrain_jax.costs import counts, hardware
+from nanotrain_jax.costs import communication, counts, hardware
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.step import build as steps
@@ -166,6 +166,18 @@ def audit(config: configs.Config, mesh: Mesh) -> list[dict]:
     return rows + [row | {"program": row["program"] + " (xla attention)"} for row in with_xla]
 
 
+def collectives(text: str, axes: Mapping[str, int], rates: hlo.Rates) -> list[hlo.Collective]:
+    """`hlo.collectives`, also of groups along a part of an axis: XLA's partitioner splits axes into factors."""
+    factors = {}
+    for axis, size in axes.items():
+        divisors = [d for d in range(2, size + 1) if size % d == 0]
+        while size > 1:
+            prime = min(d for d in divisors if size % d == 0)
+            factors[f"{axis} {size}"], size = prime, size // prime
+    found = hlo.collectives(text, factors, rates)
+    return [c._replace(axes=tuple(dict.fromkeys(axis.split()[0] for axis in c.axes))) for c in found]
+
+
 def audit_program(config: configs.Config, mesh: Mesh, step: steps.Step, name: str, train: Callable) -> dict:
     """Return the row of one program."""
     row = dict.fromkeys(list(FIGURES)[3:]) | {"stage": config.parallel.zero, "program": name, "notes": []}
@@ -178,11 +190,12 @@ def audit_program(config: configs.Config, mesh: Mesh, step: steps.Step, name: st
     row |= hlo.memory(program)
     try:
         text = with_numbered_groups(program.as_text())
-        moved = row["collectives"] = hlo.summary(hlo.collectives(text, mesh.shape))
+        rates = communication.conditional_rates(config)  # of branches of our pipeline
+        moved = row["collectives"] = hlo.summary(collectives(text, mesh.shape, rates))
         row["wire_bytes"] = sum(kind["bytes_per_device"] for kind in moved)
         row["exposed_bytes"] = sum(kind["exposed_bytes"] for kind in moved)
         row["unhidden_bytes"] = row["wire_bytes"] - sum(kind["behind_matmuls_bytes"] for kind in moved)
-        row["matmul_flops"] = hlo.matmul_flops(text)
+        row["matmul_flops"] = float(hlo.matmul_flops(text, rates))
     except ValueError as error:
         row["notes"] = [f"n/a: {error}"]
     return row

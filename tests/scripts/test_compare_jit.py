@@ -105,6 +105,12 @@ def program(groups):
     return SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory)
 
 
+def test_groups_along_a_part_of_an_axis_are_counted():
+    text = program("{{0,4},{1,5},{2,6},{3,7}}").as_text()
+    (found,) = compare_jit.collectives(text, {"pipe": 4, "data": 2}, {})
+    assert (found.axes, found.bytes) == (("pipe",), 32)
+
+
 def test_failed_compilation_and_unknown_groups_give_notes(monkeypatch):
     config, mesh = resolved(two_microbatches())
     outcomes = [program("{{0,1,2,3,4,5,6,7}}"), jax.errors.JaxRuntimeError("no kernel"), program("{{0,1,2},{3,4,5}}")]
