@@ -8,7 +8,8 @@ Three programs with the same model, optimizer, accumulation, clipping, State and
     ours                step.train: one shard_map with explicit collectives
     jit                 only State and batch are annotated; XLA's partitioner does the rest
     jit + constraints   activations are annotated as well, before and after attention and MLP and at the logits, as
-                        MaxText does; with parallel.tensor split over tokens there, if parallel.sequence_parallel
+                        MaxText does; with parallel.tensor split over tokens there, if parallel.sequence_parallel;
+                        with parallel.context tokens are split everywhere; with parallel.pipe stages are (jit_step.py)
 
 The first form runs them in turn, step by step; the second only compiles them, without GPUs. Both first check that the
 losses of all three agree in float32, on a small model of the same family, layout and options.
@@ -23,16 +24,12 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
+from jit_step import jit_step
 from rich.console import Console
 from rich.table import Table
 
@@ -41,17 +38,10 @@ from nanotrain_jax.config import schema as configs
 from nanotrain_jax.config.load import load
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import padded_vocab
-from nanotrain_jax.costs import counts, hardware
-from nanotrain_jax.data import batches
-from nanotrain_jax.models import decoder
+from nanotrain_jax.costs import communication, counts, hardware
+from nanotrain_jax.data import batches as data
 from nanotrain_jax.parallel import mesh as meshes
-from nanotrain_jax.parallel import remat
-from nanotrain_jax.parallel.optimizer_step import Opt
-from nanotrain_jax.parallel.sharding import layout, specs
-from nanotrain_jax.parallel.xla_options import gpu_options
-from nanotrain_jax.parallel.zero import zero_specs
 from nanotrain_jax.step import build as steps
-from nanotrain_jax.step import optimizer as optim
 
 WARMUP, MIN_STEPS = 3, 30  # warm-up rounds; timed steps: the median of fewer is too noisy
 FIGURES = {  # name -> (column, unit, digits); the first three if programs run, the others if they are only compiled
@@ -69,164 +59,21 @@ FIGURES = {  # name -> (column, unit, digits); the first three if programs run, 
 }
 
 
-@dataclass(frozen=True)
-class JitPlan:
-    """Static values of the training step under `jax.jit`."""
-
-    config: configs.Config
-    mesh: Mesh
-    constrain: bool  # annotate activations as well
-    graphs: decoder.Graphs
-    shards: steps.Tree  # NamedSharding of each master weight
-    optimizer: optax.GradientTransformation
-    lr_schedule: Callable[[jax.Array], jax.Array]
-
-    def pin(self, x: jax.Array, text: str) -> jax.Array:
-        """Annotate x with a layout given as text, if `constrain`."""
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, layout(text))) if self.constrain else x
-
-    def pin_tokens(self, x_BTD: jax.Array) -> jax.Array:
-        tokens = "T/context,tensor" if self.config.parallel.sequence_parallel else "T/context"
-        return self.pin(x_BTD, f"B/replica,data {tokens} D")
-
-    def pin_sums(self, grads: steps.Tree) -> steps.Tree:
-        """Annotate accumulated gradients: sharded from stage 2 on."""
-        return jax.lax.with_sharding_constraint(grads, self.shards) if self.config.parallel.zero >= 2 else grads
-
-
-def jit_plan(config: configs.Config, mesh: Mesh, constrain: bool) -> JitPlan:
-    kernel = decoder.attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
-    graphs, shapes = decoder.abstract(config.model.model_copy(update={"attention": kernel}))
-    tensor = config.parallel.tensor
-    split = decoder.Split("tensor", tensor) if tensor > 1 else decoder.ONE_DEVICE
-    weights = specs(decoder.rules(config.model, split), shapes, mesh)
-    persist_below = config.parallel.persist_below
-    _, shards = zero_specs(shapes, mesh, config.parallel.zero, persist_below, stacked=("layers",), specs=weights)
-    return JitPlan(
-        config=config,
-        mesh=mesh,
-        constrain=constrain,
-        graphs=graphs,
-        shards=jax.tree.map(lambda spec: NamedSharding(mesh, spec), shards),
-        optimizer=optim.build(config.optimizer, decoder.is_decayed),
-        lr_schedule=optim.schedule(config.optimizer),
-    )
-
-
-def check_is_comparable(config: configs.Config) -> None:
-    """Raise ValueError for features that the step under jit does not implement."""
-    vocab_size = config.model.vocab_size
-    rows = padded_vocab(vocab_size, config.parallel.tensor)
-    if config.precision.loss_scale != "none":
-        raise ValueError(f"precision.loss_scale={config.precision.loss_scale}: not implemented under jit; use none")
-    if config.parallel.pipe > 1:
-        raise ValueError(f"parallel.pipe={config.parallel.pipe}: not implemented under jit; use 1")
-    if rows > vocab_size:
-        raise ValueError(f"model.vocab_size={vocab_size}: padding is not implemented under jit; use {rows}")
-    if config.model.loss_chunk:
-        raise ValueError(f"model.loss_chunk={config.model.loss_chunk}: not implemented under jit; use 0")
-
-
-def run_layer(plan: JitPlan, x_BTD: jax.Array, weights: steps.Tree) -> jax.Array:
-    """Apply a layer."""
-    layer = nnx.merge(plan.graphs.layer, weights)
-    attended = layer.attention(plan.pin_tokens(layer.norm_attention(x_BTD)), len(x_BTD))
-    x_BTD = plan.pin_tokens(x_BTD + plan.pin_tokens(attended))
-    return plan.pin_tokens(x_BTD + plan.pin_tokens(layer.mlp(plan.pin_tokens(layer.norm_mlp(x_BTD)))))
-
-
-def objective(plan: JitPlan, params: steps.Tree, batch: steps.Tree) -> jax.Array:
-    """Return the summed loss of a microbatch, divided by the tokens of the batch."""
-    ends = nnx.merge(plan.graphs.ends, params["ends"])
-    logits = ends.logits
-    embedding_VD = ends.embedding_VD[...]
-
-    def pinned_logits(x_BTD: jax.Array) -> jax.Array:
-        return plan.pin(logits(x_BTD), "B/replica,data T/context V/tensor")
-
-    def look_up(tokens_BT: jax.Array) -> jax.Array:
-        return embedding_VD.astype(jnp.float32)[tokens_BT]
-
-    ends.logits = pinned_logits  # called by ends.loss
-    ends.look_up = look_up  # XLA's partitioner moves more for our look-up
-    x_BTD = plan.pin_tokens(ends.embed(batch["inputs"]).astype(embedding_VD.dtype))
-    policy = remat.Policy(plan.config.memory.rematerialization)
-    x_BTD = remat.scan(partial(run_layer, plan), x_BTD, params["layers"], policy)
-    tokens = plan.config.data.batch_size * plan.config.data.seq_len
-    return ends.loss(x_BTD, batch["targets"])[0] / tokens
-
-
-def accumulate(plan: JitPlan, params: steps.Tree, batch: steps.Tree) -> tuple[jax.Array, steps.Tree]:
-    """Return the mean loss of a batch and its gradients in float32."""
-    count = plan.config.parallel.microbatches
-
-    def microbatches(x: jax.Array) -> jax.Array:
-        """x[B T] -> x[M B/M T]. Row b goes to microbatch b mod M, so that each device keeps its rows."""
-        return x.reshape(len(x) // count, count, -1).swapaxes(0, 1)
-
-    def add_microbatch(sums: tuple, microbatch: steps.Tree) -> tuple[tuple, None]:
-        loss_and_grads = jax.value_and_grad(partial(objective, plan))(params, microbatch)
-        loss, grads = jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, loss_and_grads)
-        return (loss, plan.pin_sums(grads)), None
-
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    return jax.lax.scan(add_microbatch, (jnp.zeros(()), plan.pin_sums(zeros)), jax.tree.map(microbatches, batch))[0]
-
-
-def jit_train(plan: JitPlan, state: steps.State, batch: steps.Tree) -> tuple[steps.State, dict[str, jax.Array]]:
-    """Take one step, as ours: gradients clipped by the global norm; no update if the norm is not finite."""
-    loss, grads = accumulate(plan, state.params, batch)
-    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
-    finite = jnp.isfinite(norm)
-    grad_clip = plan.config.optimizer.grad_clip
-    if grad_clip:
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, grad_clip / (norm + 1e-6)), grads)
-    master = state.params if state.opt.master is None else state.opt.master
-    updates, moments = plan.optimizer.update(grads, state.opt.moments, master)
-    new = optax.apply_updates(master, updates), moments
-    old = master, state.opt.moments
-    updated, moments = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
-    params = jax.tree.map(lambda w, old: w.astype(old.dtype), updated, state.params)
-    opt = Opt(None if state.opt.master is None else updated, moments)
-    skipped = state.skipped + jnp.where(finite, 0, 1)
-    lr = jnp.asarray(plan.lr_schedule(state.step - state.skipped), jnp.float32)
-    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "skipped_steps": skipped}
-    return state._replace(step=state.step + 1, skipped=skipped, params=params, opt=opt), metrics
-
-
-def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
-    """(State, batch) -> (State, metrics): `steps.build(config, mesh).train` without shard_map or collectives.
-
-    State and batch are annotated, and activations if `constrain`. Sharded over data:
-    stage 1      master weights and moments
-    stage 2      also accumulated gradients, in every microbatch
-    stage 3      also parameters; the compiler chooses where and how often to gather them
-    """
-    ours = steps.build(config, mesh)
-    check_is_comparable(config)
-    state, batch = jax.tree.map(lambda x: x.sharding, (ours.state, ours.batch))
-    is_gpu = mesh.devices.flat[0].platform == "gpu"
-    return jax.jit(
-        partial(jit_train, jit_plan(config, mesh, constrain)),
-        in_shardings=(state, batch),
-        out_shardings=(state, NamedSharding(mesh, steps.REPLICATED)),
-        donate_argnums=0,
-        compiler_options=gpu_options(config.parallel.bucket_mb, config.parallel.prefetch) if is_gpu else None,
-    )
-
-
 def programs(config: configs.Config, mesh: Mesh) -> tuple[steps.Step, dict[str, Callable]]:
     """Return our Step, and the three training functions by name."""
     step, jit, constrained = steps.build(config, mesh), jit_step(config, mesh, False), jit_step(config, mesh, True)
     return step, {"ours": step.train, "jit": jit, "jit + constraints": constrained}
 
 
-def random_batch(config: configs.Config, step: steps.Step) -> steps.Tree:
-    """Return a batch of random tokens, placed on the mesh."""
+def random_batches(config: configs.Config, step: steps.Step) -> dict[str, steps.Tree]:
+    """Return a batch of random tokens, placed on the mesh, for each program: ours takes tokens in its own order."""
     shape = config.data.batch_size, config.data.seq_len + 1
     tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
-    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-    return jax.device_put(batch, jax.tree.map(lambda x: x.sharding, step.batch))
+    natural = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    order = slice(None) if step.token_order is None else step.token_order
+    own = {name: rows[:, order] for name, rows in natural.items()}
+    own, natural = (jax.device_put(rows, jax.tree.map(lambda x: x.sharding, step.batch)) for rows in (own, natural))
+    return {"ours": own, "jit": natural, "jit + constraints": natural}
 
 
 def check(config: configs.Config, updates: int = 3, tolerance: float = 1e-5) -> None:
@@ -243,10 +90,11 @@ def check(config: configs.Config, updates: int = 3, tolerance: float = 1e-5) -> 
     )  # so that some small arrays are sharded
     with jax.default_matmul_precision("highest"):  # GPUs multiply float32 as TF32 otherwise
         step, trains = programs(config, mesh)
+        batches = random_batches(config, step)
         for name, train in trains.items():
-            state, batch, losses[name] = step.init(), random_batch(config, step), []
+            state, losses[name] = step.init(), []
             for _ in range(updates):
-                state, metrics, *_ = train(state, batch)
+                state, metrics, *_ = train(state, batches[name])
                 losses[name].append(float(metrics["loss"]))
     if not all(np.allclose(each, losses["ours"], rtol=tolerance, atol=0) for each in losses.values()):
         raise ValueError(
@@ -258,13 +106,13 @@ def check(config: configs.Config, updates: int = 3, tolerance: float = 1e-5) -> 
 def run(config: configs.Config, mesh: Mesh, count: int) -> list[dict]:
     """Run the three programs in turn, each on its own state; -> a row of figures per program."""
     step, trains = programs(config, mesh)
-    batch, names = random_batch(config, step), list(trains)
+    batches, names = random_batches(config, step), list(trains)
     trains = {name: train.lower(step.state, step.batch).compile() for name, train in trains.items()}
     states, times, losses = {name: step.init() for name in names}, {name: [] for name in names}, {}
     for i in range(WARMUP + count):
         for name in names[i % 3 :] + names[: i % 3]:  # rotate the order
             started = time.perf_counter()
-            states[name], metrics, *_ = jax.block_until_ready(trains[name](states[name], batch))
+            states[name], metrics, *_ = jax.block_until_ready(trains[name](states[name], batches[name]))
             times[name].append(time.perf_counter() - started)
             losses[name] = float(metrics["loss"])
     rows = [{"stage": config.parallel.zero, "program": name, "loss": losses[name]} for name in names]
@@ -289,15 +137,22 @@ def with_numbered_groups(text: str) -> str:
     """Return compiled text with replica groups by device number; XLA's partitioner writes them as axes of a mesh."""
 
     def numbered(match: re.Match) -> str:
-        sizes = [int(size) for size in re.findall(r"=(\d+)", match[1])]
-        names, over = (re.findall(r"'(\w+)'", part) for part in match.groups())
-        group, total = np.prod([sizes[names.index(axis)] for axis in over]), np.prod(sizes)
-        order = sorted(range(len(names)), key=lambda d: names[d] in over)
-        return f"replica_groups=[{total // group},{group}]<={sizes}T({str(order)[1:-1]})".replace(" ", "")
+        axes, dims, order, over = match.groups()
+        sizes = [int(size) for size in re.findall(r"=(\d+)", axes)]
+        names, over = (re.findall(r"'(\w+)'", part) for part in (axes, over))
+        devices = np.arange(np.prod(sizes))
+        if dims:  # the mesh has its devices in another order
+            dims, order = ([int(n) for n in part.split(",")] for part in (dims, order))
+            devices = devices.reshape(dims).transpose(order)
+        grouped = sorted(range(len(names)), key=lambda d: names[d] in over)
+        size = np.prod([sizes[names.index(axis)] for axis in over])
+        groups = devices.reshape(sizes).transpose(grouped).reshape(-1, size)
+        return "replica_groups={" + ",".join("{" + ",".join(map(str, group)) + "}" for group in groups) + "}"
 
-    text = re.sub(r"replica_groups=mesh\[([^\]]*)\] \{((?:'\w+',?)*)\}", numbered, text)
+    mesh = r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? \{((?:'\w+',?)*)\}"
+    text = re.sub(mesh, numbered, text)
     if "replica_groups=mesh" in text:
-        raise ValueError("replica groups along parts of axes, or in another device order than the mesh")
+        raise ValueError("replica groups along parts of axes")
     return text
 
 
@@ -309,6 +164,18 @@ def audit(config: configs.Config, mesh: Mesh) -> list[dict]:
         return rows
     with_xla = audit(config.replace("model", attention="xla"), mesh)
     return rows + [row | {"program": row["program"] + " (xla attention)"} for row in with_xla]
+
+
+def collectives(text: str, axes: Mapping[str, int], rates: hlo.Rates) -> list[hlo.Collective]:
+    """`hlo.collectives`, also of groups along a part of an axis: XLA's partitioner splits axes into factors."""
+    factors = {}
+    for axis, size in axes.items():
+        divisors = [d for d in range(2, size + 1) if size % d == 0]
+        while size > 1:
+            prime = min(d for d in divisors if size % d == 0)
+            factors[f"{axis} {size}"], size = prime, size // prime
+    found = hlo.collectives(text, factors, rates)
+    return [c._replace(axes=tuple(dict.fromkeys(axis.split()[0] for axis in c.axes))) for c in found]
 
 
 def audit_program(config: configs.Config, mesh: Mesh, step: steps.Step, name: str, train: Callable) -> dict:
@@ -323,11 +190,12 @@ def audit_program(config: configs.Config, mesh: Mesh, step: steps.Step, name: st
     row |= hlo.memory(program)
     try:
         text = with_numbered_groups(program.as_text())
-        moved = row["collectives"] = hlo.summary(hlo.collectives(text, mesh.shape))
+        rates = communication.conditional_rates(config)  # of branches of our pipeline
+        moved = row["collectives"] = hlo.summary(collectives(text, mesh.shape, rates))
         row["wire_bytes"] = sum(kind["bytes_per_device"] for kind in moved)
         row["exposed_bytes"] = sum(kind["exposed_bytes"] for kind in moved)
         row["unhidden_bytes"] = row["wire_bytes"] - sum(kind["behind_matmuls_bytes"] for kind in moved)
-        row["matmul_flops"] = hlo.matmul_flops(text)
+        row["matmul_flops"] = float(hlo.matmul_flops(text, rates))
     except ValueError as error:
         row["notes"] = [f"n/a: {error}"]
     return row
@@ -374,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
         except RuntimeError as error:  # no CUDA compiler
             raise ValueError(str(error)) from None
         mesh = meshes.make(**config.parallel.axes, devices=devices)
-        vocab = None if config.model.vocab_size else batches.load(config.data).vocab_size
+        vocab = None if config.model.vocab_size else data.load(config.data).vocab_size
         config = resolve(config, mesh.shape, vocab)
         for stage in map(int, stages):
             staged = config.replace("parallel", zero=stage, prefetch=config.parallel.prefetch and stage == 3)

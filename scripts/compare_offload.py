@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -62,6 +63,15 @@ def link_bandwidth(size: int) -> float:
     return size / min(times[1:])
 
 
+def runnable(stack: ExitStack, config: Config, step: steps.Step, train: Callable) -> Callable:
+    """Return what runs a step: the compiled step, with NVMe offload also the update of new files until stack closes."""
+    if config.memory.offload_optimizer != "nvme":
+        return train
+    files = stack.enter_context(nvme.opened(checkpointing.store(config, step)))
+    checkpointing.restore(files, step, config, None, None)
+    return checkpointing.train(files, step, train)
+
+
 def measure(config: Config, mesh: jax.sharding.Mesh, count: int) -> dict[str, float]:
     """Return median seconds of a step after two warm-up steps, and bytes per device."""
     step = steps.build(config, mesh)
@@ -70,12 +80,9 @@ def measure(config: Config, mesh: jax.sharding.Mesh, count: int) -> dict[str, fl
     shardings = {name: x.sharding for name, x in step.batch.items()}
     batch = jax.device_put({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, shardings)
     train = step.train.lower(step.state, step.batch).compile()
-    run, times = train, []
+    times = []
     with ExitStack() as stack:
-        if config.memory.offload_optimizer == "nvme":
-            files = stack.enter_context(nvme.opened(checkpointing.store(config, step)))
-            checkpointing.restore(files, step, config, None, None)
-            run = checkpointing.train(files, step, train)
+        run = runnable(stack, config, step, train)
         for _ in range(count + 2):
             started = time.perf_counter()
             state, metrics, _ = run(state, batch)

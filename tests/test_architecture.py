@@ -51,7 +51,7 @@ TOP_LEVEL_KEYS = {"ends", "layers"}  # of a parameter tree; models.parameters de
 MAY_NAME_KEYS = {
     "costs.flops", "generate", "models.parameters", "nvme.checkpointing", "nvme.update",
     "parallel.pipeline.schedule_text", "parallel.optimizer_step", "parallel.zero", "planner.explain",
-    "scripts/compare_jit.py", "scripts/largest_model.py", "scripts/your_model.py",
+    "scripts/jit_step.py", "scripts/largest_model.py", "scripts/your_model.py",
 }  # fmt: skip
 FAMILIES = {"llama", "gpt2"}
 MAY_NAME_FAMILIES = {"config.schema", "config.families"}

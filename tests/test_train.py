@@ -158,7 +158,7 @@ def test_an_evaluation_keeps_two_batches_in_flight(monkeypatch):
     assert (len(most), max(most)) == (100, 2)
 
 
-def test_a_profile_of_some_steps_is_written_where_asked(config_file, tmp_path):
+def test_a_profile_of_some_steps_is_written_and_summarized(config_file, tmp_path, capsys):
     assert (
         main(
             config_file,
@@ -170,6 +170,11 @@ def test_a_profile_of_some_steps_is_written_where_asked(config_file, tmp_path):
         == 0
     )
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+    (saved,) = (tmp_path / "run" / "profile").rglob("*.summary.txt")
+    summary = saved.read_text()
+    assert summary in capsys.readouterr().out
+    assert "mean of 2 steps" in summary
+    assert " backward " in summary and "update" in summary
 
 
 def test_a_profile_that_is_open_at_a_signal_is_written(config_file, tmp_path, capsys, monkeypatch):

@@ -197,6 +197,13 @@ def collectives(text: str, axes: Mapping[str, int], rates: Rates = NO_RATES) -> 
     return found
 
 
+def sources(text: str) -> dict[str, str]:
+    """Return the op_name of each instruction of a compiled program that has one, by name."""
+    of_each = (i for block in parse(text).computations.values() for i in block)
+    named = ((i.name, re.search(r'op_name="([^"]*)"', i.attributes)) for i in of_each)
+    return {name: found[1] for name, found in named if found}
+
+
 def overlapped(program: Program, name: str, index: int) -> list[tuple[str, int]]:
     """Return (computation, index) of the instructions scheduled between the start of a collective or copy and its
     done."""

@@ -175,5 +175,11 @@ def check_count(name: str, count: int) -> None:
 
 def peak_flops(device_kind: str) -> float | None:
     """Return the dense 16-bit FLOP/s of one device; None if it is not in GPUS (a CPU, for example)."""
+    name = name_of(device_kind)
+    return name and GPUS[name].peak_flops
+
+
+def name_of(device_kind: str) -> str | None:
+    """Return the name in GPUS of a `jax.Device.device_kind`, the first that fits; None if it is not there."""
     words = re.split(r"[ -]", device_kind)
-    return next((gpu.peak_flops for name, gpu in GPUS.items() if name.split("-")[0].upper() in words), None)
+    return next((name for name in GPUS if name.split("-")[0].upper() in words), None)

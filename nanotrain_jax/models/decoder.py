@@ -60,6 +60,7 @@ class Ends(nnx.Module):
         self.norm = Norm(config, decoder_table.NORM_LAST)
         fill(self, {name: row for name, row in rows.items() if not row.is_used("first")}, rngs)
 
+    @jax.named_scope("embed")
     def embed(self, tokens_BT: jax.Array, starts_BT: jax.Array | None = None) -> jax.Array:
         """tokens[B T] -> x[B T D], under sequence parallelism x[1 BT/tensor D]. starts: as of `Attention`."""
         x_BTD = self.look_up(tokens_BT.reshape(1, -1) if self.split.sequence_parallel else tokens_BT)
@@ -94,6 +95,7 @@ class Ends(nnx.Module):
         """head[V D]"""
         return self.head_VD[...] if hasattr(self, "head_VD") else self.embedding_VD[...]
 
+    @jax.named_scope("loss")
     def loss(self, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x[B T D], targets[B T] -> (sum of cross-entropies in nats, number of targets), float32 and int32 scalars.
 

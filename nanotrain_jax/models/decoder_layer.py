@@ -63,6 +63,7 @@ class Norm(nnx.Module):
         self.eps, self.center = config.norm_eps, config.features.centered_norms
         fill(self, under(decoder_table.table(config), path))
 
+    @jax.named_scope("norm")
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         bias_D = self.bias_D[...] if self.center else None
         return normalize(x_BTD, self.gain_D[...], bias_D, self.eps)
@@ -80,6 +81,7 @@ class Attention(nnx.Module):
         self.theta, self.kernel = config.rope_theta, config.attention
         fill(self, under(decoder_table.table(config, split.size), decoder_table.ATTENTION), rngs)
 
+    @jax.named_scope("attention")
     def __call__(self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None) -> jax.Array:
         axis, sequence_parallel, options = self.split.axis, self.split.sequence_parallel, self.split.matmuls
         weights = self.q_DNH[...], self.own_head(self.k_DKH[...]), self.own_head(self.v_DKH[...])
@@ -99,6 +101,7 @@ class Attention(nnx.Module):
         y_BTD = remat.name(y_BTD, "attention_out")
         return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
 
+    @jax.named_scope("kernel")
     def attend(self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, starts_BT: jax.Array | None) -> jax.Array:
         """q[B T N H], k[B T K H], v[B T K H] -> y[B T N H]; over context, if the tokens are split."""
         if self.split.context:
@@ -127,6 +130,7 @@ class MLP(nnx.Module):
         self.features, self.split = config.features, split
         fill(self, under(decoder_table.table(config, split.size), decoder_table.MLP), rngs)
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         axis, sequence_parallel, options = self.split.axis, self.split.sequence_parallel, self.split.matmuls
         weights = [self.up_DF[...]] + ([self.gate_DF[...]] if self.features.gated_mlp else [])

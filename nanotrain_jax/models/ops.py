@@ -63,6 +63,7 @@ def _project_backward(saved: tuple[jax.Array, jax.Array], g_BTV: jax.Array) -> t
 project.defvjp(lambda x_BTD, head_VD: (project(x_BTD, head_VD), (x_BTD, head_VD)), _project_backward)
 
 
+@jax.named_scope("rotary")
 @partial(_saves_inputs, static_argnums=1)
 def rotate(x_BTNH: jax.Array, theta: float, positions: jax.Array | None = None) -> jax.Array:
     """x[B T N H] -> x[B T N H]: rotary positions (arXiv 2104.09864) in float32; dims h and h + H/2 form a pair.

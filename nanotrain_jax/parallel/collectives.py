@@ -2,11 +2,14 @@
 
 Inside `shard_map` a value is *varying* over a mesh axis if devices along it may hold different values, else
 *invarying*. JAX checks this (`check_vma=True`). Each function states the bytes it moves and how the type changes.
+
+In a profile and in the compiled program each is named after itself and its axes: `all_gather_tensor`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -16,6 +19,11 @@ from jax import lax
 
 Tree = Any  # a pytree of arrays
 Axis = str | tuple[str, ...]  # a mesh axis, or several as one, the last of them innermost
+
+
+def _named(operation: str, axes: Axis) -> AbstractContextManager:
+    """Name the operations traced inside: reduce_scatter_data, all_reduce_replica_data."""
+    return jax.named_scope("_".join((operation, axes) if isinstance(axes, str) else (operation, *axes)))
 
 
 def varying_axes(x: jax.Array | jax.ShapeDtypeStruct) -> frozenset[str]:
@@ -44,7 +52,10 @@ def all_reduce(tree: Tree, axes: Sequence[str]) -> Tree:
     One call for a whole tree, so the compiler can combine it. Wire bytes per device: 2 (N-1)/N S (ring), with N
     devices along axes and S the bytes of the tree. Without axes: returns the tree.
     """
-    return lax.psum(as_varying(tree, axes), tuple(axes)) if axes else tree
+    if not axes:
+        return tree
+    with _named("all_reduce", axes):
+        return lax.psum(as_varying(tree, axes), tuple(axes))
 
 
 def all_gather(xs: Sequence[jax.Array], axis: Axis, dims: Sequence[int], invarying: bool = False) -> list[jax.Array]:
@@ -56,9 +67,11 @@ def all_gather(xs: Sequence[jax.Array], axis: Axis, dims: Sequence[int], invaryi
     """
     to = "invarying" if invarying else "varying"
     if len(xs) == 1:
-        return [lax.all_gather(xs[0], axis, axis=dims[0], tiled=True, to=to)]
+        with _named("all_gather", axis):
+            return [lax.all_gather(xs[0], axis, axis=dims[0], tiled=True, to=to)]
     blocks = [jnp.moveaxis(x, dim, 0) for x, dim in zip(xs, dims, strict=True)]
-    rows = lax.all_gather(jnp.concatenate([block.ravel() for block in blocks]), axis, to=to)  # [N S/N]
+    with _named("all_gather", axis):
+        rows = lax.all_gather(jnp.concatenate([block.ravel() for block in blocks]), axis, to=to)  # [N S/N]
     gathered = (x.reshape(-1, *block.shape[1:]) for x, block in zip(_split(rows, blocks), blocks, strict=True))
     return [jnp.moveaxis(x, 0, dim) for x, dim in zip(gathered, dims, strict=True)]
 
@@ -70,11 +83,13 @@ def reduce_scatter(xs: Sequence[jax.Array], axis: Axis, dims: Sequence[int]) -> 
     (N-1)/N of xs.
     """
     if len(xs) == 1:
-        return [lax.psum_scatter(xs[0], axis, scatter_dimension=dims[0], tiled=True)]
+        with _named("reduce_scatter", axis):
+            return [lax.psum_scatter(xs[0], axis, scatter_dimension=dims[0], tiled=True)]
     N = lax.axis_size(axis)
     rows = [jnp.moveaxis(x, dim, 0) for x, dim in zip(xs, dims, strict=True)]
     rows = [x.reshape(N, x.shape[0] // N, *x.shape[1:]) for x in rows]
-    own = lax.psum_scatter(jnp.concatenate([x.reshape(N, -1) for x in rows], axis=1), axis)
+    with _named("reduce_scatter", axis):
+        own = lax.psum_scatter(jnp.concatenate([x.reshape(N, -1) for x in rows], axis=1), axis)
     blocks = (x.reshape(row.shape[1:]) for x, row in zip(_split(own, [x[0] for x in rows]), rows, strict=True))
     return [jnp.moveaxis(x, 0, dim) for x, dim in zip(blocks, dims, strict=True)]
 
@@ -84,7 +99,8 @@ def all_to_all(x: jax.Array, axis: str, split: int, concatenate: int) -> jax.Arr
 
     Wire bytes per device: (N-1)/N of x.
     """
-    return lax.all_to_all(as_varying(x, (axis,)), axis, split_axis=split, concat_axis=concatenate, tiled=True)
+    with _named("all_to_all", axis):
+        return lax.all_to_all(as_varying(x, (axis,)), axis, split_axis=split, concat_axis=concatenate, tiled=True)
 
 
 def buckets(sizes: Sequence[int], limit: float) -> list[list[int]]:
@@ -106,7 +122,10 @@ def _split(x: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 def all_max(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """x{varying over axes} -> max over axes, invarying. No gradient. Wire bytes per device: 2 (N-1)/N of x."""
     x = lax.stop_gradient(x)
-    return lax.pmax(as_varying(x, axes), tuple(axes)) if axes else x
+    if not axes:
+        return x
+    with _named("all_max", axes):
+        return lax.pmax(as_varying(x, axes), tuple(axes))
 
 
 def shift(x: jax.Array, axis: str, by: int, ring: bool = True) -> jax.Array:
@@ -118,7 +137,8 @@ def shift(x: jax.Array, axis: str, by: int, ring: bool = True) -> jax.Array:
     if N == 1:
         return as_varying(x if ring else jnp.zeros_like(x), (axis,))
     pairs = [(i, (i + by) % N) for i in range(N) if ring or 0 <= i + by < N]
-    return lax.ppermute(as_varying(x, (axis,)), axis, pairs)
+    with _named("shift", axis):
+        return lax.ppermute(as_varying(x, (axis,)), axis, pairs)
 
 
 def position(axis: Axis) -> jax.Array:

@@ -36,7 +36,8 @@ def skip_or_mask(
     must not change the store when idle."""
     if idle == "skip":
         return cond_in_place(predicate, what, work, values, store)
-    new, store = work(0, values, store)
+    with jax.named_scope(what):
+        new, store = work(0, values, store)
     return jax.tree.map(lambda new, old: jnp.where(predicate, new, old), new, values), store
 
 

@@ -86,6 +86,7 @@ def _cast(grads: Tree, in_float32: bool) -> Tree:
     return jax.tree.map(lambda g: g.astype(jnp.float32), grads) if in_float32 else grads
 
 
+@jax.named_scope("forward")
 def _forward(model: LayeredModel, x: jax.Array, batch: Tree) -> tuple[SplitVjp, jax.Array, list, list]:
     """-> vjp of a layer, x after all layers, residuals of each layer, the last layer's weights on the device."""
     count = len(jax.tree.leaves(model.layers)[0])
@@ -105,6 +106,7 @@ def _forward(model: LayeredModel, x: jax.Array, batch: Tree) -> tuple[SplitVjp, 
     return vjp, x, residuals, fetched
 
 
+@jax.named_scope("backward")
 def _backward(
     model: LayeredModel, vjp: SplitVjp, saved: tuple, batch: Tree, g: jax.Array, accumulation: tuple
 ) -> tuple:

@@ -59,6 +59,7 @@ class Clip(NamedTuple):
     factor: jax.Array  # float32; multiply gradients by it to clip them and to remove the loss scale
 
 
+@jax.named_scope("clip")
 def clip_by_global_norm(grads: Tree, max_norm: float, loss_scale: jax.Array | float) -> Clip:
     """Compute the clip factor of gradients of the scaled loss (arXiv 1211.5063). max_norm: 0 disables clipping."""
     norm = global_norm(grads) / loss_scale

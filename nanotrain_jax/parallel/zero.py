@@ -244,6 +244,7 @@ def gather_ahead(stored: Tree, shards: Shards) -> Tree:
     return _in_buckets(gather_bucket, shards, stored, are_shards=True)
 
 
+@jax.named_scope("reduce")
 def _reduce(grads: Tree, stored: Tree, shards: Shards, stored_sharded: bool) -> Tree:
     """`Zero.reduce`: sum gradients over devices, in the dtype of communication where anything moves.
 

@@ -23,7 +23,7 @@ from nanotrain_jax.distributed import processes, watchdog
 from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
-from nanotrain_jax.run import banner, curves, metrics
+from nanotrain_jax.run import banner, curves, metrics, profile_summary
 from nanotrain_jax.run.profiling import Profile, profiling
 from nanotrain_jax.step import build as steps
 
@@ -76,6 +76,7 @@ class Loop:
         self.run, self.folder, self.files, self.writer, self.watch = run, folder, files, writer, watch
         self.config, self.state = run.config, run.state
         self.first = self.number = self.saved = int(run.state.step)
+        self.program: Callable[[], str] | None = None  # returns the text of the compiled step
 
     def run_steps(self, stopped: Callable[[int], bool]) -> int:
         """Run steps until the last one or until stopped(step), and save; -> number of the last step."""
@@ -94,7 +95,7 @@ class Loop:
         batches = data.batches(
             run.dataset.train, run.step.batch, self.config.data.seed, run.position, run.step.token_order
         )
-        with profiling(profiled, self.folder / "profile", self.writer.say) as profile:
+        with profiling(Profile(profiled, self.folder / "profile", self.writer.say, self.program)) as profile:
             self.writer.start_clock()
             while self.number < num_steps and not stopped(self.number):
                 self.take_step(train_step, batches, profile)
@@ -108,6 +109,7 @@ class Loop:
         started = time.perf_counter()
         train_step = step.train.lower(step.state, step.batch).compile()
         self.writer.say(f"compiled in {time.perf_counter() - started:.1f} s")
+        self.program = train_step.as_text
         check_offload(run, hlo.memory(train_step)["host_bytes"])
         if files:
             train_step = checkpointing.train(files, step, train_step)
@@ -118,15 +120,19 @@ class Loop:
     def take_step(self, train_step: Callable, batches: Iterator[Any], profile: Profile) -> None:
         """Dispatch the next step; on return the metrics of the previous step are written (see metrics.py)."""
         self.number += 1
+        if profile.begins(self.number):
+            self.writer.settle()
         profile.before(self.number)
-        self.watch.at("data", self.number)
-        batch = next(batches)
-        self.watch.at("dispatch", self.number)
-        self.state, values, _ = train_step(self.state, batch)
-        self.watch.at("step", self.number)
-        self.writer.step(self.number, values)
-        if self.files or profile.ends(self.number):
-            self.writer.settle()  # the NVMe update has synchronized with the device already
+        with jax.profiler.StepTraceAnnotation(profile_summary.STEP, step_num=self.number):
+            self.watch.at("data", self.number)
+            with jax.profiler.TraceAnnotation(profile_summary.INPUT):
+                batch = next(batches)
+            self.watch.at("dispatch", self.number)
+            self.state, values, _ = train_step(self.state, batch)
+            self.watch.at("step", self.number)
+            self.writer.step(self.number, values)
+            if self.files or profile.ends(self.number):
+                self.writer.settle()  # the NVMe update has synchronized with the device already
         profile.after(self.number)
 
     def between_steps(self, write: checkpoint.Save | None) -> None:

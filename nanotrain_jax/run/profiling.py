@@ -1,4 +1,4 @@
-"""Profile some steps, for TensorBoard or Perfetto; the profile is written however the loop ends."""
+"""Profile some steps: a summary, and a trace for TensorBoard or Perfetto; written however the loop ends."""
 
 from __future__ import annotations
 
@@ -8,18 +8,31 @@ from pathlib import Path
 
 import jax
 
+from nanotrain_jax.audit import hlo
+from nanotrain_jax.run import profile_summary
+
 
 class Profile:
     """Profiler of steps first .. last, for a loop that calls `before` and `after` around each step."""
 
-    def __init__(self, steps: tuple[int, int] | None, folder: Path, say: Callable[[str], None]):
-        """steps: (first, last); None: no profile. say: prints lines."""
-        self.steps, self.folder, self.say = steps, folder, say
+    def __init__(
+        self,
+        steps: tuple[int, int] | None,
+        folder: Path,
+        say: Callable[[str], None],
+        program: Callable[[], str] | None = None,
+    ):
+        """steps: (first, last); None: no profile. say: prints lines. program: returns the text of the compiled step."""
+        self.steps, self.folder, self.say, self.program = steps, folder, say, program
         self.open = False
+
+    def begins(self, number: int) -> bool:
+        """True if `before` starts the profiler: earlier steps must be finished, so that they are not profiled."""
+        return bool(self.steps) and not self.open and self.steps[0] <= number <= self.steps[1]
 
     def before(self, number: int) -> None:
         """Start the profiler if step `number` is the first to profile."""
-        if self.steps and not self.open and self.steps[0] <= number <= self.steps[1]:
+        if self.begins(number):
             jax.profiler.start_trace(self.folder)
             self.open = True
 
@@ -43,12 +56,23 @@ class Profile:
             f"  in TensorBoard    pip install tensorboard xprof; tensorboard --logdir {self.folder}; tab Profile\n"
             f"  in Perfetto's UI  open {self.folder}/plugins/profile/*/*.trace.json.gz"
         )
+        self.say(self.summarize())
+
+    def summarize(self) -> str:
+        """Summarize the newest trace, and save the summary beside it. A failure is only a warning."""
+        try:
+            trace = max(self.folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+            sources = hlo.sources(self.program()) if self.program else {}
+            text = profile_summary.summary(trace, sources)
+            trace.with_name(trace.name.replace(".xplane.pb", ".summary.txt")).write_text(text + "\n")
+        except Exception as error:  # a trace of another form, or a full disk: the run goes on
+            return "warning: cannot summarize the profile: " + " ".join(f"{type(error).__name__}: {error}".split())
+        return text
 
 
 @contextmanager
-def profiling(steps: tuple[int, int] | None, folder: Path, say: Callable[[str], None]) -> Iterator[Profile]:
+def profiling(profile: Profile) -> Iterator[Profile]:
     """Yield a Profile and close it at the end, also after an exception."""
-    profile = Profile(steps, folder, say)
     try:
         yield profile
     finally:

@@ -55,6 +55,7 @@ def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Arr
     return in_float32(model.last(model.used_by_last(ends), x, batch))
 
 
+@jax.named_scope("layer")
 def layer_of(model: Model, batch: Tree, weights: Tree, x: Tree) -> Tree:
     """Run a layer of the model on a microbatch."""
     return model.layer(weights, x, batch)

@@ -23,6 +23,7 @@ class Pending(NamedTuple):
     clip: Clip
 
 
+@jax.named_scope("update")
 def apply_update(plan: Plan, state: State, grads: Tree, clip: Clip) -> tuple[Tree, Opt, Pending | None]:
     """-> parameters, optimizer state, pending gradients. Each device updates the shards whose gradients it has.
 

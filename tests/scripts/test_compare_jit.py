@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import math
+import sys
 from types import SimpleNamespace
 
 import chex
@@ -12,20 +14,25 @@ import yaml
 from conftest import LOSS, ROOT, STATE, cover, on_devices, random_tokens, resolved, small
 
 SCRIPT = ROOT / "scripts" / "compare_jit.py"
+sys.path.insert(0, str(SCRIPT.parent))  # scripts import each other
 spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
 compare_jit = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(compare_jit)
 
 
-def two_microbatches(family="llama", zero=3, tensor=1):
+def two_microbatches(family="llama", zero=3, **axes):
     """A config so small that the script's own check runs the same programs, compiled by the first test."""
     return small(
         family,
         model={"d_ff": 128, "vocab_size": 128, "attention": "xla"},
-        parallel={"data": 8 // tensor, "tensor": tensor, "zero": zero, "microbatches": 2, "persist_below": 256},
+        parallel={"data": 8 // math.prod(axes.values()), **axes, "zero": zero, "microbatches": 2, "persist_below": 256}
+        | {"context_attention": "gather"},
         optimizer={"grad_clip": 0.5},
         runtime={"simulate": 8},
     )
+
+
+LONG = [(2, "llama", "tensor"), (0, "gpt2", ""), (0, "gpt2", "pipe tensor"), (3, "llama", "context tensor")]
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +41,16 @@ def float32_matmuls():
         yield
 
 
-@pytest.mark.parametrize("case", cover([(3, "llama", 1)], [(2, "llama", 4), (0, "gpt2", 1)]))
+@pytest.mark.parametrize("case", cover([(3, "llama", ""), (1, "llama", "pipe context")], LONG))
 def test_programs_under_jit_equal_ours(case):
-    zero, family, tensor = case
-    config, mesh = resolved(two_microbatches(family, zero, tensor))
+    zero, family, axes = case
+    config, mesh = resolved(two_microbatches(family, zero, **dict.fromkeys(axes.split(), 2)))
     step, programs = compare_jit.programs(config, mesh)
     states, losses = {name: step.init() for name in programs}, {name: [] for name in programs}
     for tokens in random_tokens(config, count=3):
         for name, train in programs.items():
-            states[name], metrics, *_ = train(states[name], on_devices(tokens, step))
+            ordered = step if name == "ours" else step._replace(token_order=None)
+            states[name], metrics, *_ = train(states[name], on_devices(tokens, ordered))
             losses[name].append(float(metrics["loss"]))
     for name in ("jit", "jit + constraints"):
         np.testing.assert_allclose(losses[name], losses["ours"], **LOSS)
@@ -59,7 +67,7 @@ def test_programs_with_different_losses_are_not_compared(other, monkeypatch):
     def train(loss):
         return lambda state, batch: (state, {"loss": loss})
 
-    monkeypatch.setattr(compare_jit, "random_batch", lambda config, step: None)
+    monkeypatch.setattr(compare_jit, "random_batches", lambda config, step: dict.fromkeys(programs))
     programs = {"ours": train(4.0), "jit": train(4.00001), "jit + constraints": train(other)}
     monkeypatch.setattr(compare_jit, "programs", lambda *_: (step._replace(init=lambda: None), programs))
     with pytest.raises(ValueError, match="compute different losses"):
@@ -70,7 +78,10 @@ def test_programs_with_different_losses_are_not_compared(other, monkeypatch):
 
 def test_replica_groups_along_axes_are_numbered():
     text = "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, replica_groups={{0,1}}"
-    assert compare_jit.with_numbered_groups(text) == "replica_groups=[4,2]<=[2,4]T(1,0), replica_groups={{0,1}}"
+    groups = "{{0,4},{1,5},{2,6},{3,7}}"
+    assert compare_jit.with_numbered_groups(text) == f"replica_groups={groups}, replica_groups={{{{0,1}}}}"
+    text = "replica_groups=mesh['a'=2,'b'=1,'c'=4], device_ids=([4,2]T(1,0)) {'c'}"  # of devices 0 2 4 6 1 3 5 7
+    assert compare_jit.with_numbered_groups(text) == "replica_groups={{0,2,4,6},{1,3,5,7}}"
     with pytest.raises(ValueError, match="parts of axes"):
         compare_jit.with_numbered_groups("replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}")
 
@@ -92,6 +103,12 @@ def program(groups):
         host_alias_size_in_bytes=0,
     )
     return SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory)
+
+
+def test_groups_along_a_part_of_an_axis_are_counted():
+    text = program("{{0,4},{1,5},{2,6},{3,7}}").as_text()
+    (found,) = compare_jit.collectives(text, {"pipe": 4, "data": 2}, {})
+    assert (found.axes, found.bytes) == (("pipe",), 32)
 
 
 def test_failed_compilation_and_unknown_groups_give_notes(monkeypatch):
