@@ -219,6 +219,7 @@ def stays_near_the_oracle(tree, expected, loss_error):
             gradients = jax.tree.map(lambda m: m / (1 - oracle.B1), first_moment)
             errors = relative_errors(gradients, padded(grads, gradients))
             assert max(errors.values()) < 0.03, errors
+    state = step.in_layer_order(state)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype(config.precision.compute)}
     assert {x.dtype for x in jax.tree.leaves(state.opt.master)} == {np.dtype("float32")}
     jax.tree.map(lambda w, m: np.testing.assert_array_equal(w, m.astype(w.dtype)), state.params, state.opt.master)

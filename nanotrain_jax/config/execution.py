@@ -40,6 +40,14 @@ def gradients_on_host(config: Config) -> bool:
     return config.parallel.zero >= 2 and config.memory.offload_optimizer != "none"
 
 
+def casts_at_use(config: Config) -> bool:
+    """True if the weights are stored as float32 shards only, and cast to precision.compute where they are gathered:
+    16-bit ZeRO 3, unless the float32 weights are offloaded."""
+    m = config.memory
+    on_device = m.offload_optimizer == "none" and m.offload_params == "none"
+    return config.parallel.zero == 3 and config.precision.compute != "float32" and on_device
+
+
 def reduces_per_layer(config: Config) -> bool:
     """True if parallel.grad_reduce=per_layer has an effect (ZeRO 0 and 1): ZeRO 2 and 3 always reduce per layer."""
     return config.parallel.grad_reduce == "per_layer" and config.parallel.zero < 2

@@ -40,10 +40,10 @@ NO_REMAT = Remat("none")
 def state(config: Config) -> Parts:
     """Return the bytes of training state between steps, on the device or its host.
 
-    params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32; over N where the ZeRO stage shards
-                        them (ZeRO, arXiv 1910.02054, section 3.1)
+    params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32 and at ZeRO 3 (`casts_at_use`); over
+                        N where the ZeRO stage shards them (ZeRO, arXiv 1910.02054, section 3.1)
     """
-    b, zero = BYTES[config.precision.compute], config.parallel.zero
+    b, zero = offload.weight_bytes(config), config.parallel.zero
     psi, shard = (sum(sizes.values()) for sizes in local_parameters(config))
     optimizer = offload.optimizer_bytes(config)
     return {"params": b * (shard if zero == 3 else psi), "optimizer": optimizer * (shard if zero else psi)}

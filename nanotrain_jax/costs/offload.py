@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, NamedTuple
 
-from nanotrain_jax.config.execution import Execution, execution, gradients_on_host
+from nanotrain_jax.config.execution import Execution, casts_at_use, execution, gradients_on_host
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.counts import BYTES, is_sharded, local_elements, local_rows, stage_layers, zero_devices
 from nanotrain_jax.models.decoder_table import table
@@ -75,8 +75,13 @@ def offloaded(config: Config) -> list[Offloaded]:
 
 
 def optimizer_bytes(config: Config) -> int:
-    """Return the bytes per element of master weights and moments; in float32 the stored weights are the master."""
-    return 8 if config.precision.compute == "float32" else 12
+    """Return the bytes per element of master weights and moments; stored float32 weights are the master."""
+    return 8 if weight_bytes(config) == 4 else 12
+
+
+def weight_bytes(config: Config) -> int:
+    """Return the bytes per element of the stored weights."""
+    return 4 if casts_at_use(config) else BYTES[config.precision.compute]
 
 
 def host_memory(config: Config, residual_bytes: float) -> dict[str, float]:

@@ -20,7 +20,8 @@ a gradient too), and Psi parameters:
 
 Stages 0 and 1 reduce after the last backward (ZERO), or layer by layer within it (PER_LAYER): the same bytes, but
 overlapped with the backward of other layers. (The last of several microbatches is then a separate program.) Stage 3
-gathers layers twice; embedding and head at most once per microbatch, not again in the backward.
+gathers layers twice; embedding and head at most once per microbatch, not again in the backward. In 16 bit it may store
+float32 shards alone and cast them as it gathers (`Communication.weights`): 12 bytes per parameter, not 14.
 
 `replica` axis: shard inside a group, replicate across groups (PyTorch's HYBRID_SHARD): after the reduce-scatter inside
 it, shards are all-reduced over `replica`. Arrays with fewer than persist_below elements (norm gains, biases), and
@@ -75,6 +76,7 @@ class Communication(NamedTuple):
 
     dtype: jnp.dtype  # of gradients on the wire
     bucket_bytes: float  # largest bucket, in bytes as stored
+    weights: jnp.dtype | None = None  # of gathered weights, on the wire and in the layer; None: as stored
 
 
 class Shards(NamedTuple):
@@ -229,7 +231,13 @@ def _tapped(
         return gathered(weights, taps, sums)
 
     sums = jax.tree.map(lambda _: None, stored) if sums is None else sums
+    stored = _cast(stored, shards.communication.weights)
     return _in_buckets(gather_bucket, shards, stored, taps, sums, are_shards=stored_sharded)
+
+
+def _cast(stored: Tree, dtype: jnp.dtype | None) -> Tree:
+    """Return stored weights in the dtype in which they are gathered. Moves nothing; None: as stored."""
+    return stored if dtype is None else jax.tree.map(lambda w: w if w.dtype == dtype else w.astype(dtype), stored)
 
 
 def gather_ahead(stored: Tree, shards: Shards) -> Tree:
@@ -241,7 +249,7 @@ def gather_ahead(stored: Tree, shards: Shards) -> Tree:
     def gather_bucket(dims: tuple, weights: tuple) -> Sequence:
         return weights if dims[0] == UNSHARDED else all_gather(list(weights), shards.axes, dims)
 
-    return _in_buckets(gather_bucket, shards, stored, are_shards=True)
+    return _in_buckets(gather_bucket, shards, _cast(stored, shards.communication.weights), are_shards=True)
 
 
 @jax.named_scope("reduce")

@@ -117,7 +117,7 @@ def state(e: Estimate) -> Section:
     """Return the bytes of training state between steps."""
     p, n = e.config.parallel, number
     full, shard = memory.local_parameters(e.config)
-    parts, b = memory.state(e.config), counts.BYTES[e.config.precision.compute]
+    parts, b = memory.state(e.config), offload.weight_bytes(e.config)
     psi, over = sum(full.values()), sum(shard.values())
     parts_of_psi = f"{n(full[LAYERS])} + {n(full[ENDS])}"
     lines = [Line("Psi", "layers / (P t) + ends / t, of split arrays", parts_of_psi, psi, "parameters per GPU")]
@@ -125,7 +125,7 @@ def state(e: Estimate) -> Section:
         sharded = f"{n(shard[LAYERS])} + {n(shard[ENDS])}"
         axes = f"{p.data} data" + f" x {p.context} context" * (p.context > 1)
         lines.append(Line("Psi / N", f"N = {axes}, of sharded arrays", sharded, over, "parameters per GPU"))
-    optimizer = 12 if b == 2 else 8
+    optimizer = offload.optimizer_bytes(e.config)
     lines += [
         Line(
             "weights",

@@ -293,7 +293,7 @@ def ends_time(config: Config, gpu: Gpu) -> tuple[float, float]:
 def update_time(config: Config, gpu: Gpu) -> float:
     """Return the seconds to read and write the state, read the gradients, and read them again for the global norm."""
     state = memory.state(config)
-    gradients = 8 * state["optimizer"] / (12 if counts.BYTES[config.precision.compute] == 2 else 8)
+    gradients = 8 * state["optimizer"] / offload.optimizer_bytes(config)
     return (2 * state["optimizer"] + state["params"] + gradients) / (STREAM * gpu.memory_bandwidth)
 
 

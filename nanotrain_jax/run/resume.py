@@ -63,8 +63,8 @@ def _read_state(folder: Path, number: int, meta: Meta, config: Config, step: Ste
     """
     scales = config.precision.loss_scale, meta.config["precision"].get("loss_scale")
     if scales == ("dynamic", "dynamic"):
-        return restore.read_state(folder, number, step.state, step.plan.is_padded)
-    state = restore.read_state(folder, number, step.state._replace(scale=None), step.plan.is_padded)
+        return restore.read_state(folder, number, step.saved, step.plan.is_padded)
+    state = restore.read_state(folder, number, step.saved._replace(scale=None), step.plan.is_padded)
     shardings = jax.tree.map(lambda x: x.sharding, step.state.scale)
     return state._replace(scale=jax.jit(lambda: optim.loss_scale(config.precision), out_shardings=shardings)())
 

@@ -47,10 +47,12 @@ class Step(NamedTuple):
     train(State, batch) -> State, metrics, Pending; donates its State. Pending: the gradients whose update `nvme` must
         apply before the next step (memory.offload_optimizer=nvme), else None
     evaluate(params, batch) -> sum of losses in nats, number of targets
-    in_layer_order(State) -> State with stacked layers in model order, as in checkpoints
-    in_stage_order(State) -> State with stacked layers in stage order, as the other functions take it; donates its State
+    in_layer_order(State) -> State as in checkpoints: stacked layers in model order, weights in the compute dtype and
+        float32 master weights
+    in_stage_order(State) -> State as the other functions take it; donates its State. saved: what it needs of a
+        checkpoint
     The orders differ only with several chunks per stage, or different numbers of layers: then in_layer_order returns a
-    copy, else its argument.
+    copy, else the same arrays.
 
     batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0. The tokens of
     a row are in the order token_order: their positions, int32 [T]; None: as they are. With
@@ -64,6 +66,7 @@ class Step(NamedTuple):
     train: Callable[[State, Tree], tuple[State, dict[str, jax.Array], Pending | None]]
     evaluate: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
     state: State
+    saved: State
     batch: Tree
     in_layer_order: Callable[[State], State]
     in_stage_order: Callable[[State], State]
@@ -129,12 +132,13 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
     run_train = on_mesh(mesh, partial(train, plan), (state_specs, batch_specs), outputs)
     run_evaluate = on_mesh(mesh, partial(evaluate, plan), (state_specs.params, batch_specs), REPLICATED)
     options = compiler_options(plan)
-    in_layer_order, in_stage_order = states.orders(plan, state)
+    in_layer_order, in_stage_order = states.forms(plan, state)
     return Step(
         init=jax.jit(lambda: states.without_nvme_state(plan, states.init(plan)), out_shardings=shardings(state)),
         train=jax.jit(run_train, donate_argnums=0, compiler_options=options),
         evaluate=jax.jit(run_evaluate, compiler_options=options if is_offloaded(config) else None),
         state=state,
+        saved=states.as_saved(plan, state),
         batch=jax.tree.map(partial(states.with_sharding, mesh, tokens), batch_specs),
         in_layer_order=in_layer_order,
         in_stage_order=in_stage_order,

@@ -103,7 +103,9 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
     axes = tuple(axis for axis in ZERO_AXES if mesh.shape[axis] > 1) or ("data",)
     size = math.prod(mesh.shape[axis] for axis in axes) if p.zero else 1
     dims = shard_dims(shapes, size, p.persist_below, stacks, pipe_tensor_specs)
-    communication = Communication(jnp.dtype(config.precision.grad_reduce), p.bucket_mb * 2**20)
+    communication = Communication(
+        jnp.dtype(config.precision.grad_reduce), p.bucket_mb * 2**20, jnp.dtype(config.precision.compute)
+    )
     is_large = large(shapes, p.persist_below, stacks)
     return Plan(
         config=config,

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from nanotrain_jax.config.execution import casts_at_use
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
 from nanotrain_jax.parallel import host_offload
 from nanotrain_jax.parallel.optimizer_step import Opt, select
@@ -27,8 +28,8 @@ class State(NamedTuple):
 
     step: jax.Array  # int32, batches consumed
     skipped: jax.Array  # int32, steps skipped because of gradients that were not finite
-    params: Tree  # in the compute dtype: a dict of `ends`, further stacks and layers (models/contract.py)
-    opt: Opt  # float32 master weights and moments
+    params: Tree  # a dict of `ends`, further stacks and layers (models/contract.py); in the compute dtype, or float32
+    opt: Opt  # float32 master weights (None: params are float32) and moments
     scale: optimizer.LossScale | None  # None without loss scaling
 
 
@@ -38,7 +39,7 @@ def init(plan: Plan) -> State:
     Offloaded state is moved to host memory layer by layer: the device holds at most one layer of it, one other array,
     and what `Model.init` creates at once (further stacks).
     """
-    dtype = jnp.dtype(plan.config.precision.compute)
+    dtype = stored_dtype(plan)
     order = plan.layer_order
     if order is not None:  # rows of padding have the weights of the last layer, which nothing uses
         order = np.minimum(order, plan.config.model.num_layers - 1)
@@ -55,9 +56,14 @@ def init(plan: Plan) -> State:
     return State(*counts, params, opt, optimizer.loss_scale(plan.config.precision))
 
 
+def stored_dtype(plan: Plan) -> jnp.dtype:
+    """Return the dtype of `State.params`."""
+    return jnp.dtype("float32" if casts_at_use(plan.config) else plan.config.precision.compute)
+
+
 def _init_layer_by_layer(plan: Plan, make: Callable) -> tuple[Tree, Tree, Tree]:
     """-> parameters, master weights, zeros like these; each layer is moved to its memory before the next is created."""
-    dtype = jnp.dtype(plan.config.precision.compute)
+    dtype = stored_dtype(plan)
     host = plan.host_memory
 
     def send(x: jax.Array, on_host: bool) -> jax.Array:
@@ -118,6 +124,32 @@ def moments_like(plan: Plan, params: Tree, scalar: Callable) -> Any:
     """Return a tree like optax state, with params for each tree of parameters and scalar(x) for other leaves."""
     state = jax.eval_shape(plan.optimizer.init, plan.model.shapes)
     return optax.tree_utils.tree_map_params(plan.optimizer, lambda _, x: x, state, params, transform_non_params=scalar)
+
+
+def as_saved(plan: Plan, state: State) -> State:
+    """Return the shapes of what a run needs of a checkpoint: where weights are cast at use, the master weights only."""
+    return state._replace(params=None, opt=Opt(state.params, state.opt.moments)) if casts_at_use(plan.config) else state
+
+
+def forms(plan: Plan, state: State) -> tuple[Callable[[State], State], Callable[[State], State]]:
+    """Return functions: a State of the step -> as in checkpoints, and back; the second donates its argument.
+
+    In checkpoints layers are in model order (`orders`), and weights in the compute dtype beside float32 master weights,
+    whatever the step stores.
+    """
+    in_layer_order, in_stage_order = orders(plan, state)
+    if not casts_at_use(plan.config):
+        return in_layer_order, in_stage_order
+    cast = jax.jit(partial(_cast, dtype=jnp.dtype(plan.config.precision.compute)))
+
+    def with_master(state: State) -> State:
+        state = in_layer_order(state)
+        return state._replace(params=cast(state.params), opt=Opt(state.params, state.opt.moments))
+
+    def without_master(state: State) -> State:
+        return in_stage_order(state._replace(params=state.opt.master, opt=Opt(None, state.opt.moments)))
+
+    return with_master, without_master
 
 
 def orders(plan: Plan, state: State) -> tuple[Callable[[State], State], Callable[[State], State]]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 from command import arrays_of, config_file, flip, main, same, saved_state
-from conftest import records
+from conftest import on_devices, random_tokens, records, resolved, small
 from launching import finished, launched
 
 import nanotrain_jax
@@ -19,6 +19,7 @@ from nanotrain_jax.checkpoint import directory, write
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.config import load
 from nanotrain_jax.config import schema as configs
+from nanotrain_jax.step import build as steps
 from nanotrain_jax.step import optimizer
 
 __all__ = ["config_file"]  # a fixture
@@ -107,6 +108,25 @@ def test_a_checkpoint_with_other_arrays_is_reported_and_kept(tmp_path):
         assert not isinstance(error.value, restore.Unreadable)
         assert "remove" not in str(error.value)
         assert "\n" not in str(error.value)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_16_bit_runs_resume_where_weights_are_stored_in_another_dtype(tmp_path):
+    built = {}
+    for zero in (1, 3):
+        parallel = {"data": 4, "zero": zero, "persist_below": 64}
+        built[zero] = steps.build(*resolved(small(parallel=parallel, precision={"compute": "bfloat16"})))
+    for zero, other in ((1, 3), (3, 1)):
+        step, resumed = built[zero], built[other]
+        state, *_ = step.train(step.init(), on_devices(random_tokens(step.plan.config, 1)[0], step))
+        state = step.in_layer_order(state)
+        assert {x.dtype for x in jax.tree.leaves(resumed.saved.params)} <= {np.dtype("bfloat16")}
+        (tmp_path / str(zero)).mkdir()
+        with write.writing(configs.Checkpoint(dir=str(tmp_path / str(zero)))) as save:
+            save(1, state, {})
+        read = resumed.in_stage_order(restore.read_state(tmp_path / str(zero), 1, resumed.saved, lambda path: False))
+        assert jax.tree.map(lambda x: x.sharding, read) == jax.tree.map(lambda x: x.sharding, resumed.state)
+        same(resumed.in_layer_order(read), state)
 
 
 def test_keys_that_do_not_change_weights_may_change_on_resume(config_file, tmp_path, capsys):
