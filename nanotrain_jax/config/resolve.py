@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nanotrain_jax.config.execution import Execution, execution, reduces_per_layer
+from nanotrain_jax.config.execution import Execution, casts_at_use, execution, reduces_per_layer
 from nanotrain_jax.config.schema import Config, fits_flash
 from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors
 from nanotrain_jax.parallel.pipeline import schedule_text
@@ -62,6 +62,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
         check_tensor(config)
         check_ulysses(config)
         check_documents(config)
+    check_float8(config)
     check_pipe(config)
     check_offload(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
@@ -224,6 +225,48 @@ def check_documents(config: Config) -> None:
         raise Misfit(
             f"data.seq_len={d.seq_len} with data.attend_across_documents=false: flash attention cuts rows in two",
             f"use data.seq_len={d.seq_len + 1}, or model.attention=xla",
+        )
+
+
+def check_float8(config: Config) -> None:
+    """Raise Misfit unless the matmuls of layers can run in float8, and weights can be gathered in it."""
+    m, p, precision = config.model, config.parallel, config.precision
+    for key, value in (("matmul", precision.matmul), ("gather", precision.gather)):
+        if value and precision.compute != "bfloat16":
+            raise Misfit(f"precision.{key}={value} with precision.compute={precision.compute}", "use bfloat16")
+    if precision.gather == "float8" and not casts_at_use(config):
+        raise Misfit(
+            f"precision.gather=float8 with parallel.zero={p.zero}: only zero=3 gathers layers, from float32 weights on "
+            "the device",
+            "use parallel.zero=3 without offload of weights and optimizer",
+        )
+    if precision.gather == "float8" and p.prefetch and config.memory.rematerialization.policy == "block":
+        raise Misfit(
+            f"precision.gather=float8 with parallel.prefetch=true and memory.remat={config.memory.remat}: blocks of "
+            "layers are gathered at once",
+            "use another memory.remat, or leave parallel.prefetch out",
+        )
+    if precision.matmul != "float8":
+        return
+    if m.factory:
+        raise Misfit(
+            "precision.matmul=float8 with model.factory: the model decides how it multiplies",
+            "use parallel/float8.py in it, and leave precision.matmul out",
+        )
+    t, head = p.tensor, m.d_model // m.num_heads
+    tokens = config.data.batch_size * config.data.seq_len // (p.replica * p.data * p.context * p.microbatches)
+    sizes = {
+        "model.d_model": m.d_model,
+        "model.d_ff / parallel.tensor": m.d_ff // t,
+        "the width of a device's query heads": head * m.num_heads // t,
+        "the width of a device's key heads": head * max(1, m.num_kv_heads // t),
+        "the tokens of a matmul": tokens // (t if p.overlap_tensor else 1),
+    }
+    odd = next((what for what, size in sizes.items() if size % 16), None)
+    if odd:
+        raise Misfit(
+            f"precision.matmul=float8: {odd}, {sizes[odd]}, must be a multiple of 16",
+            f"use {-(-sizes[odd] // 16) * 16}",
         )
 
 

@@ -192,6 +192,12 @@ class Precision(_Section):
         "none", "loss scale, against underflow of float16 gradients: none | dynamic | NUMBER"
     )
     grad_reduce: Literal["float32", "bfloat16"] = _key("float32", "dtype of gradient communication")
+    matmul: Literal["bfloat16", "float8"] | None = _key(
+        None, "matmuls of layers; float8: e4m3, gradients e5m2 (Hopper and later GPUs); null: precision.compute"
+    )
+    gather: Literal["bfloat16", "float8"] | None = _key(
+        None, "zero 3: weights of layers on the wire; float8: e4m3, half the bytes; null: precision.compute"
+    )
     master: Literal["float32"] = _key("float32", "dtype of master weights and optimizer moments")
 
     @model_validator(mode="after")

@@ -199,7 +199,11 @@ def parameter_buffers(config: Config) -> list[Buffer]:
         add((*stages, "replica", *over), "all_reduce", Traffic.GRADIENT_SHARDS, g, 1, zero_devices(config))
         if p.zero == 3:
             passes = uses if row.part == ENDS else 3 if policy == "block" else 2
-            add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, w, M * passes)
+            in_float8 = config.precision.gather == "float8" and row.part != ENDS and len(row.shape) > 1
+            add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, 1 if in_float8 else w, M * passes)
+            if in_float8:  # a float32 scale for each shard
+                shares = local_elements(row, config) / stage_layers(config) / zero_devices(config)
+                add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, 4, M * passes, shares)
         else:
             add(ZERO_AXES, "all_gather", Traffic.UPDATED_WEIGHTS, w, 1)
     return buffers

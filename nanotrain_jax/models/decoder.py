@@ -37,7 +37,7 @@ from nanotrain_jax.models import contract, decoder_table
 from nanotrain_jax.models.decoder_layer import ONE_DEVICE, Layer, Norm, Split, fill
 from nanotrain_jax.models.ops import add, project
 from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, VOCAB, under
-from nanotrain_jax.parallel import remat, tensor
+from nanotrain_jax.parallel import float8, remat, tensor
 from nanotrain_jax.parallel.collectives import own_shard, position
 from nanotrain_jax.parallel.sharding import Rules
 
@@ -261,9 +261,10 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
     # Full remat recomputes the layer's forward, which has just gathered what its backward needs.
     regather = config.memory.rematerialization.policy != "full"
     attention = p.context_attention if p.context > 1 else None
-    matmuls = tensor.MatmulOptions(regather, overlap=p.overlap_tensor)
-    split = Split("tensor", p.tensor, p.sequence_parallel, matmuls) if p.tensor > 1 else ONE_DEVICE
-    split = split._replace(context=attention, vocab_axes=p.vocab_axes, vocab_shards=p.vocab_shards)
+    matmul = float8.FLOAT8 if config.precision.matmul == "float8" else float8.PLAIN
+    matmuls = tensor.MatmulOptions(regather, p.overlap_tensor, matmul)
+    split = Split("tensor", p.tensor, p.sequence_parallel) if p.tensor > 1 else ONE_DEVICE
+    split = split._replace(matmuls=matmuls, context=attention, vocab_axes=p.vocab_axes, vocab_shards=p.vocab_shards)
     graphs, shapes = abstract(decoder, split)
 
     def initialize(seed: int, order: Sequence[int] | None = None, put: Callable | None = None) -> dict:

@@ -21,13 +21,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel.collectives import as_varying, position, shift, varying_axes
+from nanotrain_jax.parallel.float8 import PLAIN, Matmul
 
 
-def gather_matmuls(x_BTD: jax.Array, weights: Sequence[jax.Array], axis: str) -> tuple[list[jax.Array], jax.Array]:
+def gather_matmuls(
+    x_BTD: jax.Array,
+    weights: Sequence[jax.Array],
+    axis: str,
+    matmul: Matmul = PLAIN,
+    is_gradient: bool = False,
+) -> tuple[list[jax.Array], jax.Array]:
     """x[B T/tensor D], w[D ...] for each of weights -> y[B T ...] each, x[B T D]
 
         for r in 0 .. t-1: y[rows of device i-r] = x w;  x = shift(x)     (t-1)/t B T D elements, each behind a matmul
-    Needs no gradient: used in `custom_vjp` (parallel/tensor.py).
+    matmul: how to multiply; x travels in its own dtype. is_gradient: x is the gradient of a result. Needs no gradient
+    itself: used in `custom_vjp` (parallel/tensor.py).
     """
     t, here, T = lax.axis_size(axis), position(axis), x_BTD.shape[1]
     axes = sorted(frozenset({axis}).union(varying_axes(x_BTD), *map(varying_axes, weights)))
@@ -35,11 +43,13 @@ def gather_matmuls(x_BTD: jax.Array, weights: Sequence[jax.Array], axis: str) ->
     shapes = [(x_BTD.shape[0], t * T, *w.shape[1:]) for w in weights]
     dtypes = [jnp.result_type(x_BTD, w) for w in weights]
     zeros = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    operands = [matmul.operand(w) for w in weights]
     gathered_BTD = jnp.zeros((x_BTD.shape[0], t * T, x_BTD.shape[2]), x_BTD.dtype)
 
     def placed(results: list[jax.Array], x_BTD: jax.Array, r: jax.Array | int) -> list[jax.Array]:
         """Write the block of device i-r into its rows of every result."""
-        blocks = [jnp.tensordot(x_BTD, w, 1) for w in weights]
+        rows_BTD = matmul.gradient(x_BTD) if is_gradient else matmul.operand(x_BTD)
+        blocks = [matmul.contract(rows_BTD, w, 1, is_gradient) for w in operands]
         row = (here - r) % t * T
         return [
             lax.dynamic_update_slice_in_dim(y, block, row, 1)
@@ -57,7 +67,7 @@ def gather_matmuls(x_BTD: jax.Array, weights: Sequence[jax.Array], axis: str) ->
     return results, gathered_BTD
 
 
-def matmul_scatter(h_BTF: jax.Array, w_FD: jax.Array, axis: str) -> jax.Array:
+def matmul_scatter(h_BTF: jax.Array, w_FD: jax.Array, axis: str, matmul: Matmul = PLAIN) -> jax.Array:
     """h[B T F/tensor], w[F/tensor D] -> y[B T/tensor D], the sum over tensor. F may be several dims.
 
         y = h[rows of device i-1] w
@@ -66,10 +76,11 @@ def matmul_scatter(h_BTF: jax.Array, w_FD: jax.Array, axis: str) -> jax.Array:
     """
     t, here = lax.axis_size(axis), position(axis)
     T = h_BTF.shape[1] // t
+    operand_FD = matmul.operand(w_FD)
 
     def block(r: jax.Array | int) -> jax.Array:
         rows_BTF = lax.dynamic_slice_in_dim(h_BTF, (here - r) % t * T, T, 1)
-        return jnp.tensordot(rows_BTF, w_FD, w_FD.ndim - 1)
+        return matmul.contract(matmul.operand(rows_BTF), operand_FD, w_FD.ndim - 1, False)
 
     def hop(y_BTD: jax.Array, r: jax.Array) -> tuple[jax.Array, None]:
         # Without the barrier XLA adds inside the matmul, which then waits for the hop.

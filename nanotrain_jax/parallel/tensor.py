@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from nanotrain_jax.parallel import float8
 from nanotrain_jax.parallel.collective_matmul import gather_matmuls, matmul_scatter
 from nanotrain_jax.parallel.collectives import (
     all_gather,
@@ -42,6 +43,7 @@ from nanotrain_jax.parallel.collectives import (
     reduce_scatter,
     varying_axes,
 )
+from nanotrain_jax.parallel.float8 import Matmul
 
 
 def enter(x_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool = True) -> jax.Array:
@@ -79,14 +81,14 @@ def _check_rows(y_BTD: jax.Array, axis: str) -> None:
         )
 
 
-def column(x_BTD: jax.Array, w_DF: jax.Array) -> jax.Array:
+def column(x_BTD: jax.Array, w_DF: jax.Array, matmul: Matmul = float8.PLAIN) -> jax.Array:
     """x[B T D], w[D F/tensor] -> y[B T F/tensor]
 
     Column-parallel matmul; x is the output of `enter`. Moves nothing. F may be several dims, the first of them split:
     heads and head dim. Backward: JAX sums the gradient of w over each mesh axis over which w is invarying but x is not
     (data), at every use: do not sum it again. To sum once, cast w with `as_varying` first and sum the gradient.
     """
-    return jnp.tensordot(x_BTD, w_DF, 1)
+    return float8.multiply(matmul, x_BTD, w_DF)
 
 
 class MatmulOptions(NamedTuple):
@@ -94,6 +96,7 @@ class MatmulOptions(NamedTuple):
 
     regather: bool = True  # `columns` stores x[B T/tensor D] and gathers it again in the backward, else x[B T D]
     overlap: bool = False  # with sequence_parallel: communicate in hops behind matmuls (parallel/collective_matmul.py)
+    matmul: Matmul = float8.PLAIN  # or float8.FLOAT8
 
 
 PLAIN_MATMULS = MatmulOptions()
@@ -121,39 +124,35 @@ def columns(
     gathered and g is all-reduced.
     """
     if axis is None:
-        return [column(x_BTD, w_DF) for w_DF in weights]
+        return [column(x_BTD, w_DF, options.matmul) for w_DF in weights]
     x_BTD = as_varying(x_BTD, sorted(frozenset().union(*map(varying_axes, weights)) - {axis}))
     weights = as_varying(list(weights), sorted(varying_axes(x_BTD) | {axis}))
-    regather, overlap = options
+    regather, overlap, matmul = options
+    dtype = x_BTD.dtype
 
     def forward(x_BTD: jax.Array, weights: list) -> tuple[list, tuple]:
         if overlap:
-            results, entered_BTD = gather_matmuls(x_BTD, weights, axis)
+            results, entered_BTD = gather_matmuls(x_BTD, weights, axis, matmul)
             results = [checkpoint_name(y_BTF, "columns") for y_BTF in results]
-        else:
-            entered_BTD = enter(x_BTD, axis, sequence_parallel)
-            results = [column(entered_BTD, w_DF) for w_DF in weights]
+            return results, (x_BTD if regather else matmul.operand(entered_BTD), weights)
+        entered_BTD = matmul.operand(enter(x_BTD, axis, sequence_parallel))
+        results = [matmul.contract(entered_BTD, matmul.operand(w_DF), 1, False) for w_DF in weights]
         return results, (x_BTD if regather else entered_BTD, weights)
 
     def backward(residuals: tuple, grads: list) -> tuple[jax.Array, list]:
         x_BTD, weights = residuals
         if regather:
-            x_BTD = enter(x_BTD, axis, sequence_parallel)
-        rows = [jnp.moveaxis(w_DF, 0, -1) for w_DF in weights]
-        partial_grads = [jnp.tensordot(g_BTF, w_FD, w_FD.ndim - 1) for g_BTF, w_FD in zip(grads, rows, strict=True)]
-        g_BTD = leave(reduce(operator.add, partial_grads).astype(x_BTD.dtype), axis, sequence_parallel)
-        grads_DF = [_weight_gradient(x_BTD, g_BTF, w_DF) for g_BTF, w_DF in zip(grads, weights, strict=True)]
+            x_BTD = matmul.operand(enter(x_BTD, axis, sequence_parallel))
+        pairs = list(zip(map(matmul.gradient, grads), weights, strict=True))
+        partial_grads = [float8.input_gradient(matmul, g_BTF, w_DF) for g_BTF, w_DF in pairs]
+        g_BTD = leave(reduce(operator.add, partial_grads).astype(dtype), axis, sequence_parallel)
+        grads_DF = [float8.weight_gradient(matmul, x_BTD, g_BTF, w_DF) for g_BTF, w_DF in pairs]
         # The barrier makes XLA compute the weight gradients during the reduce-scatter, not after it.
         return lax.optimization_barrier((g_BTD, grads_DF)) if sequence_parallel else (g_BTD, grads_DF)
 
     run = jax.custom_vjp(lambda x_BTD, weights: forward(x_BTD, weights)[0])
     run.defvjp(forward, backward)
     return run(x_BTD, weights)
-
-
-def _weight_gradient(x_BTD: jax.Array, g_BTF: jax.Array, w_DF: jax.Array) -> jax.Array:
-    """x[B T D], g[B T F] -> the gradient of w[D F] in its dtype"""
-    return jnp.tensordot(x_BTD, g_BTF, ((0, 1), (0, 1))).astype(w_DF.dtype)
 
 
 def row(
@@ -173,23 +172,27 @@ def row(
     if options.overlap and axis is not None:
         _check_rows(x_BTF, axis)
         x_BTF = as_varying(x_BTF, sorted(varying_axes(w_FD)))
-        return _overlapped_row(axis, x_BTF, as_varying(w_FD, sorted(varying_axes(x_BTF))))
-    return leave(jnp.tensordot(x_BTF, w_FD, w_FD.ndim - 1), axis, sequence_parallel)
+        return _overlapped_row(axis, options.matmul, x_BTF, as_varying(w_FD, sorted(varying_axes(x_BTF))))
+    return leave(float8.multiply(options.matmul, x_BTF, w_FD, w_FD.ndim - 1), axis, sequence_parallel)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _overlapped_row(axis: str, x_BTF: jax.Array, w_FD: jax.Array) -> jax.Array:
-    return _overlapped_row_forward(axis, x_BTF, w_FD)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _overlapped_row(axis: str, matmul: Matmul, x_BTF: jax.Array, w_FD: jax.Array) -> jax.Array:
+    return _overlapped_row_forward(axis, matmul, x_BTF, w_FD)[0]
 
 
-def _overlapped_row_forward(axis: str, x_BTF: jax.Array, w_FD: jax.Array) -> tuple[jax.Array, tuple]:
-    return checkpoint_name(matmul_scatter(x_BTF, w_FD, axis), "row"), (x_BTF, w_FD)
+def _overlapped_row_forward(axis: str, matmul: Matmul, x_BTF: jax.Array, w_FD: jax.Array) -> tuple[jax.Array, tuple]:
+    y_BTD = checkpoint_name(matmul_scatter(x_BTF, w_FD, axis, matmul), "row")
+    return y_BTD, (x_BTF, w_FD)
 
 
-def _overlapped_row_backward(axis: str, residuals: tuple, g_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _overlapped_row_backward(
+    axis: str, matmul: Matmul, residuals: tuple, g_BTD: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x_BTF, w_FD = residuals
-    (g_BTF,), g_BTD = gather_matmuls(g_BTD, [jnp.moveaxis(w_FD, -1, 0)], axis)
-    return g_BTF.astype(x_BTF.dtype), _weight_gradient(x_BTF, g_BTD, w_FD)
+    (g_BTF,), g_BTD = gather_matmuls(g_BTD, [jnp.moveaxis(w_FD, -1, 0)], axis, matmul, is_gradient=True)
+    grad_FD = float8.weight_gradient(matmul, matmul.operand(x_BTF), matmul.gradient(g_BTD), w_FD, w_FD.ndim - 1)
+    return g_BTF.astype(x_BTF.dtype), grad_FD
 
 
 _overlapped_row.defvjp(_overlapped_row_forward, _overlapped_row_backward)

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import jax
 
+# Matmuls of float8 (parallel/float8.py): by cuBLAS, which takes their scales, not by Triton; and each alone, as merged
+# ones (q, k and v) would have several scales and run in 16 bit.
+FLOAT8_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+
 
 def gpu_options(
     bucket_mb: float, prefetch: bool, in_flight: int = 0, offload: bool = False

@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from nanotrain_jax.parallel import host_offload
+from nanotrain_jax.parallel import float8, host_offload
 from nanotrain_jax.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -77,6 +77,7 @@ class Communication(NamedTuple):
     dtype: jnp.dtype  # of gradients on the wire
     bucket_bytes: float  # largest bucket, in bytes as stored
     weights: jnp.dtype | None = None  # of gathered weights, on the wire and in the layer; None: as stored
+    float8: bool = False  # gather arrays of two dims and more in 8 bits (`_gather`)
 
 
 class Shards(NamedTuple):
@@ -214,7 +215,7 @@ def _tapped(
 
         def forward(weights: tuple) -> list:
             weights = host_offload.to_device(list(weights))
-            return all_gather(weights, shards.axes, dims) if stored_sharded and sharded else weights
+            return _gather(weights, shards, dims) if stored_sharded and sharded else weights
 
         def backward(sums: tuple, grads: list) -> tuple:
             if sums[0] is not None:
@@ -235,6 +236,33 @@ def _tapped(
     return _in_buckets(gather_bucket, shards, stored, taps, sums, are_shards=stored_sharded)
 
 
+def _gather(weights: Sequence[jax.Array], shards: Shards, dims: Sequence[int]) -> list[jax.Array]:
+    """w[... D/N] -> w[... D] for each of weights, (N-1)/N.
+
+    With Communication.float8 matrices are gathered in e4m3, as bytes, and the scales of all N shards beside them: 4 N
+    bytes per array. Gradients pass as if weights were not rounded.
+    """
+    is_matrix = [shards.communication.float8 and w.ndim >= 2 for w in weights]
+    if not any(is_matrix):
+        return all_gather(list(weights), shards.axes, dims)
+    scaled = [float8.quantize(w, float8.E4M3) for w, chosen in zip(weights, is_matrix, strict=True) if chosen]
+    matrix_dims = [d for d, chosen in zip(dims, is_matrix, strict=True) if chosen]
+    as_bytes = [jax.lax.bitcast_convert_type(x.value, jnp.uint8) for x in scaled]
+    values = [jax.lax.bitcast_convert_type(x, float8.E4M3) for x in all_gather(as_bytes, shards.axes, matrix_dims)]
+    (scales,) = all_gather([jnp.stack([x.scale.astype(jnp.float32) for x in scaled])[None]], shards.axes, [0])  # [N n]
+    matrices = iter([_rescaled(*x, weights[0].dtype) for x in zip(values, scales.T, matrix_dims, strict=True)])
+    others = [(w, d) for w, d, chosen in zip(weights, dims, is_matrix, strict=True) if not chosen]
+    rest = iter(all_gather([w for w, _ in others], shards.axes, [d for _, d in others]) if others else [])
+    return [next(matrices) if chosen else next(rest) for chosen in is_matrix]
+
+
+def _rescaled(values: jax.Array, scale_N: jax.Array, dim: int, dtype: jnp.dtype) -> jax.Array:
+    """Multiply each of N blocks of values along dim by its scale."""
+    blocks = values.reshape(*values.shape[:dim], len(scale_N), -1, *values.shape[dim + 1 :])
+    scale = jnp.expand_dims(scale_N, [i for i in range(blocks.ndim) if i != dim]).astype(dtype)
+    return (blocks.astype(dtype) * scale).reshape(values.shape)
+
+
 def _cast(stored: Tree, dtype: jnp.dtype | None) -> Tree:
     """Return stored weights in the dtype in which they are gathered. Moves nothing; None: as stored."""
     return stored if dtype is None else jax.tree.map(lambda w: w if w.dtype == dtype else w.astype(dtype), stored)
@@ -247,7 +275,7 @@ def gather_ahead(stored: Tree, shards: Shards) -> Tree:
     """
 
     def gather_bucket(dims: tuple, weights: tuple) -> Sequence:
-        return weights if dims[0] == UNSHARDED else all_gather(list(weights), shards.axes, dims)
+        return weights if dims[0] == UNSHARDED else _gather(weights, shards, dims)
 
     return _in_buckets(gather_bucket, shards, _cast(stored, shards.communication.weights), are_shards=True)
 

@@ -26,7 +26,7 @@ from nanotrain_jax.parallel.optimizer_step import clip_by_global_norm, select
 from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline.executor import run_forward
 from nanotrain_jax.parallel.sharding import layout
-from nanotrain_jax.parallel.xla_options import gpu_options
+from nanotrain_jax.parallel.xla_options import FLOAT8_OPTIONS, gpu_options
 from nanotrain_jax.step import forward
 from nanotrain_jax.step import plan as plans
 from nanotrain_jax.step import state as states
@@ -178,7 +178,8 @@ def compiler_options(plan: Plan) -> dict | None:
     prefetch = p.prefetch and plan.execution is Execution.AUTODIFF  # other loops prefetch explicitly
     in_flight = 32 if reduces_per_layer(plan.config) else 8  # a send, and one or all buckets of a layer
     sends = p.pipe > 1 or p.context > 1 or (p.tensor > 1 and p.overlap_tensor)
-    return gpu_options(p.bucket_mb, prefetch, in_flight if sends else 0, is_offloaded(plan.config))
+    options = gpu_options(p.bucket_mb, prefetch, in_flight if sends else 0, is_offloaded(plan.config))
+    return options | (FLOAT8_OPTIONS if plan.config.precision.matmul == "float8" else {})
 
 
 def is_offloaded(config: Config) -> bool:

@@ -64,7 +64,12 @@ class Plan:
     def shards_of_layer(self, stack: str = LAYERS) -> Shards:
         """Return `shards` of one layer of a stack: without the leading dim."""
         dims = jax.tree.map(lambda d: d if d == UNSHARDED else d - 1, self.shards.dims[stack])
-        return self.shards._replace(dims=dims)
+        return self.shards._replace(dims=dims, communication=self.communication_of_layers)
+
+    @property
+    def communication_of_layers(self) -> Communication:
+        """Return the settings of the collectives of a layer's weights and gradients."""
+        return self.shards.communication._replace(float8=self.config.precision.gather == "float8")
 
     @property
     def is_layer(self) -> np.ndarray | None:

@@ -1,0 +1,126 @@
+"""Matmuls in 8-bit floating point (FP8 Formats for Deep Learning, arXiv 2209.05433), or in the dtype of their operands.
+
+A matmul of the forward takes e4m3 operands, those of the backward an e5m2 gradient and an e4m3 operand:
+
+    y = x w             x e4m3, w e4m3
+    dx = g w^T          g e5m2, w e4m3
+    dw = x^T g          x e4m3, g e5m2
+
+Current scaling: each tensor is divided by one power of two, so that its largest value on this device is representable;
+multiplying by a power of two is exact. Results are in the dtype of the operands, sums in float32. XLA:GPU compiles the
+multiplications by the scales into the matmul, which then runs on FP8 tensor cores (Hopper and later); on other devices
+the same numbers are computed from operands that are converted back. Dims must be multiples of 16.
+
+`PLAIN` and `FLOAT8` have one interface, so that a matmul is written once (`tensor.columns`). Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+SMALLEST = 1e-30  # a tensor with smaller values alone is rounded to zeros
+Axes = int | tuple[tuple[int, ...], tuple[int, ...]]  # as of jnp.tensordot
+
+
+class Scaled(NamedTuple):
+    """An 8-bit tensor: value * scale."""
+
+    value: jax.Array
+    scale: jax.Array  # a power of two, in the dtype of the tensor that was quantized
+
+
+class Matmul(NamedTuple):
+    """How to multiply.
+
+    operand(x) -> an operand; gradient(g) -> the gradient of a result as an operand
+    contract(a, b, axes, exact) -> tensordot of two operands. exact: accumulate in float32, as backwards do
+    """
+
+    operand: Callable[[jax.Array], Any]
+    gradient: Callable[[jax.Array], Any]
+    contract: Callable[[Any, Any, Axes, bool], jax.Array]
+
+
+def quantize(x: jax.Array, dtype: jnp.dtype) -> Scaled:
+    """Divide x by a power of two with which its largest value fits an 8-bit dtype and uses its range, and round."""
+    largest = float(jnp.finfo(dtype).max)
+    top = jnp.maximum(jnp.abs(x).max().astype(jnp.float32), SMALLEST)
+    _, exponent = jnp.frexp(top / largest)
+    scale = jnp.ldexp(jnp.ones(()), exponent)  # exp2 rounds
+    value = jnp.clip(x.astype(jnp.float32) / scale, -largest, largest).astype(dtype)
+    return Scaled(value, scale.astype(x.dtype))
+
+
+def dequantize(x: Scaled) -> jax.Array:
+    """Return the tensor in the dtype from which it was quantized."""
+    return x.value.astype(x.scale.dtype) * x.scale
+
+
+def _unchanged(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _tensordot(a: jax.Array, b: jax.Array, axes: Axes, exact: bool = False) -> jax.Array:
+    return jnp.tensordot(a, b, axes)
+
+
+def _scaled_tensordot(a: Scaled, b: Scaled, axes: Axes, exact: bool = False) -> jax.Array:
+    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+    dtype = a.scale.dtype
+    return jnp.tensordot(dequantize(a), dequantize(b), axes, precision=precision, preferred_element_type=dtype)
+
+
+PLAIN = Matmul(_unchanged, _unchanged, _tensordot)
+FLOAT8 = Matmul(partial(quantize, dtype=E4M3), partial(quantize, dtype=E5M2), _scaled_tensordot)
+
+
+def multiply(matmul: Matmul, x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
+    """x[... K], w[K ...] -> x w, differentiable. contracted: number of dims that K stands for.
+
+    FLOAT8 stores x in 8 bits for the backward, and w as it is: stacked weights are not stored again.
+    """
+    if matmul is PLAIN:
+        return jnp.tensordot(x, w, contracted)
+    axes = sorted(varying_axes(x) | varying_axes(w))
+    return _multiply(matmul, contracted, as_varying(x, axes), as_varying(w, axes))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(matmul: Matmul, contracted: int, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _forward(matmul, contracted, x, w)[0]
+
+
+def _forward(matmul: Matmul, contracted: int, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple]:
+    operand = matmul.operand(x)
+    return matmul.contract(operand, matmul.operand(w), contracted, False), (operand, w)
+
+
+def _backward(matmul: Matmul, contracted: int, residuals: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = residuals
+    g = matmul.gradient(g)
+    return input_gradient(matmul, g, w, contracted), weight_gradient(matmul, x, g, w, contracted)
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def input_gradient(matmul: Matmul, g: Any, w: jax.Array, contracted: int = 1) -> jax.Array:
+    """g[... F] (an operand), w[K F] -> g w^T [... K]. contracted: number of dims that K stands for."""
+    of_weight = tuple(range(contracted, w.ndim))
+    of_gradient = tuple(range(-len(of_weight), 0))
+    return matmul.contract(g, matmul.operand(w), (of_gradient, of_weight), True)
+
+
+def weight_gradient(matmul: Matmul, x: Any, g: Any, w: jax.Array, contracted: int = 1) -> jax.Array:
+    """x[... K], g[... F] (operands) -> x^T g [K F], in the dtype of w. contracted: number of dims that K stands for."""
+    rows = tuple(range(len(jax.tree.leaves(x)[0].shape) - contracted))
+    return matmul.contract(x, g, (rows, rows), True).astype(w.dtype)
