@@ -24,7 +24,7 @@ import numpy as np
 from nanotrain_jax.audit import hlo
 
 ALLOCATION = re.compile(r"allocation \d+: size (\d+),(?: color (\d+),)?(.*)")
-VALUE = re.compile(r" value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
+VALUE = re.compile(r" value: <\d+ (\S+?)(?:\{([\d,]*)\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
 LIVE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 STEP = re.compile(r"^ +\d+:(\S+)$", re.MULTILINE)
 HELD = "parameter", "output", "constant", "maybe-live-out"  # allocations that exist from start to end
@@ -36,6 +36,8 @@ CALLED = re.compile(r"(?:calls|condition|body)=%?([\w.\-]+)")
 NUMBER = re.compile(r"\((\d+)\)")  # of a parameter
 ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 FIELD = re.compile(r"(\w+)=(\d+)")
+
+MAX_STEPS = 100  # from a store back to what wrote the slice
 
 Place = tuple[str, tuple[int, ...]]  # name of an instruction, index in its result
 
@@ -103,34 +105,57 @@ def timeline(text: str, dump: Dump) -> Timeline:
     live = {(name, _index(at)): (int(first), int(last)) for name, at, first, last in LIVE.findall(ranges)}
     writers, spans, base = _Writers(text, dump.program), [], 0
     for size, held, values in _allocations(dump.buffer_assignment):
+        origins = [writers.origin(value.place, value.type) for value in values]
         if held:
-            inside = [writers.origin((name, at), kind) for name, at, _, _, kind in values]
-            argument = next((origin for origin in inside if origin.opcode == "argument"), UNKNOWN)
+            argument = next((origin for origin in origins if origin.opcode == "argument"), UNKNOWN)
             spans.append(Span(argument, base, size, 0, len(names) - 1))
-        for name, at, size_inside, offset, kind in () if held else values:
-            if (name, at) in live:
-                origin = writers.origin((name, at), kind)
-                spans.append(Span(origin, base + offset, size_inside, *live[name, at]))
+        else:
+            found = [
+                (Span(origin, base + value.offset, value.size, *live[value.place]), value.is_carried)
+                for value, origin in zip(values, origins, strict=True)
+                if value.place in live
+            ]
+            spans += _joined(found)
         base += size
     return Timeline(tuple(writers.origin((name, ()), "") for name in names), tuple(spans))
 
 
-def _allocations(text: str) -> Iterator[tuple[int, bool, list[tuple]]]:
-    """Yield (size, whether it is held from start to end, values) of each allocation in device memory.
+def _joined(spans: list[tuple[Span, bool]]) -> list[Span]:
+    """Join spans that follow each other at an address where a loop carries the array on: the last one has its origin."""
+    joined: list[Span] = []
+    for span, is_carried in sorted(spans, key=lambda one: (one[0].address, one[0].size, one[0].first, one[0].last)):
+        before = joined[-1] if joined else None
+        follows = before and before[1:3] == span[1:3] and before.first <= span.first <= before.last + 1
+        if follows and (is_carried or before.origin.frames == span.origin.frames):
+            joined[-1] = span._replace(first=before.first, last=max(before.last, span.last))
+        else:
+            joined.append(span)
+    return joined
 
-    A value is (instruction, index in its result, size, offset, type).
-    """
+
+class _Value(NamedTuple):
+    """An array in an allocation."""
+
+    place: Place
+    is_carried: bool  # by a loop
+    size: int
+    offset: int
+    type: str
+
+
+def _allocations(text: str) -> Iterator[tuple[int, bool, list[_Value]]]:
+    """Yield (size, whether it is held from start to end, arrays) of each allocation in device memory."""
     for block in text.split("\nallocation ")[1:]:
         head, *lines = block.splitlines()
         size, color, kind = ALLOCATION.match(f"allocation {head}").groups()
         if (color or ON_DEVICE) != ON_DEVICE or "thread-local" in kind:
             continue
-        values = [VALUE.match(line).groups() for line in lines if line.startswith(" value:")]
-        yield (
-            int(size),
-            any(word in kind for word in HELD),
-            [(name, _index(at or ""), int(bytes_), int(offset), shape) for name, at, bytes_, offset, shape in values],
-        )
+        found = (VALUE.match(line).groups() for line in lines if line.startswith(" value:"))
+        values = [
+            _Value((name, _index(at or "")), bool(phi), int(length), int(offset), shape)
+            for name, at, phi, length, offset, shape in found
+        ]
+        yield int(size), any(word in kind for word in HELD), values
 
 
 def _index(text: str) -> tuple[int, ...]:
@@ -194,8 +219,12 @@ class _Writers:
         stores = [inner for inner in (i, *inside) if inner.opcode == "dynamic-update-slice"]
         if i.opcode == "while" or not stores:
             return None
-        line, found = self.frames[stores[-1].name][:1], self.instructions[stores[-1].operands[1]]
-        while found.opcode in ("bitcast", "copy") or self.frames[found.name][:1] in ((), line):
+        stack, found = self.frames[stores[-1].name], self.instructions[stores[-1].operands[1]]
+        for _ in range(MAX_STEPS):
+            traced = self.frames[found.name]
+            is_of_loop = not traced or traced[0] == stack[0] or traced == stack[-len(traced) :]
+            if found.opcode not in ("bitcast", "copy") and not is_of_loop:
+                return found
             caller = self.callers.get(self.home[found.name])
             if found.opcode == "parameter" and caller and caller.opcode.startswith("fusion"):
                 argument = caller.operands[int(NUMBER.search(found.attributes)[1])]
@@ -203,8 +232,8 @@ class _Writers:
             elif found.operands:
                 found = self.instructions[found.operands[0]]
             else:
-                return None
-        return found
+                break
+        return None
 
     def _root(self, computation: str) -> str:
         return self.computations[computation][-1].name

@@ -122,7 +122,7 @@ def timeline(console: Console, e: Estimate, found: dict[str, Any]) -> None:
     """Print the memory of the compiled step at its peak: of each kind, beside the estimate, and its largest arrays."""
     (unit, name), at, expected = _unit(e), found["at"], e.moments[e.peak]
     kinds = {kind: sizes[at] for kind, sizes in found["curve"].items()}
-    table = Table(title=f"memory at the compiled step's peak, in the {found['phase'][at]}", title_justify="left")
+    table = Table(title=f"at the peak ({found['phase'][at]})", title_justify="left")
     for column in ("kind", name, "estimated"):
         table.add_column(column, justify="left" if column == "kind" else "right")
     for kind, size in kinds.items():
