@@ -222,7 +222,7 @@ class _Writers:
         stack, found = self.frames[stores[-1].name], self.instructions[stores[-1].operands[1]]
         for _ in range(MAX_STEPS):
             traced = self.frames[found.name]
-            is_of_loop = not traced or traced[0] == stack[0] or traced == stack[-len(traced) :]
+            is_of_loop = not traced or traced[:1] == stack[:1] or traced == stack[-len(traced) :]
             if found.opcode not in ("bitcast", "copy") and not is_of_loop:
                 return found
             caller = self.callers.get(self.home[found.name])
