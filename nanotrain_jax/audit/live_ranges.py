@@ -21,7 +21,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import hlo, stacks
+from nanotrain_jax.audit.stacks import Frame
 
 ALLOCATION = re.compile(r"allocation \d+: size (\d+),(?: color (\d+),)?(.*)")
 VALUE = re.compile(r" value: <\d+ (\S+?)(?:\{([\d,]*)\})?( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
@@ -30,12 +31,9 @@ STEP = re.compile(r"^ +\d+:(\S+)$", re.MULTILINE)
 HELD = "parameter", "output", "constant", "maybe-live-out"  # allocations that exist from start to end
 ON_DEVICE = "0"  # color of an allocation
 OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-STACK = re.compile(r"stack_frame_id=(\d+)")
 INDEX = re.compile(r"index=(\d+)")
 CALLED = re.compile(r"(?:calls|condition|body)=%?([\w.\-]+)")
 NUMBER = re.compile(r"\((\d+)\)")  # of a parameter
-ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
-FIELD = re.compile(r"(\w+)=(\d+)")
 
 MAX_STEPS = 100  # from a store back to what wrote the slice
 
@@ -48,14 +46,6 @@ class Dump(NamedTuple):
     program: str  # *-after_optimizations.txt
     live_ranges: str  # *-live-range.txt
     buffer_assignment: str  # *-buffer-assignment.txt
-
-
-class Frame(NamedTuple):
-    """A line of source."""
-
-    file: str
-    line: int
-    function: str  # with its outer ones: `Layer.__call__`
 
 
 class Origin(NamedTuple):
@@ -170,11 +160,11 @@ class _Writers:
         programs = hlo.parse(dumped), hlo.parse(text)
         self.computations, self.entry = programs[0].computations | programs[1].computations, programs[1].entry
         self.instructions, self.home, self.frames, self.callers = {}, {}, {}, {}
-        for program, frames in zip(programs, map(_frames, (dumped, text)), strict=True):
+        for program, frames in zip(programs, map(stacks.stacks, (dumped, text)), strict=True):
             for name, block in program.computations.items():
                 self.instructions |= {i.name: i for i in block}
                 self.home |= {i.name: name for i in block}
-                self.frames |= {i.name: frames.get(_found(STACK, i.attributes), ()) for i in block}
+                self.frames |= {i.name: stacks.of(i, frames) for i in block}
         for i in self.instructions.values():
             self.callers |= dict.fromkeys(CALLED.findall(i.attributes), i)
 
@@ -242,24 +232,6 @@ class _Writers:
 def _found(pattern: re.Pattern, text: str) -> str:
     match = pattern.search(text)
     return match[1] if match else ""
-
-
-def _frames(text: str) -> dict[str, tuple[Frame, ...]]:
-    """Return the stack of each stack_frame_id, innermost first, from the tables at the head of a compiled program."""
-    tables: dict[str, dict[str, dict | str]] = {}
-    for line in text[: text.index("\n%")].splitlines():
-        row = ROW.match(line)
-        if not row:
-            table = tables.setdefault(line, {})
-        else:
-            table[row[1]] = row[2] if row[3] is None else dict(FIELD.findall(row[3]))
-    stacks: dict[str, tuple[Frame, ...]] = {"0": ()}
-    for name, row in tables.get("StackFrames", {}).items():
-        at = tables["FileLocations"][row["file_location_id"]]
-        file, function = (tables["FileNames"][at["file_name_id"]], tables["FunctionNames"][at["function_name_id"]])
-        outer = stacks[str(int(row["parent_frame_id"]) - 1)]
-        stacks[name] = (Frame(file, int(at["line"]), function), *outer)
-    return stacks
 
 
 def in_use(timeline: Timeline, groups: Sequence[int]) -> np.ndarray:

@@ -15,7 +15,7 @@ from nanotrain_jax.costs import communication, counts, hardware
 from nanotrain_jax.nvme import update as nvme
 from nanotrain_jax.nvme.store import MAX_PENDING_WRITES
 from nanotrain_jax.parallel import mesh as meshes
-from nanotrain_jax.planner import stages, timeline
+from nanotrain_jax.planner import hbm, stages, timeline
 from nanotrain_jax.planner.estimate import Estimate
 from nanotrain_jax.step import build as steps
 
@@ -50,6 +50,7 @@ def compile_step(config: Config, gpu: str, memory_timeline: bool = False) -> dic
         **memory,
         "flops": hlo.matmul_flops(text, rates),
         "compile_seconds": seconds,
+        "hbm": hbm.summary(text, config),
         "collectives": hlo.summary(hlo.collectives(text, mesh.shape, rates)),
         "host_copies": copies.summary(copies.copies(text, rates)),
         "jax": jax.__version__,

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from nanotrain_jax.audit import hlo, live_ranges
-from nanotrain_jax.audit.live_ranges import Frame, Origin, Timeline
+from nanotrain_jax.audit.live_ranges import Origin, Timeline
+from nanotrain_jax.audit.stacks import Stack
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.step.gradients import GRADIENTS
 
@@ -24,7 +25,7 @@ STATE = {"state.params": "params", "state": "optimizer", "batch": "batch"}  # pa
 KINDS = "params", "optimizer", "batch", "outputs", "gradients", "activations", "loss", "layer", "buffers", "update"
 BOOKKEEPING = {"argument", "parameter", "get-tuple-element", "tuple", "bitcast", "constant", ""}  # instructions that run nothing
 POINTS = 300  # of a curve, at most
-HOLDERS = 40  # of the peak, at most
+HOLDERS = 60  # of the peak, at most
 
 Dims = tuple[int, ...]  # sorted, without those of size 1
 
@@ -66,7 +67,7 @@ def _holder(kind: str, origin: Origin, size: int) -> dict[str, Any]:
     }
 
 
-def source(frames: tuple[Frame, ...]) -> str:
+def source(frames: Stack) -> str:
     """Return the innermost line in this package, else the innermost one: `models/ops.py:30 normalize`; "" if unknown."""
     own = [frame for frame in frames if Path(frame.file).is_relative_to(PACKAGE)]
     if not (own or frames):

@@ -116,6 +116,7 @@ def compiled(console: Console, e: Estimate, compiled: dict[str, Any]) -> None:
 
 
 HOLDERS = 12  # rows of the memory timeline
+ARGUMENTS = "params", "optimizer", "batch"  # their kinds
 
 
 def timeline(console: Console, e: Estimate, found: dict[str, Any]) -> None:
@@ -129,10 +130,10 @@ def timeline(console: Console, e: Estimate, found: dict[str, Any]) -> None:
         if size >= unit / 200 or expected.get(kind):
             table.add_row(kind, f"{size / unit:,.2f}", f"{expected[kind] / unit:,.2f}" if kind in expected else "-")
     console.print(table)
-    table = Table(title="largest arrays at the peak", title_justify="left")
+    table = Table(title="largest arrays at the peak, besides arguments", title_justify="left")
     for column in (name, "kind", "phase", "array", "source"):
         table.add_column(column, justify="right" if column == name else "left")
-    for row in found["holders"][:HOLDERS]:
+    for row in [row for row in found["holders"] if row["kind"] not in ARGUMENTS][:HOLDERS]:
         table.add_row(f"{row['bytes'] / unit:,.2f}", *(escape(row[key]) for key in ("kind", "phase", "type", "source")))
     console.print(table)
 
