@@ -71,9 +71,9 @@ def hbm_cell(hbm: dict) -> str:
 def show(title: str, rows: list[dict[str, Any]]) -> Table:
     """Return the audits as a table: compiled figures, and in brackets their ratio to the estimate.
 
-    lockstep: of a step that waits in every tick for the busiest stage. HBM: bytes that kernels read and write; the ratio
-    is of a layer, without collectives, to the least possible (costs/hbm.py). fits: within what JAX allocates of the GPU's
-    memory; the percentage is of all its memory.
+    lockstep: of a step that waits in every tick for the busiest stage. HBM: bytes that kernels read and write; the
+    ratio is of a layer, without collectives, to the least possible (costs/hbm.py). fits: within what JAX allocates of
+    the GPU's memory; the percentage is of all its memory.
     """
     table = Table(title=title)
     for name in (

@@ -33,8 +33,14 @@ STEPS = {  # on 8 H100s: picture -> config, overrides
     "llama3_8b": ("llama3_8b", ["parallel.zero=3", "parallel.microbatches=2", "memory.remat=full"]),
     "gpt2_pipeline": (
         "gpt2_124m",
-        ["parallel.pipe=4", "parallel.data=2", "parallel.zero=1", "parallel.schedule=zb_h1"]
-        + ["parallel.microbatches=16", "data.batch_size=256"],
+        [
+            "parallel.pipe=4",
+            "parallel.data=2",
+            "parallel.zero=1",
+            "parallel.schedule=zb_h1",
+            "parallel.microbatches=16",
+            "data.batch_size=256",
+        ],
     ),
 }
 SCHEDULES = "1f1b", "zero_bubble"

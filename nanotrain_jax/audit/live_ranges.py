@@ -111,7 +111,7 @@ def timeline(text: str, dump: Dump) -> Timeline:
 
 
 def _joined(spans: list[tuple[Span, bool]]) -> list[Span]:
-    """Join spans that follow each other at an address where a loop carries the array on: the last one has its origin."""
+    """Join spans that follow each other at an address if a loop carries the array on: it has the last one's origin."""
     joined: list[Span] = []
     for span, is_carried in sorted(spans, key=lambda one: (one[0].address, one[0].size, one[0].first, one[0].last)):
         before = joined[-1] if joined else None

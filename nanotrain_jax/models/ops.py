@@ -12,22 +12,53 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+
 # Cheap functions save only their inputs for the backward, as fused kernels do. Otherwise each intermediate of a norm or
 # activation would be a residual, those of norms in float32. (Forward and backward are different loops: XLA cannot CSE.)
 _saves_inputs = partial(jax.checkpoint, prevent_cse=False)
 
 
-@partial(_saves_inputs, static_argnums=3)
 def normalize(x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
     """x[B T D] -> x[B T D] with root mean square 1 over D, times gain; with a bias: centered first. In float32."""
+    axes = sorted(varying_axes(x_BTD))
+    return _normalize(x_BTD, as_varying(gain_D, axes), bias_D if bias_D is None else as_varying(bias_D, axes), eps)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _normalize(x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
     x = x_BTD.astype(jnp.float32)
-    if bias_D is not None:
-        x = x - x.mean(-1, keepdims=True)
-    x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
-    x = x * gain_D.astype(jnp.float32)[None, None]
+    mean, scale = _statistics(x, bias_D is not None, eps)
+    x = (x - mean) * scale * gain_D.astype(jnp.float32)[None, None]
     if bias_D is not None:
         x = x + bias_D.astype(jnp.float32)[None, None]
     return x.astype(x_BTD.dtype)
+
+
+def _statistics(x: jax.Array, is_centered: bool, eps: float) -> tuple[jax.Array | float, jax.Array]:
+    """x[B T D] -> its mean [B T 1] (0 if not centered), and one over its standard deviation or root mean square."""
+    mean = x.mean(-1, keepdims=True) if is_centered else 0.0
+    return mean, lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + eps)
+
+
+def _normalize_backward(eps: float, saved: tuple, g_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    x_BTD, gain_D, bias_D = saved
+    x, g = x_BTD.astype(jnp.float32), g_BTD.astype(jnp.float32)
+    # Without the barrier XLA fuses the statistics with g x, and writes that product in float32 to sum it for the gain.
+    mean, scale = lax.optimization_barrier(_statistics(x, bias_D is not None, eps))
+    x = (x - mean) * scale
+    of_gain, of_bias = (g * x).sum((0, 1)).astype(gain_D.dtype), None
+    g_gain = g * gain_D.astype(jnp.float32)[None, None]
+    of_x = g_gain - x * (g_gain * x).mean(-1, keepdims=True)
+    if bias_D is not None:
+        of_x, of_bias = of_x - g_gain.mean(-1, keepdims=True), g.sum((0, 1)).astype(bias_D.dtype)
+    return (scale * of_x).astype(x_BTD.dtype), of_gain, of_bias
+
+
+_normalize.defvjp(
+    lambda x_BTD, gain_D, bias_D, eps: (_normalize(x_BTD, gain_D, bias_D, eps), (x_BTD, gain_D, bias_D)),
+    _normalize_backward,
+)
 
 
 @_saves_inputs

@@ -25,9 +25,10 @@ COPIES = {"to_device_bytes": "to device", "to_host_bytes": "to host"}
 def compile_step(config: Config, gpu: str, memory_timeline: bool = False) -> dict[str, Any]:
     """Compile the training step and return its memory, FLOPs and traffic per device, in the form of `plan --json`.
 
-    config: resolved. memory_timeline: also return "timeline" (`planner/timeline.py`), of GPUs only. Raises ValueError for an unknown GPU or an invalid number of them, RuntimeError without the CUDA
-    compiler. gpu="cpu" compiles for this machine's simulated devices. The update outside the step
-    (memory.offload_optimizer=nvme) counts in peak memory, but not its all-gather of updated weights at ZeRO 1 and 2.
+    config: resolved. memory_timeline: also return "timeline" (`planner/timeline.py`), of GPUs only. gpu="cpu" compiles
+    for this machine's simulated devices. The update outside the step (memory.offload_optimizer=nvme) counts in peak
+    memory, but not its all-gather of updated weights at ZeRO 1 and 2. Raises ValueError for an unknown GPU or an
+    invalid number of them, RuntimeError without the CUDA compiler.
     """
     axes = config.parallel.axes
     devices = None if gpu == hardware.SIMULATED else topology.compile_only(gpu, counts.devices(config))

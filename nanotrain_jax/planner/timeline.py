@@ -17,13 +17,17 @@ from nanotrain_jax.audit import hlo, live_ranges
 from nanotrain_jax.audit.live_ranges import Origin, Timeline
 from nanotrain_jax.audit.stacks import Stack
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.step import build as steps
 from nanotrain_jax.step.gradients import GRADIENTS
 
 PACKAGE = Path(__file__).parents[1]
 PHASES = "forward", "backward", "update"
+FORWARD = "jvp(", "at_most_once_forward"  # in op_name
+BACKWARD = "transpose(", "at_most_once_backward", "at_most_once_weight"
 STATE = {"state.params": "params", "state": "optimizer", "batch": "batch"}  # path of an argument -> kind
 KINDS = "params", "optimizer", "batch", "outputs", "gradients", "activations", "loss", "layer", "buffers", "update"
-BOOKKEEPING = {"argument", "parameter", "get-tuple-element", "tuple", "bitcast", "constant", ""}  # instructions that run nothing
+# Instructions that run nothing.
+BOOKKEEPING = {"argument", "parameter", "get-tuple-element", "tuple", "bitcast", "constant", ""}
 POINTS = 300  # of a curve, at most
 HOLDERS = 60  # of the peak, at most
 
@@ -48,7 +52,9 @@ def summary(timeline: Timeline, config: Config) -> dict[str, Any]:
     return {
         "peak_bytes": int(table[peak].sum()),
         "at": int(np.searchsorted(points, peak)),
-        "curve": {kind: table[points, number].astype(int).tolist() for number, kind in enumerate(KINDS[: table.shape[1]])},
+        "curve": {
+            kind: table[points, number].astype(int).tolist() for number, kind in enumerate(KINDS[: table.shape[1]])
+        },
         "phase": [PHASES[phases[point]] for point in points],
         "holders": [_holder(kind, origin, size) for (kind, origin), size in held.most_common(HOLDERS)],
     }
@@ -68,7 +74,7 @@ def _holder(kind: str, origin: Origin, size: int) -> dict[str, Any]:
 
 
 def source(frames: Stack) -> str:
-    """Return the innermost line in this package, else the innermost one: `models/ops.py:30 normalize`; "" if unknown."""
+    """Return the innermost line of this package, else of any: `models/ops.py:30 normalize`; "" if unknown."""
     own = [frame for frame in frames if Path(frame.file).is_relative_to(PACKAGE)]
     if not (own or frames):
         return ""
@@ -83,12 +89,13 @@ def phase_of(origin: Origin) -> int | None:
     JAX names what it differentiates jvp(...), and the backward transpose(jvp(...)); hand-written loops name their
     work (`loops.cond_in_place`). The update is what the step calls after the gradients.
     """
-    names, in_gradients = {frame.function for frame in origin.frames}, {f.__name__ for f in GRADIENTS.values()}
-    if "transpose(" in origin.op_name or "at_most_once_backward" in origin.op_name or "_weight" in origin.op_name:
+    if any(name in origin.op_name for name in BACKWARD):
         return PHASES.index("backward")
-    if "jvp(" in origin.op_name or "at_most_once_forward" in origin.op_name:
+    if any(name in origin.op_name for name in FORWARD):
         return PHASES.index("forward")
-    return PHASES.index("update") if "train" in names and not names & in_gradients and len(origin.frames) > 1 else None
+    functions = {frame.function for frame in origin.frames}
+    is_after = steps.train.__name__ in functions and not functions & {f.__name__ for f in GRADIENTS.values()}
+    return PHASES.index("update") if is_after and len(origin.frames) > 1 else None
 
 
 def _phases(timeline: Timeline) -> np.ndarray:

@@ -200,9 +200,9 @@ def _timeline(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
     if not found:
         return ""
     drawn = f'<div class="scroll gantt" tabindex="0">{timeline.picture(found, plan.limit_bytes)}</div>'
+    keys = {kind: markup.key(f"background:{color}", kind) for kind, color in timeline.COLORS.items()}
     rows = [
-        [_number(row["bytes"] / GB), markup.key(f"background:{timeline.COLORS[row['kind']]}", row["kind"])]
-        + [row["phase"], row["type"], row["source"]]
+        [_number(row["bytes"] / GB), keys[row["kind"]], row["phase"], row["type"], row["source"]]
         for row in found["holders"]
     ]
     table = markup.table([">GB", "kind", "traced in", "array", "source"], rows)

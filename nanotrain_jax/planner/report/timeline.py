@@ -55,7 +55,9 @@ def _area(kind: str, sizes: np.ndarray, top: float) -> str:
     runs = ((_y(size, top), sum(1 for _ in run)) for size, run in groupby(sizes))
     path = "".join(f"V{y:.1f}h{count * step:.1f}" for y, count in runs)
     largest = f"{kind}, with what is below it: at most {sizes.max() / GB:.2f} GB"
-    return f'<path d="M{LEFT} {TOP + HEIGHT}{path}V{TOP + HEIGHT}z" fill="{COLORS[kind]}"><title>{largest}</title></path>'
+    return (
+        f'<path d="M{LEFT} {TOP + HEIGHT}{path}V{TOP + HEIGHT}z" fill="{COLORS[kind]}"><title>{largest}</title></path>'
+    )
 
 
 def _grid(top: float) -> list[str]:
