@@ -2,7 +2,7 @@
 
     python -m nanotrain_jax.plan --config configs/llama3_70b.yaml [--gpu h100] [--gpus 64]     the layout of the config
         --choose [--write FILE]                                                                the best layout instead
-        [--compile] [--explain] [--report DIR] [--json FILE] [section.key=value ...]
+        [--compile] [--memory-timeline] [--explain] [--report DIR] [--json FILE] [section.key=value ...]
 
 Estimates are closed-form; --compile checks them with the real compiler. With --choose, or if the config sets no mesh,
 it searches; overrides of searched keys are fixed. With --choose --compile it compiles candidates until one fits. Bytes,
@@ -78,6 +78,11 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compile", action="store_true", help="compile the step and compare memory and collectives with the estimate"
     )
+    parser.add_argument(
+        "--memory-timeline",
+        action="store_true",
+        help="compile, and show what holds the compiled step's memory, from which line of source",
+    )
     parser.add_argument("--explain", action="store_true", help="print the formulas with the numbers of this model")
     parser.add_argument("--report", type=path_argument, metavar="DIR", help="write a report to DIR/index.html")
     parser.add_argument(
@@ -113,6 +118,9 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     gpu = kind_of_gpu(options.gpu, config)
     if options.gpus is not None:
         hardware.check_count(gpu, options.gpus)
+    options.compile |= options.memory_timeline
+    if options.memory_timeline and gpu == hardware.SIMULATED:
+        raise ValueError("--memory-timeline with gpu=cpu: XLA:CPU reports no live ranges; give a GPU, e.g. --gpu h100")
     if options.compile and gpu != hardware.SIMULATED:
         topology.check_compiler(gpu)
     has_mesh = any(key in search.MESH for key in keys(tree))
@@ -127,13 +135,15 @@ def plan(options: argparse.Namespace, console: Console) -> int:
         first = planned.estimate
         meshes.configure(simulate=first.gpus if gpu == hardware.SIMULATED else 1)  # GPUs are not used
         try:
-            planned = compile_until_it_fits(planned, console)
+            planned = compile_until_it_fits(planned, console, options.memory_timeline)
         except RuntimeError as error:  # from the compiler
             print("error: compilation failed: " + " ".join(str(error).split())[:400], file=sys.stderr)
             return 1
         if planned.estimate is not first:
             terminal.estimated(console, planned.estimate)
         terminal.compiled(console, planned.estimate, planned.compiled)
+    if options.memory_timeline:
+        terminal.timeline(console, planned.estimate, planned.compiled["timeline"])
     explained = explain.explain(planned.estimate)
     if options.explain:
         terminal.formulas(console, explained)
@@ -192,7 +202,7 @@ def better_layout(e: Estimate, fixed: Mapping[str, Any], taken: float) -> Estima
     return best if e.verdict == "does not fit" or best.step_seconds < (1 - MUCH_FASTER) * e.step_seconds else None
 
 
-def compile_until_it_fits(planned: Planned, console: Console) -> Planned:
+def compile_until_it_fits(planned: Planned, console: Console, memory_timeline: bool = False) -> Planned:
     """Compile the layout; after a search, compile candidates until one fits, else return the smallest.
 
     Raises RuntimeError if the compiler fails for all of them.
@@ -202,7 +212,7 @@ def compile_until_it_fits(planned: Planned, console: Console) -> Planned:
     failed = None
     for e, following in zip(candidates, [*candidates[1:], None], strict=True):
         try:
-            compiled = compiler.compile_step(e.config, e.gpu)
+            compiled = compiler.compile_step(e.config, e.gpu, memory_timeline)
         except RuntimeError as error:
             failed = error
             _say_uncompiled(planned, e, error, console)

@@ -62,11 +62,18 @@ def cell(row: dict, name: str, unit: float) -> str:
     return f"{row['compiled'][name] / unit:,.1f} ({row['ratios'][name]:.3f})"
 
 
+def hbm_cell(hbm: dict) -> str:
+    """Format the bytes of a step, and the ratio of a layer to its least bytes where that is known."""
+    layer = hbm.get("layer")
+    return f"{hbm['bytes'] / 1e9:,.1f}" + (f" ({layer['bytes'] / layer['minimum_bytes']:.2f})" if layer else "")
+
+
 def show(title: str, rows: list[dict[str, Any]]) -> Table:
     """Return the audits as a table: compiled figures, and in brackets their ratio to the estimate.
 
-    lockstep: of a step that waits in every tick for the busiest stage. fits: within what JAX allocates of the GPU's
-    memory; the percentage is of all its memory.
+    lockstep: of a step that waits in every tick for the busiest stage. HBM: bytes that kernels read and write; the
+    ratio is of a layer, without collectives, to the least possible (costs/hbm.py). fits: within what JAX allocates of
+    the GPU's memory; the percentage is of all its memory.
     """
     table = Table(title=title)
     for name in (
@@ -77,6 +84,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> Table:
         "behind matmuls",
         "TFLOP",
         "lockstep TFLOP",
+        "HBM GB (ratio)",
         "arguments MB",
         "peak MB",
         "fits",
@@ -92,6 +100,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> Table:
             f"{row['behind_matmuls']:.0%}",
             cell(row, "flops", 1e12),
             f"{row['compiled']['stages']['lockstep_flops'] / 1e12:,.1f}" if "stages" in row["compiled"] else "",
+            hbm_cell(row["compiled"]["hbm"]),
             cell(row, "argument_bytes", 1e6),
             cell(row, "peak_bytes", 1e6),
             f"{'yes' if row['fits'] else 'no'}, {row['memory_share']:.0%}",
@@ -131,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
     title = f"{arguments.config} compiled for {arguments.gpus} x {arguments.gpu}: per GPU and step (ratio to estimate)"
-    Console(width=128).print(show(title, rows))
+    Console(width=144).print(show(title, rows))
     print(json.dumps(rows))
     return 0
 

@@ -1,6 +1,8 @@
-"""Draw the pictures of the guides: Gantt charts of pipeline schedules, and which device computes which attention.
+"""Draw the pictures of the guides: Gantt charts of schedules, who computes which attention, memory of compiled steps.
 
 python scripts/draw_guides.py
+
+The last needs the CUDA compiler: pip install 'nanotrain_jax[cuda12]'.
 """
 
 import shutil
@@ -13,7 +15,11 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 
+from nanotrain_jax.config.load import load
 from nanotrain_jax.parallel.context import zigzag_order
+from nanotrain_jax.planner.compiled import compile_step
+from nanotrain_jax.planner.estimate import estimate, on_gpus
+from nanotrain_jax.planner.report import timeline
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -21,6 +27,22 @@ from matplotlib import pyplot
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "nanotrain_jax" / "parallel" / "pipeline" / "docs"
 ZIGZAG = ROOT / "nanotrain_jax" / "parallel" / "docs" / "zigzag.png"
+TIMELINES = ROOT / "nanotrain_jax" / "planner" / "docs"
+STEPS = {  # on 8 H100s: picture -> config, overrides
+    "gpt2": ("gpt2_124m", ["parallel.zero=1"]),
+    "llama3_8b": ("llama3_8b", ["parallel.zero=3", "parallel.microbatches=2", "memory.remat=full"]),
+    "gpt2_pipeline": (
+        "gpt2_124m",
+        [
+            "parallel.pipe=4",
+            "parallel.data=2",
+            "parallel.zero=1",
+            "parallel.schedule=zb_h1",
+            "parallel.microbatches=16",
+            "data.batch_size=256",
+        ],
+    ),
+}
 SCHEDULES = "1f1b", "zero_bubble"
 STAGES, MICROBATCHES, COSTS = 4, 12, "1,1.3,0.9"  # costs of F, dX and W
 DEVICES = 4  # of the picture of zig-zag order
@@ -72,8 +94,16 @@ def draw_blocks(axes: Axes, owners: np.ndarray, title: str) -> None:
     axes.spines[:].set_visible(False)
 
 
+def draw_timeline(path: Path, name: str, overrides: list[str]) -> None:
+    """Compile the step of a config for 8 H100s and draw its memory timeline."""
+    config = on_gpus(load(str(ROOT / "configs" / f"{name}.yaml"), overrides), 8, "h100")
+    found = compile_step(config, "h100", memory_timeline=True)["timeline"]
+    svg = timeline.picture(found, estimate(config, "h100").limit_bytes)
+    path.write_text(svg.replace(">", '><rect width="100%" height="100%" fill="#fff"/>', 1) + "\n")
+
+
 def main() -> None:
-    """Write PICTURES/<schedule>.png and ZIGZAG."""
+    """Write PICTURES/<schedule>.png, ZIGZAG and TIMELINES/<step>.svg."""
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in SCHEDULES:
@@ -82,6 +112,10 @@ def main() -> None:
     ZIGZAG.parent.mkdir(exist_ok=True)
     draw_zigzag(ZIGZAG)
     print(ZIGZAG)
+    TIMELINES.mkdir(exist_ok=True)
+    for name, (config, overrides) in STEPS.items():
+        draw_timeline(TIMELINES / f"{name}.svg", config, overrides)
+        print(TIMELINES / f"{name}.svg")
 
 
 if __name__ == "__main__":

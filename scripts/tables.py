@@ -96,6 +96,18 @@ def offload(folder):
     return table(head, rows)
 
 
+def hbm(folder):
+    """What a layer reads and writes in device memory, compiled: tests/audit/test_traffic.py."""
+    rows, names = [], {"gpt2_124m": "GPT-2 124M, 2 microbatches of 32, remat none"}
+    names["llama3_8b"] = "Llama-3-8B, 1 microbatch of 2, remat full"
+    for name, versions in golden("hbm").items():
+        for version, row in versions.items():
+            size, least = row["bytes"], row["minimum_bytes"]
+            ratio = f"{gb(size, 2)} ({size / least:.2f})"
+            rows.append((names[name], version, gb(least, 2), ratio, f"{row['kernels']:.0f}", gb(row["step_bytes"])))
+    return table(("8 H100", "jax", "least GB of a layer", "compiled", "kernels of a layer", "step GB"), rows)
+
+
 def megatron(folder):
     """Modelled seconds beside those that Megatron-LM measured: tests/planner/test_plan_papers.py."""
     rows = []
@@ -125,7 +137,8 @@ def llama3_8b(folder):
     return table(("", "layout", "GB per GPU", "modelled s per step", "MFU"), cells)
 
 
-TABLES = {f.__name__: f for f in (modules, scripts, compiled, long_context, offload, megatron, papers, llama3_8b)}
+TABLES = (modules, scripts, compiled, long_context, offload, hbm, megatron, papers, llama3_8b)
+TABLES = {f.__name__: f for f in TABLES}
 
 
 def guides():

@@ -95,7 +95,8 @@ def _instruction(line: str) -> Instruction:
     start = rest.index("(")
     end = start + _closing(rest[start:])
     operands = re.findall(r"%([\w.\-]+)", rest[start:end])
-    return Instruction(name.split()[-1].lstrip("%"), kind, rest[:start], operands, rest[end:])
+    attributes = rest[end:] if operands else rest[start:]  # of `parameter(0)`, also its number
+    return Instruction(name.split()[-1].lstrip("%"), kind, rest[:start], operands, attributes)
 
 
 def _closing(text: str) -> int:

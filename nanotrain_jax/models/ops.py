@@ -12,22 +12,57 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+
 # Cheap functions save only their inputs for the backward, as fused kernels do. Otherwise each intermediate of a norm or
 # activation would be a residual, those of norms in float32. (Forward and backward are different loops: XLA cannot CSE.)
 _saves_inputs = partial(jax.checkpoint, prevent_cse=False)
 
 
-@partial(_saves_inputs, static_argnums=3)
 def normalize(x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
     """x[B T D] -> x[B T D] with root mean square 1 over D, times gain; with a bias: centered first. In float32."""
+    if bias_D is None:
+        return _rms_norm(x_BTD, gain_D, eps)
+    return _layer_norm(x_BTD, *as_varying((gain_D, bias_D), sorted(varying_axes(x_BTD))), eps)
+
+
+@partial(_saves_inputs, static_argnums=2)
+def _rms_norm(x_BTD: jax.Array, gain_D: jax.Array, eps: float) -> jax.Array:
     x = x_BTD.astype(jnp.float32)
-    if bias_D is not None:
-        x = x - x.mean(-1, keepdims=True)
     x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
-    x = x * gain_D.astype(jnp.float32)[None, None]
-    if bias_D is not None:
-        x = x + bias_D.astype(jnp.float32)[None, None]
-    return x.astype(x_BTD.dtype)
+    return (x * gain_D.astype(jnp.float32)[None, None]).astype(x_BTD.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _layer_norm(x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array, eps: float) -> jax.Array:
+    x = x_BTD.astype(jnp.float32)
+    mean, scale = _statistics(x, eps)
+    gain, bias = (w_D.astype(jnp.float32)[None, None] for w_D in (gain_D, bias_D))
+    return ((x - mean) * scale * gain + bias).astype(x_BTD.dtype)
+
+
+def _statistics(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    """x[B T D] -> its mean over D, and one over its standard deviation [B T 1]."""
+    mean = x.mean(-1, keepdims=True)
+    return mean, lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + eps)
+
+
+def _layer_norm_backward(eps: float, saved: tuple, g_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x_BTD, gain_D, bias_D = saved
+    x, g = x_BTD.astype(jnp.float32), g_BTD.astype(jnp.float32)
+    # Without the barrier XLA fuses the statistics with g x, and writes that product in float32 to sum it for the gain.
+    mean, scale = lax.optimization_barrier(_statistics(x, eps))
+    x = (x - mean) * scale
+    of_gain, of_bias = (g * x).sum((0, 1)).astype(gain_D.dtype), g.sum((0, 1)).astype(bias_D.dtype)
+    g_gain = g * gain_D.astype(jnp.float32)[None, None]
+    of_x = g_gain - x * (g_gain * x).mean(-1, keepdims=True) - g_gain.mean(-1, keepdims=True)
+    return (scale * of_x).astype(x_BTD.dtype), of_gain, of_bias
+
+
+_layer_norm.defvjp(
+    lambda x_BTD, gain_D, bias_D, eps: (_layer_norm(x_BTD, gain_D, bias_D, eps), (x_BTD, gain_D, bias_D)),
+    _layer_norm_backward,
+)
 
 
 @_saves_inputs

@@ -9,50 +9,55 @@ from typing import Any
 
 import jax
 
-from nanotrain_jax.audit import copies, hlo, topology
+from nanotrain_jax.audit import copies, hlo, live_ranges, topology
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import communication, counts, hardware
 from nanotrain_jax.nvme import update as nvme
 from nanotrain_jax.nvme.store import MAX_PENDING_WRITES
 from nanotrain_jax.parallel import mesh as meshes
-from nanotrain_jax.planner import stages
+from nanotrain_jax.planner import hbm, stages, timeline
 from nanotrain_jax.planner.estimate import Estimate
 from nanotrain_jax.step import build as steps
 
 COPIES = {"to_device_bytes": "to device", "to_host_bytes": "to host"}
 
 
-def compile_step(config: Config, gpu: str) -> dict[str, Any]:
+def compile_step(config: Config, gpu: str, memory_timeline: bool = False) -> dict[str, Any]:
     """Compile the training step and return its memory, FLOPs and traffic per device, in the form of `plan --json`.
 
-    config: resolved. Raises ValueError for an unknown GPU or an invalid number of them, RuntimeError without the CUDA
-    compiler. gpu="cpu" compiles for this machine's simulated devices. The update outside the step
-    (memory.offload_optimizer=nvme) counts in peak memory, but not its all-gather of updated weights at ZeRO 1 and 2.
+    config: resolved. memory_timeline: also return "timeline" (`planner/timeline.py`), of GPUs only. gpu="cpu" compiles
+    for this machine's simulated devices. The update outside the step (memory.offload_optimizer=nvme) counts in peak
+    memory, but not its all-gather of updated weights at ZeRO 1 and 2. Raises ValueError for an unknown GPU or an
+    invalid number of them, RuntimeError without the CUDA compiler.
     """
     axes = config.parallel.axes
     devices = None if gpu == hardware.SIMULATED else topology.compile_only(gpu, counts.devices(config))
     mesh = meshes.make(**axes, devices=devices)
     step = steps.build(config, mesh)
     started = time.perf_counter()
-    compiled = step.train.lower(step.state, step.batch).compile()
+    lowered = step.train.lower(step.state, step.batch)
+    compiled, dump = live_ranges.compile_and_dump(lowered) if memory_timeline else (lowered.compile(), None)
     seconds = time.perf_counter() - started
     text, rates, memory = compiled.as_text(), communication.conditional_rates(config), hlo.memory(compiled)
     if gpu == hardware.SIMULATED:  # XLA:CPU reports no peak
         memory["peak_bytes"] = memory["argument_bytes"] + memory["temp_bytes"]
     if nvme.groups(step.plan):
         memory["peak_bytes"] = max(memory["peak_bytes"], update_bytes(step, compiled))
+    of_timeline = {"timeline": timeline.summary(live_ranges.timeline(text, dump), config)} if dump else {}
+    of_stages = {}
+    if config.parallel.pipe > 1 and config.parallel.idle == "skip":
+        of_stages = {"stages": stages.per_stage(text, config, mesh.shape)}
     return {
         **memory,
         "flops": hlo.matmul_flops(text, rates),
         "compile_seconds": seconds,
+        "hbm": hbm.summary(text, config),
         "collectives": hlo.summary(hlo.collectives(text, mesh.shape, rates)),
         "host_copies": copies.summary(copies.copies(text, rates)),
         "jax": jax.__version__,
-    } | (
-        {"stages": stages.per_stage(text, config, mesh.shape)}
-        if config.parallel.pipe > 1 and config.parallel.idle == "skip"
-        else {}
-    )
+        **of_stages,
+        **of_timeline,
+    }
 
 
 def update_bytes(step: steps.Step, compiled: jax.stages.Compiled) -> int:

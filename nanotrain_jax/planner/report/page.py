@@ -23,7 +23,7 @@ from nanotrain_jax.parallel.pipeline import gantt, schedule, schedule_text
 from nanotrain_jax.planner import explain
 from nanotrain_jax.planner.compiled import wire_bytes
 from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, verdict
-from nanotrain_jax.planner.report import markup
+from nanotrain_jax.planner.report import markup, timeline
 from nanotrain_jax.planner.search import SearchResult
 from nanotrain_jax.planner.step_time import layers_time
 
@@ -92,8 +92,8 @@ def html(
     m = plan.config.model
     name = f"{escape(m.family)} <span>{_short(counts.parameters(m))} parameters</span>"
     title = (f"{origin.config}: " if origin else "") + f"{m.family} on {plan.gpus} x {plan.gpu}"
-    body = [_headline(plan, name, compiled), _memory(plan, compiled), _time(plan), _schedule(plan)]
-    body += [_communication(plan, compiled), _candidates(plan, found), _formulas(explained)]
+    body = [_headline(plan, name, compiled), _memory(plan, compiled), _timeline(plan, compiled), _time(plan)]
+    body += [_schedule(plan), _communication(plan, compiled), _candidates(plan, found), _formulas(explained)]
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
@@ -193,6 +193,22 @@ def _memory(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
     head = ["part", *(f">{moment}, GB" for moment in moments), "description"]
     bars = f'<div class="rows">{"".join(rows)}</div>'
     return markup.section("Peak memory per GPU", lead, bars + markup.table(head, table, {len(table) - 1}))
+
+
+def _timeline(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
+    found = (compiled or {}).get("timeline")
+    if not found:
+        return ""
+    drawn = f'<div class="scroll gantt" tabindex="0">{timeline.picture(found, plan.limit_bytes)}</div>'
+    keys = {kind: markup.key(f"background:{color}", kind) for kind, color in timeline.COLORS.items()}
+    rows = [
+        [_number(row["bytes"] / GB), keys[row["kind"]], row["phase"], row["type"], row["source"]]
+        for row in found["holders"]
+    ]
+    table = markup.table([">GB", "kind", "traced in", "array", "source"], rows)
+    lead = """What the compiler holds in memory during each instruction of the compiled step, in order of execution; a
+    loop is drawn once. Kinds are the parts of the estimate above. The table has the largest arrays at the peak."""
+    return markup.section("Memory timeline", lead, drawn + table)
 
 
 def _time(plan: Estimate) -> str:

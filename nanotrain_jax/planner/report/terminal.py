@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nanotrain_jax.costs import counts, hardware
@@ -111,6 +112,29 @@ def compiled(console: Console, e: Estimate, compiled: dict[str, Any]) -> None:
     for c in compiled["collectives"]:
         size, exposed = c["bytes_per_device"], c["exposed_bytes"] / c["bytes_per_device"]
         row(f"{c['axis']} {c['op']}, {name} ({exposed:.0%} exposed)", size / unit, by_axis[c["axis"], c["op"]] / unit)
+    console.print(table)
+
+
+HOLDERS = 12  # rows of the memory timeline
+ARGUMENTS = "params", "optimizer", "batch"  # their kinds
+
+
+def timeline(console: Console, e: Estimate, found: dict[str, Any]) -> None:
+    """Print the memory of the compiled step at its peak: of each kind, beside the estimate, and its largest arrays."""
+    (unit, name), at, expected = _unit(e), found["at"], e.moments[e.peak]
+    kinds = {kind: sizes[at] for kind, sizes in found["curve"].items()}
+    table = Table(title=f"at the peak ({found['phase'][at]})", title_justify="left")
+    for column in ("kind", name, "estimated"):
+        table.add_column(column, justify="left" if column == "kind" else "right")
+    for kind, size in kinds.items():
+        if size >= unit / 200 or expected.get(kind):
+            table.add_row(kind, f"{size / unit:,.2f}", f"{expected[kind] / unit:,.2f}" if kind in expected else "-")
+    console.print(table)
+    table = Table(title="largest arrays at the peak, besides arguments", title_justify="left")
+    for column in (name, "kind", "phase", "array", "source"):
+        table.add_column(column, justify="right" if column == name else "left")
+    for row in [row for row in found["holders"] if row["kind"] not in ARGUMENTS][:HOLDERS]:
+        table.add_row(f"{row['bytes'] / unit:,.2f}", *(escape(row[key]) for key in ("kind", "phase", "type", "source")))
     console.print(table)
 
 

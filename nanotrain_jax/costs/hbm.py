@@ -1,0 +1,51 @@
+"""The least bytes that a layer reads and writes in device memory, in closed form. For resolved configs.
+
+Kernels are the matmuls, attention and the norms; whatever else a layer computes is in the end of the kernel before it.
+Each activation is written once and read once by every kernel that uses it, in the compute dtype; weights are read once
+per use; gradients are written once, in float32. Per token, with D the model width, Q and K the widths of queries and of
+keys, F the ffn width, g = 2 with a gate, else 1 (elements read and written):
+
+    forward      norms 4 D;  q, k, v  3 D + Q + 2 K;  attention 2 Q + 2 K;  out Q + 2 D
+                 up and gate  g D + g F + (g - 1) F + F;  down F + 2 D
+    backward     norms 8 D;  q, k, v  Q + 2 K + D, 3 D + Q + 2 K;  attention 4 Q + 4 K;  out D + Q, Q + D
+                 up and gate  g F + D, g D + g F;  down D + 2 g F, F + D
+    recompute    remat full and block:n: the forward again, without down
+
+The log-sum-exp of attention is left out, as are collectives.
+"""
+
+from __future__ import annotations
+
+from nanotrain_jax.config.execution import Execution, execution
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.costs.counts import BYTES, kv_width, tokens_per_device
+from nanotrain_jax.models.decoder_table import MLP, table
+from nanotrain_jax.models.parameters import LAYERS
+
+GRADIENT = 4  # bytes
+
+
+def layer_bytes(config: Config) -> dict[str, float] | None:
+    """Return the least bytes of one layer and microbatch on a device: forward, backward, recompute, weights, gradients.
+
+    None where this form does not hold: layers in stages or in host memory, or split over tensor or context.
+    """
+    m, p = config.model, config.parallel
+    if p.tensor * p.context > 1 or execution(config) not in (Execution.AUTODIFF, Execution.PER_LAYER):
+        return None
+    size, tokens = BYTES[config.precision.compute], tokens_per_device(config) / p.microbatches
+    D, Q, K, F, g = m.d_model, m.d_model, kv_width(m), m.d_ff, 2 if m.features.gated_mlp else 1
+    down = F + 2 * D
+    forward = 4 * D + (3 * D + Q + 2 * K) + (2 * Q + 2 * K) + (Q + 2 * D) + (g * D + 2 * g * F) + down
+    backward = 8 * D + (4 * D + 2 * Q + 4 * K) + (4 * Q + 4 * K) + 2 * (D + Q) + (g + 1) * D + 2 * g * F
+    backward += 2 * D + (2 * g + 1) * F
+    weights = {name: row.size for name, row in table(m).items() if row.part == LAYERS and row.is_matmul}
+    again = config.memory.rematerialization.policy in ("full", "block")
+    read = 2 * sum(weights.values()) + again * (sum(weights.values()) - weights[f"{MLP}/down_FD"])
+    return {
+        "forward": tokens * size * forward,
+        "backward": tokens * size * backward,
+        "recompute": tokens * size * (forward - down) * again,
+        "weights": float(size * read),
+        "gradients": float(GRADIENT * sum(weights.values())),
+    }
