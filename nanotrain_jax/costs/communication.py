@@ -73,6 +73,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
         stage 1   reduce-scatter             g Psi        all-gather         w Psi
         stage 2   reduce-scatter           M g Psi        all-gather         w Psi
         stage 3   reduce-scatter           M g Psi        all-gather       M w (2 Psi_layers + Psi_ends)
+                                                          with precision.gather=float8 w is 1 in layers, but for vectors
     each times (N-1)/N, over data and context; block:n gathers layers once more, to recompute a block. From stage 1,
     gradient shards are all-reduced over replica: 2 (R-1)/R g Psi / N.
 
@@ -175,7 +176,7 @@ def parameter_buffers(config: Config) -> list[Buffer]:
     g, w, M = BYTES[config.precision.grad_reduce], BYTES[config.precision.compute], p.microbatches
     buffers = []
 
-    def add(axes: tuple[str, ...], op: str, what: Traffic, itemsize: int, times: int, divisor: int = 1) -> None:
+    def add(axes: tuple[str, ...], op: str, what: Traffic, itemsize: int, times: int, divisor: float = 1) -> None:
         """Append a buffer of the current row."""
         present = tuple(axis for axis in axes if getattr(p, axis) > 1)
         if present:
@@ -197,15 +198,15 @@ def parameter_buffers(config: Config) -> list[Buffer]:
         uses = 2 if row.used == "both" and execution(config).is_by_hand else 1  # one at each end
         add(ZERO_AXES, "reduce_scatter", Traffic.GRADIENTS, g, uses * M if p.zero > 1 else 1)
         add((*stages, "replica", *over), "all_reduce", Traffic.GRADIENT_SHARDS, g, 1, zero_devices(config))
-        if p.zero == 3:
-            passes = uses if row.part == ENDS else 3 if policy == "block" else 2
-            in_float8 = config.precision.gather == "float8" and row.part != ENDS and len(row.shape) > 1
-            add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, 1 if in_float8 else w, M * passes)
-            if in_float8:  # a float32 scale for each shard
-                shares = local_elements(row, config) / stage_layers(config) / zero_devices(config)
-                add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, 4, M * passes, shares)
-        else:
+        if p.zero < 3:
             add(ZERO_AXES, "all_gather", Traffic.UPDATED_WEIGHTS, w, 1)
+            continue
+        passes = uses if row.part == ENDS else 3 if policy == "block" else 2
+        in_float8 = config.precision.gather == "float8" and row.part != ENDS and len(row.shape) > 1
+        add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, 1 if in_float8 else w, M * passes)
+        if in_float8:  # a float32 scale of each shard of each layer
+            shards = stage_layers(config) * zero_devices(config)
+            add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, 4, M * passes, local_elements(row, config) / shards)
     return buffers
 
 
