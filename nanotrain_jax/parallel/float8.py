@@ -76,6 +76,7 @@ def _tensordot(a: jax.Array, b: jax.Array, axes: Axes, exact: bool = False) -> j
 def _scaled_tensordot(a: Scaled, b: Scaled, axes: Axes, exact: bool = False) -> jax.Array:
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
     dtype = a.scale.dtype
+    a, b = lax.optimization_barrier((a, b))  # else XLA may convert weights back once, outside a loop over rows
     return jnp.tensordot(dequantize(a), dequantize(b), axes, precision=precision, preferred_element_type=dtype)
 
 

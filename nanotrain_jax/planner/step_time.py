@@ -39,6 +39,10 @@ LINK = 0.8
 KERNEL, COLLECTIVE, TICK = 3e-6, 15e-6, 50e-6
 ENDS_TICK = 2e-4  # of the ends of a microbatch, if split over stages: three branches, scalars of the loss; assumed
 
+# Rate of FP8 matmuls over 16-bit ones, of a peak twice as high (assumed, not measured); and the bytes to quantize an
+# element: read twice, written once.
+FLOAT8, QUANTIZE = 1.6, 5
+
 # Fractions of the wire bytes that overlap with matmuls, as the compiled programs schedule them (scripts/audit.py).
 HIDDEN_TENSOR = 0.3  # with parallel.overlap_tensor all but that of the ends (`_overlap`)
 HIDDEN_LAYERS = 0.5  # ZeRO 2 and 3, in the loops over layers, if a layer exceeds one bucket; else 0
@@ -250,9 +254,10 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     t, n, b = p.tensor, counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
     D, L = m.d_model, counts.stage_layers(config)
     K, num_up = counts.kv_width(m) * max(1, t / m.num_kv_heads), 1 + m.features.gated_mlp
+    faster = FLOAT8 if config.precision.matmul == "float8" else 1.0
 
     def matmul(k: float, out: float) -> float:
-        return _matmul((n, k, out), b, gpu)
+        return _matmul((n, k, out), b, gpu) / faster
 
     inner = 2 * matmul(D, D / t) + 2 * matmul(D, K / t) + num_up * matmul(D, m.d_ff / t)
     down = matmul(m.d_ff / t, D)
@@ -263,6 +268,9 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     elementwise = stream / (STREAM * gpu.memory_bandwidth) + 6 * KERNEL
     forward = inner + down + attention + elementwise
     kept = attention if p.is_blockwise else 0.0  # `selective` and `full` keep the output of ring and gather
+    if config.precision.matmul == "float8":  # inputs and weights; in the backward gradients and weights
+        quantize = quantize_time(config, gpu)
+        forward, elementwise = forward + quantize, elementwise + quantize
     recompute = {"none": 0.0, "selective": attention - kept + elementwise, "full": forward - down - kept}
     recompute["block"] = forward
     B = recompute[config.memory.rematerialization.policy] + inner + down + 2.5 * attention + 2 * elementwise
@@ -273,6 +281,15 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     elif t > 1:
         forward, B = forward + 4 * COLLECTIVE, B + 6 * COLLECTIVE
     return L * forward, L * B, L * (inner + down)
+
+
+def quantize_time(config: Config, gpu: Gpu) -> float:
+    """Return the seconds to quantize the operands of a layer's seven matmuls to FP8."""
+    m, t, D = config.model, config.parallel.tensor, config.model.d_model
+    K, num_up = counts.kv_width(m) * max(1, t / m.num_kv_heads), 1 + m.features.gated_mlp
+    of_tokens = counts.tokens_per_device(config) / config.parallel.microbatches * (2 * D + (D + m.d_ff) / t)
+    of_weights = (2 * D * (D + K) + (1 + num_up) * D * m.d_ff) / t
+    return QUANTIZE * (of_tokens + of_weights) / (STREAM * gpu.memory_bandwidth) + 4 * 7 * KERNEL
 
 
 def ends_time(config: Config, gpu: Gpu) -> tuple[float, float]:

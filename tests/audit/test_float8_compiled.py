@@ -1,0 +1,63 @@
+"""FP8 matmuls and gathers compiled for H100s: which matmuls run in FP8, and what is on the wire."""
+
+from collections import Counter
+
+import pytest
+from conftest import needs_cuda_compiler
+from test_audit import LLAMA, ROOT, request
+
+from nanotrain_jax.audit import hlo, topology
+from nanotrain_jax.costs import communication
+from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.planner.estimate import estimate, on_gpus
+from nanotrain_jax.step import build as steps
+
+L = 2
+
+
+def compiled(*overrides):
+    """-> text of the compiled step of two layers of Llama-3-8B on 8 GPUs, its config, its mesh."""
+    short = f"model.num_layers={L}", "data.seq_len=2048", "data.batch_size=8", "parallel.microbatches=1"
+    config = on_gpus(request.load(str(ROOT / "configs" / f"{LLAMA}.yaml"), [*short, *overrides]), 8, "h100")
+    mesh = meshes.make(**config.parallel.axes, devices=topology.compile_only("h100", 8))
+    step = steps.build(config, mesh)
+    return step.train.lower(step.state, step.batch).compile().as_text(), config, mesh
+
+
+def matmuls(text):
+    """Count the cuBLAS matmuls that a program runs, by target."""
+    program, found = hlo.parse(text), Counter()
+    for name, index, count in hlo.walk(program):
+        attributes = program.computations[name][index].attributes
+        if '"__cublas$' in attributes:
+            found["float8" if '"__cublas$lt$matmul$f8"' in attributes else "other"] += count
+    return found
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize(
+    ("layout", "remat", "per_layer"),
+    [
+        (("parallel.zero=3",), "none", 21),
+        (("parallel.zero=3",), "full", 27),  # all but the last of the forward's seven run again
+        (("parallel.tensor=8", "parallel.data=1", "parallel.overlap_tensor=true"), "none", 9 * 8 + 12),
+    ],
+)
+def test_all_matmuls_of_layers_run_in_float8(layout, remat, per_layer):
+    text, config, _ = compiled(*layout, f"memory.remat={remat}", "precision.matmul=float8")
+    # Over tensor, the forward's seven and two of the backward in as many parts as devices.
+    assert matmuls(text) == {"float8": per_layer * L, "other": 3}  # the head
+    assert hlo.matmul_flops(text) == pytest.approx(estimate(config, "h100").flops, rel=1e-2)
+
+
+@needs_cuda_compiler
+def test_zero_3_gathers_layers_in_half_the_bytes():
+    moved = {}
+    for gather in ("bfloat16", "float8"):
+        text, config, mesh = compiled(f"precision.gather={gather}", "memory.remat=full")
+        found = [c for c in hlo.collectives(text, mesh.shape) if c.operation == "all_gather"]
+        moved[gather] = sum(c.bytes * c.count for c in found)
+        rows = [row for row in communication.communication(config) if row["op"] == "all_gather"]
+        assert moved[gather] == pytest.approx(sum(row["bytes_per_device"] for row in rows), rel=1e-4)
+    ends = 7 / 8 * 2 * 2 * 128_256 * 4096
+    assert (moved["float8"] - ends) / (moved["bfloat16"] - ends) == pytest.approx(0.5, rel=1e-3)
