@@ -70,6 +70,12 @@ BAD = [
         "parallel.tensor=4 does not divide data.seq_len / parallel.context=34",
     ),
     (["parallel.tensor=4", "parallel.data=1"], "parallel.tensor=4 does not divide model.num_heads=2; use 1 or 2"),
+    (["precision.matmul=float8"], "precision.matmul=float8 with precision.compute=float32; use bfloat16"),
+    (
+        ["precision.matmul=float8", "precision.compute=bfloat16", "model.d_ff=72"],
+        "72, must be a multiple of 16; use 80",
+    ),
+    (["precision.gather=float8", "precision.compute=bfloat16"], "only zero=3 gathers layers"),
     (
         ["parallel.tensor=2", "parallel.data=1", "parallel.overlap_tensor=true", "parallel.sequence_parallel=false"],
         "an all-reduce has no hops; use parallel.sequence_parallel=true",
