@@ -81,8 +81,6 @@ def reason(code: int, errors: str) -> str:
 
 def cut(stage: Stage, devices: int, left: float, tiny: bool) -> str:
     """Return why a stage does not run; "" if it does. left: seconds."""
-    if stage.missing:
-        return stage.missing
     if stage.devices > devices:
         return f"needs {stage.devices} devices, this machine has {devices}"
     if left <= 0 or (stage.seconds > left and not tiny):

@@ -105,7 +105,7 @@ def parity(machine: Machine, *overrides: str) -> dict:
         found = trained(resolve(config, mesh.shape), mesh)
     expected = [float(loss) for loss, *_ in log] + [float(log[0][2])]
     error = float(np.max(np.abs(np.array(found["figures"]) / np.array(expected) - 1)))
-    is_float8 = getattr(config.precision, "matmul", "") == "float8"
+    is_float8 = "float8" in (config.precision.matmul, config.precision.gather)
     limit = LIMITS["float8" if is_float8 else config.precision.compute]
     if not error <= limit:
         raise ValueError(f"relative error {error:.2g} of losses and gradient norm: must be at most {limit:g}")
