@@ -38,6 +38,11 @@ def files_and_step(asked):
     return checkpointing.store(config, step), step, config
 
 
+def test_files_for_no_array_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="all arrays are smaller and stay on the device; use a smaller parallel.persist"):
+        files_and_step(tree({"data": 2, "persist_below": 10**6}, tmp_path))
+
+
 def full_state(files, step, config, state):
     """Return the state in layer order, including the arrays in the files."""
     state = step.in_layer_order(state)
