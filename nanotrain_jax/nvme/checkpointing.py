@@ -34,8 +34,8 @@ def store(config: Config, step: Step) -> Store:
     shapes = {name: stores.GroupShape(group.state, group.num_subgroups) for name, group in groups(step.plan).items()}
     if not shapes:
         raise ValueError(
-            f"memory.offload_optimizer=nvme with parallel.persist_below={config.parallel.persist_below}: all arrays are "
-            "smaller and stay on the device; use a smaller parallel.persist_below"
+            f"memory.offload_optimizer=nvme with parallel.persist_below={config.parallel.persist_below}: all arrays "
+            "are smaller and stay on the device; use a smaller parallel.persist_below"
         )
     plain = config.to_dict()
     layout = {key: plain[key] for key in ("parallel", "precision")}

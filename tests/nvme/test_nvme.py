@@ -39,7 +39,7 @@ def files_and_step(asked):
 
 
 def test_files_for_no_array_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="all arrays are smaller and stay on the device; use a smaller parallel.persist"):
+    with pytest.raises(ValueError, match="all arrays are smaller and stay on the device"):
         files_and_step(tree({"data": 2, "persist_below": 10**6}, tmp_path))
 
 
