@@ -88,8 +88,8 @@ def local_rows(parameter: Parameter, config: Config) -> int:
     p, N, first = config.parallel, zero_devices(config), parameter.shape[0]
     if parameter.split_dim == 0:
         return first // (p.vocab_shards if parameter.is_padded else p.tensor)
-    divisible = [dim for dim in parameter.free if dim % N == 0]
-    return first // N if p.zero and is_sharded(parameter, config) and max(divisible) == first else first
+    is_first_sharded = p.zero and is_sharded(parameter, config) and first % N == 0
+    return first // N if is_first_sharded else first
 
 
 def devices(config: Config) -> int:

@@ -91,7 +91,9 @@ class Shards(NamedTuple):
 def shard_dims(
     params: Tree, size: int, persist_below: int = 10_000, stacked: Sequence[str] = ("layers",), specs: Tree = None
 ) -> Tree:
-    """Return the dim of each leaf to shard over `size` devices: the largest that size divides, or UNSHARDED (-1).
+    """Return the dim of each leaf to shard over `size` devices: the first that size divides, or UNSHARDED (-1).
+
+    To gather along another dim, XLA:GPU transposes the stacked weights of all layers, a copy that a step holds.
 
     Leaves under a top-level key in `stacked` have a leading dim of layers, which is never sharded and does not count
     towards persist_below. specs: PartitionSpecs over other axes; their dims are excluded.
@@ -102,7 +104,7 @@ def shard_dims(
         taken = [d for d, axes in enumerate(spec) if axes is not None]
         dims = [d for d in range(first, len(leaf.shape)) if leaf.shape[d] % size == 0 and d not in taken]
         count = leaf.size // max(leaf.shape[0], 1) if first else leaf.size
-        return max(dims, key=lambda d: leaf.shape[d]) if dims and size > 1 and count >= persist_below else UNSHARDED
+        return dims[0] if dims and size > 1 and count >= persist_below else UNSHARDED
 
     return jax.tree_util.tree_map_with_path(choose, params, replicated_specs(params) if specs is None else specs)
 
