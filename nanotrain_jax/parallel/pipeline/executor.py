@@ -226,7 +226,10 @@ def _initial_carry(stage: Stage) -> Carry:
     rows = stage.schedule.chunks * stage.layers_per_chunk
     loss = _type_of_last(stage)
     of_ends = zeros(stage.model.ends, dtype=jnp.float32)
-    of_layers = zeros(_first_arguments(stage)[1], count=rows, dtype=jnp.float32)
+    of_layer = _first_arguments(stage)[1]
+    if stage.model.scatter:
+        of_layer = jax.eval_shape(stage.model.scatter, of_layer)
+    of_layers = zeros(of_layer, count=rows, dtype=jnp.float32)
     reduced = None
     if stage.model.reduce:
         of_row = jax.tree.map(lambda x: x[0], of_layers)
