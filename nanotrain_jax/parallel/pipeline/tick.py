@@ -95,7 +95,7 @@ def forward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
         return over_layers(LayerWork(run, partial(stage.fetch, unit)), (x, buffers), stage.layers_per_chunk)
 
     x = loops.get(carry.inputs, stage.slot("inputs", unit))
-    x, residuals = stage.when(unit >= 0, "forward", work, x, carry.residuals)
+    x, residuals = stage.when(stage.works(unit), "forward", work, x, carry.residuals)
     return carry._replace(x=x, residuals=residuals)
 
 
@@ -118,12 +118,12 @@ def backward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
         g, sums, intermediates = _through_chunk(stage, unit + turn, layers, through, reverse=True)
         of_ends = sums.ends
         if not stage.model.split_ends:
-            is_first = stage.is_first(unit) & (unit >= 0)  # masked, unit may be -1
+            is_first = stage.is_first(unit) & stage.works(unit)  # masked, unit may be -1
             g, of_ends = both_ends.backward_first(stage, unit, is_first, g, of_ends)
         return g, (sums._replace(ends=of_ends), intermediates)
 
     g = loops.get(carry.gradients, stage.slot("gradients", unit))
-    g, (sums, intermediates) = stage.when(unit >= 0, "backward", work, g, (carry.sums, carry.intermediates))
+    g, (sums, intermediates) = stage.when(stage.works(unit), "backward", work, g, (carry.sums, carry.intermediates))
     return carry._replace(g=g, sums=sums, intermediates=intermediates)
 
 
