@@ -171,8 +171,11 @@ def _backward_layers(stage: Stage, buffers: Residuals, unit: jax.Array, is_final
             return (g, produced), (sums, intermediates)
 
         values = g, _of_padding(stage, unit, i, sums, arguments[1]) if sends else None
-        (g, produced), store = stage.if_layer(stage.row(unit, i), layer, values, (sums, intermediates))
-        return (g, *store), produced
+        (g, produced), (sums, intermediates) = stage.if_layer(stage.row(unit, i), layer, values, (sums, intermediates))
+        if stage.model.scatter:  # else XLA computes and scatters gradients of the ends after all layers
+            g, of_ends = lax.optimization_barrier((g, sums.ends))
+            sums = sums._replace(ends=of_ends)
+        return (g, sums, intermediates), produced
 
     def behind(carry: tuple[Tree, Sums, list], i: jax.Array, produced: Tree) -> tuple:
         g, sums, intermediates = carry
