@@ -171,10 +171,10 @@ def compiler_options(plan: Plan) -> dict | None:
     if plan.mesh.devices.flat[0].platform != "gpu":
         return None
     p = plan.config.parallel
-    prefetch = False
     in_flight = 32 if reduces_per_layer(plan.config) else 8  # a send, and one or all buckets of a layer
     sends = p.pipe > 1 or p.context > 1 or (p.tensor > 1 and p.overlap_tensor)
-    return gpu_options(p.bucket_mb, prefetch, in_flight if sends else 0, is_offloaded(plan.config))
+    ahead = plan.gathered_bytes_of_a_layer if p.prefetch else 0
+    return gpu_options(p.bucket_mb, ahead, in_flight if sends else 0, is_offloaded(plan.config))
 
 
 def is_offloaded(config: Config) -> bool:

@@ -102,7 +102,7 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     gathers = fetch is gather_ahead
     of_layers = ZERO[1] if gathers else zero  # gathers and scatters are outside of layers: they run as at stage 1
     splits_backward = plan.execution is Execution.PIPELINE and plan.config.parallel.schedule in SPLIT
-    policy = plan.remat._replace(prefetch=False, regather=plan.remat.regather and not gathers, unroll=splits_backward)
+    policy = plan.remat._replace(regather=plan.remat.regather and not gathers, unroll=splits_backward)
     block = policy.remat.block if policy.remat.policy == "block" else None
     end_dims, stacked_dims = split_layers(plan.shards.dims)
     row_shards = plan.shards._replace(dims=stacked_dims) if block else plan.shards_of_layer()

@@ -109,7 +109,9 @@ def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
             sums = _with_loss(stage, unit, stage.is_last(unit), x, sums)
         return (x, sums), nothing
 
-    (x, sums), _ = stage.when(stage.works(unit), "forward", work, (loops.get(inputs, stage.slot("inputs", unit)), sums), ())
+    (x, sums), _ = stage.when(
+        stage.works(unit), "forward", work, (loops.get(inputs, stage.slot("inputs", unit)), sums), ()
+    )
     if stage.model.split_ends:
         shared = both_ends.share_outputs(stage, of_ends.embedded, shared, x)
     return (shifted(stage, x, 1), inputs, sums, shared), None
