@@ -131,7 +131,7 @@ class Stage:
         return self.when(loops.get(self.is_layer, row), "layer", work, values, store)
 
     def when(self, wanted: jax.Array | bool, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
-        """work(turn, values, store) where wanted, else both unchanged (`loops.skip_or_mask`). True: without a branch."""
+        """work(turn, values, store) where wanted, else both unchanged (`loops.skip_or_mask`). True: no branch."""
         if wanted is True:
             with jax.named_scope(what):
                 return work(0, values, store)

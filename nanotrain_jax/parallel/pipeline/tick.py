@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import shift
+from nanotrain_jax.parallel.collectives import shift, varying_axes
 from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
 from nanotrain_jax.parallel.pipeline import both_ends, ring_buffers
 from nanotrain_jax.parallel.pipeline.both_ends import add
@@ -173,8 +173,7 @@ def _backward_layers(stage: Stage, buffers: Residuals, unit: jax.Array, is_final
         values = g, _of_padding(stage, unit, i, sums, arguments[1]) if sends else None
         (g, produced), (sums, intermediates) = stage.if_layer(stage.row(unit, i), layer, values, (sums, intermediates))
         if stage.model.scatter:  # else XLA computes and scatters gradients of the ends after all layers
-            g, of_ends = lax.optimization_barrier((g, sums.ends))
-            sums = sums._replace(ends=of_ends)
+            g = jax.tree.map(partial(_after, sums.ends), g)
         return (g, sums, intermediates), produced
 
     def behind(carry: tuple[Tree, Sums, list], i: jax.Array, produced: Tree) -> tuple:
@@ -182,6 +181,12 @@ def _backward_layers(stage: Stage, buffers: Residuals, unit: jax.Array, is_final
         return g, _send(stage, unit, i, sums, produced), intermediates
 
     return LayerWork(run, ahead, behind if sends else None)
+
+
+def _after(others: Tree, x: jax.Array) -> jax.Array:
+    """Return x, computed after the others that vary over no further axes (a barrier joins the types of arrays)."""
+    alike = [other for other in jax.tree.leaves(others) if varying_axes(other) <= varying_axes(x)]
+    return lax.optimization_barrier((x, alike))[0]
 
 
 def weight(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
