@@ -220,8 +220,8 @@ def test_a_layer_stores_exactly_the_activations_of_the_closed_form(name, zero, s
 @pytest.mark.parametrize(
     "layout",
     cover(
-        ["parallel.microbatches=8 parallel.pipe=4", "parallel.microbatches=1"],
-        ["parallel.microbatches=4"],
+        ["parallel.microbatches=8 parallel.pipe=4"],
+        ["parallel.microbatches=1", "parallel.microbatches=4"],
     ),
 )
 def test_prefetch_has_equal_bytes(layout):

@@ -172,7 +172,9 @@ def _backward_layers(stage: Stage, buffers: Residuals, unit: jax.Array, is_final
 
         values = g, _of_padding(stage, unit, i, sums, arguments[1]) if sends else None
         (g, produced), (sums, intermediates) = stage.if_layer(stage.row(unit, i), layer, values, (sums, intermediates))
-        if stage.is_alone and stage.model.scatter:  # else XLA computes and scatters gradients of the ends after all layers
+        if (
+            stage.is_alone and stage.model.scatter
+        ):  # else XLA computes and scatters gradients of the ends after all layers
             g = jax.tree.map(partial(_after, sums.ends), g)
         return (g, sums, intermediates), produced
 
