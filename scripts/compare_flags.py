@@ -53,6 +53,7 @@ FLAGS = {  # name -> options of `jax.jit(compiler_options=...)`
         "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
     },
     "disable_hlo_passes=rematerialization": {"xla_disable_hlo_passes": "rematerialization"},
+    "collective_overlap_limit=1": {"xla_gpu_experimental_parallel_collective_overlap_limit": 1},
     "collective_overlap_limit=8": {"xla_gpu_experimental_parallel_collective_overlap_limit": 8},
 }
 

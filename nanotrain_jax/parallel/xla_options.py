@@ -13,7 +13,8 @@ def gpu_options(
 
     bucket_mb: combine collectives of one kind that are ready together, up to this many MiB; all-gathers up to
     gathered_bytes, if these are more: those of a layer that is gathered ahead. in_flight: collectives in flight at a
-    time, so that sends between stages and hops of ring attention overlap with other collectives (0: XLA's default, 1).
+    time, so that sends between stages, hops of ring attention, or the gather and the scatter of a turn of the layer
+    loop overlap with each other (0: XLA's default, 1).
     offload: allow many host copies in flight at a time (default: two), and do not count host memory as device memory,
     which would make XLA rematerialize to save it.
     """

@@ -173,8 +173,10 @@ def compiler_options(plan: Plan) -> dict | None:
     p = plan.config.parallel
     in_flight = 32 if reduces_per_layer(plan.config) else 8  # a send, and one or all buckets of a layer
     sends = p.pipe > 1 or p.context > 1 or (p.tensor > 1 and p.overlap_tensor)
+    if not sends:
+        in_flight = 2 if p.prefetch else 0  # a gather and a scatter
     ahead = plan.gathered_bytes_of_a_layer if p.prefetch else 0
-    return gpu_options(p.bucket_mb, ahead, in_flight if sends else 0, is_offloaded(plan.config))
+    return gpu_options(p.bucket_mb, ahead, in_flight, is_offloaded(plan.config))
 
 
 def is_offloaded(config: Config) -> bool:
