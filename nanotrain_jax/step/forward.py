@@ -94,7 +94,8 @@ def run_layer(shards: Shards, zero: Zero, layer: Callable, x: Tree, weights: Wei
 def layered(plan: Plan, params: Tree) -> LayeredModel:
     """Return the model for loops with an explicit backward. `last` returns the sum of losses and the number of targets.
 
-    `first` and `last` each gather the ends they use.
+    `first` and `last` each gather the ends they use. With prefetch layers are gathered ahead and their gradients
+    scattered behind, by the loop.
     """
     stored_ends, layers = split_layers(as_varying(local(plan, params), plan.loss_axes))
     zero, model = plan.zero, plan.model
