@@ -24,13 +24,13 @@ KEYS = ["parallel.zero=3", "parallel.prefetch=true", "model.num_layers=6", "data
 
 
 def not_hidden(config):
-    """Wire bytes that no matmul can hide, for each microbatch: at the start the gathers of embedding and first layer,
-    at the end their scatters; in between the gather of the last layer, behind the loss."""
+    """Wire bytes that no matmul hides, for each microbatch: the gathers of the embedding and the first layer before it,
+    at most two layers' scatters after it."""
     N, gradient = config.parallel.data, {"float32": 4, "bfloat16": 2}[config.precision.grad_reduce]
     rows = [row for row in table(config.model).values() if is_sharded(row, config)]
     embedding = next(local_elements(row, config) for row in rows if row.part == ENDS and row.used == "first")
     layer = sum(local_elements(row, config) for row in rows if row.part != ENDS) / config.model.num_layers
-    return (N - 1) / N * ((2 + gradient) * embedding + (2 + 2 + gradient) * layer)
+    return (N - 1) / N * (2 * embedding + (2 + 2 * gradient) * layer)
 
 
 @needs_cuda_compiler
