@@ -236,7 +236,7 @@ def test_prefetch_has_equal_bytes(layout):
     assert ahead["flops"] == plain["flops"]
     assert gathered_ahead["exposed_bytes"] < 0.01 * gathered["bytes_per_device"]
     assert gathered["behind_matmuls_bytes"] == 0
-    least = 0.1 if "pipe" in layout else 0.5  # jax 0.12 hides half as much in a stage as 0.10
+    least = 0.4 if "pipe" in layout else 0.7
     assert gathered_ahead["behind_matmuls_bytes"] > least * gathered["bytes_per_device"]
 
 
