@@ -212,7 +212,7 @@ def compile_until_it_fits(planned: Planned, console: Console, memory_timeline: b
     failed = None
     for e, following in zip(candidates, [*candidates[1:], None], strict=True):
         try:
-            compiled = compiler.compile_step(e.config, e.gpu, memory_timeline)
+            compiled = compiler.compile_step(e.config, e.gpu, memory_timeline=memory_timeline)
         except RuntimeError as error:
             failed = error
             _say_uncompiled(planned, e, error, console)

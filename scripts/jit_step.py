@@ -216,5 +216,5 @@ def jit_step(config: configs.Config, mesh: Mesh, constrain: bool) -> Callable:
         in_shardings=(state, batch),
         out_shardings=(state, NamedSharding(mesh, steps.REPLICATED)),
         donate_argnums=0,
-        compiler_options=gpu_options(config.parallel.bucket_mb, config.parallel.prefetch) if is_gpu else None,
+        compiler_options=gpu_options(config.parallel.bucket_mb) if is_gpu else None,
     )

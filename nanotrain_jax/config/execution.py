@@ -26,7 +26,7 @@ class Execution(Enum):
 def execution(config: Config) -> Execution:
     """Return the execution of a resolved config."""
     p = config.parallel
-    if p.pipe > 1 or (p.prefetch and p.microbatches > 1):
+    if p.pipe > 1 or p.prefetch:
         return Execution.PIPELINE
     if reduces_per_layer(config):
         return Execution.PER_LAYER

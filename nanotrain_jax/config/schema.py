@@ -138,7 +138,7 @@ class Parallel(_Section):
         "after_backward", "when to reduce gradients (zero 0 and 1); per_layer: during the last microbatch's backward"
     )
     prefetch: bool = _key(
-        False, "zero 3: gather the next layer's weights while a layer computes (holds two gathered layers)"
+        False, "zero 3: gather the next layer's weights and scatter the previous one's gradients while a layer computes"
     )
     bucket_mb: float = _key(
         25.0, "bucket size in MB; arrays smaller than this are reduced and gathered in flat buckets", ge=0, le=1e6

@@ -38,8 +38,11 @@ class LayeredModel(NamedTuple):
     parallelism, arXiv 2411.05288): x is the sum over stages of what first returns; last gets the x of the last stage on
     every stage, communicates over the stages to return the same loss on all, and its gradients of x are summed.
 
-    reduce: maps the complete float32 gradients of one layer to those that are returned, while the backward of the next
-    layer computes: an all-reduce or reduce-scatter over data. None: gradients are returned as local sums.
+    scatter: maps the gradients of one layer from one microbatch to those that are summed over microbatches, while the
+    backward of the next layer computes: a reduce-scatter. None: gradients are summed as they are.
+
+    reduce: the same once per step. It maps the complete float32 gradients of one layer to those that are returned, an
+    all-reduce or reduce-scatter over data. None: the sums are returned. Not with scatter.
     """
 
     first: Callable[[Tree, Tree], Tree]
@@ -49,6 +52,7 @@ class LayeredModel(NamedTuple):
     layers: Tree
     inputs: Callable[[Tree], Tree] | None = None
     fetch: Callable[[Tree], Tree] | None = None
+    scatter: Callable[[Tree], Tree] | None = None
     reduce: Callable[[Tree], Tree] | None = None
     is_layer: np.ndarray | None = None
     split_ends: bool = False

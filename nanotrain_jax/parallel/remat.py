@@ -43,7 +43,6 @@ class Policy(NamedTuple):
 
     remat: Remat = Remat("none")
     regather: bool = False  # the layer gathers its weights; do not save them
-    prefetch: bool = False  # allow XLA to gather a layer's weights before its iteration of the backward
     offload: bool = False  # store what is saved in host memory; has no effect with none
     unroll: bool = False  # write out the layers of a block instead of a loop, so that its backward can be split
 
@@ -78,14 +77,14 @@ def checkpointed(body: Callable[[Tree, Tree], Tree], policy: Policy) -> tuple[Ca
                 offload_dst="pinned_host",
             )
         run = (lambda x, layer: body(name(x, INPUT), layer)) if policy.offload else body
-        return jax.checkpoint(run, policy=keep, prevent_cse=not policy.prefetch)
+        return jax.checkpoint(run, policy=keep)
 
     if policy.remat.policy == "full":
         return checkpoint(body, context.BLOCKWISE_SAVED), None
     if policy.remat.policy == "selective":
         return checkpoint(body, SAVED), None
     if policy.regather:
-        body = jax.checkpoint(body, policy=_expensive, prevent_cse=not policy.prefetch)
+        body = jax.checkpoint(body, policy=_expensive)
     if policy.remat.policy == "none":
         return body, None
     run_all = _one_after_another if policy.unroll else _in_a_loop

@@ -5,33 +5,30 @@ They change when data moves, never what moves.
 
 from __future__ import annotations
 
-import jax
-
 # Matmuls of float8 (parallel/float8.py): by cuBLAS, which takes their scales, not by Triton; and each alone, as merged
 # ones (q, k and v) would have several scales and run in 16 bit.
 FLOAT8_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def gpu_options(
-    bucket_mb: float, prefetch: bool, in_flight: int = 0, offload: bool = False
-) -> dict[str, int | bool | str]:
-    """Return XLA:GPU options for `jax.jit(compiler_options=...)`.
+    bucket_mb: float, gathered_bytes: int = 0, in_flight: int = 0, offload: bool = False
+) -> dict[str, int | bool]:
+    """Return XLA:GPU options for `jax.jit(compiler_options=...)`. What each does: parallel/XLA_FLAGS.md.
 
-    bucket_mb: combine collectives of one kind that are ready together, up to this many MiB. prefetch: start an
-    all-gather in a loop one iteration ahead. in_flight: collectives in flight at a time, so that sends between stages
-    and hops of ring attention overlap with other collectives (0: XLA's default, 1).
+    bucket_mb: combine collectives of one kind that are ready together, up to this many MiB; all-gathers up to
+    gathered_bytes, if these are more: those of a layer that is gathered ahead. in_flight: collectives in flight at a
+    time, so that sends between stages, hops of ring attention, or the gather and the scatter of a turn of the layer
+    loop overlap with each other (0: XLA's default, 1).
     offload: allow many host copies in flight at a time (default: two), and do not count host memory as device memory,
     which would make XLA rematerialize to save it.
     """
     kinds = "all_reduce", "all_gather", "reduce_scatter"
     options = {f"xla_gpu_{kind}_combine_threshold_bytes": int(bucket_mb * 2**20) for kind in kinds}
+    gathers = "xla_gpu_all_gather_combine_threshold_bytes"
+    options[gathers] = max(options[gathers], gathered_bytes)
     if in_flight:
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = in_flight
     if offload:
         options["xla_gpu_experimental_parallel_async_compute_limit"] = 64
         options["xla_gpu_memory_limit_slop_factor"] = 10_000  # % of the device's memory
-    if prefetch and jax.__version_info__ >= (0, 12):
-        options["xla_gpu_pipeline_all_gather"] = "COLLECTIVE_PIPELINING_MODE_ON"
-    elif prefetch:
-        options["xla_gpu_enable_pipelined_all_gather"] = True
     return options

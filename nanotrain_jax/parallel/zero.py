@@ -273,13 +273,28 @@ def _cast(stored: Tree, dtype: jnp.dtype | None) -> Tree:
 def gather_ahead(stored: Tree, shards: Shards) -> Tree:
     """Stage 3 with prefetch: w[... D] = all_gather(w[... D/N]), (N-1)/N, outside the layer that uses it.
 
-    The layer is then differentiated as at stage 2: full weights, scattered gradients.
+    The layer is then differentiated with respect to full weights; `scatter_behind` scatters its gradients.
     """
 
     def gather_bucket(dims: tuple, weights: tuple) -> Sequence:
         return weights if dims[0] == UNSHARDED else _gather(weights, shards, dims)
 
     return _in_buckets(gather_bucket, shards, _cast(stored, shards.communication.weights), are_shards=True)
+
+
+def scatter_behind(grads: Tree, shards: Shards) -> Tree:
+    """Stage 3 with prefetch: g[... D/N] = reduce_scatter(g[... D]), (N-1)/N, outside the layer that computes g.
+
+    Returns float32. Arrays that are not sharded stay local.
+    """
+
+    def scatter_bucket(dims: tuple, grads: tuple) -> list:
+        grads = [g.astype(shards.communication.dtype) for g in grads]
+        if dims[0] != UNSHARDED:
+            grads = reduce_scatter(grads, shards.axes, dims)
+        return [g.astype(jnp.float32) for g in grads]
+
+    return _in_buckets(scatter_bucket, shards, grads, are_shards=False)
 
 
 @jax.named_scope("reduce")

@@ -22,21 +22,26 @@ from nanotrain_jax.step import build as steps
 COPIES = {"to_device_bytes": "to device", "to_host_bytes": "to host"}
 
 
-def compile_step(config: Config, gpu: str, memory_timeline: bool = False) -> dict[str, Any]:
+def compile_step(
+    config: Config, gpu: str, options: dict[str, Any] | None = None, memory_timeline: bool = False
+) -> dict[str, Any]:
     """Compile the training step and return its memory, FLOPs and traffic per device, in the form of `plan --json`.
 
-    config: resolved. memory_timeline: also return "timeline" (`planner/timeline.py`), of GPUs only. gpu="cpu" compiles
-    for this machine's simulated devices. The update outside the step (memory.offload_optimizer=nvme) counts in peak
-    memory, but not its all-gather of updated weights at ZeRO 1 and 2. Raises ValueError for an unknown GPU or an
-    invalid number of them, RuntimeError without the CUDA compiler.
+    config: resolved. options: XLA options besides ours. memory_timeline: also return "timeline"
+    (`planner/timeline.py`), of GPUs only. gpu="cpu" compiles for this machine's simulated devices. The update outside
+    the step (memory.offload_optimizer=nvme) counts in peak memory, but not its all-gather of updated weights at ZeRO 1
+    and 2. Raises ValueError for an unknown GPU or an invalid number of them, RuntimeError without the CUDA compiler.
     """
     axes = config.parallel.axes
     devices = None if gpu == hardware.SIMULATED else topology.compile_only(gpu, counts.devices(config))
     mesh = meshes.make(**axes, devices=devices)
     step = steps.build(config, mesh)
     started = time.perf_counter()
-    lowered = step.train.lower(step.state, step.batch)
-    compiled, dump = live_ranges.compile_and_dump(lowered) if memory_timeline else (lowered.compile(), None)
+    lowered, dump = step.train.lower(step.state, step.batch), None
+    if memory_timeline:
+        compiled, dump = live_ranges.compile_and_dump(lowered)
+    else:
+        compiled = lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - started
     text, rates, memory = compiled.as_text(), communication.conditional_rates(config), hlo.memory(compiled)
     if gpu == hardware.SIMULATED:  # XLA:CPU reports no peak

@@ -175,10 +175,12 @@ def compiler_options(plan: Plan) -> dict | None:
     if plan.mesh.devices.flat[0].platform != "gpu":
         return None
     p = plan.config.parallel
-    prefetch = p.prefetch and plan.execution is Execution.AUTODIFF  # other loops prefetch explicitly
     in_flight = 32 if reduces_per_layer(plan.config) else 8  # a send, and one or all buckets of a layer
     sends = p.pipe > 1 or p.context > 1 or (p.tensor > 1 and p.overlap_tensor)
-    options = gpu_options(p.bucket_mb, prefetch, in_flight if sends else 0, is_offloaded(plan.config))
+    if not sends:
+        in_flight = 2 if p.prefetch else 0  # a gather and a scatter
+    ahead = plan.gathered_bytes_of_a_layer if p.prefetch else 0
+    options = gpu_options(p.bucket_mb, ahead, in_flight, is_offloaded(plan.config))
     return options | (FLOAT8_OPTIONS if plan.config.precision.matmul == "float8" else {})
 
 

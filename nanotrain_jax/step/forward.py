@@ -16,7 +16,7 @@ from nanotrain_jax.parallel.collectives import as_varying
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.mesh import BATCH_AXES
 from nanotrain_jax.parallel.pipeline.schedule import SPLIT
-from nanotrain_jax.parallel.zero import ZERO, Shards, Zero, gather_ahead
+from nanotrain_jax.parallel.zero import ZERO, Shards, Zero, gather_ahead, scatter_behind
 from nanotrain_jax.step.plan import Plan
 
 Tree = Any  # a pytree of arrays
@@ -94,15 +94,16 @@ def run_layer(shards: Shards, zero: Zero, layer: Callable, x: Tree, weights: Wei
 def layered(plan: Plan, params: Tree) -> LayeredModel:
     """Return the model for loops with an explicit backward. `last` returns the sum of losses and the number of targets.
 
-    `first` and `last` each gather the ends they use.
+    `first` and `last` each gather the ends they use. With prefetch layers are gathered ahead and their gradients
+    scattered behind, by the loop.
     """
     stored_ends, layers = split_layers(as_varying(local(plan, params), plan.loss_axes))
     zero, model = plan.zero, plan.model
     fetch = prefetch_of_layers(plan)
     gathers = fetch is gather_ahead
-    of_layers = ZERO[2] if gathers else zero  # prefetched weights are unsharded, as at stage 2
+    of_layers = ZERO[1] if gathers else zero  # gathers and scatters are outside of layers: they run as at stage 1
     splits_backward = plan.execution is Execution.PIPELINE and plan.config.parallel.schedule in SPLIT
-    policy = plan.remat._replace(prefetch=False, regather=plan.remat.regather and not gathers, unroll=splits_backward)
+    policy = plan.remat._replace(regather=plan.remat.regather and not gathers, unroll=splits_backward)
     block = policy.remat.block if policy.remat.policy == "block" else None
     end_dims, stacked_dims = split_layers(plan.shards.dims)
     row_shards = plan.shards._replace(dims=stacked_dims) if block else plan.shards_of_layer()
@@ -131,6 +132,7 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
         layers=remat.in_blocks(layers, block),
         inputs=lambda weights: of_layers.inputs(weights, row_shards),
         fetch=partial(gather_ahead, shards=row_shards) if gathers else fetch,
+        scatter=partial(scatter_behind, shards=row_shards) if gathers else None,
         reduce=partial(zero.reduce, stored=stored_row, shards=row_shards) if reduces_per_layer(plan.config) else None,
         is_layer=plan.is_layer,
         split_ends=plan.model.splits_vocab,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nanotrain_jax.config.execution import Execution, execution, gradients_on_host
 from nanotrain_jax.config.schema import Config
@@ -72,6 +72,19 @@ class Plan:
         return self.shards.communication._replace(float8=self.config.precision.gather == "float8")
 
     @property
+    def gathered_bytes_of_a_layer(self) -> int:
+        """Bytes of a row of `forward.layered` that a device gathers at ZeRO 3: a layer, or with block:N a block."""
+        itemsize = jnp.dtype(self.config.precision.compute).itemsize
+        block = self.remat.remat.block if self.remat.remat.policy == "block" else 1
+
+        def size(shape: jax.ShapeDtypeStruct, spec: PartitionSpec, dim: int) -> int:
+            local = NamedSharding(self.mesh, PartitionSpec(None, *spec[1:])).shard_shape(shape.shape)
+            return 0 if dim == UNSHARDED else math.prod(local[1:]) * itemsize * block
+
+        of_layers = self.model.shapes[LAYERS], self.specs[LAYERS], self.shards.dims[LAYERS]
+        return sum(jax.tree.leaves(jax.tree.map(size, *of_layers)))
+
+    @property
     def is_layer(self) -> np.ndarray | None:
         """False for rows of layers that are padding, of each stage [P n]; None: there are none."""
         p, L = self.config.parallel, self.config.model.num_layers
@@ -123,7 +136,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         specs=pipe_tensor_specs,
         shards=Shards(dims, communication, axes),
         remat=remat.Policy(
-            config.memory.rematerialization, p.zero == 3, p.prefetch, config.memory.offload_activations == "host"
+            config.memory.rematerialization, regather=p.zero == 3, offload=config.memory.offload_activations == "host"
         ),
         layer_order=order if p.chunks > 1 or len(order) > config.model.num_layers else None,
         host_memory=host_memory(config, is_large),

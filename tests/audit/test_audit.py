@@ -217,29 +217,17 @@ def test_a_layer_stores_exactly_the_activations_of_the_closed_form(name, zero, s
 
 
 @needs_cuda_compiler
-def test_prefetch_hides_gathers_behind_matmuls_at_equal_bytes():
-    def audit(*overrides):
-        loaded = request.load(
-            str(ROOT / "configs" / f"{GPT2}.yaml"),
-            ["parallel.zero=3", "parallel.microbatches=1", "memory.remat=full", *overrides],
-        )
-        compiled = script.audit(loaded, "h100", 8)["compiled"]
-        return next(row for row in compiled["collectives"] if row["op"] == "all_gather")
-
-    plain, ahead = audit(), audit("parallel.prefetch=true")
-    assert ahead["bytes_per_device"] == plain["bytes_per_device"]
-    assert plain["behind_matmuls_bytes"] == 0
-    # Layers are 3/4 of the bytes. In the backward jax 0.12 gathers beside the gradients of norms and biases.
-    assert ahead["behind_matmuls_bytes"] > (0.7 if jax.__version_info__ < (0, 12) else 0.37) * ahead["bytes_per_device"]
-    assert ahead["exposed_bytes"] < 0.01 * ahead["bytes_per_device"]
-
-
-@needs_cuda_compiler
-@pytest.mark.parametrize("layout", cover(["parallel.microbatches=8 parallel.pipe=4"], ["parallel.microbatches=4"]))
-def test_prefetch_with_microbatches_and_stages_has_equal_bytes(layout):
+@pytest.mark.parametrize(
+    "layout",
+    cover(
+        ["parallel.microbatches=8 parallel.pipe=4"],
+        ["parallel.microbatches=1", "parallel.microbatches=4"],
+    ),
+)
+def test_prefetch_has_equal_bytes(layout):
     def audit(*overrides):
         keys = ["parallel.zero=3", "memory.remat=full", "parallel.data=-1", *layout.split(), *overrides]
-        keys.append("model.tie_embeddings=false")  # the microbatch loop gathers tied ones at both ends
+        keys.append("model.tie_embeddings=false")  # the hand-written loop gathers tied ones at both ends
         compiled = script.audit(request.load(str(ROOT / "configs" / f"{GPT2}.yaml"), keys), "h100", 8)["compiled"]
         return compiled, next(row for row in compiled["collectives"] if row["op"] == "all_gather")
 
@@ -248,7 +236,7 @@ def test_prefetch_with_microbatches_and_stages_has_equal_bytes(layout):
     assert ahead["flops"] == plain["flops"]
     assert gathered_ahead["exposed_bytes"] < 0.01 * gathered["bytes_per_device"]
     assert gathered["behind_matmuls_bytes"] == 0
-    least = 0.1 if "pipe" in layout else 0.5  # jax 0.12 hides half as much in a stage as 0.10
+    least = 0.4 if "pipe" in layout else 0.7
     assert gathered_ahead["behind_matmuls_bytes"] > least * gathered["bytes_per_device"]
 
 

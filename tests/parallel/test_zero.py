@@ -51,6 +51,7 @@ COVER = [
     case("replica 2 data 2", "llama", zero=3, microbatches=4),
     case("replica 2 data 4", "gpt2", "selective", zero=3, microbatches=1),
     case("data 4", "gpt2", "full", zero=3, microbatches=4, prefetch=True),
+    case("data 4", "llama", "selective", zero=3, microbatches=1, prefetch=True),
     case("replica 2 data 2", "llama", "block:2", zero=3, microbatches=4, prefetch=True),
 ]
 

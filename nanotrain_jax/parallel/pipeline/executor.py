@@ -109,7 +109,9 @@ def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
             sums = _with_loss(stage, unit, stage.is_last(unit), x, sums)
         return (x, sums), nothing
 
-    (x, sums), _ = stage.when(unit >= 0, "forward", work, (loops.get(inputs, stage.slot("inputs", unit)), sums), ())
+    (x, sums), _ = stage.when(
+        stage.works(unit), "forward", work, (loops.get(inputs, stage.slot("inputs", unit)), sums), ()
+    )
     if stage.model.split_ends:
         shared = both_ends.share_outputs(stage, of_ends.embedded, shared, x)
     return (shifted(stage, x, 1), inputs, sums, shared), None
@@ -226,7 +228,10 @@ def _initial_carry(stage: Stage) -> Carry:
     rows = stage.schedule.chunks * stage.layers_per_chunk
     loss = _type_of_last(stage)
     of_ends = zeros(stage.model.ends, dtype=jnp.float32)
-    of_layers = zeros(_first_arguments(stage)[1], count=rows, dtype=jnp.float32)
+    of_layer = _first_arguments(stage)[1]
+    if stage.model.scatter:
+        of_layer = jax.eval_shape(stage.model.scatter, of_layer)
+    of_layers = zeros(of_layer, count=rows, dtype=jnp.float32)
     reduced = None
     if stage.model.reduce:
         of_row = jax.tree.map(lambda x: x[0], of_layers)

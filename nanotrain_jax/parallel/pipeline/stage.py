@@ -58,12 +58,24 @@ class Stage:
         used = self.vjp.residuals_for_x if self.is_split else range(len(self.vjp.residuals))
         return sorted(set(used) - set(self.weight_residuals))
 
-    def is_first(self, unit: jax.Array) -> jax.Array:
-        """True if the unit's chunk is the first of the model; not for unit -1."""
-        return (self.index == 0) & (unit < self.schedule.microbatches)
+    @property
+    def is_alone(self) -> bool:
+        """True if there is one stage, never idle: the schedule is a loop over microbatches, without branches."""
+        tables = self.schedule.forward, self.schedule.backward
+        return self.schedule.stages == self.schedule.chunks == 1 and all((table >= 0).all() for table in tables)
 
-    def is_last(self, unit: jax.Array) -> jax.Array:
+    def works(self, unit: jax.Array) -> jax.Array | bool:
+        """True if the unit is one: False for unit -1."""
+        return self.is_alone or unit >= 0
+
+    def is_first(self, unit: jax.Array) -> jax.Array | bool:
+        """True if the unit's chunk is the first of the model; not for unit -1."""
+        return self.is_alone or (self.index == 0) & (unit < self.schedule.microbatches)
+
+    def is_last(self, unit: jax.Array) -> jax.Array | bool:
         """True if the unit's chunk is the last of the model."""
+        if self.is_alone:
+            return True
         C, M = self.schedule.chunks, self.schedule.microbatches
         return (self.index == lax.axis_size(self.axis) - 1) & (unit >= (C - 1) * M)
 
@@ -118,8 +130,11 @@ class Stage:
             return work(0, values, store)
         return self.when(loops.get(self.is_layer, row), "layer", work, values, store)
 
-    def when(self, wanted: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
-        """work(turn, values, store) where wanted, else both unchanged (`loops.skip_or_mask`)."""
+    def when(self, wanted: jax.Array | bool, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
+        """work(turn, values, store) where wanted, else both unchanged (`loops.skip_or_mask`). True: no branch."""
+        if wanted is True:
+            with jax.named_scope(what):
+                return work(0, values, store)
         return loops.skip_or_mask(self.idle, wanted, what, work, values, store)
 
 

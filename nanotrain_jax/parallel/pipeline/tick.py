@@ -16,8 +16,8 @@ residuals stay in ring buffers (`ring_buffers.py`) with one slot per microbatch 
 number of microbatches (except gpipe's). The rematerialization policy of the layer decides what its residuals are.
 
 The loop over the layers of a chunk (`layer_loop.py`) prefetches the weights of the next layer, and in the backward its
-residuals in host memory. With `LayeredModel.reduce`, the backward (or W) that completes the gradients of a chunk also
-reduces those of the previous layer.
+residuals in host memory. With `LayeredModel.scatter` the backward (or W) of a layer also scatters the gradients of the
+layer before; with `LayeredModel.reduce` the last one of a chunk reduces the complete gradients likewise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import shift
+from nanotrain_jax.parallel.collectives import shift, varying_axes
 from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
 from nanotrain_jax.parallel.pipeline import both_ends, ring_buffers
 from nanotrain_jax.parallel.pipeline.both_ends import add
@@ -95,7 +95,7 @@ def forward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
         return over_layers(LayerWork(run, partial(stage.fetch, unit)), (x, buffers), stage.layers_per_chunk)
 
     x = loops.get(carry.inputs, stage.slot("inputs", unit))
-    x, residuals = stage.when(unit >= 0, "forward", work, x, carry.residuals)
+    x, residuals = stage.when(stage.works(unit), "forward", work, x, carry.residuals)
     return carry._replace(x=x, residuals=residuals)
 
 
@@ -118,12 +118,12 @@ def backward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
         g, sums, intermediates = _through_chunk(stage, unit + turn, layers, through, reverse=True)
         of_ends = sums.ends
         if not stage.model.split_ends:
-            is_first = stage.is_first(unit) & (unit >= 0)  # masked, unit may be -1
+            is_first = stage.is_first(unit) & stage.works(unit)  # masked, unit may be -1
             g, of_ends = both_ends.backward_first(stage, unit, is_first, g, of_ends)
         return g, (sums._replace(ends=of_ends), intermediates)
 
     g = loops.get(carry.gradients, stage.slot("gradients", unit))
-    g, (sums, intermediates) = stage.when(unit >= 0, "backward", work, g, (carry.sums, carry.intermediates))
+    g, (sums, intermediates) = stage.when(stage.works(unit), "backward", work, g, (carry.sums, carry.intermediates))
     return carry._replace(g=g, sums=sums, intermediates=intermediates)
 
 
@@ -148,6 +148,8 @@ def _through_chunk(stage: Stage, unit: jax.Array, layers: Callable, carry: Tree,
 def _backward_layers(stage: Stage, buffers: Residuals, unit: jax.Array, is_final: bool) -> LayerWork:
     """The backward of the layers of the unit's chunk. carry: g, sums, intermediates."""
 
+    sends = _sends(stage, is_final) and not stage.is_split
+
     def ahead(i: jax.Array) -> tuple[Tree | None, dict]:
         return stage.fetch(unit, i), ring_buffers.prefetch(stage, buffers, unit, i)
 
@@ -157,26 +159,36 @@ def _backward_layers(stage: Stage, buffers: Residuals, unit: jax.Array, is_final
         arguments = stage.arguments(unit, i, weights)
 
         def layer(_: jax.Array, values: tuple, store: tuple[Sums, list]) -> tuple[tuple, tuple]:
-            g, complete = values
+            g, produced = values
             sums, intermediates = store
             residuals = ring_buffers.residuals_of(stage, buffers, unit, i, prefetched)
             if stage.is_split:
                 g, of_layer = stage.vjp.backward_x(residuals, *arguments, g)
                 slot = ring_buffers.index(stage, "intermediates", unit, i)
-                return (g, complete), (sums, loops.put(intermediates, slot, of_layer))
+                return (g, produced), (sums, loops.put(intermediates, slot, of_layer))
             gradients, g = stage.vjp.backward(residuals, *arguments, g)
-            sums, complete = _accumulate(stage, unit, i, sums, gradients, is_final)
-            return (g, complete), (sums, intermediates)
+            sums, produced = _accumulate(stage, unit, i, sums, gradients, is_final)
+            return (g, produced), (sums, intermediates)
 
-        values = g, _sums_of(stage, unit, i, sums) if is_final else None
-        (g, complete), store = stage.if_layer(stage.row(unit, i), layer, values, (sums, intermediates))
-        return (g, *store), complete
+        values = g, _of_padding(stage, unit, i, sums, arguments[1]) if sends else None
+        (g, produced), (sums, intermediates) = stage.if_layer(stage.row(unit, i), layer, values, (sums, intermediates))
+        if (
+            stage.is_alone and stage.model.scatter
+        ):  # else XLA computes and scatters gradients of the ends after all layers
+            g = jax.tree.map(partial(_after, sums.ends), g)
+        return (g, sums, intermediates), produced
 
-    def behind(carry: tuple[Tree, Sums, list], i: jax.Array, complete: Tree) -> tuple:
+    def behind(carry: tuple[Tree, Sums, list], i: jax.Array, produced: Tree) -> tuple:
         g, sums, intermediates = carry
-        return g, _reduce(stage, unit, i, sums, complete), intermediates
+        return g, _send(stage, unit, i, sums, produced), intermediates
 
-    return LayerWork(run, ahead, behind if is_final else None)
+    return LayerWork(run, ahead, behind if sends else None)
+
+
+def _after(others: Tree, x: jax.Array) -> jax.Array:
+    """Return x, computed after the others that vary over no further axes (a barrier joins the types of arrays)."""
+    alike = [other for other in jax.tree.leaves(others) if varying_axes(other) <= varying_axes(x)]
+    return lax.optimization_barrier((x, alike))[0]
 
 
 def weight(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
@@ -191,6 +203,7 @@ def weight(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
 
 def _weight_layers(stage: Stage, carry: Carry, unit: jax.Array, is_final: bool) -> LayerWork:
     """The weight gradients of the layers of the unit's chunk. carry of the loop: sums."""
+    sends = _sends(stage, is_final)
 
     def ahead(i: jax.Array) -> tuple[Tree | None, dict]:
         return stage.fetch(unit, i), ring_buffers.prefetch(stage, carry.residuals, unit, i, ("backward_weight",))
@@ -199,40 +212,64 @@ def _weight_layers(stage: Stage, carry: Carry, unit: jax.Array, is_final: bool) 
         weights, prefetched = fetched
         arguments = stage.arguments(unit, i, weights)
 
-        def layer(_: jax.Array, complete: Tree, sums: Sums) -> tuple[Tree, Sums]:
+        def layer(_: jax.Array, produced: Tree, sums: Sums) -> tuple[Tree, Sums]:
             intermediates = ring_buffers.load(carry.intermediates, ring_buffers.index(stage, "intermediates", unit, i))
             residuals = ring_buffers.residuals_of(stage, carry.residuals, unit, i, prefetched)
             gradients = stage.vjp.backward_weights(residuals, *arguments, intermediates)
-            sums, complete = _accumulate(stage, unit, i, sums, gradients, is_final)
-            return complete, sums
+            sums, produced = _accumulate(stage, unit, i, sums, gradients, is_final)
+            return produced, sums
 
-        complete = _sums_of(stage, unit, i, sums) if is_final else None
-        complete, sums = stage.if_layer(stage.row(unit, i), layer, complete, sums)
-        return sums, complete
+        produced = _of_padding(stage, unit, i, sums, arguments[1]) if sends else None
+        produced, sums = stage.if_layer(stage.row(unit, i), layer, produced, sums)
+        return sums, produced
 
-    def behind(sums: Sums, i: jax.Array, complete: Tree) -> Sums:
-        return _reduce(stage, unit, i, sums, complete)
+    def behind(sums: Sums, i: jax.Array, produced: Tree) -> Sums:
+        return _send(stage, unit, i, sums, produced)
 
-    return LayerWork(run, ahead, behind if is_final else None)
+    return LayerWork(run, ahead, behind if sends else None)
+
+
+def _sends(stage: Stage, is_final: bool) -> bool:
+    """True if the loop that computes weight gradients sends those of a layer while the next layer computes."""
+    return is_final or stage.model.scatter is not None
 
 
 def _accumulate(
     stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums, gradients: Tree, is_final: bool
 ) -> tuple[Sums, Tree | None]:
-    """Add gradients of the i-th layer of the unit's chunk to its sums -> sums, None; is_final: -> sums, total."""
-    row = stage.row(unit, i)
-    wanted = unit >= 0 if stage.is_layer is None else (unit >= 0) & loops.get(stage.is_layer, row)
-    total = add(stage, loops.get(sums.layers, row), gradients, wanted)
+    """Add gradients of the i-th layer of the unit's chunk to its sums -> sums, None.
+
+    What is sent in the next turn is returned instead: -> sums, gradients to scatter; is_final: -> sums, total.
+    """
+    if stage.model.scatter:
+        return sums, gradients
+    total = _total(stage, unit, i, sums, gradients)
     if is_final:
         return sums, total
-    return sums._replace(layers=loops.put(sums.layers, row, total)), None
+    return _with_total(stage, unit, i, sums, total), None
 
 
-def _sums_of(stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums) -> Tree:
-    """Gradients of the i-th layer of the unit's chunk so far."""
+def _send(stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums, produced: Tree) -> Sums:
+    """Scatter the gradients of the i-th layer of the unit's chunk and add them to its sums; or reduce its total."""
+    if stage.model.scatter:
+        total = _total(stage, unit, i, sums, stage.model.scatter(produced))
+        return _with_total(stage, unit, i, sums, total)
+    return sums._replace(reduced=loops.put(sums.reduced, stage.row(unit, i), stage.model.reduce(produced)))
+
+
+def _total(stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums, gradients: Tree) -> Tree:
+    """Sums of the i-th layer of the unit's chunk, plus gradients."""
+    row = stage.row(unit, i)
+    wanted = unit >= 0 if stage.is_layer is None else (unit >= 0) & loops.get(stage.is_layer, row)
+    return add(stage, loops.get(sums.layers, row), gradients, wanted)
+
+
+def _with_total(stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums, total: Tree) -> Sums:
+    return sums._replace(layers=loops.put(sums.layers, stage.row(unit, i), total))
+
+
+def _of_padding(stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums, inputs: Tree) -> Tree:
+    """What a row that is no layer sends, of the types that a layer does."""
+    if stage.model.scatter:
+        return loops.zeros(inputs, stage.axis)
     return loops.get(sums.layers, stage.row(unit, i))
-
-
-def _reduce(stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums, total: Tree) -> Sums:
-    """Reduce the complete gradients of the i-th layer of the unit's chunk over devices."""
-    return sums._replace(reduced=loops.put(sums.reduced, stage.row(unit, i), stage.model.reduce(total)))
