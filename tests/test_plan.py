@@ -184,7 +184,7 @@ def test_compiling_without_the_cuda_compiler_is_a_request_error(monkeypatch, cap
 
 
 def test_a_compiler_error_is_one_line_and_exits_with_1(monkeypatch, capsys):
-    def fails(*_):
+    def fails(*_, **__):
         raise RuntimeError("RESOURCE_EXHAUSTED:\n  out of memory")
 
     monkeypatch.setattr(plan.topology, "check_compiler", lambda gpu: None)

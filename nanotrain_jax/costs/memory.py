@@ -121,7 +121,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     always = state(config)
     found: dict[str, Parts] = {
         "loss": {"gradients": sums + (head if p.pipe == 1 else 0.0), "activations": residuals, "loss": logits}
-        | {"layer": 2 * b * tokens * D, "buffers": b * V * D if gathers else 0.0},
+        | {"layer": 2 * b * tokens * D, "buffers": (b * V * D if gathers else 0.0) + _transposed_bytes(config)},
         "backward": {"gradients": sums + current + (head if early and p.pipe == 1 else 0.0), "activations": residuals}
         | {"loss": 0.0 if p.pipe > 1 else logits_gradient, "layer": working_set}
         | {"buffers": _backward_buffers(config, layers / L, tokens)},
@@ -150,7 +150,7 @@ def _gradient_sums(config: Config, psi: Parts, shard: Parts) -> tuple[float, flo
 def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
     """Return the bytes gathered or in flight in the backward. layer: its elements; tokens: of a microbatch."""
     p, b = config.parallel, BYTES[config.precision.compute]
-    size = 0.0
+    size = _transposed_bytes(config)
     if p.zero > 1 and zero_devices(config) > 1:
         size += (4 + b * (p.zero == 3)) * layer
     if p.tensor > 1 and p.sequence_parallel:
@@ -161,6 +161,16 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
     if p.pipe > 1:  # a layer's gradients before accumulation; where B computes them, XLA keeps a float32 copy too
         size += (b if outline(config).weights else b + 4) * layer
     return size
+
+
+def _transposed_bytes(config: Config) -> float:
+    """Return the bytes of stacked weights that XLA transposes to gather them at ZeRO 3: those that ZeRO shards along
+    another dim than the first, because tensor splits that."""
+    if config.parallel.zero < 3 or config.parallel.tensor == 1:
+        return 0.0
+    rows = [row for row in table(config.model, config.parallel.tensor).values() if row.part == LAYERS]
+    rows = [row for row in rows if row.split_dim == 0 and is_sharded(row, config)]
+    return offload.weight_bytes(config) * sum(local_elements(row, config) for row in rows) / zero_devices(config)
 
 
 def _mask_bytes(config: Config, tokens: float) -> float:

@@ -267,7 +267,12 @@ def _rescaled(values: jax.Array, scale_N: jax.Array, dim: int, dtype: jnp.dtype)
 
 def _cast(stored: Tree, dtype: jnp.dtype | None) -> Tree:
     """Return stored weights in the dtype in which they are gathered. Moves nothing; None: as stored."""
-    return stored if dtype is None else jax.tree.map(lambda w: w if w.dtype == dtype else w.astype(dtype), stored)
+
+    def cast(w: jax.Array) -> jax.Array:
+        # The barrier keeps the cast of a layer in the loop over layers.
+        return w if w.dtype == dtype else jax.lax.optimization_barrier(w.astype(dtype))
+
+    return stored if dtype is None else jax.tree.map(cast, stored)
 
 
 def gather_ahead(stored: Tree, shards: Shards) -> Tree:

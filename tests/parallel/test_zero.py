@@ -332,7 +332,7 @@ def test_zero_specs_fit_a_foreign_model(params):
     _, mesh = resolved(small(parallel={"data": 8}))
     for stage in range(4):
         weights, state = zero_specs(params, mesh, stage, persist_below=100)
-        split = {(8, 512): P(None, "data"), (512, 8): P("data"), (512,): P("data"), (8,): P()}
+        split = {(8, 512): P("data"), (512, 8): P("data"), (512,): P("data"), (8,): P()}
         for specs, sharded in (weights, stage == 3), (state, stage > 0):
             for spec, param in zip(jax.tree.leaves(specs), jax.tree.leaves(params), strict=True):
                 assert spec == (split[param.shape] if sharded else P())

@@ -79,7 +79,7 @@ def fake_compiler(monkeypatch, *ratios):
     """Make compile_step return these ratios of the estimate in turn; None raises. Return the configs it receives."""
     asked, answers = [], iter(ratios)
 
-    def compile_step(config, gpu):
+    def compile_step(config, gpu, memory_timeline=False):
         asked.append(config)
         ratio, e = next(answers), estimate(config, gpu)
         if ratio is None:
