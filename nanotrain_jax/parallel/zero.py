@@ -106,7 +106,9 @@ def shard_dims(
         count = leaf.size // max(leaf.shape[0], 1) if first else leaf.size
         return dims[0] if dims and size > 1 and count >= persist_below else UNSHARDED
 
-    return jax.tree_util.tree_map_with_path(choose, params, replicated_specs(params) if specs is None else specs)
+    return jax.tree_util.tree_map_with_path(
+        choose, params, jax.tree.map(lambda _: PartitionSpec(), params) if specs is None else specs
+    )
 
 
 def zero_specs(
@@ -129,16 +131,11 @@ def zero_specs(
     if axis not in mesh.shape:
         raise ValueError(f"the mesh has no axis {axis!r}; it has {', '.join(mesh.shape)}: pass axis= one of them")
     shapes = abstract(params)
-    specs = replicated_specs(params) if specs is None else specs
+    specs = jax.tree.map(lambda _: PartitionSpec(), params) if specs is None else specs
     for spec in jax.tree.leaves(specs):
         if axis in jax.tree.leaves(tuple(spec)):
             raise ValueError(f"{spec} is already sharded over {axis}, the axis of ZeRO; use other axes in specs")
     return ZERO[stage].storage(specs, shard_dims(shapes, mesh.shape[axis], persist_below, stacked, specs), (axis,))
-
-
-def replicated_specs(params: Tree) -> Tree:
-    """-> PartitionSpec() for every leaf."""
-    return jax.tree.map(lambda _: PartitionSpec(), params)
 
 
 def _over(axes: tuple[str, ...], specs: Tree, dims: Tree) -> Tree:
