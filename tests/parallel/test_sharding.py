@@ -202,7 +202,7 @@ def test_a_report_shows_layouts_and_bytes_per_device():
         ["one", "device", "holds", "1,296", "of", "2,404", "bytes"],
     ]
     weights, _ = zero_specs(params, mesh, 3, persist_below=100, axis="fsdp")
-    assert describe(params, mesh, weights)[2].split()[1:] == ["float32[8,", "16/fsdp]", "4", "x", "128", "bytes"]
+    assert describe(params, mesh, weights)[2].split()[1:] == ["float32[8/fsdp,", "16]", "4", "x", "128", "bytes"]
     assert report([], params, mesh, layouts=True) == report([], params, mesh)  # problems take precedence
     with pytest.raises(ValueError, match=r"^layouts=True: needs a mesh"):
         report(rules, params, layouts=True)

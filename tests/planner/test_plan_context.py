@@ -67,7 +67,7 @@ def test_a_chosen_context_is_written_and_plans_the_same(tmp_path):
 def test_gather_beyond_the_memory_says_what_works(tmp_path, capsys):
     tree = yaml.safe_load(CONFIG.read_text())
     tree["parallel"] |= {"context_attention": "gather", "microbatches": 2}
-    tree["data"] |= {"seq_len": 393_216, "batch_size": 2}
+    tree["data"] |= {"seq_len": 425_984, "batch_size": 2}
     (tmp_path / "gather.yaml").write_text(yaml.safe_dump(tree))
     assert plan.main(["--config", str(tmp_path / "gather.yaml")]) == 1
     out = capsys.readouterr().out
