@@ -110,9 +110,9 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     logits = (4 + (4 if capability >= 10 else b)) * (m.loss_chunk or tokens) * V
     logits_gradient = 0.0 if early else b * tokens * V
 
-    several, gathers = p.microbatches > 1 or p.pipe > 1, p.zero == 3 and zero_devices(config) > 1
+    several, gathers = p.microbatches > 1 or p.pipe > 1 or p.prefetch, p.zero == 3 and zero_devices(config) > 1
     sums, reduced = _gradient_sums(config, psi, shard) if several else (0.0, 0.0)
-    current = 0.0 if p.pipe > 1 else 4 * sharded_layers if p.zero > 1 else b * layers
+    current = 0.0 if p.pipe > 1 or p.prefetch else 4 * sharded_layers if p.zero > 1 else b * layers
     once = p.zero < 2 and zero_devices(config) * p.replica > 1
     largest = max(local_elements(row, config) for row in table(m, p.tensor).values() if row.part == LAYERS)
     ends = b * psi[ENDS] if p.zero < 2 else 4 * shard[ENDS]
