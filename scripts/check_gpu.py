@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 run_stages(runner, results, names, asked.minutes, path)
             except KeyboardInterrupt:
-                print(f"interrupted; the same command goes on. Results so far: {path.with_suffix('.md')}")
+                print(f"interrupted; the same command continues. Results so far: {path.with_suffix('.md')}")
                 return 130
     except (ValueError, OSError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)

@@ -65,7 +65,7 @@ class Profile:
             sources = hlo.sources(self.program()) if self.program else {}
             text = profile_summary.summary(trace, sources)
             trace.with_name(trace.name.replace(".xplane.pb", ".summary.txt")).write_text(text + "\n")
-        except Exception as error:  # a trace of another form, or a full disk: the run goes on
+        except Exception as error:  # a trace of another form, or a full disk: the run continues
             return "warning: cannot summarize the profile: " + " ".join(f"{type(error).__name__}: {error}".split())
         return text
 

@@ -77,7 +77,7 @@ def test_an_interrupt_keeps_the_results_and_the_same_command_goes_on(tmp_path):
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "the same command goes on" in out
+    assert "the same command continues" in out
     stages, table = saved(tmp_path)
     assert list(stages) == ["float32"]
     assert stages["float32"]["error"] < 1e-5
