@@ -96,8 +96,7 @@ class Attention(nnx.Module):
             q_BTNH, k_BSKH = (rotate(x, self.theta, positions) for x in (q_BTNH, k_BSKH))
         qkv = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k"), remat.name(v_BSKH, "v")
         y_BTNH = self.attend(*qkv, starts_BT)
-        y_BTNH = y_BTNH.reshape(len(x_BTD), -1, *y_BTNH.shape[2:])
-        y_BTD = tensor.row(y_BTNH, self.out_NHD[...], axis, sequence_parallel, options)
+        y_BTD = tensor.row(y_BTNH, self.out_NHD[...], axis, sequence_parallel, options, len(x_BTD))
         y_BTD = remat.name(y_BTD, "attention_out")
         return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
 

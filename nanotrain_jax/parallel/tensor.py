@@ -161,38 +161,46 @@ def row(
     axis: str | None = "tensor",
     sequence_parallel: bool = True,
     options: MatmulOptions = PLAIN_MATMULS,
+    rows: int | None = None,
 ) -> jax.Array:
     """x[B T F/tensor], w[F/tensor D] -> y[B T/tensor D], or y[B T D] without sequence_parallel
 
-    Row-parallel matmul. F may be several dims, the first of them split.
+    Row-parallel matmul. F may be several dims, the first of them split. rows: B of y, if it concatenates rows of x. The
+    backward keeps x as it is, so that what also keeps x, as attention does its output, shares it.
         y[B T D] {sum tensor} = x w                         moves nothing
         leave(y)                                            see `leave`
     With options.overlap, leave's reduce-scatter and its backward's all-gather overlap with x w and g w^T.
     """
+    rows = rows or len(x_BTF)
     if options.overlap and axis is not None:
-        _check_rows(x_BTF, axis)
         x_BTF = as_varying(x_BTF, sorted(varying_axes(w_FD)))
-        return _overlapped_row(axis, options.matmul, x_BTF, as_varying(w_FD, sorted(varying_axes(x_BTF))))
-    return leave(float8.multiply(options.matmul, x_BTF, w_FD, w_FD.ndim - 1), axis, sequence_parallel)
+        return _overlapped_row(axis, options.matmul, rows, x_BTF, as_varying(w_FD, sorted(varying_axes(x_BTF))))
+    y_BTD = float8.multiply(options.matmul, x_BTF, w_FD, w_FD.ndim - 1)
+    return leave(y_BTD.reshape(rows, -1, w_FD.shape[-1]), axis, sequence_parallel)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _overlapped_row(axis: str, matmul: Matmul, x_BTF: jax.Array, w_FD: jax.Array) -> jax.Array:
-    return _overlapped_row_forward(axis, matmul, x_BTF, w_FD)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _overlapped_row(axis: str, matmul: Matmul, rows: int, x_BTF: jax.Array, w_FD: jax.Array) -> jax.Array:
+    return _overlapped_row_forward(axis, matmul, rows, x_BTF, w_FD)[0]
 
 
-def _overlapped_row_forward(axis: str, matmul: Matmul, x_BTF: jax.Array, w_FD: jax.Array) -> tuple[jax.Array, tuple]:
-    y_BTD = checkpoint_name(matmul_scatter(x_BTF, w_FD, axis, matmul), "row")
+def _overlapped_row_forward(
+    axis: str, matmul: Matmul, rows: int, x_BTF: jax.Array, w_FD: jax.Array
+) -> tuple[jax.Array, tuple]:
+    concatenated_BTF = x_BTF.reshape(rows, -1, *x_BTF.shape[2:])
+    _check_rows(concatenated_BTF, axis)
+    y_BTD = checkpoint_name(matmul_scatter(concatenated_BTF, w_FD, axis, matmul), "row")
     return y_BTD, (x_BTF, w_FD)
 
 
 def _overlapped_row_backward(
-    axis: str, matmul: Matmul, residuals: tuple, g_BTD: jax.Array
+    axis: str, matmul: Matmul, _: int, residuals: tuple, g_BTD: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x_BTF, w_FD = residuals
     (g_BTF,), g_BTD = gather_matmuls(g_BTD, [jnp.moveaxis(w_FD, -1, 0)], axis, matmul, is_gradient=True)
-    grad_FD = float8.weight_gradient(matmul, matmul.operand(x_BTF), matmul.gradient(g_BTD), w_FD, w_FD.ndim - 1)
-    return g_BTF.astype(x_BTF.dtype), grad_FD
+    g_BTD = matmul.gradient(g_BTD.reshape(*x_BTF.shape[:2], -1))
+    grad_FD = float8.weight_gradient(matmul, matmul.operand(x_BTF), g_BTD, w_FD, w_FD.ndim - 1)
+    return g_BTF.reshape(x_BTF.shape).astype(x_BTF.dtype), grad_FD
 
 
 _overlapped_row.defvjp(_overlapped_row_forward, _overlapped_row_backward)
