@@ -120,7 +120,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
 
     always = state(config)
     found: dict[str, Parts] = {
-        "loss": {"gradients": sums + (head if p.pipe == 1 else 0.0), "activations": residuals, "loss": logits}
+        "loss": {"gradients": (0.0 if p.pipe == p.microbatches == 1 else sums) + (head if p.pipe == 1 else 0.0), "activations": residuals, "loss": logits}
         | {"layer": 2 * b * tokens * D, "buffers": (b * V * D if gathers else 0.0) + _transposed_bytes(config)},
         "backward": {"gradients": sums + current + (head if early and p.pipe == 1 else 0.0), "activations": residuals}
         | {"loss": 0.0 if p.pipe > 1 else logits_gradient, "layer": working_set}
@@ -164,12 +164,14 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
 
 
 def _transposed_bytes(config: Config) -> float:
-    """Return the bytes of stacked weights that XLA transposes to gather them at ZeRO 3: those that ZeRO shards along
-    another dim than the first, because tensor splits that."""
+    """Return the bytes of weights that XLA transposes to gather them at ZeRO 3: those that ZeRO shards along another
+    dim than the first, because tensor splits that; the ends only before a loop over microbatches."""
     if config.parallel.zero < 3 or config.parallel.tensor == 1:
         return 0.0
-    rows = [row for row in table(config.model, config.parallel.tensor).values() if row.part == LAYERS]
-    rows = [row for row in rows if row.split_dim == 0 and is_sharded(row, config)]
+    rows = table(config.model, config.parallel.tensor, config.parallel.vocab_shards)
+    rows = [row for row in rows.values() if row.split_dim == 0 and is_sharded(row, config)]
+    if config.parallel.microbatches == 1:
+        rows = [row for row in rows if row.part == LAYERS]
     return offload.weight_bytes(config) * sum(local_elements(row, config) for row in rows) / zero_devices(config)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from math import prod
 from typing import Literal, NamedTuple
 
+import jax
+
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config, fits_flash
 from nanotrain_jax.costs import counts, flops, hardware, memory, offload
@@ -16,10 +18,10 @@ from nanotrain_jax.planner.step_time import Transfer, times
 
 MEMORY_FRACTION = 0.75  # of a GPU's memory, which JAX preallocates (XLA_PYTHON_CLIENT_MEM_FRACTION)
 
-# Margin of the peak estimate, as a fraction of it. Of the 94 peaks in tests/golden/audit.json (48 layouts, two
-# compilers; two are not estimated) 95% are at most 3.8% above their estimates, and all but one within the margin; those
-# that store attention scores are up to 5.9% above. A margin is needed because a search favours underestimated layouts.
-MARGIN, SCORES_MARGIN = 0.05, 0.1
+# Margin of the peak estimate, as a fraction of it: no peak in tests/golden/audit.json is further above its estimate. The
+# larger one is for layouts that store attention scores, and for ZeRO 3 with jax before 0.12, whose XLA may allocate the
+# gradients of layers before the loss. A margin is needed because a search favours underestimated layouts.
+MARGIN, LARGE_MARGIN = 0.05, 0.1
 
 Verdict = Literal["fits", "may not fit", "does not fit"]
 
@@ -73,9 +75,10 @@ def stores_scores(config: Config) -> bool:
     return not fits_flash(config.model, config.precision.compute)
 
 
-def margin(config: Config) -> float:
-    """Return the margin of the peak estimate, as a fraction of it."""
-    return SCORES_MARGIN if stores_scores(config) else MARGIN
+def margin(config: Config, jax_version: tuple[int, ...] = jax.__version_info__) -> float:
+    """Return the margin of the peak estimate, as a fraction of it, with the compiler of a jax version."""
+    is_early = jax_version < (0, 12) and config.parallel.zero == 3 and not config.parallel.prefetch
+    return LARGE_MARGIN if stores_scores(config) or is_early else MARGIN
 
 
 def verdict(peak_bytes: float, margin: float, limit_bytes: float) -> Verdict:

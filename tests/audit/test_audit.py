@@ -275,18 +275,18 @@ def test_golden_wire_bytes_of_stages_0_and_1_do_not_depend_on_microbatches():
 
 
 def test_golden_peaks_match_the_estimates():
-    """On at least 30 configurations: within 10% with both compilers, and within the margin except for five."""
-    golden, worst, above = golden_rows(), {}, []
+    """On at least 30 configurations, with both compilers: within 10%, and at most the margin above."""
+    golden, worst = golden_rows(), {}
     for case in [*CASES, TOO_LARGE, *MORE, BLACKWELL]:
         for version, size in golden[name(case)]["peak_bytes"].items():
             if not peak_is_not_estimated(case, version):
                 ratio = size / estimated(case).peak_bytes
                 assert 0.9 <= ratio <= 1.1, (name(case), version)
                 worst[ratio - 1] = name(case), version
-                above.append(ratio - 1 > margin(estimated(case).config))
+                jax_version = tuple(map(int, version.split(".")))
+                assert ratio - 1 <= margin(estimated(case).config, jax_version), (name(case), version)
     assert len(golden) == len([*CASES, TOO_LARGE, *MORE, BLACKWELL]) >= 30
     assert worst[max(worst)] == (f"{LLAMA} 8 batch_size=8 remat=full", "0.10")  # as audit/README.md says
-    assert sum(above) == 5
 
 
 def test_golden_memory_decreases_with_zero_stage_and_remat():

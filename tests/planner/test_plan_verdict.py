@@ -15,7 +15,7 @@ from nanotrain_jax.costs import flops, hardware, memory
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 from nanotrain_jax.planner import search
 from nanotrain_jax.planner.compiled import compile_step
-from nanotrain_jax.planner.estimate import MARGIN, SCORES_MARGIN, estimate, margin
+from nanotrain_jax.planner.estimate import MARGIN, LARGE_MARGIN, estimate, margin
 from nanotrain_jax.planner.report import page
 
 LLAMA = ROOT / "configs/llama3_8b.yaml"
@@ -52,7 +52,7 @@ def test_a_peak_near_the_limit_may_not_fit_and_exits_with_3(headroom, code, word
 
 
 def test_stored_attention_scores_have_a_larger_margin():
-    assert margin(small()) == MARGIN < SCORES_MARGIN == margin(small().replace("model", attention="xla"))
+    assert margin(small()) == MARGIN < LARGE_MARGIN == margin(small().replace("model", attention="xla"))
 
 
 def test_a_search_rejects_layouts_that_fit_only_without_the_margin():

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import shift, varying_axes
+from nanotrain_jax.parallel.collectives import as_varying, shift, varying_axes
 from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
 from nanotrain_jax.parallel.pipeline import both_ends, ring_buffers
 from nanotrain_jax.parallel.pipeline.both_ends import add
@@ -112,6 +112,8 @@ def backward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
         of_ends = sums.ends
         if not stage.model.split_ends:
             g, of_ends = both_ends.backward_last(stage, unit, stage.is_last(unit), g, of_ends)
+        if stage.is_alone and stage.schedule.microbatches == 1:
+            sums = sums._replace(layers=jax.tree.map(partial(_zeros_after, g), sums.layers))
         layers = partial(_backward_layers, stage, carry.residuals)
         through = g, sums._replace(ends=of_ends), intermediates
         # Depends on turn, or XLA hoists the recomputation of a single layer out of the branch: into every tick.
@@ -189,6 +191,12 @@ def _after(others: Tree, x: jax.Array) -> jax.Array:
     """Return x, computed after the others that vary over no further axes (a barrier joins the types of arrays)."""
     alike = [other for other in jax.tree.leaves(others) if varying_axes(other) <= varying_axes(x)]
     return lax.optimization_barrier((x, alike))[0]
+
+
+def _zeros_after(g: Tree, sums: jax.Array) -> jax.Array:
+    """Zeros like sums, that XLA does not allocate before g is computed, from the activations of all layers."""
+    zero, _ = lax.optimization_barrier((as_varying(jnp.zeros((), sums.dtype), varying_axes(sums)), jax.tree.leaves(g)))
+    return jnp.broadcast_to(zero, sums.shape)
 
 
 def weight(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
