@@ -112,6 +112,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
 
     several, gathers = p.microbatches > 1 or p.pipe > 1 or p.prefetch, p.zero == 3 and zero_devices(config) > 1
     sums, reduced = _gradient_sums(config, psi, shard) if several else (0.0, 0.0)
+    earlier = 0.0 if p.pipe == p.microbatches == 1 else sums  # before the loss
     current = 0.0 if p.pipe > 1 or p.prefetch else 4 * sharded_layers if p.zero > 1 else b * layers
     once = p.zero < 2 and zero_devices(config) * p.replica > 1
     largest = max(local_elements(row, config) for row in table(m, p.tensor).values() if row.part == LAYERS)
@@ -120,7 +121,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
 
     always = state(config)
     found: dict[str, Parts] = {
-        "loss": {"gradients": (0.0 if p.pipe == p.microbatches == 1 else sums) + (head if p.pipe == 1 else 0.0), "activations": residuals, "loss": logits}
+        "loss": {"gradients": earlier + (head if p.pipe == 1 else 0.0), "activations": residuals, "loss": logits}
         | {"layer": 2 * b * tokens * D, "buffers": (b * V * D if gathers else 0.0) + _transposed_bytes(config)},
         "backward": {"gradients": sums + current + (head if early and p.pipe == 1 else 0.0), "activations": residuals}
         | {"loss": 0.0 if p.pipe > 1 else logits_gradient, "layer": working_set}

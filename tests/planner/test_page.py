@@ -246,7 +246,8 @@ def test_every_candidate_and_every_reason_has_a_row(browser, show, plan, found, 
         p = e.config.parallel
         assert row[1] == " x ".join(f"{axis} {size}" for axis, size in p.axes.items() if size > 1)
         assert [row[2], row[4], row[5]] == [str(p.zero), str(p.chunks), str(p.microbatches)]
-        assert row[6].split(",")[0] == e.config.memory.remat  # and model.loss_chunk, if any
+        chunk = e.config.model.loss_chunk
+        assert row[6] == (f"{e.config.memory.remat}, loss_chunk={chunk}" if chunk else e.config.memory.remat)
         assert float(row[7]) == pytest.approx(e.peak_bytes / 1e9, rel=5e-3)
         assert row[10:] == [f"{100 * e.mfu:.1f}", f"{100 * e.bubble_fraction:.1f}"]
     assert sum(int(row[0].replace(",", "")) for row in reasons) == found.rejected.total()

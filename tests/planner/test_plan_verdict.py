@@ -15,7 +15,7 @@ from nanotrain_jax.costs import flops, hardware, memory
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 from nanotrain_jax.planner import search
 from nanotrain_jax.planner.compiled import compile_step
-from nanotrain_jax.planner.estimate import MARGIN, LARGE_MARGIN, estimate, margin
+from nanotrain_jax.planner.estimate import LARGE_MARGIN, MARGIN, estimate, margin
 from nanotrain_jax.planner.report import page
 
 LLAMA = ROOT / "configs/llama3_8b.yaml"
@@ -23,23 +23,24 @@ GPT3 = ROOT / "configs/gpt3_175b.yaml"
 
 
 def peak_of(*overrides):
-    """Return the estimated peak of Llama-3-8B on 8 H100s, as a fraction of the GPU's memory."""
+    """Return the estimated peak of Llama-3-8B on 8 H100s, as a fraction of the GPU's memory, and its margin."""
     config = plan.on_gpus(load.load(LLAMA, overrides), 8, "h100")
-    return estimate(config, "h100").peak_bytes / hardware.find("h100").memory_bytes
+    return estimate(config, "h100").peak_bytes / hardware.find("h100").memory_bytes, margin(config)
 
 
 @pytest.mark.parametrize(
-    ("headroom", "code", "words"),
-    [(1 + 1.01 * MARGIN, 0, "fits: "), (1.001, 3, "may not fit, compile it"), (0.999, 1, "does not fit: ")],
+    ("headroom", "code", "words"),  # in margins
+    [(1.01, 0, "fits: "), (0.01, 3, "may not fit, compile it"), (-0.01, 1, "does not fit: ")],
 )
 def test_a_peak_near_the_limit_may_not_fit_and_exits_with_3(headroom, code, words, tmp_path, capsys):
     file, folder = tmp_path / "plan.json", tmp_path / "report"
-    fraction = headroom * peak_of()
+    peak, fraction_of_peak = peak_of()
+    fraction = (1 + headroom * fraction_of_peak) * peak
     assert run("--config", LLAMA, "--memory-fraction", fraction, "--json", file, "--report", folder) == code
     assert words in " ".join(capsys.readouterr().out.split())
     found = json.loads(file.read_text())
     assert (found["fits"], found["within_margin"]) == (code == 0, code == 3)
-    assert found["estimate"]["margin_bytes"] == pytest.approx(MARGIN * found["estimate"]["peak_bytes"])
+    assert found["estimate"]["margin_bytes"] == pytest.approx(fraction_of_peak * found["estimate"]["peak_bytes"])
     verdict = re.search(r'<p class="verdict (\w+)"><b>. ([a-z ]+)</b>', (folder / "index.html").read_text()).groups()
     assert (
         verdict
