@@ -1,10 +1,11 @@
 """Peak memory of a device in closed form, with sources. For resolved configs.
 
-A step reaches its peak in one of three moments; the peak is the largest of their sums:
+A step reaches its peak in one of four moments; the peak is the largest of their sums:
 
     loss      after the forward: the activations of all layers, and the logits
     backward  at the first layer to go back: activations, gradients, and the working set of one layer
-    update    activations are freed; gradients are complete, and the largest of them is being communicated
+    embedding activations are freed; the full gradient of the embedding is being scattered (stages 2 and 3)
+    update    gradients are complete, and the largest of them, or of the updated weights, is being communicated
 
 Bytes per device. Symbols as in costs/counts.py; x is the residual stream, B T D.
 """
@@ -119,18 +120,19 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     ends = b * psi[ENDS] if p.zero < 2 else 4 * shard[ENDS]
     sent = g * sum(psi.values()) if once and p.zero == 0 and not several else 0.0  # all, in the dtype on the wire
 
-    always = state(config)
     found: dict[str, Parts] = {
         "loss": {"gradients": earlier + (head if p.pipe == 1 else 0.0), "activations": residuals, "loss": logits}
         | {"layer": 2 * b * tokens * D, "buffers": (b * V * D if gathers else 0.0) + _transposed_bytes(config)},
         "backward": {"gradients": sums + current + (head if early and p.pipe == 1 else 0.0), "activations": residuals}
         | {"loss": 0.0 if p.pipe > 1 else logits_gradient, "layer": working_set}
         | {"buffers": _backward_buffers(config, layers / L, tokens)},
+        "embedding": {"gradients": sums + current + ends, "activations": 0.0, "loss": 0.0, "layer": 0.0}
+        | {"buffers": _embedding_buffers(config)},
         "update": {"gradients": reduced or (sent if sent else current + ends), "activations": 0.0}
         | {"loss": 0.0 if several else logits_gradient, "layer": 0.0}
-        | {"buffers": (4 if several else g) * largest if once and not sent else 0.0},
+        | {"buffers": (4 if several else g) * largest if once and not sent else 2 * b * largest * (p.zero == 2)},
     }
-    found = {moment: always | parts for moment, parts in found.items()}
+    found = {moment: state(config) | parts for moment, parts in found.items()}
     return _with_offload(config, found) if set(offload.modes(config)) != {"none"} else found
 
 
@@ -162,6 +164,12 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
     if p.pipe > 1:  # a layer's gradients before accumulation; where B computes them, XLA keeps a float32 copy too
         size += (b if outline(config).weights else b + 4) * layer
     return size
+
+
+def _embedding_buffers(config: Config) -> float:
+    """Return the bytes of the embedding's full float32 gradient, and of the copy of it that ZeRO scatters."""
+    p = config.parallel
+    return 8 * _vocab_elements(config) if p.zero > 1 and p.pipe == 1 and zero_devices(config) > 1 else 0.0
 
 
 def _transposed_bytes(config: Config) -> float:
@@ -214,7 +222,7 @@ def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
         if has_host_gradients:
             parts["gradients"] = 4 * _vocab_elements(config) if moment == "loss" and early else 0.0
             parts["loss"] = parts["loss"] if moment == "loss" else 0.0  # the head's gradient is computed at once
-        if memory.offload_activations == "host" and moment != "update":
+        if memory.offload_activations == "host" and moment in ("loss", "backward"):
             parts["activations"] -= in_host["activations"] - (2 if moment == "backward" else 0) * per_layer
         if parameters and moment == "update":
             parts["buffers"] += _update_buffers(config, parameters, layer)

@@ -187,7 +187,7 @@ def peak(e: Estimate) -> Section:
         present = {part: size for part, size in parts.items() if size}
         shown = " + ".join(f"{size / 1e9:.5g}" for size in present.values())
         lines.append(Line(moment, " + ".join(present), shown, sum(parts.values()) / 1e9, "GB"))
-    return Section("Peak memory", "the largest of three moments; costs/memory.py describes each part", lines)
+    return Section("Peak memory", "the largest of four moments; costs/memory.py describes each part", lines)
 
 
 def host(e: Estimate) -> Section:

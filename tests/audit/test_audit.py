@@ -81,6 +81,7 @@ MORE = [  # in `pytest -m 'cuda_compiler and long'`
     (LLAMA, 1024, ["parallel.data=8", "parallel.replica=128", "data.batch_size=1024", "memory.remat=selective"]),
     *((LLAMA, 8, ["data.batch_size=8", f"memory.remat={remat}"]) for remat in ("none", "selective", "full")),
     (LLAMA, 8, ["data.batch_size=8", "memory.remat=full", "model.loss_chunk=1024"]),
+    (LLAMA, 8, ["data.batch_size=16", "parallel.microbatches=2", "data.seq_len=1024"]),  # the peak is the embedding's
     *(
         (LLAMA, 8, [f"parallel.tensor={t}", f"parallel.data={8 // t}", f"data.batch_size={8 // t}", *more])
         for t, more in (

@@ -171,7 +171,7 @@ def _memory(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
     flag = f'<div class="flag"><span style="{flag}">limit {_gb(limit)}</span></div>'
     rows = [f'<div class="row"><span></span>{flag}</div>']
     rows += [row(moment, [(k, v, PARTS[k][0]) for k, v in parts.items()]) for moment, parts in moments.items()]
-    lead = f"""Memory of a GPU in the three moments of a step that can be its peak. The line is the limit: JAX
+    lead = f"""Memory of a GPU in the four moments of a step that can be its peak. The line is the limit: JAX
     preallocates {limit / capacity:.0%} of the {_gb(capacity)}. While a checkpoint is written, each host holds
     {_gb(plan.host_bytes)} of state."""
     if plan.on_host:
