@@ -141,6 +141,15 @@ def shift(x: jax.Array, axis: str, by: int, ring: bool = True) -> jax.Array:
         return lax.ppermute(as_varying(x, (axis,)), axis, pairs)
 
 
+def send(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """Return x of the device that pairs, (from, to), name for this one along axis; zeros if none.
+
+    Wire bytes per sender: those of x.
+    """
+    with _named("send", axis):
+        return lax.ppermute(as_varying(x, (axis,)), axis, list(pairs))
+
+
 def position(axis: Axis) -> jax.Array:
     """Return this device's index along axis. Moves nothing."""
     return lax.axis_index(axis)
