@@ -116,7 +116,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     earlier = 0.0 if p.pipe == p.microbatches == 1 else sums  # before the loss
     current = 0.0 if p.pipe > 1 or p.prefetch else 4 * sharded_layers if p.zero > 1 else b * layers
     once = p.zero < 2 and zero_devices(config) * p.replica > 1
-    largest = max(local_elements(row, config) for row in table(m, p.tensor).values() if row.part == LAYERS)
+    largest, gathered = _largest(config)
     ends = b * psi[ENDS] if p.zero < 2 else 4 * shard[ENDS]
     sent = g * sum(psi.values()) if once and p.zero == 0 and not several else 0.0  # all, in the dtype on the wire
 
@@ -130,7 +130,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
         | {"buffers": _embedding_buffers(config)},
         "update": {"gradients": reduced or (sent if sent else current + ends), "activations": 0.0}
         | {"loss": 0.0 if several else logits_gradient, "layer": 0.0}
-        | {"buffers": (4 if several else g) * largest if once and not sent else 2 * b * largest * (p.zero == 2)},
+        | {"buffers": 0.0 if sent else (4 if several else g) * largest if once else gathered},
     }
     found = {moment: state(config) | parts for moment, parts in found.items()}
     return _with_offload(config, found) if set(offload.modes(config)) != {"none"} else found
@@ -164,6 +164,16 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
     if p.pipe > 1:  # a layer's gradients before accumulation; where B computes them, XLA keeps a float32 copy too
         size += (b if outline(config).weights else b + 4) * layer
     return size
+
+
+def _largest(config: Config) -> tuple[float, float]:
+    """Return the elements of the largest stacked weight of a device, and the bytes of two of these, which the update
+    gathers at stage 2."""
+    p = config.parallel
+    rows = table(config.model, p.tensor).values()
+    elements = max(local_elements(row, config) for row in rows if row.part == LAYERS)
+    gathers = p.zero == 2 and zero_devices(config) > 1
+    return elements, 2 * BYTES[config.precision.compute] * elements if gathers else 0.0
 
 
 def _embedding_buffers(config: Config) -> float:

@@ -13,7 +13,7 @@ from nanotrain_jax.audit import topology
 GPT2, LLAMA = "gpt2_124m", "llama3_8b"
 STAGES = ["parallel.pipe=4", "parallel.data=2", "parallel.microbatches=16", "data.batch_size=256"]
 CASES = [
-    (LLAMA, ["parallel.zero=3", "memory.remat=full"]),
+    (LLAMA, ["parallel.zero=3", "memory.remat=full", "parallel.microbatches=2", "data.batch_size=16"]),
     (LLAMA, ["parallel.tensor=8", "parallel.data=1", "data.batch_size=1", "memory.remat=full"]),
     (GPT2, [*STAGES, "parallel.schedule=zb_h1", "parallel.zero=1"]),
     (GPT2, ["parallel.zero=2", "memory.remat=selective"]),
