@@ -168,11 +168,11 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
 
 def _largest(config: Config) -> tuple[float, float]:
     """Return the elements of the largest stacked weight of a device, and the bytes of two of these, which the update
-    gathers at stage 2."""
+    gathers at stage 2 (layer by layer, if the optimizer is offloaded)."""
     p = config.parallel
     rows = table(config.model, p.tensor).values()
     elements = max(local_elements(row, config) for row in rows if row.part == LAYERS)
-    gathers = p.zero == 2 and zero_devices(config) > 1
+    gathers = p.zero == 2 and zero_devices(config) > 1 and config.memory.offload_optimizer == "none"
     return elements, 2 * BYTES[config.precision.compute] * elements if gathers else 0.0
 
 
