@@ -194,7 +194,7 @@ def _after(others: Tree, x: jax.Array) -> jax.Array:
 
 
 def _zeros_after(g: Tree, sums: jax.Array) -> jax.Array:
-    """Zeros like sums, that XLA does not allocate before g is computed, from the activations of all layers."""
+    """Return zeros like sums that XLA cannot allocate before g is computed, that is before the loss."""
     zero, _ = lax.optimization_barrier((as_varying(jnp.zeros((), sums.dtype), varying_axes(sums)), jax.tree.leaves(g)))
     return jnp.broadcast_to(zero, sums.shape)
 
