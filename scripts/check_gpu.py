@@ -173,7 +173,7 @@ def prepare(asked: argparse.Namespace, runner: Runner) -> tuple[Results, Path]:
 def main(argv: list[str] | None = None) -> int:
     """Run the stages and print the table."""
     asked = parse(argv)
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # both raise KeyboardInterrupt
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     names = [name for name in STAGES if any(word in name for word in asked.only.split(","))]
     try:
         if asked.minutes <= 0 or not names:

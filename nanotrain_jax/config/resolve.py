@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nanotrain_jax.config.execution import Execution, casts_at_use, execution, reduces_per_layer
-from nanotrain_jax.config.schema import Config, fits_flash
+from nanotrain_jax.config.model_sizes import fits_flash
+from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors
 from nanotrain_jax.parallel.pipeline import schedule_text
 
@@ -65,6 +66,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     check_float8(config)
     check_pipe(config)
     check_offload(config)
+    check_compression(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
     check_optimizer(config)
     check_blocks(config)
@@ -267,6 +269,32 @@ def check_float8(config: Config) -> None:
         raise Misfit(
             f"precision.matmul=float8: {odd}, {sizes[odd]}, must be a multiple of 16",
             f"use {-(-sizes[odd] // 16) * 16}",
+        )
+
+
+def check_compression(config: Config) -> None:
+    """Raise Misfit unless gradients are summed over replica once per step, on the device, in units that stay."""
+    p, m, scale = config.parallel, config.memory, config.precision.loss_scale
+    if p.compression.kind == "none":
+        return
+    key = f"parallel.compress={p.compress}"
+    if p.replica == 1:
+        raise Misfit(f"{key} with parallel.replica=1: gradients are compressed between replicas", "use more replicas")
+    if reduces_per_layer(config):
+        raise Misfit(
+            f"{key} with parallel.grad_reduce=per_layer: what is kept of a gradient needs its sum over microbatches",
+            "use parallel.grad_reduce=after_backward",
+        )
+    if m.offload_optimizer != "none":
+        raise Misfit(
+            f"{key} with memory.offload_optimizer={m.offload_optimizer}: the residual, as large as the master weights, "
+            "would stay on the device",
+            "use memory.offload_optimizer=none, or parallel.compress=none",
+        )
+    if scale != "none":
+        raise Misfit(
+            f"{key} with precision.loss_scale={scale}: the residual would have another scale than later gradients",
+            "use precision.compute=bfloat16 without a loss scale",
         )
 
 

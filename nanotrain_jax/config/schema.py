@@ -7,7 +7,7 @@ one-line ValueError with the value, the rule and the remedy.
 
 from __future__ import annotations
 
-from math import lcm, prod
+from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -16,6 +16,7 @@ from nanotrain_jax.config import families
 from nanotrain_jax.config.values import (
     Axis,
     Choice,
+    Compression,
     Count,
     Factory,
     Layers,
@@ -148,6 +149,12 @@ class Parallel(_Section):
         1, "microbatches per step (gradient accumulation); gradients are reduced once per step"
     )
 
+    compress: str = _key(
+        "none",
+        "with replica > 1: sum gradients over replica compressed, with error feedback: none | topk:RATIO | "
+        "randomk:RATIO | powersgd:RANK",
+    )
+
     @property
     def axes(self) -> dict[str, int]:
         """Mesh axis -> requested size (one may be -1)."""
@@ -165,12 +172,18 @@ class Parallel(_Section):
         return prod(self.axes[axis] for axis in self.vocab_axes)
 
     @property
+    def compression(self) -> Compression:
+        """parallel.compress as a value."""
+        return Compression.parse(self.compress)
+
+    @property
     def is_blockwise(self) -> bool:
         """True if attention is computed block by block, over tokens in zig-zag order (`parallel.context.ZIGZAG`)."""
         return self.context > 1 and self.context_attention != "ulysses"
 
     @model_validator(mode="after")
     def _sizes(self) -> Parallel:
+        Compression.parse(self.compress)
         if self.prefetch and self.zero != 3:
             raise ValueError(
                 f"parallel.prefetch=true with parallel.zero={self.zero}: only zero=3 gathers weights layer by layer; "
@@ -379,17 +392,3 @@ class Config(_Section):
     def replace(self, section: str, **changes: Any) -> Config:
         """Return a copy with some keys of a section changed. Validates nothing."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=changes)})
-
-
-def padded_vocab(vocab_size: int, shards: int) -> int:
-    """Return the number of embedding rows: vocab_size; with shards > 1 rounded up to a multiple of lcm(128, shards).
-
-    shards: `Parallel.vocab_shards`. Every device then holds the same number of rows.
-    """
-    return -(-vocab_size // lcm(128, shards)) * lcm(128, shards) if shards > 1 else vocab_size
-
-
-def fits_flash(model: Model, compute: str) -> bool:
-    """True if cuDNN flash attention supports this head dim and dtype and is not disabled; it stores no scores."""
-    head = model.d_model // model.num_heads
-    return model.attention != "xla" and compute != "float32" and head <= 128 and head % 8 == 0

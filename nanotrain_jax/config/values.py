@@ -89,6 +89,35 @@ class Remat(NamedTuple):
         return self.policy in ("full", "block")
 
 
+class Compression(NamedTuple):
+    """How gradients are summed over the axis replica (see `parallel/compression.py`)."""
+
+    kind: Literal["none", "topk", "randomk", "powersgd"]
+    ratio: float = 1.0  # of the entries that travel: topk, randomk
+    rank: int = 0  # powersgd
+
+    @classmethod
+    def parse(cls, text: str) -> Compression:
+        """Parse parallel.compress. Raises ValueError."""
+        kind, _, amount = text.partition(":")
+        if text == "none":
+            return cls("none")
+        if kind in ("topk", "randomk") and re.fullmatch(r"[\d.e-]+", amount) and _is_ratio(amount):
+            return cls(kind, ratio=float(amount))
+        if kind == "powersgd" and re.fullmatch(r"[1-9]\d{0,3}", amount):
+            return cls(kind, rank=int(amount))
+        raise ValueError(
+            f"parallel.compress={text!r} must be none, topk:RATIO, randomk:RATIO (0 < RATIO <= 1) or powersgd:RANK"
+        )
+
+
+def _is_ratio(text: str) -> bool:
+    try:
+        return 0 < float(text) <= 1
+    except ValueError:
+        return False
+
+
 def near_divisors(number: int, wanted: int) -> str:
     """Return the divisors of number next below and above wanted, as text."""
     below = [d for d in divisors(number) if d < wanted][-1:]

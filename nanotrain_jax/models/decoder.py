@@ -32,7 +32,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from nanotrain_jax.config.schema import Config, Model, fits_flash
+from nanotrain_jax.config.model_sizes import fits_flash
+from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.models import contract, decoder_table
 from nanotrain_jax.models.decoder_layer import ONE_DEVICE, Layer, Norm, Split, fill
 from nanotrain_jax.models.ops import add, project
@@ -47,7 +48,7 @@ PARAMETERS = {path.rpartition("/")[2]: row for path, row in decoder_table.every_
 class Ends(nnx.Module):
     """Embedding, final norm, head and loss: tokens[B T] -> x[B T D], and x[B T D] -> logits or loss.
 
-    With a Split, V is padded with rows of zeros (`config.padded_vocab`); the loss ignores them, their gradient is zero.
+    With a Split, V is padded with rows of zeros (`padded_vocab`); the loss ignores them, their gradient is zero.
     If it is split over pipe, all stages run `embed` and `loss` together (`LayeredModel.split_ends`): x is the sum of
     what they embed.
     """

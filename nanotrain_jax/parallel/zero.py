@@ -78,6 +78,7 @@ class Communication(NamedTuple):
     bucket_bytes: float  # largest bucket, in bytes as stored
     weights: jnp.dtype | None = None  # of gathered weights, on the wire and in the layer; None: as stored
     float8: bool = False  # gather arrays of two dims and more in 8 bits (`_gather`)
+    kept: tuple[str, ...] = ()  # axes over which `Zero.reduce` does not reduce (parallel/compression.py does)
 
 
 class Shards(NamedTuple):
@@ -321,7 +322,7 @@ def _reduce(grads: Tree, stored: Tree, shards: Shards, stored_sharded: bool) -> 
         if host_offload.on_host(grads[0]):
             return list(grads)
         own = varying_axes(stored[0]).union(() if dims[0] == UNSHARDED else shards.axes)
-        over = [axis for axis in AXES if axis in varying_axes(grads[0]) - own]
+        over = [axis for axis in AXES if axis in varying_axes(grads[0]) - own.union(shards.communication.kept)]
         scatters = is_local(grads[0], stored[0], dims[0])
         if scatters or any(jax.lax.axis_size(axis) > 1 for axis in over):
             grads = [g.astype(shards.communication.dtype) for g in grads]

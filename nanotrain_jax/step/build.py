@@ -1,7 +1,8 @@
 """The training step on one page, and the package's only `shard_map`.
 
-`train`: gather and run (`gradients.py`), reduce, clip, update. Each function documents its communication; in addition
-only the loss is all-reduced, one scalar, and where rows hold documents apart the number of targets.
+`train`: gather and run (`gradients.py`), reduce (over replica perhaps compressed, `compressed.py`), clip, update. Each
+function documents its communication; in addition only the loss is all-reduced, one scalar, and where rows hold
+documents apart the number of targets.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from nanotrain_jax.parallel.xla_options import FLOAT8_OPTIONS, gpu_options
 from nanotrain_jax.step import forward
 from nanotrain_jax.step import plan as plans
 from nanotrain_jax.step import state as states
+from nanotrain_jax.step.compressed import sum_over_replicas
 from nanotrain_jax.step.gradients import GRADIENTS
 from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import REPLICATED, State
@@ -81,10 +83,11 @@ def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.A
         plan, state.params, microbatched(plan, batch), scale / count_targets(plan, batch)
     )
     grads = plan.zero.reduce(grads, state.params, plan.shards)
+    grads, feedback = sum_over_replicas(plan, grads, state.feedback, state.step)
     loss = all_reduce(loss, plan.loss_axes)
     clip = clip_by_global_norm(grads, plan.config.optimizer.grad_clip, scale)
     params, opt, pending = apply_update(plan, state, grads, clip)
-    after = next_state(plan, state, params, opt, clip.is_finite)
+    after = next_state(plan, state, params, opt, feedback, clip.is_finite)
     return after, metrics(plan, state, after, loss, clip), pending
 
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nanotrain_jax.config.execution import Execution, execution, gradients_on_host
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.values import Compression
 from nanotrain_jax.costs import counts
 from nanotrain_jax.models import factory
 from nanotrain_jax.models.contract import LAYERS, Model, join_layers, split_layers
@@ -45,6 +46,7 @@ class Plan:
     layer_order  the layer of each row of the stacked weights; None: model order. Rows of padding, where stages have
                  different numbers of layers, have numbers from num_layers on (`schedule.row_order`)
     in_step      True for arrays that the step updates; nvme updates the others after the step, from state in files
+    compressed   True for arrays whose gradients are summed over replica compressed (`compressed.sum_over_replicas`)
     """
 
     config: Config
@@ -60,6 +62,7 @@ class Plan:
     layer_order: np.ndarray | None
     host_memory: HostMemory
     in_step: Tree
+    compressed: Tree
 
     def shards_of_layer(self, stack: str = LAYERS) -> Shards:
         """Return `shards` of one layer of a stack: without the leading dim."""
@@ -83,6 +86,11 @@ class Plan:
 
         of_layers = self.model.shapes[LAYERS], self.specs[LAYERS], self.shards.dims[LAYERS]
         return sum(jax.tree.leaves(jax.tree.map(size, *of_layers)))
+
+    @property
+    def compression(self) -> Compression:
+        """How gradients are summed over replica."""
+        return self.config.parallel.compression
 
     @property
     def is_layer(self) -> np.ndarray | None:
@@ -122,7 +130,10 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
     size = math.prod(mesh.shape[axis] for axis in axes) if p.zero else 1
     dims = shard_dims(shapes, size, p.persist_below, stacks, pipe_tensor_specs)
     communication = Communication(
-        jnp.dtype(config.precision.grad_reduce), p.bucket_mb * 2**20, jnp.dtype(config.precision.compute)
+        jnp.dtype(config.precision.grad_reduce),
+        p.bucket_mb * 2**20,
+        jnp.dtype(config.precision.compute),
+        kept=() if p.compression.kind == "none" else ("replica",),
     )
     is_large = large(shapes, p.persist_below, stacks)
     return Plan(
@@ -141,6 +152,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         layer_order=order if p.chunks > 1 or len(order) > config.model.num_layers else None,
         host_memory=host_memory(config, is_large),
         in_step=jax.tree.map(lambda is_large: not (is_large and config.memory.offload_optimizer == "nvme"), is_large),
+        compressed=compressed(p.compression, shapes, is_large, stacks),
     )
 
 
@@ -180,6 +192,16 @@ def large(shapes: Tree, persist_below: int, stacks: Sequence[str]) -> Tree:
         return x.ndim > is_stacked and x.size // (x.shape[0] if is_stacked else 1) >= persist_below
 
     return jax.tree_util.tree_map_with_path(is_large, shapes)
+
+
+def compressed(how: Compression, shapes: Tree, is_large: Tree, stacks: Sequence[str]) -> Tree:
+    """True for arrays that are summed over replica compressed: large ones, and for powersgd matrices only."""
+    least_dims = 2 if how.kind == "powersgd" else 0
+
+    def is_compressed(path: tuple, x: jax.ShapeDtypeStruct, is_large: bool) -> bool:
+        return how.kind != "none" and is_large and x.ndim - (path[0].key in stacks) >= least_dims
+
+    return jax.tree_util.tree_map_with_path(is_compressed, shapes, is_large)
 
 
 def host_memory(config: Config, is_large: Tree) -> HostMemory:

@@ -16,7 +16,8 @@ from nanotrain_jax.config.execution import casts_at_use
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
 from nanotrain_jax.parallel import host_offload
 from nanotrain_jax.parallel.optimizer_step import Opt, select
-from nanotrain_jax.step import optimizer
+from nanotrain_jax.step import compressed, optimizer
+from nanotrain_jax.step.compressed import Feedback
 from nanotrain_jax.step.plan import Plan
 
 Tree = Any  # a pytree of arrays
@@ -31,6 +32,7 @@ class State(NamedTuple):
     params: Tree  # a dict of `ends`, further stacks and layers (models/contract.py); in the compute dtype, or float32
     opt: Opt  # float32 master weights (None: params are float32) and moments
     scale: optimizer.LossScale | None  # None without loss scaling
+    feedback: Feedback | None = None  # of compressed gradients; None without compression
 
 
 def init(plan: Plan) -> State:
@@ -53,7 +55,7 @@ def init(plan: Plan) -> State:
         moments = moments_like(plan, zeros, lambda x: jnp.zeros(x.shape, x.dtype))
     opt = Opt(None if dtype == jnp.float32 else master, moments)
     counts = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-    return State(*counts, params, opt, optimizer.loss_scale(plan.config.precision))
+    return State(*counts, params, opt, optimizer.loss_scale(plan.config.precision), compressed.init(plan, params))
 
 
 def stored_dtype(plan: Plan) -> jnp.dtype:
@@ -95,8 +97,10 @@ def abstract(plan: Plan) -> tuple[State, State]:
         opt = Opt(None if shapes.opt.master is None else opt, moments)
         return State(other, other, params, opt, jax.tree.map(lambda _: other, shapes.scale))
 
-    specs = like(*plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes), REPLICATED)
+    params_specs, opt_specs = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
+    specs = like(params_specs, opt_specs, REPLICATED)._replace(feedback=compressed.specs(plan, opt_specs))
     on_host = like(plan.host_memory.params, plan.host_memory.optimizer, False)
+    on_host = on_host._replace(feedback=jax.tree.map(lambda _: False, shapes.feedback))
     return specs, jax.tree.map(partial(with_sharding, plan.mesh), shapes, specs, on_host)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from nanotrain_jax.parallel.optimizer_step import Clip, Opt, merge, select, update, without_arrays
 from nanotrain_jax.step import optimizer
+from nanotrain_jax.step.compressed import Feedback, unless_skipped
 from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import State
 
@@ -42,11 +43,13 @@ def apply_update(plan: Plan, state: State, grads: Tree, clip: Clip) -> tuple[Tre
     return params, opt, Pending(select(grads, outside), without_arrays(plan.optimizer, state.opt.moments), clip)
 
 
-def next_state(plan: Plan, state: State, params: Tree, opt: Opt, is_finite: jax.Array) -> State:
+def next_state(
+    plan: Plan, state: State, params: Tree, opt: Opt, feedback: Feedback | None, is_finite: jax.Array
+) -> State:
     """Return the state after a step. A step whose gradients are not finite counts as skipped."""
     skipped = state.skipped + jnp.where(is_finite, 0, 1)
     scale = state.scale and optimizer.adjust(state.scale, is_finite, plan.config.precision)
-    return State(state.step + 1, skipped, params, opt, scale)
+    return State(state.step + 1, skipped, params, opt, scale, unless_skipped(state.feedback, feedback, is_finite))
 
 
 def metrics(plan: Plan, before: State, after: State, loss: jax.Array, clip: Clip) -> dict[str, jax.Array]:

@@ -1,0 +1,141 @@
+"""Gradients summed over replicas compressed (parallel.compress), and what error feedback keeps of them.
+
+ZeRO reduces gradients inside a replica as ever; each device then holds its gradient, or shard of it, of its replica's
+rows. `sum_over_replicas` sums these: large arrays compressed (`parallel/compression.py`), small ones whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from nanotrain_jax.models.contract import LAYERS
+from nanotrain_jax.parallel import compression
+from nanotrain_jax.parallel.collectives import all_reduce
+from nanotrain_jax.parallel.compression import BLOCK, Matrices, Sum
+from nanotrain_jax.parallel.optimizer_step import merge, select
+from nanotrain_jax.step.plan import Plan
+
+Tree = Any  # a pytree of arrays
+AXIS = "replica"
+
+
+class Feedback(NamedTuple):
+    """What compressed sums keep between steps: trees like the parameters, with None for arrays that are summed whole.
+
+    residual   float32 [... R]: of each of R replicas, what it has not yet sent; laid out as the master weights
+    basis      powersgd: float32 [layers columns rank], laid out as these dims of the master weights; else None
+    """
+
+    residual: Tree
+    basis: Tree | None
+
+
+def init(plan: Plan, params: Tree) -> Feedback | None:
+    """Return residuals of zeros and random bases; None without compression."""
+    kind, _, rank = plan.compression
+    if kind == "none":
+        return None
+    replicas = plan.mesh.shape[AXIS]
+    residual = jax.tree.map(lambda w: jnp.zeros((*w.shape, replicas), jnp.float32), select(params, plan.compressed))
+    return Feedback(residual, bases(plan, params, rank) if kind == "powersgd" else None)
+
+
+def bases(plan: Plan, params: Tree, rank: int) -> Tree:
+    """Return the random bases from which low-rank sums start, the same in every layout."""
+    keys = iter(jax.random.split(jax.random.key(plan.config.train.seed), len(jax.tree.leaves(params))))
+
+    def basis(w: jax.Array, matrices: Matrices | None) -> jax.Array | None:
+        key = next(keys)
+        shape = (*w.shape[: matrices.rows], *w.shape[matrices.columns :], rank) if matrices else None
+        return jax.random.normal(key, shape) if matrices else None
+
+    return jax.tree.map(basis, params, of_matrices(plan))
+
+
+def of_matrices(plan: Plan) -> Tree:
+    """Return how each array that is compressed divides into matrices; None for the others."""
+    _, specs = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
+
+    def matrices(path: tuple, w: jax.ShapeDtypeStruct, spec: PartitionSpec, chosen: bool) -> Matrices | None:
+        is_stacked = path[0].key in (LAYERS, *plan.model.stacks)
+        return compression.matrices_of(w.shape, spec, is_stacked) if chosen else None
+
+    return jax.tree_util.tree_map_with_path(matrices, plan.model.shapes, specs, plan.compressed)
+
+
+def specs(plan: Plan, opt_specs: Tree) -> Feedback | None:
+    """Return PartitionSpecs of Feedback. opt_specs: those of the master weights."""
+    kind = plan.compression.kind
+    if kind == "none":
+        return None
+
+    def entries(w: jax.ShapeDtypeStruct, spec: PartitionSpec) -> list:
+        return [*spec, *[None] * (w.ndim - len(spec))]
+
+    def of_residual(w: jax.ShapeDtypeStruct, spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*entries(w, spec), AXIS)
+
+    def of_basis(w: jax.ShapeDtypeStruct, spec: PartitionSpec, matrices: Matrices | None) -> PartitionSpec | None:
+        dims = entries(w, spec)
+        return matrices and PartitionSpec(*dims[: matrices.rows], *dims[matrices.columns :])
+
+    shapes = plan.model.shapes
+    residual = select(jax.tree.map(of_residual, shapes, opt_specs), plan.compressed)
+    if kind != "powersgd":
+        return Feedback(residual, None)
+    return Feedback(residual, jax.tree.map(of_basis, shapes, opt_specs, of_matrices(plan)))
+
+
+@jax.named_scope("compress")
+def sum_over_replicas(
+    plan: Plan, grads: Tree, feedback: Feedback | None, step: jax.Array
+) -> tuple[Tree, Feedback | None]:
+    """-> gradients summed over replica, feedback for the next step. Without compression: unchanged, moves nothing.
+
+    Gradients that are not finite on one device are not a number on all.
+    """
+    if feedback is None:
+        return grads, None
+    whole = jax.tree.map(lambda chosen: not chosen, plan.compressed)
+    whole = all_reduce(select(jax.tree.map(lambda g: g.astype(jnp.float32), grads), whole), [AXIS])
+    chosen, tree = jax.tree.flatten(plan.compressed)
+    columns = [tree.flatten_up_to(part) for part in (grads, feedback.residual, of_matrices(plan))]
+    starts = tree.flatten_up_to(feedback.basis) if feedback.basis else [None] * len(chosen)
+    results = [
+        compressed(plan, jax.random.fold_in(jax.random.key(i), step), *row) if is_chosen else (None, None, None)
+        for i, (is_chosen, *row) in enumerate(zip(chosen, *columns, starts, strict=True))
+    ]
+    totals, residual, basis = (jax.tree.unflatten(tree, part) for part in zip(*results, strict=True))
+    return merge(totals, whole), Feedback(residual, basis if feedback.basis else None)
+
+
+def compressed(
+    plan: Plan, key: jax.Array, grad: jax.Array, residual: jax.Array, matrices: Matrices, basis: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Sum one array over replica -> sum, residual, basis for the next step."""
+    x = grad.astype(jnp.float32) + residual[..., 0]
+    x = jnp.where(jnp.isfinite(x).all(), x, jnp.nan)
+    sums, basis = compressed_sum(plan, key, x, matrices, basis)
+    return sums.total, (x - sums.sent)[..., None], basis
+
+
+def compressed_sum(
+    plan: Plan, key: jax.Array, x: jax.Array, matrices: Matrices, basis: jax.Array | None
+) -> tuple[Sum, jax.Array | None]:
+    """Sum x as parallel.compress says."""
+    kind, ratio, _ = plan.compression
+    count, dtype = max(1, round(ratio * BLOCK)), plan.shards.communication.dtype
+    if kind == "topk":
+        return compression.top_k(x, AXIS, count, dtype), None
+    if kind == "randomk":
+        return compression.random_k(x, AXIS, count, key, dtype), None
+    return compression.low_rank(x, AXIS, basis, matrices)
+
+
+def unless_skipped(before: Feedback | None, after: Feedback | None, is_finite: jax.Array) -> Feedback | None:
+    """Return the feedback of a step: as before if its gradients were not finite."""
+    return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, before)
