@@ -204,6 +204,12 @@ def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable
     return jax.tree_util.tree_map_with_path(lambda path, _: arrays[path_name(path)], abstract)
 
 
+def saved_shapes(folder: str | Path, step: int) -> dict[str, tuple[int, ...]]:
+    """Return the path and shape of each array of a checkpoint's state. Raises Unreadable."""
+    with _readable(folder, step):
+        return shapes(_metadata(Path(folder).absolute() / str(step) / "state"))
+
+
 def _unread(abstract: Any) -> list[str]:
     """Return the paths of the None leaves of a tree."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract, is_leaf=lambda x: x is None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,9 @@ from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.compatibility import Meta
 from nanotrain_jax.config.schema import Config, Optimizer
 from nanotrain_jax.data import batches
+from nanotrain_jax.step import compressed
 from nanotrain_jax.step import optimizer as optim
-from nanotrain_jax.step.build import State, Step
+from nanotrain_jax.step.build import State, Step, shardings
 
 
 class Resumed(NamedTuple):
@@ -57,16 +59,25 @@ def resume(folder: Path, requested: Config, config: Config, dataset: batches.Dat
 
 
 def _read_state(folder: Path, number: int, meta: Meta, config: Config, step: Step) -> State:
-    """Restore the state, with the loss scale of precision.loss_scale.
+    """Restore the state, with the loss scale of precision.loss_scale and the feedback of parallel.compress.
 
     A dynamic scale keeps its value; otherwise the scale is initialized as in a new run.
     """
+    saved = step.saved
+    if saved.feedback:
+        stored = restore.saved_shapes(folder, number)
+        saved = saved._replace(feedback=compressed.to_read(saved.feedback, stored))
     scales = config.precision.loss_scale, meta.config["precision"].get("loss_scale")
-    if scales == ("dynamic", "dynamic"):
-        return restore.read_state(folder, number, step.saved, step.plan.is_padded)
-    state = restore.read_state(folder, number, step.saved._replace(scale=None), step.plan.is_padded)
-    shardings = jax.tree.map(lambda x: x.sharding, step.state.scale)
-    return state._replace(scale=jax.jit(lambda: optim.loss_scale(config.precision), out_shardings=shardings)())
+    if scales != ("dynamic", "dynamic"):
+        saved = saved._replace(scale=None)
+    state = restore.read_state(folder, number, saved, step.plan.is_padded)
+    if step.saved.feedback:
+        adopt = partial(compressed.adopted, step.plan)
+        state = state._replace(feedback=jax.jit(adopt, out_shardings=shardings(step.saved.feedback))(state.feedback))
+    if saved.scale is None:
+        scale = jax.jit(lambda: optim.loss_scale(config.precision), out_shardings=shardings(step.state.scale))()
+        state = state._replace(scale=scale)
+    return state
 
 
 def _learning_rate_jump(meta: Meta, config: Config, number: int, update: int) -> list[str]:

@@ -6,18 +6,20 @@ rows. `sum_over_replicas` sums these: large arrays compressed (`parallel/compres
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_map_with_path
 
 from nanotrain_jax.models.contract import LAYERS
 from nanotrain_jax.parallel import compression
 from nanotrain_jax.parallel.collectives import all_reduce
 from nanotrain_jax.parallel.compression import BLOCK, Matrices, Sum
 from nanotrain_jax.parallel.optimizer_step import merge, select
-from nanotrain_jax.step.plan import Plan
+from nanotrain_jax.step.plan import Plan, layers_of_rows, with_rows
 
 Tree = Any  # a pytree of arrays
 AXIS = "replica"
@@ -64,7 +66,7 @@ def of_matrices(plan: Plan) -> Tree:
         is_stacked = path[0].key in (LAYERS, *plan.model.stacks)
         return compression.matrices_of(w.shape, spec, is_stacked) if chosen else None
 
-    return jax.tree_util.tree_map_with_path(matrices, plan.model.shapes, specs, plan.compressed)
+    return tree_map_with_path(matrices, plan.model.shapes, specs, plan.compressed)
 
 
 def specs(plan: Plan, opt_specs: Tree) -> Feedback | None:
@@ -88,6 +90,47 @@ def specs(plan: Plan, opt_specs: Tree) -> Feedback | None:
     if kind != "powersgd":
         return Feedback(residual, None)
     return Feedback(residual, jax.tree.map(of_basis, shapes, opt_specs, of_matrices(plan)))
+
+
+def to_read(feedback: Feedback, stored: Mapping[str, tuple[int, ...]]) -> Feedback:
+    """Return what to read of a checkpoint: ShapeDtypeStructs, and None for what it does not have in this form.
+
+    feedback: shapes and shardings of this run. stored: path -> shape. Of another number of replicas all residuals are
+    read by every device.
+    """
+
+    def residual(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
+        shape = stored.get(f"feedback/residual/{keystr(path, simple=True, separator='/')}")
+        if shape is None or shape[-1] == x.shape[-1]:
+            return shape and x
+        whole = NamedSharding(x.sharding.mesh, PartitionSpec(*x.sharding.spec[: x.ndim - 1]))
+        return jax.ShapeDtypeStruct((*x.shape[:-1], shape[-1]), x.dtype, sharding=whole)
+
+    def basis(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
+        shape = stored.get(f"feedback/basis/{keystr(path, simple=True, separator='/')}")
+        return x if shape == x.shape else None
+
+    return Feedback(tree_map_with_path(residual, feedback.residual), tree_map_with_path(basis, feedback.basis))
+
+
+def adopted(plan: Plan, read: Feedback) -> Feedback:
+    """Return the feedback with which to resume from what was read (`to_read`).
+
+    Residuals of another number of replicas are added up, and divided among all: what is still to be sent stays the
+    same. Arrays that were not read begin as in a new run.
+    """
+    start = init(plan, with_rows(plan.model.shapes, len(layers_of_rows(plan.config))))
+    replicas = plan.mesh.shape[AXIS]
+
+    def residual(x: jax.Array, old: jax.Array | None) -> jax.Array:
+        if old is None or old.shape == x.shape:
+            return x if old is None else old
+        return jnp.broadcast_to(old.sum(-1, keepdims=True) / replicas, x.shape)
+
+    def basis(x: jax.Array, old: jax.Array | None) -> jax.Array:
+        return x if old is None else old
+
+    return Feedback(jax.tree.map(residual, start.residual, read.residual), jax.tree.map(basis, start.basis, read.basis))
 
 
 @jax.named_scope("compress")

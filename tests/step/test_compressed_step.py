@@ -5,10 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import case
-from conftest import cover, equals_the_oracle, on_devices, random_tokens, resolved
+from command import config_file, main, same, saved_state
+from conftest import STATE, cover, equals_the_oracle, on_devices, random_tokens, resolved
 
+from nanotrain_jax import train
+from nanotrain_jax.config import load
 from nanotrain_jax.step import build as steps
 
+__all__ = ["config_file"]  # a fixture
 close = np.testing.assert_allclose
 
 WHOLE = [  # every gradient travels whole, in another way
@@ -24,3 +28,86 @@ WHOLE = [  # every gradient travels whole, in another way
 @pytest.mark.parametrize("layout", WHOLE, ids=str)
 def test_a_ratio_of_1_equals_the_oracle(layout, expected):
     equals_the_oracle(layout.tree(parallel={"persist_below": 100}), expected)
+
+
+LOW_RANK = [
+    case("replica 2 data 4", zero=1, compress="powersgd:2"),
+    case("replica 2 data 2 tensor 2", zero=3, microbatches=2, compress="powersgd:2"),
+    case("replica 2 data 2 pipe 2", zero=2, microbatches=2, compress="powersgd:2"),
+]
+
+
+@pytest.fixture(scope="module")
+def low_rank_updates():
+    """Two updates on two devices of low rank: the state to which other layouts are compared."""
+    return updated(case("replica 2", compress="powersgd:2"))
+
+
+def updated(layout, steps_taken=2):
+    """Train the small config in a layout -> its state in layer order."""
+    config, mesh = resolved(layout.tree(parallel={"persist_below": 100}))
+    step = steps.build(config, mesh)
+    state = step.init()
+    for tokens in random_tokens(config, count=steps_taken):
+        state, _, _ = step.train(state, on_devices(tokens, step))
+    return step.in_layer_order(state)
+
+
+@pytest.mark.parametrize("layout", LOW_RANK, ids=str)
+def test_low_rank_sums_are_the_same_in_every_layout(layout, low_rank_updates):
+    found = updated(layout)
+    residual, expected = (state.feedback.residual for state in (found, low_rank_updates))
+    sums = [jax.tree.map(lambda x: x.sum(-1), tree) for tree in (residual, expected)]  # replicas have other rows
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(sums)) > 1e-3
+    jax.tree.map(lambda a, b: close(a[: len(b)], b, rtol=1e-3, atol=1e-5), *sums)  # tensor pads the vocabulary
+    jax.tree.map(lambda a, b: close(a[: len(b)], b, **STATE), found.params, low_rank_updates.params)
+
+
+@pytest.mark.parametrize("compress", ["topk:0.1", "powersgd:1"])
+def test_a_step_that_is_not_finite_on_one_replica_keeps_weights_and_feedback(compress):
+    """One element of one replica: what it sends must tell the others, whichever elements they choose."""
+    config, mesh = resolved(case("replica 2 data 2", zero=1, compress=compress).tree(parallel={"persist_below": 100}))
+    step = steps.build(config, mesh)
+    tokens = random_tokens(config, count=2)
+    state, _, _ = step.train(step.init(), on_devices(tokens[0], step))
+    residual = state.feedback.residual["layers"]["mlp"]
+    residual["up_DF"] = jax.device_put(residual["up_DF"].at[0, 0, 0, 1].set(jnp.inf), residual["up_DF"].sharding)
+    before = jax.device_get(state)
+    after, metrics, _ = step.train(state, on_devices(tokens[1], step))
+    assert not np.isfinite(metrics["grad_norm"])
+    assert int(metrics["skipped_steps"]) == 1
+    jax.tree.map(np.testing.assert_array_equal, before.feedback, jax.device_get(after.feedback))
+    jax.tree.map(np.testing.assert_array_equal, before.params, jax.device_get(after.params))
+
+
+COMPRESSED = "parallel.data=2", "parallel.replica=2", "parallel.persist_below=64", "train.eval_every=0"
+
+
+@pytest.mark.parametrize("compress", cover(["topk:0.05", "powersgd:2"], ["randomk:0.1"]), ids=str)
+def test_a_run_resumes_with_its_residuals_bitwise(compress, config_file, tmp_path):
+    run = config_file, *COMPRESSED, f"parallel.compress={compress}", "parallel.zero=1"
+    assert main(*run, f"logging.dir={tmp_path}/whole", "train.steps=5") == 0
+    for last in (3, 5):
+        assert main(*run, f"logging.dir={tmp_path}/resumed", f"train.steps={last}") == 0
+    states = [saved_state(tmp_path / name)[1] for name in ("whole", "resumed")]
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(states[0][0]["feedback"]["residual"]))
+    same(*states)
+
+
+def test_residuals_move_to_another_mesh(config_file, tmp_path, capsys):
+    """Their sum stays; without compression they are dropped, and later begin with zeros."""
+    run = config_file, *COMPRESSED, f"logging.dir={tmp_path}/run"
+    assert main(*run, "parallel.compress=powersgd:2", "train.steps=3") == 0
+    (before, _) = saved_state(tmp_path / "run")[1]
+    moved = "parallel.replica=4", "parallel.tensor=2", "parallel.data=1", "parallel.compress=topk:0.1"
+    after = train.prepare(load.load(run[0], [*run[1:], *moved])).state.feedback
+    pairs = zip(*map(jax.tree.leaves, (before["feedback"]["residual"], after.residual)), strict=True)
+    for old, new in pairs:
+        total = np.zeros(new.shape[:-1], np.float32)
+        total[: len(old)] = old.sum(-1)  # tensor pads the vocabulary
+        close(new, np.broadcast_to(total[..., None] / 4, new.shape), rtol=1e-5, atol=1e-8)
+        assert np.abs(total).max() > 0
+    capsys.readouterr()
+    assert main(*run, "parallel.compress=none", "train.steps=4") == 0
+    assert "parallel.compress powersgd:2 -> none" in capsys.readouterr().out
+    assert saved_state(tmp_path / "run")[1][0]["feedback"] is None
