@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.costs import compression
 from nanotrain_jax.costs.counts import (
     BYTES,
     is_sharded,
@@ -36,6 +37,7 @@ class Traffic(Enum):
 
     GRADIENTS = "gradients"
     GRADIENT_SHARDS = "gradient shards"
+    COMPRESSED = "gradients, compressed"
     WEIGHTS = "weights, forward and backward"
     UPDATED_WEIGHTS = "updated weights"
     ACTIVATIONS = "activations"
@@ -49,7 +51,7 @@ class Traffic(Enum):
     @property
     def is_gradients(self) -> bool:
         """True if the row moves gradients of parameters."""
-        return self in (Traffic.GRADIENTS, Traffic.GRADIENT_SHARDS)
+        return self in (Traffic.GRADIENTS, Traffic.GRADIENT_SHARDS, Traffic.COMPRESSED)
 
 
 class Buffer(NamedTuple):
@@ -97,6 +99,9 @@ def communication(config: Config) -> list[dict[str, Any]]:
     for buffer in parameter_buffers(config):
         add(buffer.axes, buffer.op, buffer.times * buffer.itemsize * buffer.elements, buffer.what)
 
+    for row in table(config.model, p.tensor, p.vocab_shards).values():
+        for summed in compression.sums(row, config):
+            add(summed.axes, summed.op, summed.bytes, Traffic.COMPRESSED)
     for op, size, what in tensor_buffers(config):
         if op == "permute":
             rows["tensor", op, what] = (p.tensor - 1) / p.tensor * size
@@ -183,6 +188,8 @@ def parameter_buffers(config: Config) -> list[Buffer]:
             elements = local_elements(row, config) / divisor
             buffers.append(Buffer(present, op, what, row.part, itemsize, times, elements))
 
+    replica = ("replica",) if p.compression.kind == "none" else ()  # else costs/compression.py
+    batch = *replica, *ZERO_AXES
     for row in table(m, p.tensor, p.vocab_shards).values():
         partial = row.is_partial or (row.split_dim is None and p.sequence_parallel)
         is_replicated = row.part == ENDS and not (row.is_padded and p.vocab_over_pipe)
@@ -193,11 +200,11 @@ def parameter_buffers(config: Config) -> list[Buffer]:
             add(over, "all_reduce", Traffic.GRADIENTS, g, 1)
             continue
         if p.zero == 0 or not is_sharded(row, config):
-            add((*stages, *BATCH_AXES, *over), "all_reduce", Traffic.GRADIENTS, g, 1)
+            add((*stages, *batch, *over), "all_reduce", Traffic.GRADIENTS, g, 1)
             continue
         uses = 2 if row.used == "both" and execution(config).is_by_hand else 1  # one at each end
         add(ZERO_AXES, "reduce_scatter", Traffic.GRADIENTS, g, uses * M if p.zero > 1 else 1)
-        add((*stages, "replica", *over), "all_reduce", Traffic.GRADIENT_SHARDS, g, 1, zero_devices(config))
+        add((*stages, *replica, *over), "all_reduce", Traffic.GRADIENT_SHARDS, g, 1, zero_devices(config))
         if p.zero < 3:
             add(ZERO_AXES, "all_gather", Traffic.UPDATED_WEIGHTS, w, 1)
             continue

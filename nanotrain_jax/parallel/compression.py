@@ -95,14 +95,14 @@ def low_rank(x: jax.Array, axis: str, basis: jax.Array, matrices: Matrices) -> t
     x[stack rows columns], basis[stack columns rank], equal along axis -> sum, and the basis for the next step. Matrices
     are whole whatever axes shard them, so every layout computes the same:
 
-        P[S A r] = sum x Q             all-reduce over column axes and axis
+        P[S A r] = sum x Q             all-reduce over column axes, then over axis
         P        = orthonormal P       all-reduce over row axes: r^2
         Q[S B r] = sum x^T P           all-reduce over row axes, then over axis
     """
     flat = matrices.flat(x)
     start = basis.reshape(len(flat), -1, basis.shape[-1])
-    columns = all_reduce(_dot("sab,sbr->sar", flat, start), [*matrices.column_axes, axis])
-    columns = _orthonormal(columns, matrices.row_axes)
+    columns = all_reduce(_dot("sab,sbr->sar", flat, start), matrices.column_axes)
+    columns = _orthonormal(all_reduce(columns, [axis]), matrices.row_axes)
     own = all_reduce(_dot("sab,sar->sbr", flat, columns), matrices.row_axes)
     total = all_reduce(own, [axis])
     sums = (_dot("sar,sbr->sab", columns, part).reshape(x.shape) for part in (total, own))

@@ -1,0 +1,105 @@
+"""Wire bytes and state of gradients that are summed over replica compressed, in closed form. For resolved configs.
+
+Symbols as in costs/counts.py. A device has S elements of an array's gradient, or of its shard; R replicas.
+"""
+
+from __future__ import annotations
+
+from math import ceil, prod
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.costs.counts import is_sharded, local_elements, stage_layers, zero_devices
+from nanotrain_jax.models.decoder_table import table
+from nanotrain_jax.models.parameters import LAYERS, Parameter
+from nanotrain_jax.parallel.compression import BLOCK, matrices_of
+from nanotrain_jax.parallel.mesh import AXES, ZERO_AXES
+
+REPLICA = ("replica",)
+
+
+class Summed(NamedTuple):
+    """A collective of a compressed sum: of a full buffer, as in costs/communication.py."""
+
+    axes: tuple[str, ...]
+    op: str
+    bytes: float
+
+
+def is_compressed(row: Parameter, config: Config) -> bool:
+    """True if the gradient of a row is compressed: large arrays, with powersgd only matrices."""
+    kind = config.parallel.compression.kind
+    is_large = row.size >= config.parallel.persist_below
+    return kind != "none" and is_large and (kind != "powersgd" or len(row.shape) > 1)
+
+
+def shard_elements(row: Parameter, config: Config) -> float:
+    """Return S of a row: all its layers on a device, as ZeRO shards its master weights."""
+    shards = zero_devices(config) if config.parallel.zero and is_sharded(row, config) else 1
+    return local_elements(row, config) / shards
+
+
+def sums(row: Parameter, config: Config) -> list[Summed]:
+    """Return what is communicated to sum the gradient of a row over replica; nothing without compression.
+
+    topk        all-gather   R S/1024 k (g + 2)                       k = ratio 1024, values of g bytes, places of 2
+    randomk     all-reduce     S/1024 k g
+    powersgd    all-reduce   4 rank (rows + columns) per layer        and inside a replica, where axes shard the matrix
+    others      all-reduce   4 S, in float32                          small arrays
+    """
+    how, S = config.parallel.compression, shard_elements(row, config)
+    if how.kind == "none":
+        return []
+    if not is_compressed(row, config):
+        return [Summed(REPLICA, "all_reduce", 4 * S)]
+    if how.kind == "powersgd":
+        return low_rank_sums(row, config)
+    g = 2 if config.precision.grad_reduce == "bfloat16" else 4
+    sent = ceil(S / BLOCK) * max(1, round(how.ratio * BLOCK))
+    if how.kind == "topk":
+        return [Summed(REPLICA, "all_gather", config.parallel.replica * sent * (g + 2))]
+    return [Summed(REPLICA, "all_reduce", g * sent)]
+
+
+def low_rank_sums(row: Parameter, config: Config) -> list[Summed]:
+    """Return what `compression.low_rank` communicates of a row."""
+    p, rank = config.parallel, config.parallel.compression.rank
+    matrices = matrices_of(row.shape, layout(row, config), stacked=False)
+    layers = stage_layers(config) if row.part == LAYERS else 1
+    shards = [prod(getattr(p, axis) for axis in axes) for axes in (matrices.row_axes, matrices.column_axes)]
+    rows, columns = prod(row.shape[: matrices.columns]) / shards[0], prod(row.shape[matrices.columns :]) / shards[1]
+    of_rows, of_columns = 4 * layers * rank * rows, 4 * layers * rank * columns
+    found = [
+        Summed(matrices.column_axes, "all_reduce", of_rows),
+        Summed(REPLICA, "all_reduce", of_rows),
+        Summed(matrices.row_axes, "all_reduce", 4 * layers * rank**2),
+        Summed(matrices.row_axes, "all_reduce", of_columns),
+        Summed(REPLICA, "all_reduce", of_columns),
+    ]
+    return [summed._replace(axes=tuple(a for a in AXES if a in summed.axes)) for summed in found if summed.axes]
+
+
+def layout(row: Parameter, config: Config) -> PartitionSpec:
+    """Return how a row's master weights are sharded, without the dim of layers."""
+    p, N = config.parallel, zero_devices(config)
+    entries: list = [None] * len(row.shape)
+    if row.split_dim is not None:
+        entries[row.split_dim] = p.vocab_axes if row.is_padded else ("tensor",) if p.tensor > 1 else None
+    if p.zero and is_sharded(row, config):
+        free = next(d for d, size in enumerate(row.shape) if d != row.split_dim and size % N == 0)
+        entries[free] = tuple(axis for axis in ZERO_AXES if getattr(p, axis) > 1)
+    return PartitionSpec(*(entry or None for entry in entries))
+
+
+def state_bytes(config: Config) -> float:
+    """Return the bytes of residuals on a device, 4 S of each compressed row, and with powersgd of the bases."""
+    p, how = config.parallel, config.parallel.compression
+    total = 0.0
+    for row in table(config.model, p.tensor, p.vocab_shards).values():
+        if is_compressed(row, config):
+            total += 4 * shard_elements(row, config)
+            if how.kind == "powersgd":
+                total += low_rank_sums(row, config)[-1].bytes
+    return total
