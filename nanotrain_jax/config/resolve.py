@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from nanotrain_jax.config.execution import Execution, casts_at_use, execution, reduces_per_layer
-from nanotrain_jax.config.schema import Config, fits_flash
+from nanotrain_jax.config.schema import EIGHT_BITS, Config, fits_flash
 from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors
 from nanotrain_jax.parallel.pipeline import schedule_text
 
@@ -229,21 +229,21 @@ def check_documents(config: Config) -> None:
 
 
 def check_float8(config: Config) -> None:
-    """Raise Misfit unless the matmuls of layers can run in float8, and weights can be gathered in it."""
+    """Raise Misfit unless the matmuls of layers can run in float8, and weights can be gathered in 8 bits."""
     m, p, precision = config.model, config.parallel, config.precision
     for key, value in (("matmul", precision.matmul), ("gather", precision.gather)):
         if value and precision.compute != "bfloat16":
             raise Misfit(f"precision.{key}={value} with precision.compute={precision.compute}", "use bfloat16")
-    if precision.gather == "float8" and not casts_at_use(config):
+    if precision.gather in EIGHT_BITS and not casts_at_use(config):
         raise Misfit(
-            f"precision.gather=float8 with parallel.zero={p.zero}: only zero=3 gathers layers, from float32 weights on "
-            "the device",
+            f"precision.gather={precision.gather} with parallel.zero={p.zero}: only zero=3 gathers layers, from float32 "
+            "weights on the device",
             "use parallel.zero=3 without offload of weights and optimizer",
         )
-    if precision.gather == "float8" and p.prefetch and config.memory.rematerialization.policy == "block":
+    if precision.gather in EIGHT_BITS and p.prefetch and config.memory.rematerialization.policy == "block":
         raise Misfit(
-            f"precision.gather=float8 with parallel.prefetch=true and memory.remat={config.memory.remat}: blocks of "
-            "layers are gathered at once",
+            f"precision.gather={precision.gather} with parallel.prefetch=true and memory.remat={config.memory.remat}: "
+            "blocks of layers are gathered at once",
             "use another memory.remat, or leave parallel.prefetch out",
         )
     if precision.matmul != "float8":
