@@ -236,8 +236,8 @@ def check_float8(config: Config) -> None:
             raise Misfit(f"precision.{key}={value} with precision.compute={precision.compute}", "use bfloat16")
     if precision.gather in EIGHT_BITS and not casts_at_use(config):
         raise Misfit(
-            f"precision.gather={precision.gather} with parallel.zero={p.zero}: only zero=3 gathers layers, from float32 "
-            "weights on the device",
+            f"precision.gather={precision.gather} with parallel.zero={p.zero}: only zero=3 gathers layers, from "
+            "float32 weights on the device",
             "use parallel.zero=3 without offload of weights and optimizer",
         )
     if precision.gather in EIGHT_BITS and p.prefetch and config.memory.rematerialization.policy == "block":
