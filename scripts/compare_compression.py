@@ -3,9 +3,9 @@
     python scripts/compare_compression.py [--config configs/quickstart.yaml] [--ways float8,topk:0.05] [--seeds 3]
                                           [--out runs/compression] [section.key=value ...]
 
-Each way trains the config with 4 replicas once per seed, as commands of `nanotrain_jax.train` in folders of --out; a run
-that is already there is read. Ways are values of parallel.compress or precision.grad_reduce, and sync:H for
-parallel.sync_every=H; float32, the control, is always one. Bytes are those of closed forms, per device and step.
+Each way trains the config with 4 replicas once per seed, by `nanotrain_jax.train` in folders of --out; runs that are
+there already are read. Ways are values of parallel.compress, and sync:H for parallel.sync_every=H; none, the control,
+is always one. Bytes are those of closed forms, per device and step.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from nanotrain_jax.costs.communication import communication, synchronization
 from nanotrain_jax.run import curves
 
 ROOT = Path(__file__).parents[1]
-CONTROL = "float32"
+CONTROL = "none"
 WAYS = "float8,int8,topk:0.05,topk:0.01,randomk:0.1,powersgd:4,sync:20"
 LAYOUT = "parallel.replica=4", "parallel.data=1"
 # A learning rate at which a run does not depend on rounding: at that of the config, the loss jumps in the first steps.
@@ -52,7 +52,7 @@ def overrides_of(way: str) -> list[str]:
     kind, _, amount = way.partition(":")
     if kind == "sync":
         return [f"parallel.sync_every={amount}"]
-    return [f"parallel.compress={way}" if amount else f"precision.grad_reduce={way}"]
+    return [f"parallel.compress={way}"]
 
 
 def megabytes(config: Config) -> float:
@@ -60,7 +60,8 @@ def megabytes(config: Config) -> float:
     axes = config.parallel.axes
     config = resolve(config, {axis: max(size, 1) for axis, size in axes.items()}, 257)
     rows = [row for row in communication(config) if "replica" in row["axis"]]
-    return (sum(row["bytes_per_device"] for row in rows) + synchronization(config)) / 1e6
+    once_in = [(rows, 1), (synchronization(config), max(config.parallel.sync_every, 1))]
+    return sum(row["bytes_per_device"] / steps for rows, steps in once_in for row in rows) / 1e6
 
 
 def run(config: Path, overrides: list[str], folder: Path, steps: int) -> list[tuple[int, float]]:
@@ -89,7 +90,7 @@ def measure(asked: argparse.Namespace, way: str) -> Result:
 def table(results: list[Result]) -> Table:
     """Return bytes and losses of each way, beside the control."""
     control = results[0]
-    shown = Table("travels", "MB per step", "validation loss, mean", "beside float32", "single seeds")
+    shown = Table("travels", "MB per step", "validation loss, mean", "beside none", "single seeds")
     for result in results:
         mean, base = statistics.mean(result.losses), statistics.mean(control.losses)
         ratios = (f"{loss / other - 1:+.2%}" for loss, other in zip(result.losses, control.losses, strict=True))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import Execution, casts_at_use, execution, reduces_per_layer
-from nanotrain_jax.config.model_sizes import fits_flash
-from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.schema import EIGHT_BITS, Config
 from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors
 from nanotrain_jax.parallel.pipeline import schedule_text
 
@@ -231,21 +231,21 @@ def check_documents(config: Config) -> None:
 
 
 def check_float8(config: Config) -> None:
-    """Raise Misfit unless the matmuls of layers can run in float8, and weights can be gathered in it."""
+    """Raise Misfit unless the matmuls of layers can run in float8, and weights can be gathered in 8 bits."""
     m, p, precision = config.model, config.parallel, config.precision
     for key, value in (("matmul", precision.matmul), ("gather", precision.gather)):
         if value and precision.compute != "bfloat16":
             raise Misfit(f"precision.{key}={value} with precision.compute={precision.compute}", "use bfloat16")
-    if precision.gather == "float8" and not casts_at_use(config):
+    if precision.gather in EIGHT_BITS and not casts_at_use(config):
         raise Misfit(
-            f"precision.gather=float8 with parallel.zero={p.zero}: only zero=3 gathers layers, from float32 weights on "
-            "the device",
+            f"precision.gather={precision.gather} with parallel.zero={p.zero}: only zero=3 gathers layers, from "
+            "float32 weights on the device",
             "use parallel.zero=3 without offload of weights and optimizer",
         )
-    if precision.gather == "float8" and p.prefetch and config.memory.rematerialization.policy == "block":
+    if precision.gather in EIGHT_BITS and p.prefetch and config.memory.rematerialization.policy == "block":
         raise Misfit(
-            f"precision.gather=float8 with parallel.prefetch=true and memory.remat={config.memory.remat}: blocks of "
-            "layers are gathered at once",
+            f"precision.gather={precision.gather} with parallel.prefetch=true and memory.remat={config.memory.remat}: "
+            "blocks of layers are gathered at once",
             "use another memory.remat, or leave parallel.prefetch out",
         )
     if precision.matmul != "float8":
@@ -273,7 +273,7 @@ def check_float8(config: Config) -> None:
 
 
 def check_compression(config: Config) -> None:
-    """Raise Misfit unless gradients are summed over replica once per step, on the device, in units that stay."""
+    """Raise Misfit unless gradients can be summed over replica once per step, and what is not sent be kept."""
     p, m, scale = config.parallel, config.memory, config.precision.loss_scale
     if p.compression.kind == "none":
         return
@@ -282,16 +282,16 @@ def check_compression(config: Config) -> None:
         raise Misfit(f"{key} with parallel.replica=1: gradients are compressed between replicas", "use more replicas")
     if reduces_per_layer(config):
         raise Misfit(
-            f"{key} with parallel.grad_reduce=per_layer: what is kept of a gradient needs its sum over microbatches",
+            f"{key} with parallel.grad_reduce=per_layer: gradients would be summed within the backward",
             "use parallel.grad_reduce=after_backward",
         )
-    if m.offload_optimizer != "none":
+    if p.compression.has_residual and m.offload_optimizer != "none":
         raise Misfit(
             f"{key} with memory.offload_optimizer={m.offload_optimizer}: the residual, as large as the master weights, "
             "would stay on the device",
             "use memory.offload_optimizer=none, or parallel.compress=none",
         )
-    if scale != "none":
+    if p.compression.has_residual and scale != "none":
         raise Misfit(
             f"{key} with precision.loss_scale={scale}: the residual would have another scale than later gradients",
             "use precision.compute=bfloat16 without a loss scale",

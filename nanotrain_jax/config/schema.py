@@ -32,6 +32,7 @@ from nanotrain_jax.config.values import (
     near_divisors,
 )
 
+EIGHT_BITS = "float8", "int8"  # values of precision.grad_reduce and precision.gather
 Pair = Field(strict=False)  # accepts a YAML list as a tuple
 
 
@@ -151,8 +152,8 @@ class Parallel(_Section):
 
     compress: str = _key(
         "none",
-        "with replica > 1: sum gradients over replica compressed, with error feedback: none | topk:RATIO | "
-        "randomk:RATIO | powersgd:RANK",
+        "with replica > 1: sum gradients over replica compressed; none | float8 | int8 | with error feedback "
+        "topk:RATIO | randomk:RATIO | powersgd:RANK",
     )
 
     @property
@@ -204,12 +205,14 @@ class Precision(_Section):
     loss_scale: str | float = _key(
         "none", "loss scale, against underflow of float16 gradients: none | dynamic | NUMBER"
     )
-    grad_reduce: Literal["float32", "bfloat16"] = _key("float32", "dtype of gradient communication")
+    grad_reduce: Literal["float32", "bfloat16", "float8", "int8"] = _key(
+        "float32", "gradients on the wire; float8, int8: in blocks of 128 with a float32 scale each, summed in float32"
+    )
     matmul: Literal["bfloat16", "float8"] | None = _key(
         None, "matmuls of layers; float8: e4m3, gradients e5m2 (Hopper and later GPUs); null: precision.compute"
     )
-    gather: Literal["bfloat16", "float8"] | None = _key(
-        None, "zero 3: weights of layers on the wire; float8: e4m3, half the bytes; null: precision.compute"
+    gather: Literal["bfloat16", "float8", "int8"] | None = _key(
+        None, "zero 3: weights of layers on the wire; float8: e4m3, int8: in blocks of 128; null: precision.compute"
     )
     master: Literal["float32"] = _key("float32", "dtype of master weights and optimizer moments")
 

@@ -90,9 +90,9 @@ class Remat(NamedTuple):
 
 
 class Compression(NamedTuple):
-    """How gradients are summed over the axis replica (see `parallel/compression.py`)."""
+    """How gradients are summed over the axis replica (parallel/compression.py, parallel/quantization.py)."""
 
-    kind: Literal["none", "topk", "randomk", "powersgd"]
+    kind: Literal["none", "float8", "int8", "topk", "randomk", "powersgd"]
     ratio: float = 1.0  # of the entries that travel: topk, randomk
     rank: int = 0  # powersgd
 
@@ -100,15 +100,21 @@ class Compression(NamedTuple):
     def parse(cls, text: str) -> Compression:
         """Parse parallel.compress. Raises ValueError."""
         kind, _, amount = text.partition(":")
-        if text == "none":
-            return cls("none")
+        if text in ("none", "float8", "int8"):
+            return cls(text)
         if kind in ("topk", "randomk") and re.fullmatch(r"[\d.e-]+", amount) and _is_ratio(amount):
             return cls(kind, ratio=float(amount))
         if kind == "powersgd" and re.fullmatch(r"[1-9]\d{0,3}", amount):
             return cls(kind, rank=int(amount))
         raise ValueError(
-            f"parallel.compress={text!r} must be none, topk:RATIO, randomk:RATIO (0 < RATIO <= 1) or powersgd:RANK"
+            f"parallel.compress={text!r} must be none, float8, int8, topk:RATIO, randomk:RATIO (0 < RATIO <= 1) or "
+            "powersgd:RANK"
         )
+
+    @property
+    def has_residual(self) -> bool:
+        """True if devices keep what they do not send."""
+        return self.kind in ("topk", "randomk", "powersgd")
 
 
 def _is_ratio(text: str) -> bool:

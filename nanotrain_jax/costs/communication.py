@@ -12,11 +12,12 @@ from fractions import Fraction
 from math import prod
 from typing import Any, NamedTuple
 
-from nanotrain_jax.config.execution import Execution, execution
-from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.execution import Execution, execution, reduces_per_layer
+from nanotrain_jax.config.schema import EIGHT_BITS, Config
 from nanotrain_jax.costs import compression
 from nanotrain_jax.costs.counts import (
     BYTES,
+    gradient_bytes,
     is_sharded,
     last_matmuls_spared,
     local_elements,
@@ -28,7 +29,8 @@ from nanotrain_jax.costs.counts import (
     zero_devices,
 )
 from nanotrain_jax.models.decoder_table import table
-from nanotrain_jax.models.parameters import ENDS
+from nanotrain_jax.models.parameters import ENDS, Parameter
+from nanotrain_jax.parallel import quantization
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 
 
@@ -61,9 +63,9 @@ class Buffer(NamedTuple):
     op: str
     what: Traffic
     part: str  # of the tree of parameters: layers or ends
-    itemsize: int  # bytes per element on the wire
+    itemsize: float  # bytes per element on the wire
     times: int  # collectives per step
-    elements: float  # of the full buffer
+    elements: float  # of the full buffer; in 8 bits with the padding to whole blocks
 
 
 def communication(config: Config) -> list[dict[str, Any]]:
@@ -75,9 +77,8 @@ def communication(config: Config) -> list[dict[str, Any]]:
         stage 1   reduce-scatter             g Psi        all-gather         w Psi
         stage 2   reduce-scatter           M g Psi        all-gather         w Psi
         stage 3   reduce-scatter           M g Psi        all-gather       M w (2 Psi_layers + Psi_ends)
-                                                          with precision.gather=float8 w is 1 in layers, but for vectors
-    each times (N-1)/N, over data and context; block:n gathers layers once more, to recompute a block. From stage 1,
-    gradient shards are all-reduced over replica: 2 (R-1)/R g Psi / N.
+    each times (N-1)/N, over data and context; without prefetch block:n gathers layers once more, to recompute a block.
+    From stage 1, gradient shards are all-reduced over replica: 2 (R-1)/R g Psi / N. In 8 bits: `on_the_wire`.
 
     Tensor parallelism: `tensor_buffers`. Attention over context: `attention_buffers`.
 
@@ -178,15 +179,17 @@ def ulysses_copies(config: Config) -> float:
 def parameter_buffers(config: Config) -> list[Buffer]:
     """Return the full buffers of gradients and weights that `communication` sums, for each row of parameters."""
     p, m, policy = config.parallel, config.model, config.memory.rematerialization.policy
-    g, w, M = BYTES[config.precision.grad_reduce], BYTES[config.precision.compute], p.microbatches
+    g, w, M = gradient_bytes(config), BYTES[config.precision.compute], p.microbatches
+    in_loop, after_loop = arrays_of_layers(config)
     buffers = []
 
-    def add(axes: tuple[str, ...], op: str, what: Traffic, itemsize: int, times: int, divisor: float = 1) -> None:
-        """Append a buffer of the current row."""
+    def add(axes: tuple[str, ...], op: str, what: Traffic, times: int, arrays: int, divisor: float = 1) -> None:
+        """Append the buffers of the current row. arrays: those in which a parameter of layers travels."""
         present = tuple(axis for axis in axes if getattr(p, axis) > 1)
         if present:
-            elements = local_elements(row, config) / divisor
-            buffers.append(Buffer(present, op, what, row.part, itemsize, times, elements))
+            itemsize, elements = g if what.is_gradients else w, local_elements(row, config) / divisor
+            plain = Buffer(present, op, what, row.part, itemsize, times, elements)
+            buffers.extend(on_the_wire(plain, row, 1 if row.part == ENDS else arrays, config))
 
     replica = ("replica",) if p.compression.kind == "none" else ()  # else costs/compression.py
     batch = *replica, *ZERO_AXES
@@ -196,25 +199,60 @@ def parameter_buffers(config: Config) -> list[Buffer]:
         stages = ("pipe",) if is_replicated else ()
         over = ("tensor",) if partial else ()
         if p.zero == 0 and execution(config) is Execution.PER_LAYER:  # inside the backward; over tensor once, after it
-            add(BATCH_AXES, "all_reduce", Traffic.GRADIENTS, g, 1)
-            add(over, "all_reduce", Traffic.GRADIENTS, g, 1)
+            add(BATCH_AXES, "all_reduce", Traffic.GRADIENTS, 1, in_loop)
+            add(over, "all_reduce", Traffic.GRADIENTS, 1, after_loop)
             continue
         if p.zero == 0 or not is_sharded(row, config):
-            add((*stages, *batch, *over), "all_reduce", Traffic.GRADIENTS, g, 1)
+            add((*stages, *batch, *over), "all_reduce", Traffic.GRADIENTS, 1, after_loop)
             continue
         uses = 2 if row.used == "both" and execution(config).is_by_hand else 1  # one at each end
-        add(ZERO_AXES, "reduce_scatter", Traffic.GRADIENTS, g, uses * M if p.zero > 1 else 1)
-        add((*stages, *replica, *over), "all_reduce", Traffic.GRADIENT_SHARDS, g, 1, zero_devices(config))
+        add(ZERO_AXES, "reduce_scatter", Traffic.GRADIENTS, uses * M if p.zero > 1 else 1, in_loop)
+        shards = zero_devices(config)
+        add((*stages, *replica, *over), "all_reduce", Traffic.GRADIENT_SHARDS, 1, after_loop, shards)
         if p.zero < 3:
-            add(ZERO_AXES, "all_gather", Traffic.UPDATED_WEIGHTS, w, 1)
+            add(ZERO_AXES, "all_gather", Traffic.UPDATED_WEIGHTS, 1, after_loop)
             continue
-        passes = uses if row.part == ENDS else 3 if policy == "block" else 2
-        in_float8 = config.precision.gather == "float8" and row.part != ENDS and len(row.shape) > 1
-        add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, 1 if in_float8 else w, M * passes)
-        if in_float8:  # a float32 scale of each shard of each layer
-            shards = stage_layers(config) * zero_devices(config)
-            add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, 4, M * passes, local_elements(row, config) / shards)
+        passes = uses if row.part == ENDS else 3 if policy == "block" and not p.prefetch else 2
+        add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, M * passes, in_loop)
     return buffers
+
+
+def arrays_of_layers(config: Config) -> tuple[int, int]:
+    """Return the number of arrays in which ZeRO sends a parameter of all layers of a device: in the loop over layers,
+    and what is left after it.
+
+    In the loop one per layer, or per block where our own loop sends blocks; after it, the stacked array, unless stages
+    reduce all in their loop. Gradients of stages 0 and 1 are sent after it, unless per layer.
+    """
+    p, remat, is_pipeline = config.parallel, config.memory.rematerialization, execution(config) is Execution.PIPELINE
+    per_layer = reduces_per_layer(config)
+    sends_rows = is_pipeline and (p.prefetch or per_layer)
+    rows = stage_layers(config) // (remat.block if sends_rows and remat.policy == "block" else 1)
+    return rows if p.zero > 1 or per_layer else 1, rows if is_pipeline and per_layer else 1
+
+
+def on_the_wire(buffer: Buffer, row: Parameter, arrays: int, config: Config) -> list[Buffer]:
+    """Return the buffers in which gradients or weights of a row, so many arrays, travel: in 8 bits, or as they are.
+
+    In 8 bits (parallel/communication.py, quantization.py; ZeRO++, arXiv 2306.10209) each array is padded to whole
+    blocks, and an element takes 1 + 4/128 bytes:
+        precision.grad_reduce=int8, float8   reduce-scatter: an all-to-all; all-reduce: an all-to-all and an all-gather
+        precision.gather=int8                all-gather, of matrices of layers
+        precision.gather=float8              the same with 1 byte per element, and 4 per shard of each matrix
+    """
+    N, gather = prod(getattr(config.parallel, axis) for axis in buffer.axes), config.precision.gather
+    is_matrix_of_layer = buffer.what is Traffic.WEIGHTS and row.part != ENDS and len(row.shape) > 1
+    if is_matrix_of_layer and gather == "float8":
+        return [buffer._replace(itemsize=1), buffer._replace(itemsize=4, elements=arrays * N)]
+    is_chosen = is_matrix_of_layer and gather == "int8"
+    if buffer.what.is_gradients:
+        is_chosen = config.precision.grad_reduce in EIGHT_BITS
+    size = buffer.elements / arrays
+    if not is_chosen or not quantization.is_quantized(size, N, config.parallel.persist_below):
+        return [buffer]
+    sent = buffer._replace(itemsize=quantization.BYTES, elements=arrays * quantization.padded(size, N))
+    ops = {"reduce_scatter": ["all_to_all"], "all_reduce": ["all_to_all", "all_gather"], "all_gather": ["all_gather"]}
+    return [sent._replace(op=op) for op in ops[buffer.op]]
 
 
 def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:

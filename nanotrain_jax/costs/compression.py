@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs.counts import is_sharded, local_elements, stage_layers, zero_devices
+from nanotrain_jax.config.schema import EIGHT_BITS, Config
+from nanotrain_jax.costs.counts import gradient_bytes, is_sharded, local_elements, stage_layers, zero_devices
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import LAYERS, Parameter
 from nanotrain_jax.parallel.compression import BLOCK, matrices_of
 from nanotrain_jax.parallel.mesh import AXES, ZERO_AXES
+from nanotrain_jax.parallel.quantization import BYTES, is_quantized, padded
 
 REPLICA = ("replica",)
 
@@ -32,7 +33,7 @@ def is_compressed(row: Parameter, config: Config) -> bool:
     """True if the gradient of a row is compressed: large arrays, with powersgd only matrices."""
     kind = config.parallel.compression.kind
     is_large = row.size >= config.parallel.persist_below
-    return kind != "none" and is_large and (kind != "powersgd" or len(row.shape) > 1)
+    return config.parallel.compression.has_residual and is_large and (kind != "powersgd" or len(row.shape) > 1)
 
 
 def shard_elements(row: Parameter, config: Config) -> float:
@@ -44,19 +45,24 @@ def shard_elements(row: Parameter, config: Config) -> float:
 def sums(row: Parameter, config: Config) -> list[Summed]:
     """Return what is communicated to sum the gradient of a row over replica; nothing without compression.
 
-    topk        all-gather   R S/1024 k (g + 2)                       k = ratio 1024, values of g bytes, places of 2
-    randomk     all-reduce     S/1024 k g
-    powersgd    all-reduce   4 rank (rows + columns) per layer        and inside a replica, where axes shard the matrix
-    others      all-reduce   4 S, in float32                          small arrays
+    float8, int8   all-to-all, all-gather   (1 + 4/128) S each
+    topk           all-gather   R S/1024 k (g + 2)                       k = ratio 1024, values of g bytes, places of 2
+    randomk        all-reduce     S/1024 k g
+    powersgd       all-reduce   4 rank (rows + columns) per layer        and inside a replica where matrices are sharded
+    others         all-reduce   4 S, in float32                          small arrays
     """
-    how, S = config.parallel.compression, shard_elements(row, config)
+    how = config.parallel.compression
+    S = shard_elements(row, config)
     if how.kind == "none":
         return []
+    if how.kind in EIGHT_BITS and is_quantized(S, config.parallel.replica, config.parallel.persist_below):
+        sent = BYTES * padded(S, config.parallel.replica)
+        return [Summed(REPLICA, "all_to_all", sent), Summed(REPLICA, "all_gather", sent)]
     if not is_compressed(row, config):
         return [Summed(REPLICA, "all_reduce", 4 * S)]
     if how.kind == "powersgd":
         return low_rank_sums(row, config)
-    g = 2 if config.precision.grad_reduce == "bfloat16" else 4
+    g = gradient_bytes(config)
     sent = ceil(S / BLOCK) * max(1, round(how.ratio * BLOCK))
     if how.kind == "topk":
         return [Summed(REPLICA, "all_gather", config.parallel.replica * sent * (g + 2))]
@@ -65,7 +71,8 @@ def sums(row: Parameter, config: Config) -> list[Summed]:
 
 def low_rank_sums(row: Parameter, config: Config) -> list[Summed]:
     """Return what `compression.low_rank` communicates of a row."""
-    p, rank = config.parallel, config.parallel.compression.rank
+    p = config.parallel
+    rank = p.compression.rank
     matrices = matrices_of(row.shape, layout(row, config), stacked=False)
     layers = stage_layers(config) if row.part == LAYERS else 1
     shards = [prod(getattr(p, axis) for axis in axes) for axes in (matrices.row_axes, matrices.column_axes)]
@@ -83,7 +90,8 @@ def low_rank_sums(row: Parameter, config: Config) -> list[Summed]:
 
 def layout(row: Parameter, config: Config) -> PartitionSpec:
     """Return how a row's master weights are sharded, without the dim of layers."""
-    p, N = config.parallel, zero_devices(config)
+    p = config.parallel
+    N = zero_devices(config)
     entries: list = [None] * len(row.shape)
     if row.split_dim is not None:
         entries[row.split_dim] = p.vocab_axes if row.is_padded else ("tensor",) if p.tensor > 1 else None
@@ -95,11 +103,11 @@ def layout(row: Parameter, config: Config) -> PartitionSpec:
 
 def state_bytes(config: Config) -> float:
     """Return the bytes of residuals on a device, 4 S of each compressed row, and with powersgd of the bases."""
-    p, how = config.parallel, config.parallel.compression
+    p = config.parallel
     total = 0.0
     for row in table(config.model, p.tensor, p.vocab_shards).values():
         if is_compressed(row, config):
             total += 4 * shard_elements(row, config)
-            if how.kind == "powersgd":
+            if p.compression.kind == "powersgd":
                 total += low_rank_sums(row, config)[-1].bytes
     return total

@@ -22,14 +22,20 @@ from math import prod
 
 import numpy as np
 
-from nanotrain_jax.config.model_sizes import fits_flash
-from nanotrain_jax.config.schema import Config, Model
+from nanotrain_jax.config.derived import fits_flash
+from nanotrain_jax.config.schema import EIGHT_BITS, Config, Model
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import LAYERS, Parameter
 from nanotrain_jax.parallel.packed_attention import num_parts
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def gradient_bytes(config: Config) -> int:
+    """Return g: the bytes per element of reduced gradients, and on the wire of those that do not travel in 8 bits."""
+    reduce = config.precision.grad_reduce
+    return BYTES["float32" if reduce in EIGHT_BITS else reduce]
 
 
 def parameters(model: Model) -> int:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.execution import reduces_per_layer
-from nanotrain_jax.config.model_sizes import fits_flash, padded_vocab
 from nanotrain_jax.config.schema import Config, Model, Parallel
 from nanotrain_jax.config.values import Remat
 from nanotrain_jax.costs import offload
@@ -23,6 +23,7 @@ from nanotrain_jax.costs.communication import ulysses_copies
 from nanotrain_jax.costs.counts import (
     BYTES,
     attention_parts,
+    gradient_bytes,
     is_sharded,
     kv_width,
     local_elements,
@@ -95,7 +96,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
                 gradients, the largest stacked gradient in the dtype on the wire where it is reduced once per step
     """
     m, p, remat = config.model, config.parallel, config.memory.rematerialization
-    b, g, D = BYTES[config.precision.compute], BYTES[config.precision.grad_reduce], m.d_model
+    b, g, D = BYTES[config.precision.compute], gradient_bytes(config), m.d_model
     psi, shard = local_parameters(config)
     layers, sharded_layers = psi[LAYERS], shard[LAYERS]
     tokens, L = tokens_per_device(config) / p.microbatches, stage_layers(config)
@@ -147,7 +148,7 @@ def _gradient_sums(config: Config, psi: Parts, shard: Parts) -> tuple[float, flo
     sums = 4 * sum((shard if p.zero > 1 else psi).values())
     if p.pipe == 1 or not reduces_per_layer(config):
         return sums, sums
-    reduced = BYTES[config.precision.grad_reduce] * (shard if p.zero else psi)[LAYERS]
+    reduced = gradient_bytes(config) * (shard if p.zero else psi)[LAYERS]
     return sums + reduced, 4 * psi[ENDS] + reduced
 
 

@@ -32,7 +32,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from nanotrain_jax.config.model_sizes import fits_flash
+from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.models import contract, decoder_table
 from nanotrain_jax.models.decoder_layer import ONE_DEVICE, Layer, Norm, Split, fill

@@ -94,13 +94,13 @@ def reduce_scatter(xs: Sequence[jax.Array], axis: Axis, dims: Sequence[int]) -> 
     return [jnp.moveaxis(x, 0, dim) for x, dim in zip(blocks, dims, strict=True)]
 
 
-def all_to_all(x: jax.Array, axis: str, split: int, concatenate: int) -> jax.Array:
+def all_to_all(x: jax.Array, axis: Axis, split: int, concatenate: int) -> jax.Array:
     """x[... A .. Z/axis ...] -> x[... A/axis .. Z ...]: dim A, split, is cut over axis; dim Z, concatenate, made whole.
 
     Wire bytes per device: (N-1)/N of x.
     """
     with _named("all_to_all", axis):
-        return lax.all_to_all(as_varying(x, (axis,)), axis, split_axis=split, concat_axis=concatenate, tiled=True)
+        return lax.all_to_all(as_varying(x, axis), axis, split_axis=split, concat_axis=concatenate, tiled=True)
 
 
 def buckets(sizes: Sequence[int], limit: float) -> list[list[int]]:

@@ -43,16 +43,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from nanotrain_jax.parallel import float8, host_offload
+from nanotrain_jax.parallel import host_offload
 from nanotrain_jax.parallel.collectives import (
     all_gather,
     all_reduce,
     as_varying,
     buckets,
     own_shard,
-    reduce_scatter,
     varying_axes,
 )
+from nanotrain_jax.parallel.communication import Communication
 from nanotrain_jax.parallel.mesh import AXES, BATCH_AXES
 from nanotrain_jax.parallel.sharding import abstract
 
@@ -69,16 +69,6 @@ class Zero(NamedTuple):
     reduce: Callable[[Tree, Tree, Shards], Tree]
     own_shards: Callable[[Tree, Shards], Tree]
     gather_updated: Callable[[Tree, Shards], Tree]
-
-
-class Communication(NamedTuple):
-    """Settings of the collectives."""
-
-    dtype: jnp.dtype  # of gradients on the wire
-    bucket_bytes: float  # largest bucket, in bytes as stored
-    weights: jnp.dtype | None = None  # of gathered weights, on the wire and in the layer; None: as stored
-    float8: bool = False  # gather arrays of two dims and more in 8 bits (`_gather`)
-    kept: tuple[str, ...] = ()  # axes over which `Zero.reduce` does not reduce (parallel/compression.py does)
 
 
 class Shards(NamedTuple):
@@ -206,8 +196,9 @@ def _tapped(
     backward             g[... D/N] = reduce_scatter(g[... D] + sums[... D])             (N-1)/N
     backward, stage 0    g[... D] = all_reduce(g[... D] + sums[... D])                   2 (N-1)/N
 
-    Gradients are reduced in the dtype of communication. Weights in host memory are copied to the device first, in the
-    forward and again in the backward. sums: local gradients of earlier microbatches, reduced together with this one's.
+    Gradients are reduced in the dtype of communication, or in 8 bits. Weights in host memory are copied to the device
+    first, in the forward and again in the backward. sums: local gradients of earlier microbatches, reduced together
+    with this one's.
     """
 
     def gather_bucket(dims: tuple, weights: tuple, taps: tuple, sums: tuple) -> list:
@@ -215,16 +206,17 @@ def _tapped(
 
         def forward(weights: tuple) -> list:
             weights = host_offload.to_device(list(weights))
-            return _gather(weights, shards, dims) if stored_sharded and sharded else weights
+            gathers = stored_sharded and sharded
+            return shards.communication.all_gather(weights, shards.axes, dims) if gathers else weights
 
         def backward(sums: tuple, grads: list) -> tuple:
             if sums[0] is not None:
                 grads = [g.astype(jnp.float32) + s for g, s in zip(grads, sums, strict=True)]
             grads = [g.astype(shards.communication.dtype) for g in grads]
             if full_grads:
-                grads = all_reduce(grads, BATCH_AXES)
+                grads = shards.communication.all_reduce(grads, BATCH_AXES)
             elif sharded:
-                grads = reduce_scatter(grads, shards.axes, dims)
+                grads = shards.communication.reduce_scatter(grads, shards.axes, dims)
             return None, tuple(g.astype(jnp.float32) for g in grads), None
 
         gathered = jax.custom_vjp(lambda weights, taps, sums: forward(weights))
@@ -234,33 +226,6 @@ def _tapped(
     sums = jax.tree.map(lambda _: None, stored) if sums is None else sums
     stored = _cast(stored, shards.communication.weights)
     return _in_buckets(gather_bucket, shards, stored, taps, sums, are_shards=stored_sharded)
-
-
-def _gather(weights: Sequence[jax.Array], shards: Shards, dims: Sequence[int]) -> list[jax.Array]:
-    """w[... D/N] -> w[... D] for each of weights, (N-1)/N.
-
-    With Communication.float8 matrices are gathered in e4m3, as bytes, and the scales of all N shards beside them: 4 N
-    bytes per array. Gradients pass as if weights were not rounded.
-    """
-    is_matrix = [shards.communication.float8 and w.ndim >= 2 for w in weights]
-    if not any(is_matrix):
-        return all_gather(list(weights), shards.axes, dims)
-    scaled = [float8.quantize(w, float8.E4M3) for w, chosen in zip(weights, is_matrix, strict=True) if chosen]
-    matrix_dims = [d for d, chosen in zip(dims, is_matrix, strict=True) if chosen]
-    as_bytes = [jax.lax.bitcast_convert_type(x.value, jnp.uint8) for x in scaled]
-    values = [jax.lax.bitcast_convert_type(x, float8.E4M3) for x in all_gather(as_bytes, shards.axes, matrix_dims)]
-    (scales,) = all_gather([jnp.stack([x.scale.astype(jnp.float32) for x in scaled])[None]], shards.axes, [0])  # [N n]
-    matrices = iter([_rescaled(*x, weights[0].dtype) for x in zip(values, scales.T, matrix_dims, strict=True)])
-    others = [(w, d) for w, d, chosen in zip(weights, dims, is_matrix, strict=True) if not chosen]
-    rest = iter(all_gather([w for w, _ in others], shards.axes, [d for _, d in others]) if others else [])
-    return [next(matrices) if chosen else next(rest) for chosen in is_matrix]
-
-
-def _rescaled(values: jax.Array, scale_N: jax.Array, dim: int, dtype: jnp.dtype) -> jax.Array:
-    """Multiply each of N blocks of values along dim by its scale."""
-    blocks = values.reshape(*values.shape[:dim], len(scale_N), -1, *values.shape[dim + 1 :])
-    scale = jnp.expand_dims(scale_N, [i for i in range(blocks.ndim) if i != dim]).astype(dtype)
-    return (blocks.astype(dtype) * scale).reshape(values.shape)
 
 
 def _cast(stored: Tree, dtype: jnp.dtype | None) -> Tree:
@@ -280,7 +245,7 @@ def gather_ahead(stored: Tree, shards: Shards) -> Tree:
     """
 
     def gather_bucket(dims: tuple, weights: tuple) -> Sequence:
-        return weights if dims[0] == UNSHARDED else _gather(weights, shards, dims)
+        return weights if dims[0] == UNSHARDED else shards.communication.all_gather(weights, shards.axes, dims)
 
     return _in_buckets(gather_bucket, shards, _cast(stored, shards.communication.weights), are_shards=True)
 
@@ -294,7 +259,7 @@ def scatter_behind(grads: Tree, shards: Shards) -> Tree:
     def scatter_bucket(dims: tuple, grads: tuple) -> list:
         grads = [g.astype(shards.communication.dtype) for g in grads]
         if dims[0] != UNSHARDED:
-            grads = reduce_scatter(grads, shards.axes, dims)
+            grads = shards.communication.reduce_scatter(grads, shards.axes, dims)
         return [g.astype(jnp.float32) for g in grads]
 
     return _in_buckets(scatter_bucket, shards, grads, are_shards=False)
@@ -302,7 +267,7 @@ def scatter_behind(grads: Tree, shards: Shards) -> Tree:
 
 @jax.named_scope("reduce")
 def _reduce(grads: Tree, stored: Tree, shards: Shards, stored_sharded: bool) -> Tree:
-    """`Zero.reduce`: sum gradients over devices, in the dtype of communication where anything moves.
+    """`Zero.reduce`: sum gradients over devices, in the dtype of communication, or 8 bits, where anything moves.
 
     stage 0          g[... D] {local} -> all_reduce over replica, data, context          2 (N-1)/N
     stage 1          g[... D] {local} -> reduce_scatter over ZeRO's axes -> g[... D/N]   (N-1)/N
@@ -327,9 +292,9 @@ def _reduce(grads: Tree, stored: Tree, shards: Shards, stored_sharded: bool) -> 
         if scatters or any(jax.lax.axis_size(axis) > 1 for axis in over):
             grads = [g.astype(shards.communication.dtype) for g in grads]
         if scatters:
-            grads = reduce_scatter(grads, shards.axes, dims)
+            grads = shards.communication.reduce_scatter(grads, shards.axes, dims)
             over = [axis for axis in over if axis in varying_axes(grads[0])]
-        return all_reduce(list(grads), over)
+        return shards.communication.all_reduce(grads, over)
 
     are_local = any(jax.tree.leaves(jax.tree.map(is_local, grads, stored, shards.dims)))
     return _in_buckets(reduce_bucket, shards, grads, stored, are_shards=not are_local)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from nanotrain_jax.config.model_sizes import fits_flash
+from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, flops, hardware, memory, offload

@@ -275,16 +275,23 @@ def attention_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
 
 def parameter_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     """Return the full buffers of gradients or weights of a transfer, from the same table as its bytes."""
-    elements: dict[tuple[int, str, int], float] = {}
+    plain = counts.gradient_bytes(e.config) if t.what.is_gradients else counts.BYTES[e.config.precision.compute]
+    symbols = {plain: "g" if t.what.is_gradients else "w"}
+    by_itemsize: dict[float, dict[tuple[str, int], float]] = {}
     for buffer in communication.parameter_buffers(e.config):
         if (",".join(buffer.axes), buffer.op, buffer.what) == (t.axis, t.op, t.what):
-            key = buffer.itemsize, buffer.part, buffer.times
+            elements, key = by_itemsize.setdefault(buffer.itemsize, {}), (buffer.part, buffer.times)
             elements[key] = elements.get(key, 0.0) + buffer.elements
-    itemsize = next(iter(elements))[0]
-    formula = " + ".join(f"{times} Psi_{name}" for _, name, times in elements)
-    numbers = " + ".join(f"{times} x {number(size)}" for (_, _, times), size in elements.items())
-    symbol = "g" if t.what.is_gradients else "w"
-    return f"{symbol} ({formula}), of the arrays in this transfer", f"{itemsize} x ({numbers})"
+    formulas, numbers = [], []
+    for itemsize, elements in by_itemsize.items():
+        formula = " + ".join(f"{times} Psi_{name}" for name, times in elements)
+        shown = " + ".join(f"{times} x {number(size)}" for (_, times), size in elements.items())
+        formulas.append(f"{symbols.get(itemsize, itemsize)} ({formula})")
+        numbers.append(f"{itemsize} x ({shown})")
+    formula, shown = (
+        " + ".join(terms) if len(terms) == 1 else f"({' + '.join(terms)})" for terms in (formulas, numbers)
+    )
+    return f"{formula}, of the arrays in this transfer", shown
 
 
 def bubble(e: Estimate) -> Section:

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from nanotrain_jax.config.model_sizes import fits_flash, padded_vocab
+from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import communication, counts, memory, offload
 from nanotrain_jax.costs.communication import Traffic
@@ -128,7 +128,7 @@ def _overlap(
         return 0.0, "microbatch"
     if what in (Traffic.ATTENTION, Traffic.HEADS):
         return (HIDDEN_PIPE * (1 - last_hop(config)) if op == "permute" else 0.0), "microbatch"
-    if what is Traffic.WEIGHTS or (p.zero > 1 and op == "reduce_scatter"):
+    if what is Traffic.WEIGHTS or (p.zero > 1 and op in ("reduce_scatter", "all_to_all")):
         return (HIDDEN_LAYERS if exceeds_bucket else 0.0), "microbatch"
     return 0.0, "step"
 

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from nanotrain_jax.checkpoint.directory import latest_step
-from nanotrain_jax.config.model_sizes import padded_vocab
+from nanotrain_jax.config.derived import padded_vocab
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, memory
 from nanotrain_jax.data import batches

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
 
+from nanotrain_jax.config.schema import EIGHT_BITS
 from nanotrain_jax.models.contract import LAYERS
 from nanotrain_jax.parallel import compression
 from nanotrain_jax.parallel.collectives import all_reduce
@@ -37,13 +38,13 @@ class Feedback(NamedTuple):
 
 
 def init(plan: Plan, params: Tree) -> Feedback | None:
-    """Return residuals of zeros and random bases; None without compression."""
-    kind, _, rank = plan.compression
-    if kind == "none":
+    """Return residuals of zeros and random bases; None without error feedback."""
+    how = plan.compression
+    if not how.has_residual:
         return None
     replicas = plan.mesh.shape[AXIS]
     residual = jax.tree.map(lambda w: jnp.zeros((*w.shape, replicas), jnp.float32), select(params, plan.compressed))
-    return Feedback(residual, bases(plan, params, rank) if kind == "powersgd" else None)
+    return Feedback(residual, bases(plan, params, how.rank) if how.kind == "powersgd" else None)
 
 
 def bases(plan: Plan, params: Tree, rank: int) -> Tree:
@@ -70,9 +71,8 @@ def of_matrices(plan: Plan) -> Tree:
 
 
 def specs(plan: Plan, opt_specs: Tree) -> Feedback | None:
-    """Return PartitionSpecs of Feedback. opt_specs: those of the master weights."""
-    kind = plan.compression.kind
-    if kind == "none":
+    """Return PartitionSpecs of Feedback, or None. opt_specs: those of the master weights."""
+    if not plan.compression.has_residual:
         return None
 
     def entries(w: jax.ShapeDtypeStruct, spec: PartitionSpec) -> list:
@@ -87,7 +87,7 @@ def specs(plan: Plan, opt_specs: Tree) -> Feedback | None:
 
     shapes = plan.model.shapes
     residual = select(jax.tree.map(of_residual, shapes, opt_specs), plan.compressed)
-    if kind != "powersgd":
+    if plan.compression.kind != "powersgd":
         return Feedback(residual, None)
     return Feedback(residual, jax.tree.map(of_basis, shapes, opt_specs, of_matrices(plan)))
 
@@ -141,10 +141,15 @@ def sum_over_replicas(
 
     Gradients that are not finite on one device are not a number on all.
     """
-    if feedback is None:
+    how = plan.compression
+    if how.kind == "none":
         return grads, None
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    if how.kind in EIGHT_BITS:
+        communication = plan.shards.communication._replace(reduce=how.kind)
+        return jax.tree.map(lambda g: communication.all_reduce([g], [AXIS])[0], grads), None
     whole = jax.tree.map(lambda chosen: not chosen, plan.compressed)
-    whole = all_reduce(select(jax.tree.map(lambda g: g.astype(jnp.float32), grads), whole), [AXIS])
+    whole = all_reduce(select(grads, whole), [AXIS])
     chosen, tree = jax.tree.flatten(plan.compressed)
     columns = [tree.flatten_up_to(part) for part in (grads, feedback.residual, of_matrices(plan))]
     starts = tree.flatten_up_to(feedback.basis) if feedback.basis else [None] * len(chosen)
@@ -160,7 +165,7 @@ def compressed(
     plan: Plan, key: jax.Array, grad: jax.Array, residual: jax.Array, matrices: Matrices, basis: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Sum one array over replica -> sum, residual, basis for the next step."""
-    x = grad.astype(jnp.float32) + residual[..., 0]
+    x = grad + residual[..., 0]
     x = jnp.where(jnp.isfinite(x).all(), x, jnp.nan)
     sums, basis = compressed_sum(plan, key, x, matrices, basis)
     return sums.total, (x - sums.sent)[..., None], basis

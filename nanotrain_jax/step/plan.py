@@ -14,16 +14,17 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nanotrain_jax.config.execution import Execution, execution, gradients_on_host
-from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.schema import EIGHT_BITS, Config
 from nanotrain_jax.config.values import Compression
 from nanotrain_jax.costs import counts
 from nanotrain_jax.models import factory
 from nanotrain_jax.models.contract import LAYERS, Model, join_layers, split_layers
 from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel.communication import Communication
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 from nanotrain_jax.parallel.pipeline.schedule import row_order
 from nanotrain_jax.parallel.sharding import specs
-from nanotrain_jax.parallel.zero import UNSHARDED, ZERO, Communication, Shards, Zero, shard_dims
+from nanotrain_jax.parallel.zero import UNSHARDED, ZERO, Shards, Zero, shard_dims
 from nanotrain_jax.step import optimizer as optim
 
 Tree = Any  # a pytree of arrays
@@ -72,7 +73,8 @@ class Plan:
     @property
     def communication_of_layers(self) -> Communication:
         """Return the settings of the collectives of a layer's weights and gradients."""
-        return self.shards.communication._replace(float8=self.config.precision.gather == "float8")
+        gather = self.config.precision.gather
+        return self.shards.communication._replace(gather=gather if gather in EIGHT_BITS else None)
 
     @property
     def gathered_bytes_of_a_layer(self) -> int:
@@ -129,10 +131,13 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
     axes = tuple(axis for axis in ZERO_AXES if mesh.shape[axis] > 1) or ("data",)
     size = math.prod(mesh.shape[axis] for axis in axes) if p.zero else 1
     dims = shard_dims(shapes, size, p.persist_below, stacks, pipe_tensor_specs)
+    reduce = config.precision.grad_reduce
     communication = Communication(
-        jnp.dtype(config.precision.grad_reduce),
-        p.bucket_mb * 2**20,
-        jnp.dtype(config.precision.compute),
+        dtype=jnp.dtype("float32" if reduce in EIGHT_BITS else reduce),
+        bucket_bytes=p.bucket_mb * 2**20,
+        weights=jnp.dtype(config.precision.compute),
+        reduce=reduce if reduce in EIGHT_BITS else None,
+        least=p.persist_below,
         kept=() if p.compression.kind == "none" else ("replica",),
     )
     is_large = large(shapes, p.persist_below, stacks)
@@ -199,7 +204,7 @@ def compressed(how: Compression, shapes: Tree, is_large: Tree, stacks: Sequence[
     least_dims = 2 if how.kind == "powersgd" else 0
 
     def is_compressed(path: tuple, x: jax.ShapeDtypeStruct, is_large: bool) -> bool:
-        return how.kind != "none" and is_large and x.ndim - (path[0].key in stacks) >= least_dims
+        return how.has_residual and is_large and x.ndim - (path[0].key in stacks) >= least_dims
 
     return jax.tree_util.tree_map_with_path(is_compressed, shapes, is_large)
 

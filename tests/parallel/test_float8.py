@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.parallel import float8, tensor, zero
 from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.parallel.communication import Communication
 from nanotrain_jax.step import build as steps
 
 
@@ -76,7 +77,7 @@ def test_a_tensor_parallel_block_is_near_one_device(overlap):
 
 
 def test_matrices_are_gathered_in_bytes_and_vectors_as_they_are():
-    communication = zero.Communication(jnp.dtype("float32"), 2**20, jnp.dtype("bfloat16"), float8=True)
+    communication = Communication(jnp.dtype("float32"), 2**20, jnp.dtype("bfloat16"), gather="float8")
     weights = {"w": normal(0, 64, 32), "v": normal(1, 32, 128), "gain": 1 + normal(2, 64)}
     dims = {"w": 0, "v": 1, "gain": 0}
     mesh = meshes.make(data=8)

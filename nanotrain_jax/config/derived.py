@@ -1,4 +1,4 @@
-"""What follows from the sizes of a model: rows of its vocabulary, and whether flash attention takes its heads."""
+"""What follows from keys of a config: rows of a padded vocabulary, whether flash attention runs. Needs no JAX."""
 
 from __future__ import annotations
 
