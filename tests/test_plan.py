@@ -47,6 +47,8 @@ EXPLAINED = [(name, []) for name in CONFIGS] + [
     ("llama3_8b_128k", ["parallel.context_attention=ulysses", "parallel.tensor=4", "parallel.context=2"]),
     ("llama3_8b", ["memory.remat=full", HOST, "memory.offload_params=host", "memory.offload_activations=host"]),
     ("llama3_8b", ["model.tie_embeddings=true", "parallel.zero=2", HOST]),
+    ("llama3_8b", ["parallel.replica=2", "parallel.data=4", "precision.grad_reduce=int8", "precision.gather=float8"]),
+    ("llama3_8b", ["parallel.zero=0", "precision.grad_reduce=float8"]),
     ("llama3_8b", ["parallel.pipe=2", "parallel.data=4", "parallel.zero=3", "model.tie_embeddings=true", HOST]),
 ]
 

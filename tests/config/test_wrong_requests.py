@@ -76,6 +76,13 @@ BAD = [
         "72, must be a multiple of 16; use 80",
     ),
     (["precision.gather=float8", "precision.compute=bfloat16"], "only zero=3 gathers layers"),
+    (["precision.gather=int8"], "precision.gather=int8 with precision.compute=float32; use bfloat16"),
+    (
+        ["precision.gather=int8", "precision.compute=bfloat16", "parallel.zero=2"],
+        "precision.gather=int8 with parallel.zero=2: only zero=3 gathers layers, from float32 weights on the device; "
+        "use parallel.zero=3",
+    ),
+    (["precision.grad_reduce=int4"], "precision.grad_reduce='int4': input should be 'float32', 'bfloat16', 'float8' or"),
     (
         ["parallel.tensor=2", "parallel.data=1", "parallel.overlap_tensor=true", "parallel.sequence_parallel=false"],
         "an all-reduce has no hops; use parallel.sequence_parallel=true",
