@@ -35,9 +35,9 @@ from rich.table import Table
 
 from nanotrain_jax.audit import hlo, topology
 from nanotrain_jax.config import schema as configs
+from nanotrain_jax.config.derived import padded_vocab
 from nanotrain_jax.config.load import load
 from nanotrain_jax.config.resolve import resolve
-from nanotrain_jax.config.schema import padded_vocab
 from nanotrain_jax.costs import communication, counts, hardware
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.parallel import mesh as meshes

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from nanotrain_jax.config import schema as configs
-from nanotrain_jax.config.schema import padded_vocab
+from nanotrain_jax.config.derived import padded_vocab
 from nanotrain_jax.models import decoder
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.optimizer_step import Opt

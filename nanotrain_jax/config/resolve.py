@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import Execution, casts_at_use, execution, reduces_per_layer
-from nanotrain_jax.config.schema import Config, fits_flash
+from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors
 from nanotrain_jax.parallel.pipeline import schedule_text
 

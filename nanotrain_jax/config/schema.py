@@ -7,7 +7,7 @@ one-line ValueError with the value, the rule and the remedy.
 
 from __future__ import annotations
 
-from math import lcm, prod
+from math import prod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -379,17 +379,3 @@ class Config(_Section):
     def replace(self, section: str, **changes: Any) -> Config:
         """Return a copy with some keys of a section changed. Validates nothing."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=changes)})
-
-
-def padded_vocab(vocab_size: int, shards: int) -> int:
-    """Return the number of embedding rows: vocab_size; with shards > 1 rounded up to a multiple of lcm(128, shards).
-
-    shards: `Parallel.vocab_shards`. Every device then holds the same number of rows.
-    """
-    return -(-vocab_size // lcm(128, shards)) * lcm(128, shards) if shards > 1 else vocab_size
-
-
-def fits_flash(model: Model, compute: str) -> bool:
-    """True if cuDNN flash attention supports this head dim and dtype and is not disabled; it stores no scores."""
-    head = model.d_model // model.num_heads
-    return model.attention != "xla" and compute != "float32" and head <= 128 and head % 8 == 0

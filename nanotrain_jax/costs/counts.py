@@ -22,7 +22,8 @@ from math import prod
 
 import numpy as np
 
-from nanotrain_jax.config.schema import Config, Model, fits_flash
+from nanotrain_jax.config.derived import fits_flash
+from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import LAYERS, Parameter
 from nanotrain_jax.parallel.packed_attention import num_parts

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.execution import reduces_per_layer
-from nanotrain_jax.config.schema import Config, Model, Parallel, fits_flash, padded_vocab
+from nanotrain_jax.config.schema import Config, Model, Parallel
 from nanotrain_jax.config.values import Remat
 from nanotrain_jax.costs import offload
 from nanotrain_jax.costs.communication import ulysses_copies

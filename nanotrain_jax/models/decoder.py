@@ -32,7 +32,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from nanotrain_jax.config.schema import Config, Model, fits_flash
+from nanotrain_jax.config.derived import fits_flash
+from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.models import contract, decoder_table
 from nanotrain_jax.models.decoder_layer import ONE_DEVICE, Layer, Norm, Split, fill
 from nanotrain_jax.models.ops import add, project

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from functools import lru_cache, partial
 
+from nanotrain_jax.config.derived import padded_vocab
 from nanotrain_jax.config.families import FAMILIES, Family
-from nanotrain_jax.config.schema import Model, padded_vocab
+from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, VOCAB, Parameter, Table, Use
 
 STD = 0.02

@@ -11,8 +11,9 @@ from typing import Literal, NamedTuple
 
 import jax
 
+from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.resolve import resolve
-from nanotrain_jax.config.schema import Config, fits_flash
+from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, flops, hardware, memory, offload
 from nanotrain_jax.planner.step_time import Transfer, times
 

@@ -22,7 +22,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from nanotrain_jax.config.schema import Config, fits_flash, padded_vocab
+from nanotrain_jax.config.derived import fits_flash, padded_vocab
+from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import communication, counts, memory, offload
 from nanotrain_jax.costs.communication import Traffic
 from nanotrain_jax.costs.hardware import Gpu

@@ -9,7 +9,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from nanotrain_jax.checkpoint.directory import latest_step
-from nanotrain_jax.config.schema import Config, padded_vocab
+from nanotrain_jax.config.derived import padded_vocab
+from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, memory
 from nanotrain_jax.data import batches
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
