@@ -104,6 +104,11 @@ class Parallel(_Section):
 
     data: Axis = _key(-1, "data-parallel size; -1: all remaining devices")
     replica: Axis = _key(1, "replicas of the data-parallel group; ZeRO shards inside a replica (HSDP)")
+    sync_every: Count = _key(
+        0,
+        "with replica > 1: replicas step apart, and an outer optimizer joins their weights every sync_every steps "
+        "(DiLoCo); 0: off, gradients are summed over replicas in every step",
+    )
     tensor: Axis = _key(1, "tensor-parallel size; shards heads, d_ff and vocabulary")
     sequence_parallel: bool = _key(
         True, "with tensor > 1: shard activations outside tensor-parallel matmuls over the sequence"
@@ -290,6 +295,8 @@ class Optimizer(_Section):
     eps: float = _key(1e-8, "epsilon, added to the square root of the second moment", gt=0)
     weight_decay: float = _key(0.1, "decoupled weight decay", ge=0)
     grad_clip: float = _key(1.0, "clip gradients to this global norm; 0: off", ge=0)
+    outer_lr: float = _key(0.7, "parallel.sync_every: learning rate of the outer optimizer, SGD", gt=0)
+    outer_momentum: float = _key(0.9, "parallel.sync_every: Nesterov momentum of the outer optimizer", ge=0, lt=1)
 
 
 class Train(_Section):
