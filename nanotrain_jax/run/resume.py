@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from pydantic import ValidationError
 
 from nanotrain_jax.checkpoint import compatibility
@@ -51,7 +53,8 @@ def resume(folder: Path, requested: Config, config: Config, dataset: batches.Dat
     changed = ", ".join(compatibility.changes(meta, config))
     if changed:
         notes.append(f"changed since the checkpoint: {changed}")
-    notes += _learning_rate_jump(meta, config, number, number - int(state.skipped))
+    skipped = max(int(np.max(shard.data)) for shard in state.skipped.addressable_shards)  # of any replica
+    notes += _learning_rate_jump(meta, config, number, number - skipped)
     position = meta.data.position * meta.seq_len // config.data.seq_len
     return Resumed(step.in_stage_order(state), position, meta.tokens_seen, notes, (folder, number), meta, damaged)
 
@@ -66,7 +69,12 @@ def _read_state(folder: Path, number: int, meta: Meta, config: Config, step: Ste
         return restore.read_state(folder, number, step.saved, step.plan.is_padded)
     state = restore.read_state(folder, number, step.saved._replace(scale=None), step.plan.is_padded)
     shardings = jax.tree.map(lambda x: x.sharding, step.state.scale)
-    return state._replace(scale=jax.jit(lambda: optim.loss_scale(config.precision), out_shardings=shardings)())
+
+    def first_scale() -> optim.LossScale | None:
+        scale = optim.loss_scale(config.precision)
+        return jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), scale, step.state.scale)
+
+    return state._replace(scale=jax.jit(first_scale, out_shardings=shardings)())
 
 
 def _learning_rate_jump(meta: Meta, config: Config, number: int, update: int) -> list[str]:

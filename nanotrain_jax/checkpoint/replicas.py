@@ -1,0 +1,74 @@
+"""Restore the state of replicas that step apart (parallel/local_steps.py) for another number of replicas, or for one.
+
+In a checkpoint of a run with parallel.sync_every every array but `step` and those of `outer` has a last dim of size R.
+
+    saved      wanted     new arrays
+    [... R]    [... Q]    every replica has the mean over the saved ones; theta and momentum as saved
+    [... R]    [...]      the mean over replicas; theta and momentum are not read
+    [...]      [... Q]    every replica has the same; theta is the float32 weights, its momentum zero
+
+Of step counts and of the loss scale the smallest instead of the mean. The outer step is linear in the mean of weights,
+so a resume within H steps loses nothing of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from nanotrain_jax.parallel import local_steps
+
+OUTER, THETA = "outer/", "outer/theta/"  # paths of the state of the outer optimizer
+MASTER, PARAMS = "opt/master/", "params/"  # paths of float32 weights; params: where there are no master weights
+SCALE = "scale/"
+Shapes = dict[str, tuple[int, ...]]  # path -> shape
+
+
+class Source(NamedTuple):
+    """The array of a checkpoint from which one of the state is made."""
+
+    path: str
+    array: jax.ShapeDtypeStruct  # as saved; each device holds its part of all replicas
+
+
+def source(path: str, wanted: jax.ShapeDtypeStruct, have: Shapes) -> Source | None:
+    """Return what to read for an array of the state; None: it is zero. have: the arrays of the checkpoint."""
+    was_apart = any(name.startswith(OUTER) for name in have)
+    if path.startswith(OUTER) and not was_apart:
+        weight = path.removeprefix(THETA)
+        if weight == path:
+            return None
+        return Source(MASTER + weight if MASTER + weight in have else PARAMS + weight, wanted)
+    saved = have.get(path, ())[-1:] if was_apart and path != "step" and not path.startswith(OUTER) else ()
+    is_apart = _has_replicas(wanted)
+    if saved == wanted.shape[-1:] * is_apart:
+        return Source(path, wanted)
+    shape, spec = (wanted.shape[:-1], wanted.sharding.spec[:-1]) if is_apart else (wanted.shape, wanted.sharding.spec)
+    sharding = NamedSharding(wanted.sharding.mesh, PartitionSpec(*spec))
+    return Source(path, jax.ShapeDtypeStruct((*shape, *saved), wanted.dtype, sharding=sharding))
+
+
+def convert(path: str, x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return the array of the state from that of its `source`. Each device computes its own part: moves nothing."""
+    is_apart = _has_replicas(wanted)
+
+    def change(x: jax.Array) -> jax.Array:
+        if x.ndim > wanted.ndim - is_apart:
+            smallest = path.startswith(SCALE) or not jnp.issubdtype(x.dtype, jnp.floating)
+            x = x.min(-1) if smallest else x.mean(-1, dtype=jnp.float32).astype(x.dtype)
+        return local_steps.copies(x, wanted.shape[-1]) if is_apart else x
+
+    return jax.jit(change, out_shardings=wanted.sharding)(x)
+
+
+def zeros(wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return an array of zeros, in the layout of wanted."""
+    return jnp.zeros(wanted.shape, wanted.dtype, device=wanted.sharding)
+
+
+def _has_replicas(wanted: jax.ShapeDtypeStruct) -> bool:
+    is_on_mesh = isinstance(wanted.sharding, NamedSharding)
+    return is_on_mesh and local_steps.has_replicas(wanted.sharding.spec, wanted.ndim)
