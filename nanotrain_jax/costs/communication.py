@@ -45,6 +45,7 @@ class Traffic(Enum):
     ATTENTION = "keys, values and their gradients"
     HEADS = "queries, keys, values and outputs, tokens for heads"
     LOSS = "loss"
+    SYNCHRONIZATION = "weights of replicas"
 
     @property
     def is_gradients(self) -> bool:
@@ -75,7 +76,8 @@ def communication(config: Config) -> list[dict[str, Any]]:
         stage 3   reduce-scatter           M g Psi        all-gather       M w (2 Psi_layers + Psi_ends)
                                                           with precision.gather=float8 w is 1 in layers, but for vectors
     each times (N-1)/N, over data and context; block:n gathers layers once more, to recompute a block. From stage 1,
-    gradient shards are all-reduced over replica: 2 (R-1)/R g Psi / N.
+    gradient shards are all-reduced over replica: 2 (R-1)/R g Psi / N; with parallel.sync_every nothing is
+    (`synchronization`).
 
     Tensor parallelism: `tensor_buffers`. Attention over context: `attention_buffers`.
 
@@ -118,6 +120,32 @@ def communication(config: Config) -> list[dict[str, Any]]:
         for (axis, op, what), size in rows.items()
         if size
     ]
+
+
+def synchronization(config: Config) -> list[dict[str, Any]]:
+    """Return the wire bytes per device of an outer step (parallel.sync_every), in rows as those of `communication`.
+
+    DiLoCo (arXiv 2311.08105), in float32, with the shards of ZeRO 1 to 3: all-reduce 2 (R-1)/R x 4 Psi / N over
+    replica. ZeRO 1 and 2 all-gather the weights in precision.compute, (N-1)/N w Psi, as a step does.
+    """
+    p, what = config.parallel, Traffic.SYNCHRONIZATION
+    if not p.sync_every:
+        return []
+    reduced, gathered = synchronized_elements(config)
+    R, N, w = p.replica, zero_devices(config), BYTES[config.precision.compute]
+    rows = [("replica", "all_reduce", 2 * (R - 1) / R * 4 * reduced)]
+    axes = ",".join(axis for axis in ZERO_AXES if getattr(p, axis) > 1)
+    rows += [(axes, "all_gather", (N - 1) / N * w * gathered)] * bool(gathered)
+    return [{"axis": axis, "op": op, "bytes_per_device": size, "what": what} for axis, op, size in rows]
+
+
+def synchronized_elements(config: Config) -> tuple[float, float]:
+    """Return the elements per device that an outer step all-reduces, and those of the weights that it all-gathers."""
+    p = config.parallel
+    rows = table(config.model, p.tensor, p.vocab_shards).values()
+    sharded = sum(local_elements(row, config) for row in rows if p.zero and is_sharded(row, config))
+    whole = sum(local_elements(row, config) for row in rows) - sharded
+    return whole + sharded / zero_devices(config), sharded if p.zero in (1, 2) else 0.0
 
 
 def between_stages(config: Config) -> float:
@@ -178,7 +206,8 @@ def parameter_buffers(config: Config) -> list[Buffer]:
 
     def add(axes: tuple[str, ...], op: str, what: Traffic, itemsize: int, times: int, divisor: float = 1) -> None:
         """Append a buffer of the current row."""
-        present = tuple(axis for axis in axes if getattr(p, axis) > 1)
+        apart = ("replica",) if p.sync_every else ()
+        present = tuple(axis for axis in axes if getattr(p, axis) > 1 and axis not in apart)
         if present:
             elements = local_elements(row, config) / divisor
             buffers.append(Buffer(present, op, what, row.part, itemsize, times, elements))

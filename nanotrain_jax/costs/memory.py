@@ -44,11 +44,13 @@ def state(config: Config) -> Parts:
 
     params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32 and at ZeRO 3 (`casts_at_use`); over
                         N where the ZeRO stage shards them (ZeRO, arXiv 1910.02054, section 3.1)
+    outer               with parallel.sync_every 8 more, laid out as optimizer: theta and momentum
     """
     b, zero = offload.weight_bytes(config), config.parallel.zero
     psi, shard = (sum(sizes.values()) for sizes in local_parameters(config))
-    optimizer = offload.optimizer_bytes(config)
-    return {"params": b * (shard if zero == 3 else psi), "optimizer": optimizer * (shard if zero else psi)}
+    updated = shard if zero else psi
+    parts = {"params": b * (shard if zero == 3 else psi), "optimizer": offload.optimizer_bytes(config) * updated}
+    return parts | ({"outer": 8 * updated} if config.parallel.sync_every else {})
 
 
 def on_host(config: Config) -> Parts:
@@ -116,7 +118,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     sums, reduced = _gradient_sums(config, psi, shard) if several else (0.0, 0.0)
     earlier = 0.0 if p.pipe == p.microbatches == 1 else sums  # before the loss
     current = 0.0 if p.pipe > 1 or p.prefetch else 4 * sharded_layers if p.zero > 1 else b * layers
-    once = p.zero < 2 and zero_devices(config) * p.replica > 1
+    once = p.zero < 2 and zero_devices(config) * (1 if p.sync_every else p.replica) > 1
     largest, gathered = _largest(config)
     ends = b * psi[ENDS] if p.zero < 2 else 4 * shard[ENDS]
     sent = g * sum(psi.values()) if once and p.zero == 0 and not several else 0.0  # all, in the dtype on the wire

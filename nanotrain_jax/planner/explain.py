@@ -142,6 +142,9 @@ def state(e: Estimate) -> Section:
             "bytes",
         ),
     ]
+    if p.sync_every:
+        formula, shown = "8 Psi" + " / N" * (p.zero > 0), f"8 x {n(over if p.zero else psi)}"
+        lines.append(Line("theta and momentum of the outer optimizer", formula, shown, parts["outer"], "bytes"))
     return Section("Model states", "ZeRO (arXiv 1910.02054, section 3.1)", lines)
 
 
@@ -250,6 +253,10 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
         gathers, scatters = communication.tensor_passes(c)
         passes = scatters if t.op == "reduce_scatter" else gathers
         return f"b B T D ({passes} L + 2)", f"{b} x {n(tokens)} x {n(m.d_model)} x ({passes} x {L} + 2)"
+    if t.what is Traffic.SYNCHRONIZATION:
+        reduced, gathered = communication.synchronized_elements(c)
+        itemsize, elements = (4, reduced) if t.op == "all_reduce" else (b, gathered)
+        return f"{itemsize} elements / parallel.sync_every", f"{itemsize} x {n(elements)} / {p.sync_every}"
     if t.what is Traffic.LOSS:
         return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
     return parameter_buffers(e, t)

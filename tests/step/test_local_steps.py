@@ -15,7 +15,6 @@ from conftest import (
     padded,
     random_tokens,
     resolved,
-    skips_an_overflow,
 )
 from test_tensor_step import moves_the_bytes_of_the_papers
 
@@ -40,7 +39,7 @@ def tree(case, **sections):
     return plain | {name: plain.get(name, {}) | values for name, values in sections.items()}
 
 
-def diloco(params, rounds, outer_lr, momentum):
+def diloco(params, rounds, outer_lr, momentum, documents):
     """DiLoCo, algorithm 1, in plain JAX: -> theta, the state (params, m, v) of each replica, the losses of each step.
 
     rounds: of steps, of one batch [R B T+1] each: rows of every replica.
@@ -52,7 +51,8 @@ def diloco(params, rounds, outer_lr, momentum):
     for batches in rounds:
         for batch in batches:
             t += 1
-            step = [oracle.update(s, x, jnp.float32(t), jnp.float32(1e-2), jnp.inf, False) for s, x in zip(states, batch)]  # noqa: B905
+            hyper = jnp.float32(t), jnp.float32(1e-2), jnp.inf, documents
+            step = [oracle.update(state, rows, *hyper) for state, rows in zip(states, batch, strict=True)]
             states = [state for state, _ in step]
             losses.append([float(values[0]) for _, values in step])
         mean = jax.tree.map(lambda *ws: sum(ws) / replicas, *[state[0] for state in states])
@@ -92,26 +92,40 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("case", cover(COVER, MORE, str))
-def test_rounds_equal_independent_runs_and_an_outer_step(case):
-    config, mesh = resolved(tree(case))
+def own(tree, replica):
+    """The arrays of one replica."""
+    return jax.tree.map(lambda x: x[..., replica], tree)
+
+
+def equals_independent_runs(tree):
+    """Compare three rounds of a config (plain data) with `diloco`: losses, theta, weights and moments of each replica."""
+    config, mesh = resolved(tree)
     R, every = config.parallel.replica, config.parallel.sync_every
     step = steps.build(config, mesh)
     tokens = random_tokens(config, count=3 * every)
     rounds = [tokens[i : i + every] for i in range(0, len(tokens), every)]
-    params = decoder.init(config.model, config.train.seed)
     apart = [[t.reshape(R, -1, t.shape[1]) for t in batches] for batches in rounds]
-    theta, replicas, losses = diloco(params, apart, OUTER_LR, MOMENTUM)
+    params = decoder.init(config.model, config.train.seed)
+    theta, replicas, losses = diloco(params, apart, OUTER_LR, MOMENTUM, not config.data.attend_across_documents)
 
     state, found = train(step, step.init(), rounds)
     np.testing.assert_allclose(found, losses, **LOSS)
     state = step.in_layer_order(state)
     chex.assert_trees_all_close(state.outer.theta, padded(theta, state.outer.theta), **STATE)
-    for i, (weights, m, v) in enumerate(replicas):
-        adam = state.opt.moments[0]
-        own = jax.tree.map(lambda x: x[..., i], (state.params, adam.mu, adam.nu))  # noqa: B023
-        chex.assert_trees_all_close(own, padded((weights, m, v), own), **STATE)
+    adam = state.opt.moments[0]
+    for i, expected in enumerate(replicas):
+        weights_and_moments = own((state.params, adam.mu, adam.nu), i)
+        chex.assert_trees_all_close(weights_and_moments, padded(expected, weights_and_moments), **STATE)
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, step.state)
+
+
+@pytest.mark.parametrize("case", cover(COVER, MORE, str))
+def test_rounds_equal_independent_runs_and_an_outer_step(case):
+    equals_independent_runs(tree(case))
+
+
+def test_each_replica_counts_its_own_targets():
+    equals_independent_runs(tree(split("replica 2 data 2", zero=1), data={"attend_across_documents": False}))
 
 
 @pytest.mark.parametrize("case", cover(COVER[::2], COVER[1::2] + MORE, str))
@@ -139,19 +153,20 @@ def test_the_state_has_the_bytes_of_the_closed_form():
 
 
 def test_one_step_with_outer_lr_1_and_no_momentum_averages_the_weights():
-    config, mesh = resolved(tree(split("replica 4 data 2", every=1, zero=1), optimizer={"outer_lr": 1.0, "outer_momentum": 0.0}))
+    config, mesh = resolved(
+        tree(split("replica 4 data 2", every=1, zero=1), optimizer={"outer_lr": 1.0, "outer_momentum": 0.0})
+    )
     step = steps.build(config, mesh)
     state, _, _ = step.train(step.init(), on_devices(random_tokens(config)[0], step))
     weights = jax.device_get(state.params)
     averaged = jax.device_get(step.average(state.params))
     state = step.synchronize(state)
     for i in range(4):
-        chex.assert_trees_all_close(jax.tree.map(lambda x: x[..., i], state.params), averaged, **STATE)  # noqa: B023
+        chex.assert_trees_all_close(own(state.params, i), averaged, **STATE)
     chex.assert_trees_all_close(jax.tree.map(lambda x: x.mean(-1), weights), averaged, **STATE)
 
 
 def test_gradients_that_are_not_finite_on_one_replica_skip_its_step_only():
-    parallel = {"data": 2, "replica": 2, "zero": 2, "sync_every": 5, "persist_below": 64}
     config, mesh = resolved(tree(split("replica 2 data 2", every=5, zero=2)))
     step = steps.build(config, mesh)
     good, bad = (np.where(t == 60, 0, t) for t in random_tokens(config, count=2))
@@ -168,7 +183,7 @@ def test_gradients_that_are_not_finite_on_one_replica_skip_its_step_only():
     after = jax.device_get(state)
     assert np.isfinite(metrics["grad_norm"]).tolist() == [False, True]
     assert (after.skipped.tolist(), int(after.step)) == ([1, 0], 2)
-    first, second = ([jax.tree.map(lambda x: x[..., i], (s.params, s.opt)) for s in (before, after)] for i in range(2))  # noqa: B023
+    first, second = ([own((state.params, state.opt), i) for state in (before, after)] for i in range(2))
     chex.assert_trees_all_equal(*first)
-    moved = jax.tree.map(lambda a, b: bool((a != b).any()), *(x[0] for x in second))
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), second[0][0], second[1][0])
     assert all(jax.tree.leaves(moved))
