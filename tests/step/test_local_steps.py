@@ -98,7 +98,7 @@ def own(tree, replica):
 
 
 def equals_independent_runs(tree):
-    """Compare three rounds of a config (plain data) with `diloco`: losses, theta, weights and moments of each replica."""
+    """Compare three rounds of a config (plain data) with `diloco`: losses, theta, each replica."""
     config, mesh = resolved(tree)
     R, every = config.parallel.replica, config.parallel.sync_every
     step = steps.build(config, mesh)
