@@ -194,7 +194,7 @@ def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable
     have = {path: shape for tree in stored.values() for path, shape in shapes(tree).items()}
     sources = {path: replicas.source(path, x, have) for path, x in wanted.items()}
     needed = {source.path: source.array for source in sources.values() if source}
-    differences = _differences(needed, have, _unread(abstract), is_padded)
+    differences = _differences(needed, have, [*_unread(abstract), *wanted], is_padded)
     if differences:
         raise ValueError(
             f"checkpoint {step} in {folder} has other arrays: {differences}; resume with the same model, or start "

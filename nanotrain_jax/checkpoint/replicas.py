@@ -7,7 +7,8 @@ In a checkpoint of a run with parallel.sync_every every array but `step` and tho
     [... R]    [...]      the mean over replicas; theta and momentum are not read
     [...]      [... Q]    every replica has the same; theta is the float32 weights, its momentum zero
 
-Of step counts and of the loss scale the smallest instead of the mean. The outer step is linear in the mean of weights,
+Weights in 16 bits are those of the mean of the master weights. Of step counts and of the loss scale the smallest is
+taken instead of the mean. The outer step is linear in the mean of weights,
 so a resume within H steps loses nothing of them.
 """
 
@@ -44,11 +45,16 @@ def source(path: str, wanted: jax.ShapeDtypeStruct, have: Shapes) -> Source | No
         return Source(MASTER + weight if MASTER + weight in have else PARAMS + weight, wanted)
     saved = have.get(path, ())[-1:] if was_apart and path != "step" and not path.startswith(OUTER) else ()
     is_apart = _has_replicas(wanted)
-    if saved == wanted.shape[-1:] * is_apart:
+    if saved == (wanted.shape[-1:] if is_apart else ()):
         return Source(path, wanted)
-    shape, spec = (wanted.shape[:-1], wanted.sharding.spec[:-1]) if is_apart else (wanted.shape, wanted.sharding.spec)
+    shape = wanted.shape[:-1] if is_apart else wanted.shape
+    spec = wanted.sharding.spec[: len(shape)]
     sharding = NamedSharding(wanted.sharding.mesh, PartitionSpec(*spec))
-    return Source(path, jax.ShapeDtypeStruct((*shape, *saved), wanted.dtype, sharding=sharding))
+    array = jax.ShapeDtypeStruct((*shape, *saved), wanted.dtype, sharding=sharding)
+    master = path.replace(PARAMS, MASTER, 1)
+    if saved and path.startswith(PARAMS) and master in have:
+        return Source(master, array.update(dtype=jnp.float32))
+    return Source(path, array)
 
 
 def convert(path: str, x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
@@ -58,7 +64,7 @@ def convert(path: str, x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     def change(x: jax.Array) -> jax.Array:
         if x.ndim > wanted.ndim - is_apart:
             smallest = path.startswith(SCALE) or not jnp.issubdtype(x.dtype, jnp.floating)
-            x = x.min(-1) if smallest else x.mean(-1, dtype=jnp.float32).astype(x.dtype)
+            x = x.min(-1) if smallest else x.mean(-1, dtype=jnp.float32).astype(wanted.dtype)
         return local_steps.copies(x, wanted.shape[-1]) if is_apart else x
 
     return jax.jit(change, out_shardings=wanted.sharding)(x)
