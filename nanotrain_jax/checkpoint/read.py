@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from nanotrain_jax.checkpoint import checksums
+from nanotrain_jax.checkpoint import checksums, replicas
 from nanotrain_jax.checkpoint.compatibility import Meta
 from nanotrain_jax.checkpoint.directory import (
     SUMS,
@@ -179,7 +179,8 @@ def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable
 
     abstract: ShapeDtypeStructs with shardings, on a mesh that may differ from the saved one; None: do not read. Arrays
     for whose path ("params/ends/embedding_VD") is_padded is true may have been saved with more or fewer rows (padding
-    of the vocabulary or of layers): they are truncated, or padded with zeros. Raises Unreadable if files are missing or
+    of the vocabulary or of layers): they are truncated, or padded with zeros. Arrays of replicas that step apart may
+    have been saved for another number of them (checkpoint/replicas.py). Raises Unreadable if files are missing or
     damaged, ValueError if the checkpoint has other arrays or shapes.
     """
     wanted = dict(_leaves(abstract))
@@ -191,16 +192,22 @@ def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable
             if apart.exists():
                 stored[apart] = _metadata(apart)
     have = {path: shape for tree in stored.values() for path, shape in shapes(tree).items()}
-    differences = _differences(wanted, have, _unread(abstract), is_padded)
+    sources = {path: replicas.source(path, x, have) for path, x in wanted.items()}
+    needed = {source.path: source.array for source in sources.values() if source}
+    differences = _differences(needed, have, [*_unread(abstract), *wanted], is_padded)
     if differences:
         raise ValueError(
             f"checkpoint {step} in {folder} has other arrays: {differences}; resume with the same model, or start "
             "again in another logging.dir"
         )
+    as_saved = {path: x for path, x in wanted.items() if sources[path] == (path, x)}
     arrays: dict[str, Any] = {}
     for where, tree in stored.items():
         with _readable(folder, step):
-            arrays |= _restore(where, tree, wanted)
+            arrays |= _restore(where, tree, as_saved)
+    for path in wanted.keys() - as_saved.keys():  # one at a time: a device holds all replicas of one array
+        with _readable(folder, step):
+            arrays[path] = _convert(path, sources[path], stored, wanted[path])
     return jax.tree_util.tree_map_with_path(lambda path, _: arrays[path_name(path)], abstract)
 
 
@@ -234,6 +241,18 @@ def _restore(where: Path, tree: Any, wanted: dict[str, Any]) -> dict[str, jax.Ar
         return {}
     with ocp.StandardCheckpointer(multiprocessing_options=_alone()) as files:
         return dict(_leaves(files.restore(where, requested, strict=False)))
+
+
+def _convert(
+    path: str, source: replicas.Source | None, stored: dict[Path, Any], wanted: jax.ShapeDtypeStruct
+) -> jax.Array:
+    """Restore an array that is not as saved. stored: the trees of the checkpoint, by folder."""
+    if source is None:
+        return replicas.zeros(wanted)
+    read = {}
+    for where, tree in stored.items():
+        read |= _restore(where, tree, {source.path: source.array})
+    return replicas.convert(path, read[source.path], wanted)
 
 
 def _differences(
@@ -272,8 +291,9 @@ def load_params(folder: str | Path, step: int | None = None) -> tuple[Any, Confi
 
     folder: a run's folder (with checkpoints/ in it) or a checkpoint folder. step: None: the newest intact checkpoint.
     Needs no mesh, whatever the layout of the run was. Arrays are unsharded, in the run's compute dtype; those of layers
-    have a leading layer dim, in model order; a padded vocabulary (`derived.padded_vocab`) stays padded. Raises
-    ValueError or OSError if there is no such checkpoint, or no intact one.
+    have a leading layer dim, in model order; a padded vocabulary (`derived.padded_vocab`) stays padded. With
+    parallel.sync_every: the mean of the replicas' weights. Raises ValueError or OSError if there is no such checkpoint,
+    or no intact one.
     """
     subfolder = Path(folder) / "checkpoints"
     folder = subfolder if latest_step(subfolder) is not None else Path(folder)
@@ -301,6 +321,8 @@ def _weights(folder: str | Path, step: int) -> tuple[Any, Config]:
         requested = ocp.args.PyTreeRestore(params, restore_args=as_numpy, partial_restore=True)
         weights = files.restore(where, args=requested)["params"]
     config = load.parse(meta.config)
+    if config.parallel.sync_every:
+        weights = jax.tree.map(lambda w: w.mean(-1, dtype=np.float32).astype(w.dtype), weights)
     weights[LAYERS] = jax.tree.map(lambda w: w[: config.model.num_layers], weights[LAYERS])  # without padding
     return weights, config
 

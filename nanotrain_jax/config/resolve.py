@@ -67,6 +67,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     check_pipe(config)
     check_offload(config)
     check_compression(config)
+    check_local_steps(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
     check_optimizer(config)
     check_blocks(config)
@@ -291,7 +292,7 @@ def check_compression(config: Config) -> None:
             "would stay on the device",
             "use memory.offload_optimizer=none, or parallel.compress=none",
         )
-    if p.compression.has_residual and scale != "none":
+    if p.compression.has_residual and scale != "none" and not p.sync_every:
         raise Misfit(
             f"{key} with precision.loss_scale={scale}: the residual would have another scale than later gradients",
             "use precision.compute=bfloat16 without a loss scale",
@@ -334,6 +335,31 @@ def check_pipe(config: Config) -> None:
             f"parallel.schedule={error} (parallel.microbatches, parallel.pipe, parallel.chunks)",
             reason=f"parallel.schedule={p.schedule} does not support these microbatches, stages and chunks",
         ) from None
+
+
+def check_local_steps(config: Config) -> None:
+    """Raise Misfit unless replicas can take steps of their own (parallel.sync_every)."""
+    p, m = config.parallel, config.memory
+    if not p.sync_every:
+        return
+    local_steps, leave_out = f"parallel.sync_every={p.sync_every}", "leave parallel.sync_every out"
+    if p.replica == 1:
+        raise Misfit(
+            f"{local_steps} with parallel.replica=1: there is nothing to synchronize",
+            f"use parallel.replica=2 or more, or {leave_out}",
+        )
+    offloaded = {key: getattr(m, key) for key in ("offload_optimizer", "offload_params", "offload_activations")}
+    for key, where in offloaded.items():
+        if where != "none":
+            raise Misfit(
+                f"{local_steps} with memory.{key}={where}: replicas keep their state on the device",
+                f"use memory.{key}=none, or {leave_out}",
+            )
+    if reduces_per_layer(config):
+        raise Misfit(
+            f"{local_steps} with parallel.grad_reduce=per_layer: it reduces over replicas within the backward",
+            f"use parallel.grad_reduce=after_backward, or {leave_out}",
+        )
 
 
 def check_offload(config: Config) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from math import prod
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from nanotrain_jax.config import families
+from nanotrain_jax.config.run_sections import Checkpoint, Logging, Runtime, Train
+from nanotrain_jax.config.section import Pair, Section, key
 from nanotrain_jax.config.values import (
     Axis,
     Choice,
@@ -33,44 +35,35 @@ from nanotrain_jax.config.values import (
 )
 
 EIGHT_BITS = "float8", "int8"  # values of precision.grad_reduce and precision.gather
-Pair = Field(strict=False)  # accepts a YAML list as a tuple
 
 
-def _key(default: Any, description: str, **rules: Any) -> Any:
-    return Field(default=default, description=description, **rules)
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Model(_Section):
+class Model(Section):
     """The decoder. A model built by `factory` may read the same keys."""
 
-    factory: Factory | None = _key(
+    factory: Factory | None = key(
         None, "package.module:function that builds a custom model (models/contract.py); null: the built-in decoder"
     )
-    family: families.Name = _key(
+    family: families.Name = key(
         "llama", "; ".join(f"{name}: {family.description}" for name, family in families.FAMILIES.items())
     )
-    num_layers: Layers = _key(4, "transformer layers")
-    d_model: Width = _key(128, "hidden size (width of the residual stream)")
-    num_heads: Width = _key(4, "attention (query) heads; head dim = d_model / num_heads")
-    num_kv_heads: Width | None = _key(None, "key/value heads (grouped-query attention); null: num_heads")
-    d_ff: Width | None = _key(
+    num_layers: Layers = key(4, "transformer layers")
+    d_model: Width = key(128, "hidden size (width of the residual stream)")
+    num_heads: Width = key(4, "attention (query) heads; head dim = d_model / num_heads")
+    num_kv_heads: Width | None = key(None, "key/value heads (grouped-query attention); null: num_heads")
+    d_ff: Width | None = key(
         None, "MLP hidden size; null: 4 d_model (gpt2), 8/3 d_model rounded up to a multiple of 256 (llama)"
     )
-    vocab_size: Vocabulary | None = _key(None, "vocabulary size; null: that of the tokenizer")
-    max_seq_len: Tokens | None = _key(None, "maximum sequence length, in tokens; null: data.seq_len")
-    rope_theta: float = _key(10000.0, "base of the rotary embedding frequencies (llama)", gt=0)
-    norm_eps: float = _key(1e-5, "epsilon of RMSNorm and LayerNorm", gt=0)
-    tie_embeddings: bool | None = _key(
+    vocab_size: Vocabulary | None = key(None, "vocabulary size; null: that of the tokenizer")
+    max_seq_len: Tokens | None = key(None, "maximum sequence length, in tokens; null: data.seq_len")
+    rope_theta: float = key(10000.0, "base of the rotary embedding frequencies (llama)", gt=0)
+    norm_eps: float = key(1e-5, "epsilon of RMSNorm and LayerNorm", gt=0)
+    tie_embeddings: bool | None = key(
         None, "share weights of embedding and output head; null: true for gpt2, false for llama"
     )
-    attention: Literal["auto", "xla", "cudnn"] = _key(
+    attention: Literal["auto", "xla", "cudnn"] = key(
         "auto", "attention kernel; auto: cuDNN flash attention for 16-bit dtypes on a GPU, else xla"
     )
-    loss_chunk: Count = _key(
+    loss_chunk: Count = key(
         0, "compute logits and loss in chunks of this many tokens per device; 0: the whole microbatch"
     )
 
@@ -101,56 +94,61 @@ class Model(_Section):
         return self
 
 
-class Parallel(_Section):
+class Parallel(Section):
     """Mesh axis sizes, ZeRO, pipeline schedule and communication."""
 
-    data: Axis = _key(-1, "data-parallel size; -1: all remaining devices")
-    replica: Axis = _key(1, "replicas of the data-parallel group; ZeRO shards inside a replica (HSDP)")
-    tensor: Axis = _key(1, "tensor-parallel size; shards heads, d_ff and vocabulary")
-    sequence_parallel: bool = _key(
+    data: Axis = key(-1, "data-parallel size; -1: all remaining devices")
+    replica: Axis = key(1, "replicas of the data-parallel group; ZeRO shards inside a replica (HSDP)")
+    sync_every: Count = key(
+        0,
+        "with replica > 1: replicas step apart, and an outer optimizer joins their weights every sync_every steps "
+        "(DiLoCo); 0: off, gradients are summed over replicas in every step",
+    )
+    tensor: Axis = key(1, "tensor-parallel size; shards heads, d_ff and vocabulary")
+    sequence_parallel: bool = key(
         True, "with tensor > 1: shard activations outside tensor-parallel matmuls over the sequence"
     )
-    overlap_tensor: bool = _key(
+    overlap_tensor: bool = key(
         False,
         "with tensor > 1 and sequence_parallel: communicate activations in hops, each behind a part of its matmul",
     )
-    pipe: Axis = _key(1, "pipeline-parallel size (number of stages)")
-    schedule: Literal["gpipe", "1f1b", "1f1b_lean", "interleaved", "zero_bubble", "zb_h1", "zb_h2"] = _key(
+    pipe: Axis = key(1, "pipeline-parallel size (number of stages)")
+    schedule: Literal["gpipe", "1f1b", "1f1b_lean", "interleaved", "zero_bubble", "zb_h1", "zb_h2"] = key(
         "1f1b", "pipeline schedule; parallel/pipeline/schedule.py compares them"
     )
-    chunks: Layers = _key(1, "model chunks per stage (virtual stages), for schedule=interleaved and zero_bubble")
-    vocab_over_pipe: bool | None = _key(
+    chunks: Layers = key(1, "model chunks per stage (virtual stages), for schedule=interleaved and zero_bubble")
+    vocab_over_pipe: bool | None = key(
         None,
         "with pipe > 1: split embedding, head and loss over all stages; null: if that makes a step shorter",
     )
-    idle: Literal["skip", "mask"] = _key(
+    idle: Literal["skip", "mask"] = key(
         "skip",
         "stages without work in a tick; skip: no compute (one host sync per branch on a GPU); mask: compute, discard",
     )
-    context: Axis = _key(1, "context-parallel size; shards the tokens of each sequence")
-    context_attention: Literal["ring", "gather", "ulysses"] = _key(
+    context: Axis = key(1, "context-parallel size; shards the tokens of each sequence")
+    context_attention: Literal["ring", "gather", "ulysses"] = key(
         "ring",
         "attention with context > 1; ring: keys and values travel, behind attention; gather: they are gathered; "
         "ulysses: tokens are exchanged for heads",
     )
-    zero: Annotated[Literal[0, 1, 2, 3], Choice] = _key(
+    zero: Annotated[Literal[0, 1, 2, 3], Choice] = key(
         0, "ZeRO stage; shard over data and context: 1 optimizer state, 2 also gradients, 3 also parameters; 0: off"
     )
-    grad_reduce: Literal["after_backward", "per_layer"] = _key(
+    grad_reduce: Literal["after_backward", "per_layer"] = key(
         "after_backward", "when to reduce gradients (zero 0 and 1); per_layer: during the last microbatch's backward"
     )
-    prefetch: bool = _key(
+    prefetch: bool = key(
         False, "zero 3: gather the next layer's weights and scatter the previous one's gradients while a layer computes"
     )
-    bucket_mb: float = _key(
+    bucket_mb: float = key(
         25.0, "bucket size in MB; arrays smaller than this are reduced and gathered in flat buckets", ge=0, le=1e6
     )
-    persist_below: Count = _key(10_000, "zero 1-3: do not shard parameters with fewer elements than this (per layer)")
-    microbatches: Sequences = _key(
+    persist_below: Count = key(10_000, "zero 1-3: do not shard parameters with fewer elements than this (per layer)")
+    microbatches: Sequences = key(
         1, "microbatches per step (gradient accumulation); gradients are reduced once per step"
     )
 
-    compress: str = _key(
+    compress: str = key(
         "none",
         "with replica > 1: sum gradients over replica compressed; none | float8 | int8 | with error feedback "
         "topk:RATIO | randomk:RATIO | powersgd:RANK",
@@ -196,25 +194,23 @@ class Parallel(_Section):
         return self
 
 
-class Precision(_Section):
+class Precision(Section):
     """Dtypes and loss scaling."""
 
-    compute: Literal["bfloat16", "float16", "float32"] = _key(
+    compute: Literal["bfloat16", "float16", "float32"] = key(
         "bfloat16", "dtype of matmuls and activations; softmax, norms and loss stay float32"
     )
-    loss_scale: str | float = _key(
-        "none", "loss scale, against underflow of float16 gradients: none | dynamic | NUMBER"
-    )
-    grad_reduce: Literal["float32", "bfloat16", "float8", "int8"] = _key(
+    loss_scale: str | float = key("none", "loss scale, against underflow of float16 gradients: none | dynamic | NUMBER")
+    grad_reduce: Literal["float32", "bfloat16", "float8", "int8"] = key(
         "float32", "gradients on the wire; float8, int8: in blocks of 128 with a float32 scale each, summed in float32"
     )
-    matmul: Literal["bfloat16", "float8"] | None = _key(
+    matmul: Literal["bfloat16", "float8"] | None = key(
         None, "matmuls of layers; float8: e4m3, gradients e5m2 (Hopper and later GPUs); null: precision.compute"
     )
-    gather: Literal["bfloat16", "float8", "int8"] | None = _key(
+    gather: Literal["bfloat16", "float8", "int8"] | None = key(
         None, "zero 3: weights of layers on the wire; float8: e4m3, int8: in blocks of 128; null: precision.compute"
     )
-    master: Literal["float32"] = _key("float32", "dtype of master weights and optimizer moments")
+    master: Literal["float32"] = key("float32", "dtype of master weights and optimizer moments")
 
     @model_validator(mode="after")
     def _scale(self) -> Precision:
@@ -224,25 +220,25 @@ class Precision(_Section):
         return self
 
 
-class Memory(_Section):
+class Memory(Section):
     """Rematerialization and offload."""
 
-    remat: str = _key(
+    remat: str = key(
         "none",
         "rematerialization: none | selective (save matmul outputs) | full (save layer inputs) | block:N (every N-th)",
     )
-    offload_optimizer: Literal["none", "host", "nvme"] = _key(
+    offload_optimizer: Literal["none", "host", "nvme"] = key(
         "none",
         "offload master weights and moments to host memory or to files in nvme_dir; from zero 2 on, also gradients "
         "to host memory",
     )
-    offload_params: Literal["none", "host"] = _key(
+    offload_params: Literal["none", "host"] = key(
         "none", "zero 3: offload weights to host memory; the next layer is prefetched while a layer computes"
     )
-    offload_activations: Literal["none", "host"] = _key(
+    offload_activations: Literal["none", "host"] = key(
         "none", "offload the residuals that remat=selective, full or block:N saves to host memory until the backward"
     )
-    nvme_dir: Path | None = _key(None, "offload_optimizer=nvme: folder on a fast local disk, used by one run at a time")
+    nvme_dir: Path | None = key(None, "offload_optimizer=nvme: folder on a fast local disk, used by one run at a time")
 
     @property
     def rematerialization(self) -> Remat:
@@ -262,119 +258,55 @@ class Memory(_Section):
         return self
 
 
-class Data(_Section):
+class Data(Section):
     """Training and validation data. Documents are concatenated, each followed by an end token, and split into sequences
     of seq_len tokens."""
 
-    source: Source = _key(
+    source: Source = key(
         "stdlib",
         "stdlib (source code of Python's standard library) | text:GLOB | tokens:DIR (of scripts/prepare_data.py) | "
         "synthetic",
     )
-    tokenizer: Path | None = _key(
+    tokenizer: Path | None = key(
         None,
         "bytes | path of a tokenizer.json (as in Hugging Face model repositories); null: bytes, or that of tokens:DIR",
     )
-    batch_size: Sequences = _key(32, "global batch size, in sequences per step")
-    seq_len: Tokens = _key(256, "sequence length, in tokens; a sequence may span documents")
-    attend_across_documents: bool = _key(
+    batch_size: Sequences = key(32, "global batch size, in sequences per step")
+    seq_len: Tokens = key(256, "sequence length, in tokens; a sequence may span documents")
+    attend_across_documents: bool = key(
         True,
         "false: attention, positions and targets of each document of a sequence are as if it stood alone",
     )
-    seed: Seed = _key(0, "random seed of the order of training sequences")
-    val_fraction: float = _key(
+    seed: Seed = key(0, "random seed of the order of training sequences")
+    val_fraction: float = key(
         0.05, "fraction of tokens held out for validation, in whole documents; 0: none", ge=0, lt=1
     )
-    verify: bool = _key(True, "verify the checksums of token files before training")
+    verify: bool = key(True, "verify the checksums of token files before training")
 
 
-class Optimizer(_Section):
+class Optimizer(Section):
     """AdamW and the learning rate schedule."""
 
-    name: Literal["adamw"] = _key("adamw", "optimizer; no weight decay on norms, biases and learned positions")
-    lr: float = _key(1e-3, "peak learning rate", gt=0)
-    min_lr: float = _key(0.0, "final learning rate of cosine, linear and wsd", ge=0)
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = _key(
+    name: Literal["adamw"] = key("adamw", "optimizer; no weight decay on norms, biases and learned positions")
+    lr: float = key(1e-3, "peak learning rate", gt=0)
+    min_lr: float = key(0.0, "final learning rate of cosine, linear and wsd", ge=0)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = key(
         "cosine", "learning rate after warm-up; wsd: constant, then linear decay over the last decay_fraction"
     )
-    warmup_steps: Count = _key(0, "linear warm-up, in steps")
-    decay_steps: Positive | None = _key(None, "step at which the learning rate reaches min_lr; null: train.steps")
-    decay_fraction: float = _key(0.1, "wsd: fraction of decay_steps spent decaying", gt=0, le=1)
-    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Pair] = _key(
+    warmup_steps: Count = key(0, "linear warm-up, in steps")
+    decay_steps: Positive | None = key(None, "step at which the learning rate reaches min_lr; null: train.steps")
+    decay_fraction: float = key(0.1, "wsd: fraction of decay_steps spent decaying", gt=0, le=1)
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Pair] = key(
         (0.9, 0.95), "decay rates of first and second moment"
     )
-    eps: float = _key(1e-8, "epsilon, added to the square root of the second moment", gt=0)
-    weight_decay: float = _key(0.1, "decoupled weight decay", ge=0)
-    grad_clip: float = _key(1.0, "clip gradients to this global norm; 0: off", ge=0)
+    eps: float = key(1e-8, "epsilon, added to the square root of the second moment", gt=0)
+    weight_decay: float = key(0.1, "decoupled weight decay", ge=0)
+    grad_clip: float = key(1.0, "clip gradients to this global norm; 0: off", ge=0)
+    outer_lr: float = key(0.7, "parallel.sync_every: learning rate of the outer optimizer, SGD", gt=0)
+    outer_momentum: float = key(0.9, "parallel.sync_every: Nesterov momentum of the outer optimizer", ge=0, lt=1)
 
 
-class Train(_Section):
-    """Length of the run, evaluation and logging intervals."""
-
-    steps: Positive = _key(100, "total optimizer steps, including those before a resume")
-    seed: Seed = _key(0, "random seed of the parameter initialization")
-    eval_every: Count = _key(0, "steps between evaluations; 0: never")
-    eval_steps: Positive = _key(10, "batches per evaluation (fewer if the held-out text is short)")
-    log_every: Count = _key(
-        1, "steps between log lines; evaluations and the last step are always logged; 0: only these"
-    )
-
-
-class Checkpoint(_Section):
-    """Saving and resuming."""
-
-    dir: Path | None = _key(None, "checkpoint folder; null: <logging.dir>/checkpoints")
-    every: Count = _key(100, "steps between checkpoints; also saves at the end and on SIGTERM or Ctrl-C; 0: never")
-    keep: Positive = _key(3, "number of checkpoints to keep (the newest)")
-    asynchronous: bool = Field(
-        default=True, alias="async", description="write in the background while training continues"
-    )
-    resume: Path = _key(
-        "auto", "auto: from the newest checkpoint in dir, if any | never | PATH of another run's checkpoints"
-    )
-    verify: bool = _key(True, "verify checksums before loading; if damaged, fall back to the previous checkpoint")
-
-
-class Logging(_Section):
-    """Output for people."""
-
-    dir: Path | None = _key(None, "output folder of the run; null: runs/<name of the config file>")
-    tensorboard: bool = _key(True, "write TensorBoard files")
-    progress: Literal["auto", "bar", "lines", "none"] = _key(
-        "auto", "progress display; auto: bar on a terminal, else lines"
-    )
-
-
-class Runtime(_Section):
-    """Devices, processes and compiler."""
-
-    simulate: Count = _key(0, "number of simulated CPU devices, over all processes; 0: use the real devices", le=4096)
-    coordinator: str | None = _key(
-        None, "host:port of process 0; null: from the launcher, Slurm, ..., or a single process"
-    )
-    processes: Positive | None = _key(None, "number of processes, if coordinator is set")
-    process: Count | None = _key(None, "index of this process, from 0; a process uses all GPUs visible to it")
-    join_timeout: Positive = _key(300, "timeout for all processes to join at startup, in seconds")
-    hang_timeout: Positive | None = _key(
-        None, "abort with a report after this many seconds without progress; null: 20 median steps, at least 600"
-    )
-    compile_cache: bool = _key(True, "cache compiled programs in ~/.cache/nanotrain_jax; off with simulate")
-    deterministic: bool = _key(False, "use deterministic GPU kernels (slower)")
-    profile_steps: Annotated[tuple[int, int], Pair] | None = _key(
-        None, "[first, last] step to profile; written to <logging.dir>/profile for TensorBoard or Perfetto"
-    )
-
-    @model_validator(mode="after")
-    def _profile(self) -> Runtime:
-        if self.profile_steps and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
-            raise ValueError(
-                f"runtime.profile_steps={list(self.profile_steps)} must be [first, last] with 1 <= first <= last; "
-                "write e.g. [10, 12]"
-            )
-        return self
-
-
-class Config(_Section):
+class Config(Section):
     """The whole config: one field per section."""
 
     model: Model = Model()

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from nanotrain_jax.config.execution import Execution, execution, reduces_per_layer
-from nanotrain_jax.config.schema import EIGHT_BITS, Config
+from nanotrain_jax.config.schema import EIGHT_BITS, Config, Parallel
 from nanotrain_jax.costs import compression
 from nanotrain_jax.costs.counts import (
     BYTES,
@@ -49,6 +49,7 @@ class Traffic(Enum):
     ATTENTION = "keys, values and their gradients"
     HEADS = "queries, keys, values and outputs, tokens for heads"
     LOSS = "loss"
+    SYNCHRONIZATION = "weights of replicas"
 
     @property
     def is_gradients(self) -> bool:
@@ -78,7 +79,8 @@ def communication(config: Config) -> list[dict[str, Any]]:
         stage 2   reduce-scatter           M g Psi        all-gather         w Psi
         stage 3   reduce-scatter           M g Psi        all-gather       M w (2 Psi_layers + Psi_ends)
     each times (N-1)/N, over data and context; without prefetch block:n gathers layers once more, to recompute a block.
-    From stage 1, gradient shards are all-reduced over replica: 2 (R-1)/R g Psi / N. In 8 bits: `on_the_wire`.
+    From stage 1, gradient shards are all-reduced over replica: 2 (R-1)/R g Psi / N. In 8 bits: `on_the_wire`; with
+    parallel.compress `compression.sums`; with parallel.sync_every nothing over replica, but `synchronization`.
 
     Tensor parallelism: `tensor_buffers`. Attention over context: `attention_buffers`.
 
@@ -92,16 +94,14 @@ def communication(config: Config) -> list[dict[str, Any]]:
 
     def add(axes: tuple[str, ...], op: str, size: float, what: Traffic) -> None:
         """size: bytes of the full buffer."""
-        n = prod(getattr(p, axis) for axis in axes)
-        if n > 1:
-            key = ",".join(axes), op, what
-            rows[key] = rows.get(key, 0.0) + (2 if op == "all_reduce" else 1) * (n - 1) / n * size
+        key = ",".join(axes), op, what
+        rows[key] = rows.get(key, 0.0) + on_a_ring(axes, op, size, p)
 
     for buffer in parameter_buffers(config):
         add(buffer.axes, buffer.op, buffer.times * buffer.itemsize * buffer.elements, buffer.what)
 
-    for row in table(config.model, p.tensor, p.vocab_shards).values():
-        for summed in compression.sums(row, config):
+    if p.compression.kind != "none" and not p.sync_every:
+        for summed in compression.all_sums(config):
             add(summed.axes, summed.op, summed.bytes, Traffic.COMPRESSED)
     for op, size, what in tensor_buffers(config):
         if op == "permute":
@@ -124,6 +124,40 @@ def communication(config: Config) -> list[dict[str, Any]]:
         for (axis, op, what), size in rows.items()
         if size
     ]
+
+
+def synchronization(config: Config) -> list[dict[str, Any]]:
+    """Return the wire bytes per device of an outer step (parallel.sync_every), in rows as those of `communication`.
+
+    DiLoCo (arXiv 2311.08105), in float32, with the shards of ZeRO 1 to 3: all-reduce 2 (R-1)/R x 4 Psi / N over
+    replica, or with parallel.compress `compression.sums`. ZeRO 1 and 2 all-gather the weights in precision.compute,
+    (N-1)/N w Psi, as a step does.
+    """
+    p = config.parallel
+    if not p.sync_every:
+        return []
+    rows: dict[tuple[str, str], float] = {}
+    for summed in compression.all_sums(config):
+        key = ",".join(summed.axes), summed.op
+        rows[key] = rows.get(key, 0.0) + on_a_ring(*summed, p)
+    axes = tuple(axis for axis in ZERO_AXES if getattr(p, axis) > 1)
+    if p.zero in (1, 2) and axes:
+        weights = BYTES[config.precision.compute] * sharded_elements(config)
+        rows[",".join(axes), "all_gather"] = on_a_ring(axes, "all_gather", weights, p)
+    what = Traffic.SYNCHRONIZATION
+    return [{"axis": axis, "op": op, "bytes_per_device": size, "what": what} for (axis, op), size in rows.items()]
+
+
+def on_a_ring(axes: tuple[str, ...], op: str, size: float, p: Parallel) -> float:
+    """Return the bytes that a device sends of a full buffer of this size."""
+    n = prod(getattr(p, axis) for axis in axes)
+    return (2 if op == "all_reduce" else 1) * (n - 1) / n * size
+
+
+def sharded_elements(config: Config) -> float:
+    """Return the elements of a device's weights that ZeRO shards, before it does."""
+    rows = table(config.model, config.parallel.tensor, config.parallel.vocab_shards).values()
+    return sum(local_elements(row, config) for row in rows if is_sharded(row, config))
 
 
 def between_stages(config: Config) -> float:
@@ -185,7 +219,8 @@ def parameter_buffers(config: Config) -> list[Buffer]:
 
     def add(axes: tuple[str, ...], op: str, what: Traffic, times: int, arrays: int, divisor: float = 1) -> None:
         """Append the buffers of the current row. arrays: those in which a parameter of layers travels."""
-        present = tuple(axis for axis in axes if getattr(p, axis) > 1)
+        apart = ("replica",) if p.sync_every else ()
+        present = tuple(axis for axis in axes if getattr(p, axis) > 1 and axis not in apart)
         if present:
             itemsize, elements = g if what.is_gradients else w, local_elements(row, config) / divisor
             plain = Buffer(present, op, what, row.part, itemsize, times, elements)

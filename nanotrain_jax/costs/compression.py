@@ -43,18 +43,16 @@ def shard_elements(row: Parameter, config: Config) -> float:
 
 
 def sums(row: Parameter, config: Config) -> list[Summed]:
-    """Return what is communicated to sum the gradient of a row over replica; nothing without compression.
+    """Return what is communicated to sum the gradient of a row, or its weights (parallel.sync_every), over replica.
 
     float8, int8   all-to-all, all-gather   (1 + 4/128) S each
     topk           all-gather   R S/1024 k (g + 2)                       k = ratio 1024, values of g bytes, places of 2
     randomk        all-reduce     S/1024 k g
     powersgd       all-reduce   4 rank (rows + columns) per layer        and inside a replica where matrices are sharded
-    others         all-reduce   4 S, in float32                          small arrays
+    others         all-reduce   4 S, in float32                          small arrays; all without compression
     """
     how = config.parallel.compression
     S = shard_elements(row, config)
-    if how.kind == "none":
-        return []
     if how.kind in EIGHT_BITS and is_quantized(S, config.parallel.replica, config.parallel.persist_below):
         sent = BYTES * padded(S, config.parallel.replica)
         return [Summed(REPLICA, "all_to_all", sent), Summed(REPLICA, "all_gather", sent)]
@@ -67,6 +65,12 @@ def sums(row: Parameter, config: Config) -> list[Summed]:
     if how.kind == "topk":
         return [Summed(REPLICA, "all_gather", config.parallel.replica * sent * (g + 2))]
     return [Summed(REPLICA, "all_reduce", g * sent)]
+
+
+def all_sums(config: Config) -> list[Summed]:
+    """Return `sums` of all rows."""
+    p = config.parallel
+    return [summed for row in table(config.model, p.tensor, p.vocab_shards).values() for summed in sums(row, config)]
 
 
 def low_rank_sums(row: Parameter, config: Config) -> list[Summed]:

@@ -17,15 +17,20 @@ from functools import lru_cache
 from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.execution import reduces_per_layer
 from nanotrain_jax.config.schema import Config, Model, Parallel
-from nanotrain_jax.config.values import Remat
-from nanotrain_jax.costs import offload
-from nanotrain_jax.costs.communication import ulysses_copies
+from nanotrain_jax.costs import compression, offload
+from nanotrain_jax.costs.activations import (
+    NO_REMAT,
+    activations,
+    layer_activations,
+    layer_widths,
+    score_bytes,
+    stage_buffers,
+)
 from nanotrain_jax.costs.counts import (
     BYTES,
     attention_parts,
     gradient_bytes,
     is_sharded,
-    kv_width,
     local_elements,
     local_kv_width,
     outline,
@@ -37,7 +42,6 @@ from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 
 Parts = dict[str, float]
-NO_REMAT = Remat("none")
 
 
 def state(config: Config) -> Parts:
@@ -45,11 +49,19 @@ def state(config: Config) -> Parts:
 
     params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32 and at ZeRO 3 (`casts_at_use`); over
                         N where the ZeRO stage shards them (ZeRO, arXiv 1910.02054, section 3.1)
+    outer               with parallel.sync_every 8 more, laid out as optimizer: theta and momentum
+    residuals           with parallel.compress 4 more of large arrays, laid out so too (`compression.state_bytes`)
     """
     b, zero = offload.weight_bytes(config), config.parallel.zero
     psi, shard = (sum(sizes.values()) for sizes in local_parameters(config))
-    optimizer = offload.optimizer_bytes(config)
-    return {"params": b * (shard if zero == 3 else psi), "optimizer": optimizer * (shard if zero else psi)}
+    updated = shard if zero else psi
+    parts = {"params": b * (shard if zero == 3 else psi), "optimizer": offload.optimizer_bytes(config) * updated}
+    residuals = compression.state_bytes(config)
+    return (
+        parts
+        | ({"outer": 8 * updated} if config.parallel.sync_every else {})
+        | ({"residuals": residuals} if residuals else {})
+    )
 
 
 def on_host(config: Config) -> Parts:
@@ -83,7 +95,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     gradients   float32 sums over microbatches, 4 Psi (from stage 2 over N), with several microbatches or stages;
                 without stages plus those of the current microbatch: 2 Psi_layers (from stage 2: 4 Psi_layers / N); of
                 the head 2, or 4 where the loss computes it (chunks, tensor)
-    activations of one microbatch, see `layer_activations`; with stages, those of a chunk's layers in each slot, and
+    activations of one microbatch, see costs/activations.py; with stages, those of a chunk's layers in each slot, and
                 stage buffers (parallel/pipeline/slots.py, `buffers`)
     loss        float32 logits and their 16-bit gradient (from capability 10 XLA keeps their float32 exponentials
                 instead), of all tokens or of model.loss_chunk, over t; without chunks and tensor the gradient stays
@@ -105,7 +117,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
 
     residuals, block = b * tokens * activations(config), remat.block
     like_x, inner = layer_widths(config.replace("parallel", zero=0), NO_REMAT, scores=False)
-    working_set = b * tokens * ((like_x + 8 * D) / split_x + inner / p.tensor) + tokens * _score_bytes(config)
+    working_set = b * tokens * ((like_x + 8 * D) / split_x + inner / p.tensor) + tokens * score_bytes(config)
     if block > 1:
         working_set += (block - 1) * b * tokens * layer_activations(config, NO_REMAT)
     early = bool(m.loss_chunk) or p.vocab_shards > 1  # the loss computes the head's gradient, in float32
@@ -117,7 +129,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     sums, reduced = _gradient_sums(config, psi, shard) if several else (0.0, 0.0)
     earlier = 0.0 if p.pipe == p.microbatches == 1 else sums  # before the loss
     current = 0.0 if p.pipe > 1 or p.prefetch else 4 * sharded_layers if p.zero > 1 else b * layers
-    once = p.zero < 2 and zero_devices(config) * p.replica > 1
+    once = p.zero < 2 and zero_devices(config) * (1 if p.sync_every else p.replica) > 1
     largest, gathered = _largest(config)
     ends = b * psi[ENDS] if p.zero < 2 else 4 * shard[ENDS]
     sent = g * sum(psi.values()) if once and p.zero == 0 and not several else 0.0  # all, in the dtype on the wire
@@ -282,118 +294,3 @@ def _local_parameters(
         psi[row.part] += size
         shard[row.part] += size / (data if is_sharded(row, config) else 1)
     return psi, shard
-
-
-def activations(config: Config) -> float:
-    """Return the peak elements, per token of a microbatch, that a device stores from forward to backward."""
-    m, p, remat = config.model, config.parallel, config.memory.rematerialization
-    per_layer = layer_activations(config, remat)
-    if p.pipe == 1:
-        return m.num_layers * per_layer
-    spare = p.idle == "mask"
-    slots, (late, handed) = outline(config).slots, weight_grad_residuals(config, remat)
-    in_slots = (slots["backward"] + spare) * (per_layer - late)
-    in_slots += (slots["backward_weight"] + spare) * late + (slots["intermediates"] + spare) * handed
-    return stage_layers(config) / p.chunks * in_slots + stage_buffers(config)
-
-
-def stage_buffers(config: Config) -> float:
-    """Return the elements per token in the slots between stages: inputs before their F, gradients before their B."""
-    m, p = config.model, config.parallel
-    if p.pipe == 1:
-        return 0.0
-    slots = outline(config).slots
-    return (
-        (slots["inputs"] + slots["gradients"] + 2 * (p.idle == "mask"))
-        * m.d_model
-        / (p.tensor if p.sequence_parallel else 1)
-    )
-
-
-def layer_activations(config: Config, remat: Remat) -> float:
-    """Return the elements per token that one layer stores for its backward (Korthikanti et al. 2022, arXiv 2205.05198,
-    section 4, recounted: no dropout, flash attention). With d_ff = 4 d and as many key heads as query heads:
-
-                gpt2            llama
-    none        4 d + 12 d / t  4 d + 16 d / t   inputs of norms, matmuls, attention and the activation function
-    none        2 d +  8 d / t  2 d + 12 d / t   at ZeRO-3: outputs of matmuls and attention; the rest is recomputed
-                                                 from them
-    selective   2 d +  7 d / t  2 d + 11 d / t   outputs of matmuls
-    full          d               d              the layer's input (block:n: of each block's first layer)
-    with ring or gather attention selective and full keep d / t more: the output of attention
-
-    over t tensor-parallel devices; with sequence parallelism all of it over t (table 2 of the paper). `none` also keeps
-    a float32 softmax statistic per head, or without flash attention the scores: in bytes (4 + b) T + 8 per head, 4 T at
-    ZeRO-3, (9 + b) T with pipeline stages (b bytes of the compute dtype). With grouped-query attention XLA keeps about
-    4 T (8 T) more than the program asks for. At 2 bytes and t = 1 the first row is 32 d: the paper's 34 d without its
-    two dropout masks.
-    """
-    like_x, inner = layer_widths(config, remat)
-    split_x = config.parallel.tensor if config.parallel.sequence_parallel else 1
-    return like_x / split_x + inner / config.parallel.tensor
-
-
-def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[float, float]:
-    """Return the two terms of `layer_activations` before division by t: as wide as x (split by sequence parallelism
-    only), and inner (split by tensor); with or without attention scores."""
-    m, p, b, t = config.model, config.parallel, BYTES[config.precision.compute], config.parallel.tensor
-    up = (1 + m.features.gated_mlp) * m.d_ff
-    matmuls = m.d_model + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + up  # at least one key head per device
-    T, per_head = config.data.seq_len, 4
-    if scores and not p.is_blockwise and not fits_flash(m, config.precision.compute):
-        per_head = 4 * T if p.zero == 3 else (9 + b) * T if p.pipe > 1 else (4 + b) * T + 8
-        if m.num_kv_heads < m.num_heads:
-            per_head += (8 if p.pipe > 1 else 4) * T
-    attention = m.d_model + m.num_heads / b * per_head
-    if remat.recomputes_layers:
-        like_x, inner = 1 / remat.block, (_communicated_widths(config) if remat.policy == "full" else 0)
-    elif remat.policy == "selective":
-        like_x, inner = 2, matmuls + _communicated_widths(config)
-    elif p.zero == 3:
-        like_x, inner = 2, matmuls + attention
-    else:
-        like_x, inner = 4, matmuls + attention + m.d_ff
-    return like_x * m.d_model, inner
-
-
-def _communicated_widths(config: Config) -> float:
-    """Return the elements per token, before division by t, that attention over context keeps besides q, k and v.
-
-    Ring and gather with `selective` and `full`: output and lse. Ulysses with `selective`: output, more copies of k, v.
-    """
-    m, p, policy = config.model, config.parallel, config.memory.rematerialization.policy
-    if p.context == 1 or (policy == "full" and not p.is_blockwise):
-        return 0.0
-    if p.is_blockwise:
-        return m.d_model + 4 * m.num_heads / BYTES[config.precision.compute]
-    return m.d_model + 2 * p.tensor * local_kv_width(config) * (ulysses_copies(config) - 1)
-
-
-def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
-    """Return the elements per token that a layer stores until W, if the schedule has it: from its forward, and from B.
-
-    W needs the input of each matmul and the gradient of its output (arXiv 2401.10241, section 2.1); the inputs are
-    stored by the forward where the remat policy keeps them, else by B. Without W: 0, 0.
-    """
-    m, p = config.model, config.parallel
-    if not outline(config).weights:
-        return 0.0, 0.0
-    t, D, K = p.tensor, m.d_model, kv_width(m) * max(1, p.tensor / m.num_kv_heads)
-    entered = 2 * D / (t if p.sequence_parallel and remat.policy != "full" else 1)
-    inputs, out_input = entered + m.d_ff / t, D / t  # of q, k, v, up, gate and down; of attention's output matmul
-    grads = 2 * D + (D + 2 * K + (1 + m.features.gated_mlp) * m.d_ff) / t
-    from_forward = 0.0
-    if remat == NO_REMAT:
-        from_forward = out_input if p.zero == 3 else inputs + out_input
-    return from_forward, inputs + out_input - from_forward + grads
-
-
-def _score_bytes(config: Config) -> float:
-    """Return the bytes per token of attention scores in a layer's backward; 0 with flash attention."""
-    m = config.model
-    if fits_flash(m, config.precision.compute):
-        return 0.0
-    p = config.parallel
-    keys = config.data.seq_len / (p.context if p.is_blockwise else 1)
-    per_score = 4 if config.memory.rematerialization == NO_REMAT else 10  # the others recompute what `none` keeps
-    return per_score * keys * m.num_heads / p.tensor

@@ -9,6 +9,7 @@ direction.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,10 +33,11 @@ class Opt(NamedTuple):
     moments: Tree
 
 
-def global_norm(grads: Tree) -> jax.Array:
+def global_norm(grads: Tree, apart: Sequence[str] = ()) -> jax.Array:
     """Return the L2 norm of all elements, each counted once, whatever axes they are sharded over.
 
-    All-reduces one scalar, if any gradient is sharded. Gradients in host memory are copied to the device once, in
+    apart: mesh axes along which devices have other gradients, each with its own norm (`local_steps.py`). All-reduces
+    one scalar, if any gradient is sharded. Gradients in host memory are copied to the device once, in
     slices no larger than a layer's largest array.
     """
     squares: dict[frozenset, list] = {}
@@ -43,7 +45,7 @@ def global_norm(grads: Tree) -> jax.Array:
     for g in jax.tree.leaves(grads):
         count = host_offload.num_slices(g.size, len(g), limit) if host_offload.on_host(g) else 1
         square = host_offload.sum_over_slices(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), g, count)
-        squares.setdefault(varying_axes(g), []).append(square)
+        squares.setdefault(varying_axes(g).difference(apart), []).append(square)
     replicated = sum(squares.pop(frozenset(), []), jnp.zeros(()))
     over = frozenset().union(*squares)
     copies = {axes: math.prod(jax.lax.axis_size(axis) for axis in over - axes) for axes in squares}
@@ -60,9 +62,12 @@ class Clip(NamedTuple):
 
 
 @jax.named_scope("clip")
-def clip_by_global_norm(grads: Tree, max_norm: float, loss_scale: jax.Array | float) -> Clip:
-    """Compute the clip factor of gradients of the scaled loss (arXiv 1211.5063). max_norm: 0 disables clipping."""
-    norm = global_norm(grads) / loss_scale
+def clip_by_global_norm(grads: Tree, max_norm: float, loss_scale: jax.Array | float, apart: Sequence[str] = ()) -> Clip:
+    """Compute the clip factor of gradients of the scaled loss (arXiv 1211.5063). max_norm: 0 disables clipping.
+
+    apart: see `global_norm`.
+    """
+    norm = global_norm(grads, apart) / loss_scale
     factor = jnp.minimum(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
     return Clip(norm, jnp.isfinite(norm), jnp.asarray(factor / loss_scale, jnp.float32))
 

@@ -12,13 +12,16 @@ import jax
 from nanotrain_jax.audit import copies, hlo, live_ranges, topology
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import communication, counts, hardware
+from nanotrain_jax.costs.communication import Traffic
 from nanotrain_jax.nvme import update as nvme
 from nanotrain_jax.nvme.store import MAX_PENDING_WRITES
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import hbm, stages, timeline
 from nanotrain_jax.planner.estimate import Estimate
+from nanotrain_jax.planner.step_time import Transfer
 from nanotrain_jax.step import build as steps
 
+STATE = "params", "optimizer", "outer"  # parts of the estimate
 COPIES = {"to_device_bytes": "to device", "to_host_bytes": "to host"}
 
 
@@ -85,9 +88,9 @@ def estimated(e: Estimate) -> dict[str, float]:
     parts = e.moments[e.peak]
     values = {
         "peak_bytes": e.peak_bytes,
-        "argument_bytes": parts["params"] + parts["optimizer"] + counts.batch_bytes(e.config),
+        "argument_bytes": sum(parts.get(part, 0.0) for part in STATE) + counts.batch_bytes(e.config),
         "flops": e.flops,
-        "wire_bytes": sum(t.bytes for t in e.transfers),
+        "wire_bytes": sum(t.bytes for t in transfers(e)),
     }
     if e.on_host:
         values["host_bytes"] = sum(e.on_host.values())
@@ -104,9 +107,14 @@ def ratios(e: Estimate, compiled: dict[str, Any]) -> dict[str, float]:
     return {name: values[name] / value if value else 1.0 for name, value in estimated(e).items()}
 
 
+def transfers(e: Estimate) -> list[Transfer]:
+    """Return the estimated transfers of the training step: synchronizations are another program."""
+    return [t for t in e.transfers if t.what is not Traffic.SYNCHRONIZATION]
+
+
 def wire_bytes(e: Estimate) -> Counter[tuple[str, str]]:
     """Return the estimated wire bytes per device and step of each (axis, operation), as in compiled["collectives"]."""
     total: Counter[tuple[str, str]] = Counter()
-    for t in e.transfers:
+    for t in transfers(e):
         total[t.axis, t.op] += t.bytes
     return total

@@ -135,9 +135,9 @@ def checkpoint_bytes(config: Config) -> float:
     their devices. State on NVMe (memory.offload_optimizer=nvme) is written array by array and not counted."""
     p, state = config.parallel, memory.state(config)
     N = counts.zero_devices(config)
-    weight_copies = p.replica * (1 if p.zero == 3 else N)
-    optimizer = state["optimizer"] - offload.nvme_bytes(config)
-    return state["params"] / weight_copies + optimizer / (p.replica * (1 if p.zero else N))
+    replicas = 1 if p.sync_every else p.replica  # that hold the same
+    optimizer = (state["optimizer"] - offload.nvme_bytes(config)) / replicas + state.get("outer", 0.0) / p.replica
+    return state["params"] / (replicas * (1 if p.zero == 3 else N)) + optimizer / (1 if p.zero else N)
 
 
 def on_gpus(config: Config, gpus: int, gpu: str, vocab: int | None = None) -> Config:

@@ -9,7 +9,8 @@ from collections import Counter
 from math import prod
 from typing import NamedTuple
 
-from nanotrain_jax.costs import communication, counts, flops, hardware, memory, offload
+from nanotrain_jax.costs import activations as costs
+from nanotrain_jax.costs import communication, compression, counts, flops, hardware, memory, offload
 from nanotrain_jax.costs.communication import Traffic
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS, Parameter
@@ -142,6 +143,9 @@ def state(e: Estimate) -> Section:
             "bytes",
         ),
     ]
+    if p.sync_every:
+        formula, shown = "8 Psi" + " / N" * (p.zero > 0), f"8 x {n(over if p.zero else psi)}"
+        lines.append(Line("theta and momentum of the outer optimizer", formula, shown, parts["outer"], "bytes"))
     return Section("Model states", "ZeRO (arXiv 1910.02054, section 3.1)", lines)
 
 
@@ -150,8 +154,8 @@ def activations(e: Estimate) -> Section:
     c, p, n = e.config, e.config.parallel, number
     b, tokens = counts.BYTES[c.precision.compute], counts.tokens_per_device(c) / p.microbatches
     remat = c.memory.rematerialization
-    layer, stored = memory.layer_activations(c, remat), memory.activations(c)
-    like_x, inner = memory.layer_widths(c, remat)
+    layer, stored = costs.layer_activations(c, remat), costs.activations(c)
+    like_x, inner = costs.layer_widths(c, remat)
     split = p.tensor if p.sequence_parallel else 1
     lines = [
         Line(
@@ -167,7 +171,7 @@ def activations(e: Estimate) -> Section:
         lines.append(Line("all layers", "L layers", shown, stored, "elements per token"))
     else:
         slots = counts.outline(c).slots
-        late, handed = memory.weight_grad_residuals(c, remat)
+        late, handed = costs.weight_grad_residuals(c, remat)
         in_slots = f"{slots['backward']} x ({n(layer)} - {n(late)}) + {slots['backward_weight']} x {n(late)}"
         waiting = f"({slots['inputs']} + {slots['gradients']}) x {c.model.d_model} / {split}"
         formula = "L / C (slots (layer - late) + late slots late + handed slots handed) + stage buffers x"
@@ -250,6 +254,8 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
         gathers, scatters = communication.tensor_passes(c)
         passes = scatters if t.op == "reduce_scatter" else gathers
         return f"b B T D ({passes} L + 2)", f"{b} x {n(tokens)} x {n(m.d_model)} x ({passes} x {L} + 2)"
+    if t.what in (Traffic.SYNCHRONIZATION, Traffic.COMPRESSED):
+        return replica_buffers(e, t)
     if t.what is Traffic.LOSS:
         return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
     return parameter_buffers(e, t)
@@ -271,6 +277,19 @@ def attention_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     copies, queries = n(communication.ulysses_copies(c)), f"{n(c.model.d_model)} / {p.tensor}"
     shown = f"{passes} x {b} x 2 x {L} x {tokens} x ({queries} + {copies} x {width})"
     return f"{passes} b 2 L B T (D / t + copies KH)", shown
+
+
+def replica_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
+    """Return the full buffers of what is summed over replica apart from other gradients, or of weights after it."""
+    c, p = e.config, e.config.parallel
+    summed = [s.bytes for s in compression.all_sums(c) if (",".join(s.axes), s.op) == (t.axis, t.op)]
+    way = "float32" if p.compression.kind == "none" else p.compress
+    formula, size = f"of the arrays in {way}", number(sum(summed))
+    if not summed:
+        w = counts.BYTES[c.precision.compute]
+        formula, size = "w Psi", f"{w} x {number(communication.sharded_elements(c))}"
+    steps = p.sync_every if t.what is Traffic.SYNCHRONIZATION else 1
+    return (f"{formula} / parallel.sync_every", f"{size} / {steps}") if steps > 1 else (formula, size)
 
 
 def parameter_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:

@@ -89,8 +89,10 @@ def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
     rows = [row for row in table(config.model, p.tensor, p.vocab_shards).values() if row.part == LAYERS]
     layer = sum(counts.local_elements(row, config) for row in rows)
     layer *= counts.BYTES[config.precision.compute] / counts.stage_layers(config)
+    per_sync = communication.synchronization(config)  # once in sync_every steps
+    per_step = [row | {"bytes_per_device": row["bytes_per_device"] / p.sync_every} for row in per_sync]
     transfers = []
-    for row in communication.communication(config):
+    for row in communication.communication(config) + per_step:
         axis, op, what, size = row["axis"], row["op"], row["what"], row["bytes_per_device"]
         group, local = link(tuple(axis.split(",")), tuple(p.axes.values()), gpu.joined)
         local = 1 if op == "permute" and local < group else local

@@ -77,6 +77,7 @@ class Loop:
         self.config, self.state = run.config, run.state
         self.first = self.number = self.saved = int(run.state.step)
         self.program: Callable[[], str] | None = None  # returns the text of the compiled step
+        self.synchronize: Callable[[steps.State], steps.State] | None = None  # compiled; with parallel.sync_every
 
     def run_steps(self, stopped: Callable[[int], bool]) -> int:
         """Run steps until the last one or until stopped(step), and save; -> number of the last step."""
@@ -108,6 +109,8 @@ class Loop:
         self.writer.say("compiling the step ...")
         started = time.perf_counter()
         train_step = step.train.lower(step.state, step.batch).compile()
+        if step.synchronize:
+            self.synchronize = step.synchronize.lower(step.state).compile()
         self.writer.say(f"compiled in {time.perf_counter() - started:.1f} s")
         self.program = train_step.as_text
         check_offload(run, hlo.memory(train_step)["host_bytes"])
@@ -129,6 +132,8 @@ class Loop:
                 batch = next(batches)
             self.watch.at("dispatch", self.number)
             self.state, values, _ = train_step(self.state, batch)
+            if self.synchronize and self.number % self.config.parallel.sync_every == 0:
+                self.state = self.synchronize(self.state)
             self.watch.at("step", self.number)
             self.writer.step(self.number, values)
             if self.files or profile.ends(self.number):
@@ -149,12 +154,12 @@ class Loop:
 
     def evaluate(self) -> float:
         """Return the validation loss: mean per held-out token, in nats."""
-        run, sums = self.run, []
+        run, sums, params = self.run, [], self.run.step.average(self.state.params)
         for batch in data.evaluation(
             run.dataset.val, run.step.batch, run.config.train.eval_steps, run.step.token_order
         ):
             self.watch.at("evaluation", self.number)
-            sums.append(run.step.evaluate(self.state.params, batch))
+            sums.append(run.step.evaluate(params, batch))
             jax.block_until_ready(sums[-2:-1])  # XLA:CPU aborts with too many executions in flight
         return sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums)
 

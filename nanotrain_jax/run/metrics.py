@@ -94,7 +94,7 @@ class Writer:
         """Wait for the pending step, so that later work does not count as its time."""
         if self.pending and isinstance(self.pending[1]["loss"], jax.Array):
             number, metrics = self.pending
-            self.pending = number, jax.device_get(metrics)
+            self.pending = number, on_host(metrics)
             self.losses.append(float(self.pending[1]["loss"]))
             now = time.perf_counter()
             self.seconds, self.steps, self.clock = self.seconds + now - self.clock, self.steps + 1, now
@@ -199,6 +199,20 @@ def trim(jsonl: Path) -> None:
     if jsonl.exists():
         with open(jsonl, "r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def on_host(metrics: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Return metrics as NumPy scalars.
+
+    Of those with one value per replica, [R/replica], over the replicas that this process addresses: the mean, or the
+    largest count.
+    """
+    of_replicas = {name: x for name, x in metrics.items() if x.ndim}
+    own = {name: {s.index[0].start: s.data for s in x.addressable_shards} for name, x in of_replicas.items()}
+    values = jax.device_get({name: own.get(name, x) for name, x in metrics.items()})
+    for name, x in of_replicas.items():
+        values[name] = (np.mean if x.dtype == np.float32 else np.max)(list(values[name].values()))
+    return values
 
 
 def mean(losses: list[float]) -> float:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from pydantic import ValidationError
 
 from nanotrain_jax.checkpoint import compatibility
@@ -53,7 +55,8 @@ def resume(folder: Path, requested: Config, config: Config, dataset: batches.Dat
     changed = ", ".join(compatibility.changes(meta, config))
     if changed:
         notes.append(f"changed since the checkpoint: {changed}")
-    notes += _learning_rate_jump(meta, config, number, number - int(state.skipped))
+    skipped = max(int(np.max(shard.data)) for shard in state.skipped.addressable_shards)  # of any replica
+    notes += _learning_rate_jump(meta, config, number, number - skipped)
     position = meta.data.position * meta.seq_len // config.data.seq_len
     return Resumed(step.in_stage_order(state), position, meta.tokens_seen, notes, (folder, number), meta, damaged)
 
@@ -75,9 +78,14 @@ def _read_state(folder: Path, number: int, meta: Meta, config: Config, step: Ste
         adopt = partial(compressed.adopted, step.plan)
         state = state._replace(feedback=jax.jit(adopt, out_shardings=shardings(step.saved.feedback))(state.feedback))
     if saved.scale is None:
-        scale = jax.jit(lambda: optim.loss_scale(config.precision), out_shardings=shardings(step.state.scale))()
-        state = state._replace(scale=scale)
+        first_scale = partial(_first_scale, config, step.state.scale)
+        state = state._replace(scale=jax.jit(first_scale, out_shardings=shardings(step.state.scale))())
     return state
+
+
+def _first_scale(config: Config, like: optim.LossScale | None) -> optim.LossScale | None:
+    """Return the loss scale of a new run, in the shapes of `like`: of each replica, if they step apart."""
+    return jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), optim.loss_scale(config.precision), like)
 
 
 def _learning_rate_jump(meta: Meta, config: Config, number: int, update: int) -> list[str]:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from nanotrain_jax.config.execution import Execution, reduces_per_layer
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models.contract import Model
-from nanotrain_jax.parallel import context
+from nanotrain_jax.parallel import context, local_steps
 from nanotrain_jax.parallel.collectives import all_reduce
 from nanotrain_jax.parallel.mesh import BATCH_AXES
 from nanotrain_jax.parallel.optimizer_step import clip_by_global_norm, select
@@ -31,14 +31,15 @@ from nanotrain_jax.parallel.xla_options import FLOAT8_OPTIONS, gpu_options
 from nanotrain_jax.step import forward
 from nanotrain_jax.step import plan as plans
 from nanotrain_jax.step import state as states
-from nanotrain_jax.step.compressed import sum_over_replicas
+from nanotrain_jax.step.compressed import sum_kept
 from nanotrain_jax.step.gradients import GRADIENTS
 from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import REPLICATED, State
-from nanotrain_jax.step.update import Pending, apply_update, metrics, next_state
+from nanotrain_jax.step.update import Pending, apply_update, metrics, next_state, synchronize
 
 Tree = Any  # a pytree of arrays
 BATCH = layout("B/replica,data T/context")
+PER_REPLICA = layout("R/replica")
 STARTS = layout("B/replica,data T")  # a device needs those of whole rows
 
 
@@ -48,6 +49,10 @@ class Step(NamedTuple):
     init() -> State
     train(State, batch) -> State, metrics, Pending; donates its State. Pending: the gradients whose update `nvme` must
         apply before the next step (memory.offload_optimizer=nvme), else None
+    synchronize(State) -> State after an outer step, which joins the replicas; donates its State. Call it after every
+        parallel.sync_every-th step. None without parallel.sync_every
+    average(State.params) -> params as evaluate takes them: with parallel.sync_every the mean over replicas, else the
+        same arrays
     evaluate(params, batch) -> sum of losses in nats, number of targets
     in_layer_order(State) -> State as in checkpoints: stacked layers in model order, weights in the compute dtype and
         float32 master weights
@@ -61,7 +66,8 @@ class Step(NamedTuple):
     data.attend_across_documents=false also {"starts"}, int32 [B/replica,data T]: the position in the row of the first
     token of each token's document, in natural order; then train ignores targets below 0, too.
     metrics: float32 scalars loss (mean over the batch, nats per token), grad_norm (before clipping) and lr, and the
-    int32 skipped_steps so far; with loss scaling also loss_scale, the scale of this step.
+    int32 skipped_steps so far; with loss scaling also loss_scale, the scale of this step. With parallel.sync_every
+    [R/replica]: one of each for every replica, of its part of the batch.
     """
 
     init: Callable[[], State]
@@ -73,6 +79,8 @@ class Step(NamedTuple):
     in_layer_order: Callable[[State], State]
     in_stage_order: Callable[[State], State]
     token_order: np.ndarray | None
+    synchronize: Callable[[State], State] | None
+    average: Callable[[Tree], Tree]
     plan: Plan
 
 
@@ -83,20 +91,39 @@ def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.A
         plan, state.params, microbatched(plan, batch), scale / count_targets(plan, batch)
     )
     grads = plan.zero.reduce(grads, state.params, plan.shards)
-    grads, feedback = sum_over_replicas(plan, grads, state.feedback, state.step)
-    loss = all_reduce(loss, plan.loss_axes)
-    clip = clip_by_global_norm(grads, plan.config.optimizer.grad_clip, scale)
+    grads, feedback = sum_kept(plan, grads, state.feedback, state.step)
+    loss = all_reduce(loss, plan.together(plan.loss_axes))
+    clip = clip_by_global_norm(grads, plan.config.optimizer.grad_clip, scale, plan.axes_apart)
     params, opt, pending = apply_update(plan, state, grads, clip)
     after = next_state(plan, state, params, opt, feedback, clip.is_finite)
     return after, metrics(plan, state, after, loss, clip), pending
 
 
 def count_targets(plan: Plan, batch: Tree) -> jax.Array | int:
-    """Return the number of targets of the global batch. Where rows hold documents apart: all-reduces one scalar."""
+    """Return the number of targets in the batch of a step, as `Plan.targets`.
+
+    Where rows hold documents apart: all-reduces one scalar.
+    """
     if plan.config.data.attend_across_documents:
         return plan.targets
     is_target = (batch["targets"] >= 0).astype(jnp.float32)
-    return jnp.maximum(all_reduce(is_target.sum(), BATCH_AXES), 1)
+    return jnp.maximum(all_reduce(is_target.sum(), plan.together(BATCH_AXES)), 1)
+
+
+def train_apart(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array], None]:
+    """Run one step of this device's replica, on its own rows of the batch: `train`, on arrays [... R/replica]."""
+    after, values, pending = train(plan, states.map_replicas(local_steps.own, state), batch)
+    return states.map_replicas(local_steps.as_column, after), jax.tree.map(local_steps.as_column, values), pending
+
+
+def synchronize_replicas(plan: Plan, state: State) -> State:
+    """Join the replicas (`update.synchronize`): a state of arrays [... R/replica] -> with equal weights."""
+    return states.map_replicas(local_steps.as_column, synchronize(plan, states.map_replicas(local_steps.own, state)))
+
+
+def average_replicas(params: Tree) -> Tree:
+    """w[... R/replica] -> w[...], the mean over replicas (`local_steps.mean`)."""
+    return local_steps.mean(jax.tree.map(local_steps.own, params))
 
 
 def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
@@ -131,9 +158,13 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
     if not config.data.attend_across_documents:
         batch_specs["starts"] = STARTS
     tokens = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), jnp.int32)
-    outputs = state_specs, REPLICATED, pending_specs(plan)
-    run_train = on_mesh(mesh, partial(train, plan), (state_specs, batch_specs), outputs)
-    run_evaluate = on_mesh(mesh, partial(evaluate, plan), (state_specs.params, batch_specs), REPLICATED)
+    is_apart = plan.outer_optimizer is not None
+    outputs = state_specs, PER_REPLICA if is_apart else REPLICATED, pending_specs(plan)
+    run_train = on_mesh(mesh, partial(train_apart if is_apart else train, plan), (state_specs, batch_specs), outputs)
+    param_specs, _ = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
+    run_evaluate = on_mesh(mesh, partial(evaluate, plan), (param_specs, batch_specs), REPLICATED)
+    run_synchronize = on_mesh(mesh, partial(synchronize_replicas, plan), (state_specs,), state_specs)
+    run_average = on_mesh(mesh, average_replicas, (state_specs.params,), param_specs)
     options = compiler_options(plan)
     in_layer_order, in_stage_order = states.forms(plan, state)
     return Step(
@@ -146,6 +177,8 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
         in_layer_order=in_layer_order,
         in_stage_order=in_stage_order,
         token_order=token_order(config),
+        synchronize=jax.jit(run_synchronize, donate_argnums=0) if is_apart else None,
+        average=jax.jit(run_average) if is_apart else states.unchanged,
         plan=plan,
     )
 

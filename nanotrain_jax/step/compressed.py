@@ -133,31 +133,36 @@ def adopted(plan: Plan, read: Feedback) -> Feedback:
     return Feedback(jax.tree.map(residual, start.residual, read.residual), jax.tree.map(basis, start.basis, read.basis))
 
 
+def sum_kept(plan: Plan, grads: Tree, feedback: Feedback | None, step: jax.Array) -> tuple[Tree, Feedback | None]:
+    """Sum the gradients over replica that `zero.reduce` has left as they are (parallel.compress, every step)."""
+    return sum_over_replicas(plan, grads, feedback, step) if plan.shards.communication.kept else (grads, feedback)
+
+
 @jax.named_scope("compress")
 def sum_over_replicas(
-    plan: Plan, grads: Tree, feedback: Feedback | None, step: jax.Array
+    plan: Plan, tree: Tree, feedback: Feedback | None, step: jax.Array
 ) -> tuple[Tree, Feedback | None]:
-    """-> gradients summed over replica, feedback for the next step. Without compression: unchanged, moves nothing.
+    """Sum a tree like the gradients over replica, as parallel.compress says -> float32 sums, feedback for the next one.
 
-    Gradients that are not finite on one device are not a number on all.
+    Arrays that are not finite on one device are not a number on all.
     """
     how = plan.compression
+    tree = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
     if how.kind == "none":
-        return grads, None
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return all_reduce(tree, [AXIS]), None
     if how.kind in EIGHT_BITS:
         communication = plan.shards.communication._replace(reduce=how.kind)
-        return jax.tree.map(lambda g: communication.all_reduce([g], [AXIS])[0], grads), None
+        return jax.tree.map(lambda x: communication.all_reduce([x], [AXIS])[0], tree), None
     whole = jax.tree.map(lambda chosen: not chosen, plan.compressed)
-    whole = all_reduce(select(grads, whole), [AXIS])
-    chosen, tree = jax.tree.flatten(plan.compressed)
-    columns = [tree.flatten_up_to(part) for part in (grads, feedback.residual, of_matrices(plan))]
-    starts = tree.flatten_up_to(feedback.basis) if feedback.basis else [None] * len(chosen)
+    whole = all_reduce(select(tree, whole), [AXIS])
+    chosen, structure = jax.tree.flatten(plan.compressed)
+    columns = [structure.flatten_up_to(part) for part in (tree, feedback.residual, of_matrices(plan))]
+    starts = structure.flatten_up_to(feedback.basis) if feedback.basis else [None] * len(chosen)
     results = [
         compressed(plan, jax.random.fold_in(jax.random.key(i), step), *row) if is_chosen else (None, None, None)
         for i, (is_chosen, *row) in enumerate(zip(chosen, *columns, starts, strict=True))
     ]
-    totals, residual, basis = (jax.tree.unflatten(tree, part) for part in zip(*results, strict=True))
+    totals, residual, basis = (jax.tree.unflatten(structure, part) for part in zip(*results, strict=True))
     return merge(totals, whole), Feedback(residual, basis if feedback.basis else None)
 
 

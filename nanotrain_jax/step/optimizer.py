@@ -79,6 +79,11 @@ def build(config: Optimizer, is_decayed: Callable[[tuple], bool]) -> optax.Gradi
     return optax.GradientTransformation(adamw.init, _standard_promotion(adamw.update))
 
 
+def build_outer(config: Optimizer) -> optax.GradientTransformation:
+    """Return the outer optimizer of parallel.sync_every: SGD with Nesterov momentum (DiLoCo, arXiv 2311.08105)."""
+    return optax.sgd(config.outer_lr, config.outer_momentum, nesterov=True)
+
+
 def _standard_promotion(function: Callable) -> Callable:
     """Run function with standard dtype promotion: optax mixes integers with floats, an error under strict promotion."""
 

@@ -19,7 +19,7 @@ from nanotrain_jax.config.values import Compression
 from nanotrain_jax.costs import counts
 from nanotrain_jax.models import factory
 from nanotrain_jax.models.contract import LAYERS, Model, join_layers, split_layers
-from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel import local_steps, remat
 from nanotrain_jax.parallel.communication import Communication
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 from nanotrain_jax.parallel.pipeline.schedule import row_order
@@ -46,6 +46,7 @@ class Plan:
     shards       the dim of each array that ZeRO shards, its axes (of data and context), communication settings
     layer_order  the layer of each row of the stacked weights; None: model order. Rows of padding, where stages have
                  different numbers of layers, have numbers from num_layers on (`schedule.row_order`)
+    outer_optimizer   of parallel.sync_every; None: replicas step together
     in_step      True for arrays that the step updates; nvme updates the others after the step, from state in files
     compressed   True for arrays whose gradients are summed over replica compressed (`compressed.sum_over_replicas`)
     """
@@ -55,6 +56,7 @@ class Plan:
     model: Model
     execution: Execution
     optimizer: optax.GradientTransformation
+    outer_optimizer: optax.GradientTransformation | None
     lr_schedule: optax.Schedule
     zero: Zero
     specs: Tree
@@ -112,9 +114,19 @@ class Plan:
         return ("pipe", *BATCH_AXES) if self.execution is Execution.PIPELINE else BATCH_AXES
 
     @property
+    def axes_apart(self) -> tuple[str, ...]:
+        """Mesh axes along which devices take steps of their own (parallel.sync_every)."""
+        return (local_steps.AXIS,) if self.config.parallel.sync_every else ()
+
+    def together(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Return those of some mesh axes along which devices take each step together."""
+        return tuple(axis for axis in axes if axis not in self.axes_apart)
+
+    @property
     def targets(self) -> int:
-        """Number of targets in a global batch, if every token has one."""
-        return self.config.data.batch_size * self.config.data.seq_len
+        """Number of targets in the batch of a step (of one replica, if they step apart), if every token has one."""
+        p, d = self.config.parallel, self.config.data
+        return d.batch_size * d.seq_len // (p.replica if p.sync_every else 1)
 
 
 def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
@@ -138,7 +150,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         weights=jnp.dtype(config.precision.compute),
         reduce=reduce if reduce in EIGHT_BITS else None,
         least=p.persist_below,
-        kept=() if p.compression.kind == "none" else ("replica",),
+        kept=("replica",) if p.compression.kind != "none" and not p.sync_every else (),
     )
     is_large = large(shapes, p.persist_below, stacks)
     return Plan(
@@ -147,6 +159,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         model=model,
         execution=execution(config),
         optimizer=optim.build(config.optimizer, model.is_decayed),
+        outer_optimizer=optim.build_outer(config.optimizer) if p.sync_every else None,
         lr_schedule=optim.schedule(config.optimizer),
         zero=ZERO[p.zero],
         specs=pipe_tensor_specs,

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax.config.execution import casts_at_use
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
-from nanotrain_jax.parallel import host_offload
+from nanotrain_jax.parallel import host_offload, local_steps
 from nanotrain_jax.parallel.optimizer_step import Opt, select
 from nanotrain_jax.step import compressed, optimizer
 from nanotrain_jax.step.compressed import Feedback
@@ -25,13 +25,17 @@ REPLICATED = PartitionSpec()
 
 
 class State(NamedTuple):
-    """Training state."""
+    """Training state.
+
+    With parallel.sync_every each array but `step` and those of `outer` has a last dim of size R, sharded over replica.
+    """
 
     step: jax.Array  # int32, batches consumed
     skipped: jax.Array  # int32, steps skipped because of gradients that were not finite
     params: Tree  # a dict of `ends`, further stacks and layers (models/contract.py); in the compute dtype, or float32
     opt: Opt  # float32 master weights (None: params are float32) and moments
     scale: optimizer.LossScale | None  # None without loss scaling
+    outer: local_steps.Outer | None = None  # laid out as the master weights; None without parallel.sync_every
     feedback: Feedback | None = None  # of compressed gradients; None without compression
 
 
@@ -55,7 +59,24 @@ def init(plan: Plan) -> State:
         moments = moments_like(plan, zeros, lambda x: jnp.zeros(x.shape, x.dtype))
     opt = Opt(None if dtype == jnp.float32 else master, moments)
     counts = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-    return State(*counts, params, opt, optimizer.loss_scale(plan.config.precision), compressed.init(plan, params))
+    state = State(*counts, params, opt, optimizer.loss_scale(plan.config.precision))
+    state = with_replicas(plan, state) if plan.outer_optimizer else state
+    return state._replace(feedback=compressed.init(plan, params))
+
+
+def with_replicas(plan: Plan, state: State) -> State:
+    """Return the state of equal replicas, and of an outer optimizer that has taken no step."""
+    theta = state.params if state.opt.master is None else state.opt.master
+    outer = local_steps.Outer(theta, plan.outer_optimizer.init(theta))
+    state = map_replicas(partial(local_steps.copies, count=plan.config.parallel.replica), state)
+    return state._replace(outer=outer)
+
+
+def map_replicas(function: Callable, state: State, *more: State) -> State:
+    """Apply function to the arrays of a state (and of others like it) that differ between replicas."""
+    shared = {"step": state.step, "outer": state.outer, "feedback": state.feedback}
+    trees = (tree._replace(**dict.fromkeys(shared)) for tree in (state, *more))
+    return jax.tree.map(function, *trees)._replace(**shared)
 
 
 def stored_dtype(plan: Plan) -> jnp.dtype:
@@ -94,11 +115,15 @@ def abstract(plan: Plan) -> tuple[State, State]:
     def like(params: Tree, opt: Tree, other: Any) -> State:
         """Return a tree like State. opt: for master weights and moments; other: for each scalar."""
         moments = moments_like(plan, opt, lambda _: other)
+        outer = shapes.outer and local_steps.Outer(opt, outer_moments_like(plan, opt))
         opt = Opt(None if shapes.opt.master is None else opt, moments)
-        return State(other, other, params, opt, jax.tree.map(lambda _: other, shapes.scale))
+        return State(other, other, params, opt, jax.tree.map(lambda _: other, shapes.scale), outer)
 
     params_specs, opt_specs = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
-    specs = like(params_specs, opt_specs, REPLICATED)._replace(feedback=compressed.specs(plan, opt_specs))
+    specs = like(params_specs, opt_specs, REPLICATED)
+    if plan.outer_optimizer:
+        specs = map_replicas(lambda spec, x: local_steps.with_replicas(spec, x.ndim - 1), specs, shapes)
+    specs = specs._replace(feedback=compressed.specs(plan, opt_specs))
     on_host = like(plan.host_memory.params, plan.host_memory.optimizer, False)
     on_host = on_host._replace(feedback=jax.tree.map(lambda _: False, shapes.feedback))
     return specs, jax.tree.map(partial(with_sharding, plan.mesh), shapes, specs, on_host)
@@ -128,6 +153,12 @@ def moments_like(plan: Plan, params: Tree, scalar: Callable) -> Any:
     """Return a tree like optax state, with params for each tree of parameters and scalar(x) for other leaves."""
     state = jax.eval_shape(plan.optimizer.init, plan.model.shapes)
     return optax.tree_utils.tree_map_params(plan.optimizer, lambda _, x: x, state, params, transform_non_params=scalar)
+
+
+def outer_moments_like(plan: Plan, params: Tree) -> Any:
+    """Return a tree like the state of the outer optimizer, with params for its momentum."""
+    state = jax.eval_shape(plan.outer_optimizer.init, plan.model.shapes)
+    return optax.tree_utils.tree_map_params(plan.outer_optimizer, lambda _, x: x, state, params)
 
 
 def as_saved(plan: Plan, state: State) -> State:
@@ -173,9 +204,9 @@ def orders(plan: Plan, state: State) -> tuple[Callable[[State], State], Callable
     return reordered(state, to_layers), reordered(state, to_stages, donate=(0,))
 
 
-def unchanged(state: State) -> State:
-    """Return the state: its layers are in model order."""
-    return state
+def unchanged(tree: Tree) -> Tree:
+    """Return the tree: a state whose layers are in model order; weights without replicas."""
+    return tree
 
 
 def swapped(x: jax.Array, outer: int, inner: int) -> jax.Array:

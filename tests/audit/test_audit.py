@@ -22,7 +22,7 @@ from jax.extend.core import jaxprs_in_params
 from nanotrain_jax.audit import topology
 from nanotrain_jax.config import load as request
 from nanotrain_jax.config.resolve import resolve
-from nanotrain_jax.costs import communication, memory
+from nanotrain_jax.costs import activations, communication, memory
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import search
 from nanotrain_jax.planner.estimate import estimate, margin, on_gpus
@@ -212,9 +212,9 @@ def test_a_layer_stores_exactly_the_activations_of_the_closed_form(name, zero, s
             ]
             found, config = residuals_of_a_layer(request.load(str(ROOT / "configs" / f"{name}.yaml"), overrides), t)
             policy = config.memory.rematerialization
-            assert found == 2 * memory.layer_activations(config, policy)
+            assert found == 2 * activations.layer_activations(config, policy)
             if sequence_parallel == "true":  # all of it over t
-                assert found == 2 * memory.layer_activations(config.replace("parallel", tensor=1), policy) / t
+                assert found == 2 * activations.layer_activations(config.replace("parallel", tensor=1), policy) / t
 
 
 @needs_cuda_compiler

@@ -8,6 +8,7 @@ __all__ = ["config_file"]  # a fixture
 CONTEXT = ["parallel.context=4", "parallel.data=1"]
 ULYSSES = "parallel.context_attention=ulysses"
 PIPE = ["parallel.pipe=4", "parallel.data=1", "model.num_layers=8"]
+APART = ["parallel.replica=2", "parallel.data=2", "parallel.sync_every=5"]
 BAD = [
     (["model.num_layer=3"], "unknown key model.num_layer; did you mean model.num_layers?"),
     (["train.lr=1"], "did you mean optimizer.lr?"),
@@ -28,6 +29,14 @@ BAD = [
         "model.num_kv_heads=3 does not divide model.num_heads=4; use 2 or 4",
     ),
     (["model.loss_chunk=7"], "model.loss_chunk=7 does not divide the"),
+    (["parallel.sync_every=5"], "parallel.sync_every=5 with parallel.replica=1: there is nothing to synchronize; use"),
+    ([*APART, "memory.offload_optimizer=host"], "with memory.offload_optimizer=host: replicas keep their state on the"),
+    (
+        [*APART, "memory.offload_activations=host", "memory.remat=full"],
+        "use memory.offload_activations=none, or leave parallel.sync_every",
+    ),
+    ([*APART, "parallel.grad_reduce=per_layer"], "it reduces over replicas within the backward; use parallel.grad_red"),
+    ([*APART, "optimizer.outer_momentum=1"], "optimizer.outer_momentum=1"),
     (["parallel.data=16"], "needs 16 devices but there are 8"),
     (["parallel.data=3", "parallel.replica=-1"], "cannot be split into groups of 3"),
     (
@@ -82,7 +91,10 @@ BAD = [
         "precision.gather=int8 with parallel.zero=2: only zero=3 gathers layers, from float32 weights on the device; "
         "use parallel.zero=3",
     ),
-    (["precision.grad_reduce=int4"], "precision.grad_reduce='int4': input should be 'float32', 'bfloat16', 'float8' or"),
+    (
+        ["precision.grad_reduce=int4"],
+        "precision.grad_reduce='int4': input should be 'float32', 'bfloat16', 'float8' or",
+    ),
     (
         ["parallel.tensor=2", "parallel.data=1", "parallel.overlap_tensor=true", "parallel.sequence_parallel=false"],
         "an all-reduce has no hops; use parallel.sequence_parallel=true",

@@ -8,7 +8,7 @@ import pytest
 from nanotrain_jax.config import load
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.values import Remat
-from nanotrain_jax.costs import counts, memory
+from nanotrain_jax.costs import activations, counts, memory
 from nanotrain_jax.parallel.pipeline import schedule_text
 from nanotrain_jax.planner import search
 from nanotrain_jax.planner.estimate import estimate
@@ -87,7 +87,7 @@ def test_layer_activations_equal_table_2_of_korthikanti_without_masks(model, bil
 
     def kept(remat="none", **parallel):
         config = gpt(decoder, b, remat, **parallel)
-        return 2 * memory.layer_activations(config, Remat.parse(remat)) * 2048 * b
+        return 2 * activations.layer_activations(config, Remat.parse(remat)) * 2048 * b
 
     masks = 2 * sbh
     assert kept() == 34 * sbh - masks + statistic

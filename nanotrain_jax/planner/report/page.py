@@ -36,6 +36,7 @@ EXPOSED = "exposed communication over this axis"
 PARTS = {  # of peak memory
     "params": (BLUE, "weights in the compute dtype"),
     "optimizer": (CYAN, "Adam moments, and float32 master weights of 16-bit weights"),
+    "outer": (SLATE, "outer optimizer of parallel.sync_every: weights and momentum"),
     "gradients": (GREEN, "accumulated gradients, and those of the current microbatch"),
     "activations": (YELLOW, "stored by layers for their backward"),
     "loss": (RED, "logits and their gradient"),
@@ -188,6 +189,7 @@ def _memory(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
     table = [
         [markup.key(style, part), *(_number(parts[part] / GB) for parts in moments.values()), meaning]
         for part, (style, meaning) in PARTS.items()
+        if part in moments[plan.peak]
     ]
     table.append(["total", *(_number(size / GB) for size in sums.values()), ""])
     head = ["part", *(f">{moment}, GB" for moment in moments), "description"]

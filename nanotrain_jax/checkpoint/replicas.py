@@ -1,0 +1,83 @@
+"""Restore the state of replicas that step apart (parallel/local_steps.py) for another number of replicas, or for one.
+
+In a checkpoint of a run with parallel.sync_every every array but `step`, those of `outer` and of `feedback` has a last
+dim of size R.
+
+    saved      wanted     new arrays
+    [... R]    [... Q]    every replica has the mean over the saved ones; theta and momentum as saved
+    [... R]    [...]      the mean over replicas; theta and momentum are not read
+    [...]      [... Q]    every replica has the same; theta is the float32 weights, its momentum zero
+
+Weights in 16 bits are those of the mean of the master weights. Of step counts and of the loss scale the smallest is
+taken instead of the mean. The outer step is linear in the mean of weights,
+so a resume within H steps loses nothing of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from nanotrain_jax.parallel import local_steps
+
+OUTER, THETA = "outer/", "outer/theta/"  # paths of the state of the outer optimizer
+MASTER, PARAMS = "opt/master/", "params/"  # paths of float32 weights; params: where there are no master weights
+SCALE, FEEDBACK = "scale/", "feedback/"
+Shapes = dict[str, tuple[int, ...]]  # path -> shape
+
+
+class Source(NamedTuple):
+    """The array of a checkpoint from which one of the state is made."""
+
+    path: str
+    array: jax.ShapeDtypeStruct  # as saved; each device holds its part of all replicas
+
+
+def source(path: str, wanted: jax.ShapeDtypeStruct, have: Shapes) -> Source | None:
+    """Return what to read for an array of the state; None: it is zero. have: the arrays of the checkpoint."""
+    if path.startswith(FEEDBACK):  # `compressed.to_read` knows what to read
+        return Source(path, wanted)
+    was_apart = any(name.startswith(OUTER) for name in have)
+    if path.startswith(OUTER) and not was_apart:
+        weight = path.removeprefix(THETA)
+        if weight == path:
+            return None
+        return Source(MASTER + weight if MASTER + weight in have else PARAMS + weight, wanted)
+    saved = have.get(path, ())[-1:] if was_apart and path != "step" and not path.startswith(OUTER) else ()
+    is_apart = _has_replicas(wanted)
+    if saved == (wanted.shape[-1:] if is_apart else ()):
+        return Source(path, wanted)
+    shape = wanted.shape[:-1] if is_apart else wanted.shape
+    spec = wanted.sharding.spec[: len(shape)]
+    sharding = NamedSharding(wanted.sharding.mesh, PartitionSpec(*spec))
+    array = jax.ShapeDtypeStruct((*shape, *saved), wanted.dtype, sharding=sharding)
+    master = path.replace(PARAMS, MASTER, 1)
+    if saved and path.startswith(PARAMS) and master in have:
+        return Source(master, array.update(dtype=jnp.float32))
+    return Source(path, array)
+
+
+def convert(path: str, x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return the array of the state from that of its `source`. Each device computes its own part: moves nothing."""
+    is_apart = _has_replicas(wanted)
+
+    def change(x: jax.Array) -> jax.Array:
+        if x.ndim > wanted.ndim - is_apart:
+            smallest = path.startswith(SCALE) or not jnp.issubdtype(x.dtype, jnp.floating)
+            x = x.min(-1) if smallest else x.mean(-1, dtype=jnp.float32).astype(wanted.dtype)
+        return local_steps.copies(x, wanted.shape[-1]) if is_apart else x
+
+    return jax.jit(change, out_shardings=wanted.sharding)(x)
+
+
+def zeros(wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return an array of zeros, in the layout of wanted."""
+    return jnp.zeros(wanted.shape, wanted.dtype, device=wanted.sharding)
+
+
+def _has_replicas(wanted: jax.ShapeDtypeStruct) -> bool:
+    is_on_mesh = isinstance(wanted.sharding, NamedSharding)
+    return is_on_mesh and local_steps.has_replicas(wanted.sharding.spec, wanted.ndim)

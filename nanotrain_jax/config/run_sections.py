@@ -1,0 +1,74 @@
+"""Sections of a config about a run, whatever it trains: length, checkpoints, logs, devices and processes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from nanotrain_jax.config.section import Pair, Section, key
+from nanotrain_jax.config.values import Count, Path, Positive, Seed
+
+
+class Train(Section):
+    """Length of the run, evaluation and logging intervals."""
+
+    steps: Positive = key(100, "total optimizer steps, including those before a resume")
+    seed: Seed = key(0, "random seed of the parameter initialization")
+    eval_every: Count = key(0, "steps between evaluations; 0: never")
+    eval_steps: Positive = key(10, "batches per evaluation (fewer if the held-out text is short)")
+    log_every: Count = key(1, "steps between log lines; evaluations and the last step are always logged; 0: only these")
+
+
+class Checkpoint(Section):
+    """Saving and resuming."""
+
+    dir: Path | None = key(None, "checkpoint folder; null: <logging.dir>/checkpoints")
+    every: Count = key(100, "steps between checkpoints; also saves at the end and on SIGTERM or Ctrl-C; 0: never")
+    keep: Positive = key(3, "number of checkpoints to keep (the newest)")
+    asynchronous: bool = Field(
+        default=True, alias="async", description="write in the background while training continues"
+    )
+    resume: Path = key(
+        "auto", "auto: from the newest checkpoint in dir, if any | never | PATH of another run's checkpoints"
+    )
+    verify: bool = key(True, "verify checksums before loading; if damaged, fall back to the previous checkpoint")
+
+
+class Logging(Section):
+    """Output for people."""
+
+    dir: Path | None = key(None, "output folder of the run; null: runs/<name of the config file>")
+    tensorboard: bool = key(True, "write TensorBoard files")
+    progress: Literal["auto", "bar", "lines", "none"] = key(
+        "auto", "progress display; auto: bar on a terminal, else lines"
+    )
+
+
+class Runtime(Section):
+    """Devices, processes and compiler."""
+
+    simulate: Count = key(0, "number of simulated CPU devices, over all processes; 0: use the real devices", le=4096)
+    coordinator: str | None = key(
+        None, "host:port of process 0; null: from the launcher, Slurm, ..., or a single process"
+    )
+    processes: Positive | None = key(None, "number of processes, if coordinator is set")
+    process: Count | None = key(None, "index of this process, from 0; a process uses all GPUs visible to it")
+    join_timeout: Positive = key(300, "timeout for all processes to join at startup, in seconds")
+    hang_timeout: Positive | None = key(
+        None, "abort with a report after this many seconds without progress; null: 20 median steps, at least 600"
+    )
+    compile_cache: bool = key(True, "cache compiled programs in ~/.cache/nanotrain_jax; off with simulate")
+    deterministic: bool = key(False, "use deterministic GPU kernels (slower)")
+    profile_steps: Annotated[tuple[int, int], Pair] | None = key(
+        None, "[first, last] step to profile; written to <logging.dir>/profile for TensorBoard or Perfetto"
+    )
+
+    @model_validator(mode="after")
+    def _profile(self) -> Runtime:
+        if self.profile_steps and not 1 <= self.profile_steps[0] <= self.profile_steps[1]:
+            raise ValueError(
+                f"runtime.profile_steps={list(self.profile_steps)} must be [first, last] with 1 <= first <= last; "
+                "write e.g. [10, 12]"
+            )
+        return self

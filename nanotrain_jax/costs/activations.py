@@ -1,0 +1,129 @@
+"""Activations that a device stores for the backward, in closed form, with sources. For resolved configs.
+
+Elements per token of a microbatch. Symbols as in costs/counts.py.
+"""
+
+from __future__ import annotations
+
+from nanotrain_jax.config.derived import fits_flash
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.values import Remat
+from nanotrain_jax.costs.communication import ulysses_copies
+from nanotrain_jax.costs.counts import BYTES, kv_width, local_kv_width, outline, stage_layers
+
+NO_REMAT = Remat("none")
+
+
+def activations(config: Config) -> float:
+    """Return the peak elements, per token of a microbatch, that a device stores from forward to backward."""
+    m, p, remat = config.model, config.parallel, config.memory.rematerialization
+    per_layer = layer_activations(config, remat)
+    if p.pipe == 1:
+        return m.num_layers * per_layer
+    spare = p.idle == "mask"
+    slots, (late, handed) = outline(config).slots, weight_grad_residuals(config, remat)
+    in_slots = (slots["backward"] + spare) * (per_layer - late)
+    in_slots += (slots["backward_weight"] + spare) * late + (slots["intermediates"] + spare) * handed
+    return stage_layers(config) / p.chunks * in_slots + stage_buffers(config)
+
+
+def stage_buffers(config: Config) -> float:
+    """Return the elements per token in the slots between stages: inputs before their F, gradients before their B."""
+    m, p = config.model, config.parallel
+    if p.pipe == 1:
+        return 0.0
+    slots = outline(config).slots
+    return (
+        (slots["inputs"] + slots["gradients"] + 2 * (p.idle == "mask"))
+        * m.d_model
+        / (p.tensor if p.sequence_parallel else 1)
+    )
+
+
+def layer_activations(config: Config, remat: Remat) -> float:
+    """Return the elements per token that one layer stores for its backward (Korthikanti et al. 2022, arXiv 2205.05198,
+    section 4, recounted: no dropout, flash attention). With d_ff = 4 d and as many key heads as query heads:
+
+                gpt2            llama
+    none        4 d + 12 d / t  4 d + 16 d / t   inputs of norms, matmuls, attention and the activation function
+    none        2 d +  8 d / t  2 d + 12 d / t   at ZeRO-3: outputs of matmuls and attention; the rest is recomputed
+                                                 from them
+    selective   2 d +  7 d / t  2 d + 11 d / t   outputs of matmuls
+    full          d               d              the layer's input (block:n: of each block's first layer)
+    with ring or gather attention selective and full keep d / t more: the output of attention
+
+    over t tensor-parallel devices; with sequence parallelism all of it over t (table 2 of the paper). `none` also keeps
+    a float32 softmax statistic per head, or without flash attention the scores: in bytes (4 + b) T + 8 per head, 4 T at
+    ZeRO-3, (9 + b) T with pipeline stages (b bytes of the compute dtype). With grouped-query attention XLA keeps about
+    4 T (8 T) more than the program asks for. At 2 bytes and t = 1 the first row is 32 d: the paper's 34 d without its
+    two dropout masks.
+    """
+    like_x, inner = layer_widths(config, remat)
+    split_x = config.parallel.tensor if config.parallel.sequence_parallel else 1
+    return like_x / split_x + inner / config.parallel.tensor
+
+
+def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[float, float]:
+    """Return the two terms of `layer_activations` before division by t: as wide as x (split by sequence parallelism
+    only), and inner (split by tensor); with or without attention scores."""
+    m, p, b, t = config.model, config.parallel, BYTES[config.precision.compute], config.parallel.tensor
+    up = (1 + m.features.gated_mlp) * m.d_ff
+    matmuls = m.d_model + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + up  # at least one key head per device
+    T, per_head = config.data.seq_len, 4
+    if scores and not p.is_blockwise and not fits_flash(m, config.precision.compute):
+        per_head = 4 * T if p.zero == 3 else (9 + b) * T if p.pipe > 1 else (4 + b) * T + 8
+        if m.num_kv_heads < m.num_heads:
+            per_head += (8 if p.pipe > 1 else 4) * T
+    attention = m.d_model + m.num_heads / b * per_head
+    if remat.recomputes_layers:
+        like_x, inner = 1 / remat.block, (_communicated_widths(config) if remat.policy == "full" else 0)
+    elif remat.policy == "selective":
+        like_x, inner = 2, matmuls + _communicated_widths(config)
+    elif p.zero == 3:
+        like_x, inner = 2, matmuls + attention
+    else:
+        like_x, inner = 4, matmuls + attention + m.d_ff
+    return like_x * m.d_model, inner
+
+
+def _communicated_widths(config: Config) -> float:
+    """Return the elements per token, before division by t, that attention over context keeps besides q, k and v.
+
+    Ring and gather with `selective` and `full`: output and lse. Ulysses with `selective`: output, more copies of k, v.
+    """
+    m, p, policy = config.model, config.parallel, config.memory.rematerialization.policy
+    if p.context == 1 or (policy == "full" and not p.is_blockwise):
+        return 0.0
+    if p.is_blockwise:
+        return m.d_model + 4 * m.num_heads / BYTES[config.precision.compute]
+    return m.d_model + 2 * p.tensor * local_kv_width(config) * (ulysses_copies(config) - 1)
+
+
+def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
+    """Return the elements per token that a layer stores until W, if the schedule has it: from its forward, and from B.
+
+    W needs the input of each matmul and the gradient of its output (arXiv 2401.10241, section 2.1); the inputs are
+    stored by the forward where the remat policy keeps them, else by B. Without W: 0, 0.
+    """
+    m, p = config.model, config.parallel
+    if not outline(config).weights:
+        return 0.0, 0.0
+    t, D, K = p.tensor, m.d_model, kv_width(m) * max(1, p.tensor / m.num_kv_heads)
+    entered = 2 * D / (t if p.sequence_parallel and remat.policy != "full" else 1)
+    inputs, out_input = entered + m.d_ff / t, D / t  # of q, k, v, up, gate and down; of attention's output matmul
+    grads = 2 * D + (D + 2 * K + (1 + m.features.gated_mlp) * m.d_ff) / t
+    from_forward = 0.0
+    if remat == NO_REMAT:
+        from_forward = out_input if p.zero == 3 else inputs + out_input
+    return from_forward, inputs + out_input - from_forward + grads
+
+
+def score_bytes(config: Config) -> float:
+    """Return the bytes per token of attention scores in a layer's backward; 0 with flash attention."""
+    m = config.model
+    if fits_flash(m, config.precision.compute):
+        return 0.0
+    p = config.parallel
+    keys = config.data.seq_len / (p.context if p.is_blockwise else 1)
+    per_score = 4 if config.memory.rematerialization == NO_REMAT else 10  # the others recompute what `none` keeps
+    return per_score * keys * m.num_heads / p.tensor
