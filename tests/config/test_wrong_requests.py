@@ -82,7 +82,10 @@ BAD = [
         "precision.gather=int8 with parallel.zero=2: only zero=3 gathers layers, from float32 weights on the device; "
         "use parallel.zero=3",
     ),
-    (["precision.grad_reduce=int4"], "precision.grad_reduce='int4': input should be 'float32', 'bfloat16', 'float8' or"),
+    (
+        ["precision.grad_reduce=int4"],
+        "precision.grad_reduce='int4': input should be 'float32', 'bfloat16', 'float8' or",
+    ),
     (
         ["parallel.tensor=2", "parallel.data=1", "parallel.overlap_tensor=true", "parallel.sequence_parallel=false"],
         "an all-reduce has no hops; use parallel.sequence_parallel=true",
