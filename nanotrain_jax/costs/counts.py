@@ -26,6 +26,7 @@ from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import EIGHT_BITS, Config, Model
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import LAYERS, Parameter
+from nanotrain_jax.parallel import quantization
 from nanotrain_jax.parallel.packed_attention import num_parts
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 
@@ -36,6 +37,11 @@ def gradient_bytes(config: Config) -> int:
     """Return g: the bytes per element of reduced gradients, and on the wire of those that do not travel in 8 bits."""
     reduce = config.precision.grad_reduce
     return BYTES["float32" if reduce in EIGHT_BITS else reduce]
+
+
+def message_bytes(config: Config, plain: float) -> float:
+    """Return the bytes per element of a copy of gradients that a reduction sends: in 8 bits with scales, else plain."""
+    return quantization.BYTES if config.precision.grad_reduce in EIGHT_BITS else plain
 
 
 def parameters(model: Model) -> int:

@@ -33,6 +33,7 @@ from nanotrain_jax.costs.counts import (
     is_sharded,
     local_elements,
     local_kv_width,
+    message_bytes,
     outline,
     stage_layers,
     tokens_per_device,
@@ -108,7 +109,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
                 gradients, the largest stacked gradient in the dtype on the wire where it is reduced once per step
     """
     m, p, remat = config.model, config.parallel, config.memory.rematerialization
-    b, g, D = BYTES[config.precision.compute], gradient_bytes(config), m.d_model
+    b, D = BYTES[config.precision.compute], m.d_model
     psi, shard = local_parameters(config)
     layers, sharded_layers = psi[LAYERS], shard[LAYERS]
     tokens, L = tokens_per_device(config) / p.microbatches, stage_layers(config)
@@ -124,8 +125,8 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     head = (4 if early else b) * V * D
     logits = (4 + (4 if capability >= 10 else b)) * (m.loss_chunk or tokens) * V
     logits_gradient = 0.0 if early else b * tokens * V
-
     several, gathers = p.microbatches > 1 or p.pipe > 1 or p.prefetch, p.zero == 3 and zero_devices(config) > 1
+    g = message_bytes(config, 4 if several else gradient_bytes(config))
     sums, reduced = _gradient_sums(config, psi, shard) if several else (0.0, 0.0)
     earlier = 0.0 if p.pipe == p.microbatches == 1 else sums  # before the loss
     current = 0.0 if p.pipe > 1 or p.prefetch else 4 * sharded_layers if p.zero > 1 else b * layers
@@ -144,7 +145,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
         | {"buffers": _embedding_buffers(config)},
         "update": {"gradients": reduced or (sent if sent else current + ends), "activations": 0.0}
         | {"loss": 0.0 if several else logits_gradient, "layer": 0.0}
-        | {"buffers": 0.0 if sent else (4 if several else g) * largest if once else gathered},
+        | {"buffers": 0.0 if sent else g * largest if once else gathered},
     }
     found = {moment: state(config) | parts for moment, parts in found.items()}
     return _with_offload(config, found) if set(offload.modes(config)) != {"none"} else found
@@ -191,9 +192,9 @@ def _largest(config: Config) -> tuple[float, float]:
 
 
 def _embedding_buffers(config: Config) -> float:
-    """Return the bytes of the embedding's full float32 gradient, and of the copy of it that ZeRO scatters."""
-    p = config.parallel
-    return 8 * _vocab_elements(config) if p.zero > 1 and p.pipe == 1 and zero_devices(config) > 1 else 0.0
+    """Return the bytes of the embedding's float32 gradient, and of the copy that ZeRO scatters, or 8-bit messages."""
+    p, copy = config.parallel, 2 * message_bytes(config, 2)
+    return (4 + copy) * _vocab_elements(config) if p.zero > 1 and p.pipe == 1 and zero_devices(config) > 1 else 0.0
 
 
 def _transposed_bytes(config: Config) -> float:

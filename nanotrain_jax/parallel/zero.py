@@ -26,7 +26,8 @@ float32 shards alone and cast them as it gathers (`Communication.weights`): 12 b
 `replica` axis: shard inside a group, replicate across groups (PyTorch's HYBRID_SHARD): after the reduce-scatter inside
 it, shards are all-reduced over `replica`. Arrays with fewer than persist_below elements (norm gains, biases), and
 those with no dim that N divides, stay replicated and are all-reduced. Arrays smaller than a bucket are scattered and
-gathered together. Parameters may also be sharded over other axes (tensor): then Psi counts this device's shards.
+gathered together; `communication.py` decides in which dtype, or in 8 bits. Parameters may also be sharded over other
+axes (tensor): then Psi counts this device's shards.
 
 `inputs` are what is differentiated: in ZERO[0] and ZERO[1] the weights, else "taps": float32 zeros in the shape of the
 stored gradient, whose cotangent is the reduced gradient. So a layer's full gradient lives only during that layer's

@@ -215,6 +215,8 @@ def compiler_options(plan: Plan) -> dict | None:
     sends = p.pipe > 1 or p.context > 1 or (p.tensor > 1 and p.overlap_tensor)
     if not sends:
         in_flight = 2 if p.prefetch else 0  # a gather and a scatter
+    if p.prefetch and plan.shards.communication.reduce:
+        in_flight = max(in_flight, 8)  # XLA combines no all-to-alls: one for each large array of a layer
     ahead = plan.gathered_bytes_of_a_layer if p.prefetch else 0
     options = gpu_options(p.bucket_mb, ahead, in_flight, is_offloaded(plan.config))
     return options | (FLOAT8_OPTIONS if plan.config.precision.matmul == "float8" else {})

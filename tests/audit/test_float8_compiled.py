@@ -1,4 +1,4 @@
-"""FP8 matmuls and gathers compiled for H100s: which matmuls run in FP8, and what is on the wire."""
+"""8 bits compiled for H100s: which matmuls run in FP8, and what is on the wire."""
 
 from collections import Counter
 
@@ -9,7 +9,8 @@ from test_audit import LLAMA, ROOT, request
 from nanotrain_jax.audit import hlo, topology
 from nanotrain_jax.costs import communication
 from nanotrain_jax.parallel import mesh as meshes
-from nanotrain_jax.planner.estimate import estimate, on_gpus
+from nanotrain_jax.planner.compiled import compile_step, wire_bytes
+from nanotrain_jax.planner.estimate import estimate, margin, on_gpus
 from nanotrain_jax.step import build as steps
 
 L = 2
@@ -61,3 +62,19 @@ def test_zero_3_gathers_layers_in_half_the_bytes():
         assert moved[gather] == pytest.approx(sum(row["bytes_per_device"] for row in rows), rel=1e-4)
     ends = 7 / 8 * 2 * 2 * 128_256 * 4096
     assert (moved["float8"] - ends) / (moved["bfloat16"] - ends) == pytest.approx(0.5, rel=1e-3)
+
+
+@needs_cuda_compiler
+def test_8_bit_gradients_and_weights_move_the_closed_form_behind_matmuls():
+    short = "model.num_layers=8", "data.seq_len=8192", "data.batch_size=8", "parallel.microbatches=1"
+    keys = "parallel.prefetch=true", "memory.remat=full", "precision.grad_reduce=int8", "precision.gather=int8"
+    config = on_gpus(request.load(str(ROOT / "configs" / f"{LLAMA}.yaml"), [*short, *keys]), 8, "h100")
+    e, compiled = estimate(config, "h100"), compile_step(config, "h100")
+    theory = wire_bytes(e)
+    for row in compiled["collectives"]:
+        assert row["bytes_per_device"] == pytest.approx(theory[row["axis"], row["op"]], rel=1e-6, abs=20), row
+        assert row["op"] != "reduce_scatter"
+        if row["op"] == "all_to_all":
+            assert row["behind_matmuls_bytes"] > 0.75 * row["bytes_per_device"]
+            assert row["exposed_bytes"] == 0
+    assert abs(compiled["peak_bytes"] / e.peak_bytes - 1) < margin(config)

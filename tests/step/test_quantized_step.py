@@ -46,7 +46,7 @@ MORE = [
     (case("pipe 2 replica 2 data 2", "gpt2", zero=0, microbatches=4, **PER_LAYER), "int8"),
     (case("data 2 tensor 4", "llama", zero=0, sequence_parallel=False, **PER_LAYER), "float8"),
 ]
-# One rounding of normal values is off by 0.6% and 2.4% of their norm; a gradient is rounded up to three times, and
+# One rounding of normal values is off by 0.6% and 2.4% of their norm; a gradient is rounded up to three times, and the
 # terms of a sum partly cancel.
 ERROR = {"int8": 0.02, "float8": 0.06}
 
