@@ -27,6 +27,7 @@ def values_of(numbers):
     return eval(numbers.replace(",", "").replace(" x ", " * ").replace("^", "**"))
 
 
+APART = "parallel.replica=2", "parallel.data=4", "parallel.sync_every=20"
 HOST = "memory.offload_optimizer=host"
 EXPLAINED = [(name, []) for name in CONFIGS] + [
     ("llama3_70b", ["parallel.zero=3", "parallel.sequence_parallel=false"]),
@@ -34,6 +35,7 @@ EXPLAINED = [(name, []) for name in CONFIGS] + [
     ("llama3_70b", [*LAYOUTS["llama3_70b"], "parallel.zero=0", "parallel.microbatches=1", "parallel.replica=2"]),
     ("gpt3_175b", ["parallel.zero=3", "parallel.schedule=zero_bubble"]),
     ("gpt2_124m", ["parallel.replica=2", "parallel.data=4", "parallel.zero=2"]),
+    *(("gpt2_124m", [f"parallel.zero={zero}", *APART]) for zero in (0, 2)),
     ("gpt2_124m", ["parallel.zero=0", "parallel.grad_reduce=per_layer", "parallel.microbatches=1"]),
     *(("gpt2_124m", [f"parallel.zero={zero}", HOST]) for zero in range(4)),  # tied: used at both ends
     ("gpt2_124m", ["parallel.zero=3", HOST, "memory.offload_params=host", "parallel.tensor=2", "parallel.data=4"]),
