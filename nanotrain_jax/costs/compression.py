@@ -108,10 +108,6 @@ def layout(row: Parameter, config: Config) -> PartitionSpec:
 def state_bytes(config: Config) -> float:
     """Return the bytes of residuals on a device, 4 S of each compressed row, and with powersgd of the bases."""
     p = config.parallel
-    total = 0.0
-    for row in table(config.model, p.tensor, p.vocab_shards).values():
-        if is_compressed(row, config):
-            total += 4 * shard_elements(row, config)
-            if p.compression.kind == "powersgd":
-                total += low_rank_sums(row, config)[-1].bytes
-    return total
+    rows = [row for row in table(config.model, p.tensor, p.vocab_shards).values() if is_compressed(row, config)]
+    bases = [low_rank_sums(row, config)[-1].bytes for row in rows] if p.compression.kind == "powersgd" else []
+    return sum(4 * shard_elements(row, config) for row in rows) + sum(bases)
