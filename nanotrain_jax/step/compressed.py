@@ -190,5 +190,7 @@ def compressed_sum(
 
 
 def unless_skipped(before: Feedback | None, after: Feedback | None, is_finite: jax.Array) -> Feedback | None:
-    """Return the feedback of a step: as before if its gradients were not finite."""
+    """Return the feedback of a step: as before if its gradients were not finite, or it summed nothing."""
+    if after is before:
+        return before
     return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, before)

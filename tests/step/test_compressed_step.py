@@ -7,6 +7,7 @@ import pytest
 from cases import case
 from command import config_file, main, same, saved_state
 from conftest import STATE, cover, equals_the_oracle, on_devices, random_tokens, resolved
+from test_tensor_step import moves_the_bytes_of_the_papers
 
 from nanotrain_jax import train
 from nanotrain_jax.config import load
@@ -28,6 +29,7 @@ WHOLE = [  # every gradient travels whole, in another way
 @pytest.mark.parametrize("layout", WHOLE, ids=str)
 def test_a_ratio_of_1_equals_the_oracle(layout, expected):
     equals_the_oracle(layout.tree(parallel={"persist_below": 100}), expected)
+    moves_the_bytes_of_the_papers(layout.tree(parallel={"persist_below": 100}))
 
 
 LOW_RANK = [
@@ -55,12 +57,25 @@ def updated(layout, steps_taken=2):
 
 @pytest.mark.parametrize("layout", LOW_RANK, ids=str)
 def test_low_rank_sums_are_the_same_in_every_layout(layout, low_rank_updates):
+    moves_the_bytes_of_the_papers(layout.tree(parallel={"persist_below": 100}))
     found = updated(layout)
     residual, expected = (state.feedback.residual for state in (found, low_rank_updates))
     sums = [jax.tree.map(lambda x: x.sum(-1), tree) for tree in (residual, expected)]  # replicas have other rows
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(sums)) > 1e-3
     jax.tree.map(lambda a, b: close(a[: len(b)], b, rtol=1e-3, atol=1e-5), *sums)  # tensor pads the vocabulary
     jax.tree.map(lambda a, b: close(a[: len(b)], b, **STATE), found.params, low_rank_updates.params)
+
+
+FEW = [
+    case("replica 2 data 2 tensor 2", zero=3, microbatches=2, compress="topk:0.05"),
+    case("replica 4 data 2", "gpt2", zero=1, compress="int8"),
+    case("replica 2 data 2 pipe 2", zero=0, microbatches=2, compress="float8"),
+]
+
+
+@pytest.mark.parametrize("layout", cover(FEW[:1], FEW[1:], str))
+def test_a_step_moves_the_bytes_of_the_closed_form(layout):
+    moves_the_bytes_of_the_papers(layout.tree(parallel={"persist_below": 100}))
 
 
 @pytest.mark.parametrize("compress", ["topk:0.1", "powersgd:1"])

@@ -82,10 +82,12 @@ COVER = [
     split("replica 2 data 2 context 2", every=3, zero=3),
     split("replica 2 data 2 tensor 2", zero=3),
     split("replica 2 pipe 2 data 2", zero=2, microbatches=2),
+    split("replica 2 data 2 tensor 2", zero=1, compress="topk:1"),  # all entries of the differences travel
 ]
 MORE = [
     split("replica 8", family="gpt2", zero=0),
     split("replica 4 tensor 2", family="gpt2", zero=1),
+    split("replica 4 data 2", zero=3, compress="randomk:1"),
     split("replica 2 data 4", zero=3, prefetch=True, microbatches=2),
     split("replica 2 pipe 2 tensor 2", zero=0, microbatches=4, schedule="zero_bubble", vocab_over_pipe=True),
     split("replica 2 pipe 2 data 2", family="gpt2", zero=3, microbatches=4, schedule="gpipe", idle="mask"),
@@ -128,7 +130,10 @@ def test_each_replica_counts_its_own_targets():
     equals_independent_runs(tree(split("replica 2 data 2", zero=1), data={"attend_across_documents": False}))
 
 
-@pytest.mark.parametrize("case", cover(COVER[::2], COVER[1::2] + MORE, str))
+LITTLE = [split("replica 2 data 2 tensor 2", zero=1, compress=way) for way in ("int8", "powersgd:2")]
+
+
+@pytest.mark.parametrize("case", cover(COVER[::2] + LITTLE[1:], COVER[1::2] + MORE + LITTLE[:1], str))
 def test_a_step_moves_nothing_over_replica_and_a_synchronization_its_closed_form(case):
     plain = tree(case)
     config, mesh = resolved(plain)
@@ -145,8 +150,8 @@ def test_a_step_moves_nothing_over_replica_and_a_synchronization_its_closed_form
 
 
 def test_the_state_has_the_bytes_of_the_closed_form():
-    for zero in (0, 1, 3):
-        config, mesh = resolved(tree(split("replica 2 data 4", zero=zero)))
+    for zero, compress in ((0, "none"), (1, "topk:0.1"), (3, "powersgd:2")):
+        config, mesh = resolved(tree(split("replica 2 data 4", zero=zero, compress=compress)))
         step = steps.build(config, mesh)
         sizes = [x.dtype.itemsize * np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(step.state)]
         assert sum(sizes) == pytest.approx(sum(memory.state(config).values()), abs=20)  # and counters
