@@ -4,8 +4,8 @@
                                           [--out runs/compression] [section.key=value ...]
 
 Each way trains the config with 4 replicas once per seed, by `nanotrain_jax.train` in folders of --out; runs that are
-there already are read. Ways are values of parallel.compress, and sync:H for parallel.sync_every=H; none, the control,
-is always one. Bytes are those of closed forms, per device and step.
+there already are read. Ways are values of parallel.compress, sync:H for parallel.sync_every=H, or both as in
+sync:20+topk:0.1; none, the control, is always one. Bytes are those of closed forms, per device and step.
 """
 
 import argparse
@@ -49,10 +49,11 @@ class Result(NamedTuple):
 
 def overrides_of(way: str) -> list[str]:
     """Return the overrides of a way."""
-    kind, _, amount = way.partition(":")
-    if kind == "sync":
-        return [f"parallel.sync_every={amount}"]
-    return [f"parallel.compress={way}"]
+    overrides = []
+    for part in way.split("+"):
+        key = "sync_every" if part.startswith("sync:") else "compress"
+        overrides.append(f"parallel.{key}={part.removeprefix('sync:')}")
+    return overrides
 
 
 def megabytes(config: Config) -> float:
