@@ -90,7 +90,7 @@ MORE = [
     split("replica 4 data 2", zero=3, compress="randomk:1"),
     split("replica 2 data 4", zero=3, prefetch=True, microbatches=2),
     split("replica 2 pipe 2 tensor 2", zero=0, microbatches=4, schedule="zero_bubble", vocab_over_pipe=True),
-    split("replica 2 pipe 2 data 2", family="gpt2", zero=3, microbatches=4, schedule="gpipe", idle="mask"),
+    split("replica 2 pipe 2 data 2", family="gpt2", zero=3, microbatches=4, schedule="gpipe"),
 ]
 
 
