@@ -36,6 +36,9 @@ EXPLAINED = [(name, []) for name in CONFIGS] + [
     ("gpt3_175b", ["parallel.zero=3", "parallel.schedule=zero_bubble"]),
     ("gpt2_124m", ["parallel.replica=2", "parallel.data=4", "parallel.zero=2"]),
     *(("gpt2_124m", [f"parallel.zero={zero}", *APART]) for zero in (0, 2)),
+    ("gpt2_124m", ["parallel.zero=1", *APART, "parallel.compress=topk:0.02"]),
+    ("llama3_8b", ["parallel.replica=2", "parallel.data=4", "parallel.compress=powersgd:16"]),
+    ("llama3_8b", ["parallel.replica=2", "parallel.data=2", "parallel.tensor=2", "parallel.compress=int8"]),
     ("gpt2_124m", ["parallel.zero=0", "parallel.grad_reduce=per_layer", "parallel.microbatches=1"]),
     *(("gpt2_124m", [f"parallel.zero={zero}", HOST]) for zero in range(4)),  # tied: used at both ends
     ("gpt2_124m", ["parallel.zero=3", HOST, "memory.offload_params=host", "parallel.tensor=2", "parallel.data=4"]),

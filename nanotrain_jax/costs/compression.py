@@ -105,9 +105,9 @@ def layout(row: Parameter, config: Config) -> PartitionSpec:
     return PartitionSpec(*(entry or None for entry in entries))
 
 
-def state_bytes(config: Config) -> float:
-    """Return the bytes of residuals on a device, 4 S of each compressed row, and with powersgd of the bases."""
+def state_elements(config: Config) -> tuple[float, float]:
+    """Return the elements, in float32, that a device keeps between sums: of residuals, and with powersgd of bases."""
     p = config.parallel
     rows = [row for row in table(config.model, p.tensor, p.vocab_shards).values() if is_compressed(row, config)]
-    bases = [low_rank_sums(row, config)[-1].bytes for row in rows] if p.compression.kind == "powersgd" else []
-    return sum(4 * shard_elements(row, config) for row in rows) + sum(bases)
+    bases = [low_rank_sums(row, config)[-1].bytes / 4 for row in rows] if p.compression.kind == "powersgd" else []
+    return sum(shard_elements(row, config) for row in rows), sum(bases)

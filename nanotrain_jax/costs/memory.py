@@ -51,18 +51,17 @@ def state(config: Config) -> Parts:
     params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32 and at ZeRO 3 (`casts_at_use`); over
                         N where the ZeRO stage shards them (ZeRO, arXiv 1910.02054, section 3.1)
     outer               with parallel.sync_every 8 more, laid out as optimizer: theta and momentum
-    residuals           with parallel.compress 4 more of large arrays, laid out so too (`compression.state_bytes`)
+    residuals           with parallel.compress 4 more of large arrays, laid out so too (costs/compression.py)
     """
     b, zero = offload.weight_bytes(config), config.parallel.zero
     psi, shard = (sum(sizes.values()) for sizes in local_parameters(config))
     updated = shard if zero else psi
     parts = {"params": b * (shard if zero == 3 else psi), "optimizer": offload.optimizer_bytes(config) * updated}
-    residuals = compression.state_bytes(config)
-    return (
-        parts
-        | ({"outer": 8 * updated} if config.parallel.sync_every else {})
-        | ({"residuals": residuals} if residuals else {})
-    )
+    if config.parallel.sync_every:
+        parts["outer"] = 8 * updated
+    if config.parallel.compression.has_residual:
+        parts["residuals"] = 4 * sum(compression.state_elements(config))
+    return parts
 
 
 def on_host(config: Config) -> Parts:

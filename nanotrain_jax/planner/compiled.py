@@ -21,7 +21,7 @@ from nanotrain_jax.planner.estimate import Estimate
 from nanotrain_jax.planner.step_time import Transfer
 from nanotrain_jax.step import build as steps
 
-STATE = "params", "optimizer", "outer"  # parts of the estimate
+STATE = "params", "optimizer", "outer", "residuals"  # parts of the estimate
 COPIES = {"to_device_bytes": "to device", "to_host_bytes": "to host"}
 
 

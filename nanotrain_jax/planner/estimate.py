@@ -137,6 +137,7 @@ def checkpoint_bytes(config: Config) -> float:
     N = counts.zero_devices(config)
     replicas = 1 if p.sync_every else p.replica  # that hold the same
     optimizer = (state["optimizer"] - offload.nvme_bytes(config)) / replicas + state.get("outer", 0.0) / p.replica
+    optimizer += state.get("residuals", 0.0)
     return state["params"] / (replicas * (1 if p.zero == 3 else N)) + optimizer / (1 if p.zero else N)
 
 

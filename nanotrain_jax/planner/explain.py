@@ -146,6 +146,11 @@ def state(e: Estimate) -> Section:
     if p.sync_every:
         formula, shown = "8 Psi" + " / N" * (p.zero > 0), f"8 x {n(over if p.zero else psi)}"
         lines.append(Line("theta and momentum of the outer optimizer", formula, shown, parts["outer"], "bytes"))
+    if "residuals" in parts:
+        residual, basis = compression.state_elements(e.config)
+        shown = f"4 x ({n(residual)} + {n(basis)})"
+        formula = "4 (elements of compressed arrays + bases)"
+        lines.append(Line(f"residuals of parallel.compress={p.compress}", formula, shown, parts["residuals"], "bytes"))
     return Section("Model states", "ZeRO (arXiv 1910.02054, section 3.1)", lines)
 
 

@@ -8,6 +8,7 @@ __all__ = ["config_file"]  # a fixture
 CONTEXT = ["parallel.context=4", "parallel.data=1"]
 ULYSSES = "parallel.context_attention=ulysses"
 PIPE = ["parallel.pipe=4", "parallel.data=1", "model.num_layers=8"]
+TOP_K = ["parallel.replica=2", "parallel.data=2", "parallel.compress=topk:0.1"]
 APART = ["parallel.replica=2", "parallel.data=2", "parallel.sync_every=5"]
 BAD = [
     (["model.num_layer=3"], "unknown key model.num_layer; did you mean model.num_layers?"),
@@ -36,6 +37,16 @@ BAD = [
         "use memory.offload_activations=none, or leave parallel.sync_every",
     ),
     ([*APART, "parallel.grad_reduce=per_layer"], "it reduces over replicas within the backward; use parallel.grad_red"),
+    (["parallel.compress=topk"], "parallel.compress='topk' must be none, float8, int8, topk:RATIO, randomk:RATIO (0 <"),
+    (["parallel.compress=randomk:1.5"], "parallel.compress='randomk:1.5' must be none"),
+    (["parallel.compress=powersgd:0"], "parallel.compress='powersgd:0' must be none"),
+    (["parallel.compress=int8"], "parallel.compress=int8 with parallel.replica=1: gradients are compressed between"),
+    ([*TOP_K, "parallel.grad_reduce=per_layer"], "gradients would be summed within the backward; use parallel.grad_re"),
+    (
+        [*TOP_K, "memory.offload_optimizer=host"],
+        "the residual, as large as the master weights, would stay on the device",
+    ),
+    ([*TOP_K, "precision.compute=float16", "precision.loss_scale=dynamic"], "the residual would have another scale"),
     ([*APART, "optimizer.outer_momentum=1"], "optimizer.outer_momentum=1"),
     (["parallel.data=16"], "needs 16 devices but there are 8"),
     (["parallel.data=3", "parallel.replica=-1"], "cannot be split into groups of 3"),

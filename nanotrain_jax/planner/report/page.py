@@ -37,6 +37,7 @@ PARTS = {  # of peak memory
     "params": (BLUE, "weights in the compute dtype"),
     "optimizer": (CYAN, "Adam moments, and float32 master weights of 16-bit weights"),
     "outer": (SLATE, "outer optimizer of parallel.sync_every: weights and momentum"),
+    "residuals": (PALE, "what parallel.compress has not yet sent"),
     "gradients": (GREEN, "accumulated gradients, and those of the current microbatch"),
     "activations": (YELLOW, "stored by layers for their backward"),
     "loss": (RED, "logits and their gradient"),
