@@ -19,11 +19,11 @@ from nanotrain_jax.models.contract import LAYERS
 from nanotrain_jax.parallel import compression
 from nanotrain_jax.parallel.collectives import all_reduce
 from nanotrain_jax.parallel.compression import BLOCK, Matrices, Sum
+from nanotrain_jax.parallel.local_steps import AXIS
 from nanotrain_jax.parallel.optimizer_step import merge, select
 from nanotrain_jax.step.plan import Plan, layers_of_rows, with_rows
 
 Tree = Any  # a pytree of arrays
-AXIS = "replica"
 
 
 class Feedback(NamedTuple):
@@ -49,23 +49,25 @@ def init(plan: Plan, params: Tree) -> Feedback | None:
 
 def bases(plan: Plan, params: Tree, rank: int) -> Tree:
     """Return the random bases from which low-rank sums start, the same in every layout."""
-    keys = iter(jax.random.split(jax.random.key(plan.config.train.seed), len(jax.tree.leaves(params))))
+    structure = jax.tree.structure(params)
+    keys = jax.random.split(jax.random.key(plan.config.train.seed), structure.num_leaves)
 
-    def basis(w: jax.Array, matrices: Matrices | None) -> jax.Array | None:
-        key = next(keys)
-        shape = (*w.shape[: matrices.rows], *w.shape[matrices.columns :], rank) if matrices else None
-        return jax.random.normal(key, shape) if matrices else None
+    def basis(w: jax.Array, key: jax.Array, matrices: Matrices | None) -> jax.Array | None:
+        if matrices is None:
+            return None
+        return jax.random.normal(key, (*w.shape[: matrices.rows], *w.shape[matrices.columns :], rank))
 
-    return jax.tree.map(basis, params, of_matrices(plan))
+    return jax.tree.map(basis, params, structure.unflatten(list(keys)), of_matrices(plan))
 
 
 def of_matrices(plan: Plan) -> Tree:
-    """Return how each array that is compressed divides into matrices; None for the others."""
+    """Return how each array that powersgd compresses divides into matrices; None for the others."""
     _, specs = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
 
     def matrices(path: tuple, w: jax.ShapeDtypeStruct, spec: PartitionSpec, chosen: bool) -> Matrices | None:
         is_stacked = path[0].key in (LAYERS, *plan.model.stacks)
-        return compression.matrices_of(w.shape, spec, is_stacked) if chosen else None
+        is_matrix = chosen and plan.compression.kind == "powersgd"
+        return compression.matrices_of(w.shape, spec, is_stacked) if is_matrix else None
 
     return tree_map_with_path(matrices, plan.model.shapes, specs, plan.compressed)
 

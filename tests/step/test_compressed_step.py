@@ -16,38 +16,43 @@ from nanotrain_jax.step import build as steps
 __all__ = ["config_file"]  # a fixture
 close = np.testing.assert_allclose
 
+
+def small(layout, family="llama", persist_below=100, **parallel):
+    return case(layout, family, persist_below=persist_below, **parallel)
+
+
 WHOLE = [  # every gradient travels whole, in another way
-    case("replica 2", compress="topk:1"),
-    case("replica 4 data 2", "gpt2", zero=1, compress="randomk:1"),
-    case("replica 2 data 2 tensor 2", zero=3, microbatches=2, compress="topk:1"),
-    case("replica 2 data 2 pipe 2", "gpt2", zero=2, microbatches=2, compress="topk:1"),
-    case("replica 2 context 2 tensor 2", zero=1, compress="randomk:1"),
-    case("replica 2 data 2 pipe 2", zero=1, vocab_over_pipe=True, microbatches=2, compress="randomk:1"),
+    small("replica 2", compress="topk:1"),
+    small("replica 4 data 2", "gpt2", zero=1, compress="randomk:1", persist_below=30),  # biases too
+    small("replica 2 data 2 tensor 2", zero=3, microbatches=2, compress="topk:1"),
+    small("replica 2 data 2 pipe 2", "gpt2", zero=2, microbatches=2, compress="topk:1"),
+    small("replica 2 context 2 tensor 2", zero=1, compress="randomk:1"),
+    small("replica 2 data 2 pipe 2", zero=1, vocab_over_pipe=True, microbatches=2, compress="randomk:1"),
 ]
 
 
 @pytest.mark.parametrize("layout", WHOLE, ids=str)
 def test_a_ratio_of_1_equals_the_oracle(layout, expected):
-    equals_the_oracle(layout.tree(parallel={"persist_below": 100}), expected)
-    moves_the_bytes_of_the_papers(layout.tree(parallel={"persist_below": 100}))
+    equals_the_oracle(layout.tree(), expected)
+    moves_the_bytes_of_the_papers(layout.tree())
 
 
 LOW_RANK = [
-    case("replica 2 data 4", zero=1, compress="powersgd:2"),
-    case("replica 2 data 2 tensor 2", zero=3, microbatches=2, compress="powersgd:2"),
-    case("replica 2 data 2 pipe 2", zero=2, microbatches=2, compress="powersgd:2"),
+    small("replica 2 data 4", zero=1, compress="powersgd:2"),
+    small("replica 2 data 2 tensor 2", zero=3, microbatches=2, compress="powersgd:2"),
+    small("replica 2 data 2 pipe 2", zero=2, microbatches=2, compress="powersgd:2"),
 ]
 
 
 @pytest.fixture(scope="module")
 def low_rank_updates():
     """Two updates on two devices of low rank: the state to which other layouts are compared."""
-    return updated(case("replica 2", compress="powersgd:2"))
+    return updated(small("replica 2", compress="powersgd:2"))
 
 
 def updated(layout, steps_taken=2):
     """Train the small config in a layout -> its state in layer order."""
-    config, mesh = resolved(layout.tree(parallel={"persist_below": 100}))
+    config, mesh = resolved(layout.tree())
     step = steps.build(config, mesh)
     state = step.init()
     for tokens in random_tokens(config, count=steps_taken):
@@ -57,7 +62,7 @@ def updated(layout, steps_taken=2):
 
 @pytest.mark.parametrize("layout", LOW_RANK, ids=str)
 def test_low_rank_sums_are_the_same_in_every_layout(layout, low_rank_updates):
-    moves_the_bytes_of_the_papers(layout.tree(parallel={"persist_below": 100}))
+    moves_the_bytes_of_the_papers(layout.tree())
     found = updated(layout)
     residual, expected = (state.feedback.residual for state in (found, low_rank_updates))
     sums = [jax.tree.map(lambda x: x.sum(-1), tree) for tree in (residual, expected)]  # replicas have other rows
@@ -67,21 +72,21 @@ def test_low_rank_sums_are_the_same_in_every_layout(layout, low_rank_updates):
 
 
 FEW = [
-    case("replica 2 data 2 tensor 2", zero=3, microbatches=2, compress="topk:0.05"),
-    case("replica 4 data 2", "gpt2", zero=1, compress="int8"),
-    case("replica 2 data 2 pipe 2", zero=0, microbatches=2, compress="float8"),
+    small("replica 2 data 2 tensor 2", zero=3, microbatches=2, compress="topk:0.05"),
+    small("replica 4 data 2", "gpt2", zero=1, compress="int8"),
+    small("replica 2 data 2 pipe 2", zero=0, microbatches=2, compress="float8"),
 ]
 
 
 @pytest.mark.parametrize("layout", cover(FEW[:1], FEW[1:], str))
 def test_a_step_moves_the_bytes_of_the_closed_form(layout):
-    moves_the_bytes_of_the_papers(layout.tree(parallel={"persist_below": 100}))
+    moves_the_bytes_of_the_papers(layout.tree())
 
 
 @pytest.mark.parametrize("compress", ["topk:0.1", "powersgd:1"])
 def test_a_step_that_is_not_finite_on_one_replica_keeps_weights_and_feedback(compress):
     """One element of one replica: what it sends must tell the others, whichever elements they choose."""
-    config, mesh = resolved(case("replica 2 data 2", zero=1, compress=compress).tree(parallel={"persist_below": 100}))
+    config, mesh = resolved(small("replica 2 data 2", zero=1, compress=compress).tree())
     step = steps.build(config, mesh)
     tokens = random_tokens(config, count=2)
     state, _, _ = step.train(step.init(), on_devices(tokens[0], step))
