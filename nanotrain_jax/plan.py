@@ -276,10 +276,10 @@ def neutral(config: Config, vocab: int | None) -> Config:
     plain = {"microbatches": 1, "chunks": 1, "schedule": "1f1b", "prefetch": False, "grad_reduce": "after_backward"}
     one = dict.fromkeys(config.parallel.axes, 1)
     on_device = {"offload_params": "none", "offload_activations": "none"}  # they require ZeRO 3 and a remat policy
-    together = {"sync_every": 0}  # it requires several replicas
+    together = {"sync_every": 0, "compress": "none"}  # they require several replicas
     plainest = config.replace("parallel", **plain, **together).replace("memory", remat="none", **on_device)
     resolved = resolve(plainest.replace("model", loss_chunk=0), one, vocab)
-    resolved = resolved.replace("parallel", sync_every=config.parallel.sync_every)
+    resolved = resolved.replace("parallel", **{key: getattr(config.parallel, key) for key in together})
     return resolved.replace("memory", **{key: getattr(config.memory, key) for key in on_device})
 
 

@@ -67,6 +67,7 @@ OPERATIONS = {
 }
 COMPUTES = {"fusion", "custom-call", "dot", "convolution", "while", "conditional", "call"}
 ARRAY = re.compile(r"\b(pred|bf16|f8\w+|[sufc]\d+)\[([\d,]*)\]")
+GEMM = re.compile(r'"__cublas\$(gemm|lt\$matmul)')  # custom calls that multiply; others solve triangular systems
 CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 AT_MOST_ONCE = re.compile(r'at_most_once_(\w+)/while"')
@@ -271,12 +272,13 @@ def _flops(program: Program, name: str, index: int) -> float:
     """Return the FLOPs of one instruction, without the computations it calls."""
     block = program.computations[name]
     i = block[index]
-    if i.opcode != "dot" and '"__cublas$' not in i.attributes and '"__cudnn$fmha' not in i.attributes:
+    is_cublas = GEMM.search(i.attributes)
+    if i.opcode != "dot" and not is_cublas and '"__cudnn$fmha' not in i.attributes:
         return 0.0
     shape = _shapes(next(other.type for other in block if other.name == i.operands[0]))[0]
     if i.opcode == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)[1]
-    elif '"__cublas$' in i.attributes:
+    elif is_cublas:
         contracted = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', i.attributes)[1]
     else:
         scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', i.attributes)[1]

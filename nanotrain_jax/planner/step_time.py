@@ -130,7 +130,8 @@ def _overlap(
         return 0.0, "microbatch"
     if what in (Traffic.ATTENTION, Traffic.HEADS):
         return (HIDDEN_PIPE * (1 - last_hop(config)) if op == "permute" else 0.0), "microbatch"
-    if what is Traffic.WEIGHTS or (p.zero > 1 and op in ("reduce_scatter", "all_to_all")):
+    is_scattered_in_backward = what is Traffic.GRADIENTS and p.zero > 1 and op in ("reduce_scatter", "all_to_all")
+    if what is Traffic.WEIGHTS or is_scattered_in_backward:
         return (HIDDEN_LAYERS if exceeds_bucket else 0.0), "microbatch"
     return 0.0, "step"
 
