@@ -17,9 +17,10 @@ from jax.tree_util import keystr, tree_map_with_path
 from nanotrain_jax.config.schema import EIGHT_BITS
 from nanotrain_jax.models.contract import LAYERS
 from nanotrain_jax.parallel import compression
-from nanotrain_jax.parallel.collectives import all_reduce
+from nanotrain_jax.parallel.collectives import all_reduce, as_varying, varying_axes
 from nanotrain_jax.parallel.compression import BLOCK, Matrices, Sum
 from nanotrain_jax.parallel.local_steps import AXIS
+from nanotrain_jax.parallel.mesh import AXES
 from nanotrain_jax.parallel.optimizer_step import merge, select
 from nanotrain_jax.step.plan import Plan, layers_of_rows, with_rows
 
@@ -146,7 +147,8 @@ def sum_over_replicas(
 ) -> tuple[Tree, Feedback | None]:
     """Sum a tree like the gradients over replica, as parallel.compress says -> float32 sums, feedback for the next one.
 
-    Arrays that are not finite on one device are not a number on all.
+    With error feedback in addition all-reduces one scalar: if an array of one device is not finite, the sums are not a
+    number, so that the step is skipped, and the feedback stays as it is.
     """
     how = plan.compression
     tree = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
@@ -155,44 +157,53 @@ def sum_over_replicas(
     if how.kind in EIGHT_BITS:
         communication = plan.shards.communication._replace(reduce=how.kind)
         return jax.tree.map(lambda x: communication.all_reduce([x], [AXIS])[0], tree), None
+    is_finite = all_finite(tree)
     whole = jax.tree.map(lambda chosen: not chosen, plan.compressed)
     whole = all_reduce(select(tree, whole), [AXIS])
     chosen, structure = jax.tree.flatten(plan.compressed)
-    columns = [structure.flatten_up_to(part) for part in (tree, feedback.residual, of_matrices(plan))]
-    starts = structure.flatten_up_to(feedback.basis) if feedback.basis else [None] * len(chosen)
-    results = [
-        compressed(plan, jax.random.fold_in(jax.random.key(i), step), *row) if is_chosen else (None, None, None)
-        for i, (is_chosen, *row) in enumerate(zip(chosen, *columns, starts, strict=True))
-    ]
-    totals, residual, basis = (jax.tree.unflatten(structure, part) for part in zip(*results, strict=True))
-    return merge(totals, whole), Feedback(residual, basis if feedback.basis else None)
+    bases = feedback.basis or structure.unflatten([None] * len(chosen))
+    columns = [structure.flatten_up_to(part) for part in (tree, feedback.residual, bases, of_matrices(plan))]
+    sums, residuals, bases = [], [], []
+    for i, (is_chosen, x, *kept) in enumerate(zip(chosen, *columns, strict=True)):
+        key = jax.random.fold_in(jax.random.key(i), step)
+        total, after = compressed(plan, key, x, Kept(*kept), is_finite) if is_chosen else (None, Kept())
+        sums.append(total)
+        residuals.append(after.residual)
+        bases.append(after.basis)
+    after = Feedback(structure.unflatten(residuals), structure.unflatten(bases) if feedback.basis else None)
+    return merge(structure.unflatten(sums), whole), after
 
 
-def compressed(
-    plan: Plan, key: jax.Array, grad: jax.Array, residual: jax.Array, matrices: Matrices, basis: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Sum one array over replica -> sum, residual, basis for the next step."""
-    x = grad + residual[..., 0]
-    x = jnp.where(jnp.isfinite(x).all(), x, jnp.nan)
-    sums, basis = compressed_sum(plan, key, x, matrices, basis)
-    return sums.total, (x - sums.sent)[..., None], basis
+class Kept(NamedTuple):
+    """The feedback of one array, and the array as matrices."""
+
+    residual: jax.Array | None = None
+    basis: jax.Array | None = None
+    matrices: Matrices | None = None
 
 
-def compressed_sum(
-    plan: Plan, key: jax.Array, x: jax.Array, matrices: Matrices, basis: jax.Array | None
-) -> tuple[Sum, jax.Array | None]:
-    """Sum x as parallel.compress says."""
+def compressed(plan: Plan, key: jax.Array, x: jax.Array, kept: Kept, is_finite: jax.Array) -> tuple[jax.Array, Kept]:
+    """Sum one array over replica -> sum, feedback for the next one."""
+    x = jnp.where(is_finite, x + kept.residual[..., 0], jnp.nan)
+    sums, basis = compressed_sum(plan, key, x, kept)
+    residual = jnp.where(is_finite, (x - sums.sent)[..., None], kept.residual)
+    return sums.total, Kept(residual, None if basis is None else jnp.where(is_finite, basis, kept.basis))
+
+
+def compressed_sum(plan: Plan, key: jax.Array, x: jax.Array, kept: Kept) -> tuple[Sum, jax.Array | None]:
+    """Sum x as parallel.compress says -> sum, with powersgd the next basis."""
     kind, ratio, _ = plan.compression
     count, dtype = max(1, round(ratio * BLOCK)), plan.shards.communication.dtype
     if kind == "topk":
         return compression.top_k(x, AXIS, count, dtype), None
     if kind == "randomk":
         return compression.random_k(x, AXIS, count, key, dtype), None
-    return compression.low_rank(x, AXIS, basis, matrices)
+    return compression.low_rank(x, AXIS, kept.basis, kept.matrices)
 
 
-def unless_skipped(before: Feedback | None, after: Feedback | None, is_finite: jax.Array) -> Feedback | None:
-    """Return the feedback of a step: as before if its gradients were not finite, or it summed nothing."""
-    if after is before:
-        return before
-    return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, before)
+def all_finite(tree: Tree) -> jax.Array:
+    """True if all elements on all devices are finite. All-reduces one scalar."""
+    leaves = jax.tree.leaves(tree)
+    axes = [axis for axis in AXES if any(axis in varying_axes(x) for x in leaves)]
+    not_finite = sum(as_varying(1.0 - jnp.isfinite(x).all().astype(jnp.float32), axes) for x in leaves)
+    return all_reduce(not_finite, axes) == 0

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from nanotrain_jax.parallel import local_steps
 from nanotrain_jax.parallel.optimizer_step import Clip, Opt, merge, select, update, without_arrays
 from nanotrain_jax.step import optimizer
-from nanotrain_jax.step.compressed import Feedback, sum_over_replicas, unless_skipped
+from nanotrain_jax.step.compressed import Feedback, sum_over_replicas
 from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import State
 
@@ -50,8 +50,8 @@ def next_state(
     """Return the state after a step. A step whose gradients are not finite counts as skipped."""
     skipped = state.skipped + jnp.where(is_finite, 0, 1)
     scale = state.scale and optimizer.adjust(state.scale, is_finite, plan.config.precision)
-    after = state._replace(step=state.step + 1, skipped=skipped, params=params, opt=opt, scale=scale)
-    return after._replace(feedback=unless_skipped(state.feedback, feedback, is_finite))
+    step = state.step + 1
+    return state._replace(step=step, skipped=skipped, params=params, opt=opt, scale=scale, feedback=feedback)
 
 
 @jax.named_scope("synchronize")
