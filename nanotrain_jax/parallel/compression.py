@@ -6,7 +6,7 @@ Device i sends a part of its gradient g_i, and keeps the rest for the next step 
     sum    = sum_i C(x_i)        what all devices receive; C compresses
     e_i    = x_i - C(x_i)        so the sum of all that was sent and of the residuals is the sum of all gradients
 
-Each function below returns the sum and this device's C(x). With R devices along `axis`, and S elements of x:
+Each function below returns the sum and this device's x - C(x). With R devices along `axis`, and S elements of x:
 
     function   C(x)                                          wire bytes per device
     top_k      the k largest of each block of 1,024          (R-1) S k / 1024 (b + 2), all-gather; b per value
@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from nanotrain_jax.parallel.collectives import all_gather, all_reduce, as_varying, varying_axes
+from nanotrain_jax.parallel.collectives import all_gather, all_reduce, varying_axes
+from nanotrain_jax.parallel.loops import zeros_after
 
 BLOCK = 1024  # elements of which k are sent
 RIDGE = 1e-6  # of the mean squared norm of P's columns: keeps its Cholesky factor finite where columns are dependent
@@ -37,7 +38,7 @@ class Sum(NamedTuple):
     """A compressed sum over an axis."""
 
     total: jax.Array  # the sum of what all devices sent; invarying over the axis
-    sent: jax.Array  # what this device sent
+    kept: jax.Array  # what this device has not sent: x - C(x)
 
 
 class Matrices(NamedTuple):
@@ -65,11 +66,11 @@ def top_k(x: jax.Array, axis: str, count: int, dtype: jnp.dtype) -> Sum:
     of_all = [all_gather([part[None]], axis, [0], invarying=True)[0] for part in (values, places.astype(jnp.int16))]
 
     def add(total: jax.Array, of_one: list[jax.Array]) -> tuple[jax.Array, None]:
-        return total + _scattered(*of_one), None
+        return _added(total, *of_one), None
 
-    zeros = as_varying(jnp.zeros(blocks.shape, jnp.float32), sorted(varying_axes(of_all[0])))
-    total, _ = lax.scan(add, zeros, of_all)
-    return Sum(_out_of_blocks(total, x), _out_of_blocks(_scattered(values, places), x))
+    start = zeros_after(of_all, blocks.shape, jnp.float32, varying_axes(of_all[0]))
+    total, _ = lax.scan(add, start, of_all)
+    return Sum(_out_of_blocks(total, x), _out_of_blocks(_added(blocks, -values, places), x))
 
 
 def random_k(x: jax.Array, axis: str, count: int, key: jax.Array, dtype: jnp.dtype) -> Sum:
@@ -80,13 +81,10 @@ def random_k(x: jax.Array, axis: str, count: int, key: jax.Array, dtype: jnp.dty
     blocks = _in_blocks(x)
     places = jax.random.permutation(key, BLOCK)[:count]
     values = blocks[:, places].astype(dtype)
-    total = all_reduce(values, [axis])
-
-    def spread(values: jax.Array) -> jax.Array:
-        zeros = as_varying(jnp.zeros(blocks.shape, jnp.float32), sorted(varying_axes(values)))
-        return _out_of_blocks(zeros.at[:, places].set(values.astype(jnp.float32), unique_indices=True), x)
-
-    return Sum(spread(total), spread(values))
+    sums = all_reduce(values, [axis]).astype(jnp.float32)
+    total = zeros_after(sums, blocks.shape, jnp.float32, varying_axes(sums)).at[:, places].set(sums)
+    kept = blocks.at[:, places].add(-values.astype(jnp.float32))
+    return Sum(_out_of_blocks(total, x), _out_of_blocks(kept, x))
 
 
 def low_rank(x: jax.Array, axis: str, basis: jax.Array, matrices: Matrices) -> tuple[Sum, jax.Array]:
@@ -105,8 +103,8 @@ def low_rank(x: jax.Array, axis: str, basis: jax.Array, matrices: Matrices) -> t
     columns = _orthonormal(all_reduce(columns, [axis]), matrices.row_axes)
     own = all_reduce(_dot("sab,sar->sbr", flat, columns), matrices.row_axes)
     total = all_reduce(own, [axis])
-    sums = (_dot("sar,sbr->sab", columns, part).reshape(x.shape) for part in (total, own))
-    return Sum(*sums), total.reshape(basis.shape)
+    projected, sent = (_dot("sar,sbr->sab", columns, part).reshape(x.shape) for part in (total, own))
+    return Sum(projected, x - sent), total.reshape(basis.shape)
 
 
 def matrices_of(shape: Sequence[int], spec: PartitionSpec, stacked: bool) -> Matrices:
@@ -148,8 +146,7 @@ def _out_of_blocks(blocks: jax.Array, like: jax.Array) -> jax.Array:
     return blocks.ravel()[: like.size].reshape(like.shape)
 
 
-def _scattered(values: jax.Array, places: jax.Array) -> jax.Array:
-    """values[n k], their places in blocks [n k] -> [n 1024] in float32, zeros elsewhere."""
-    zeros = as_varying(jnp.zeros((len(values), BLOCK), jnp.float32), sorted(varying_axes(values)))
+def _added(blocks: jax.Array, values: jax.Array, places: jax.Array) -> jax.Array:
+    """Add values[n k] to blocks[n 1024] at their places[n k], distinct in a block."""
     rows = jnp.arange(len(values))[:, None]
-    return zeros.at[rows, places.astype(jnp.int32)].set(values.astype(jnp.float32), unique_indices=True)
+    return blocks.at[rows, places.astype(jnp.int32)].add(values.astype(jnp.float32), unique_indices=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -54,6 +54,12 @@ def put(stack: Tree, i: jax.Array, value: Tree) -> Tree:
 def as_stored(x: jax.Array) -> jax.Array:
     """Constrain x to row-major layout: with another one XLA might transpose the whole buffer that x is a slice of."""
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+def zeros_after(first: Tree, shape: tuple[int, ...], dtype: jnp.dtype, axes: Collection[str]) -> jax.Array:
+    """Return zeros, varying over axes, that XLA cannot allocate before `first` is computed."""
+    zero, _ = lax.optimization_barrier((as_varying(jnp.zeros((), dtype), sorted(axes)), first))
+    return jnp.broadcast_to(zero, shape)
 
 
 def zeros(like: Tree, axis: str, count: int | None = None, dtype: Any = None) -> Tree:

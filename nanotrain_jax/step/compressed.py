@@ -186,7 +186,7 @@ def compressed(plan: Plan, key: jax.Array, x: jax.Array, kept: Kept, is_finite: 
     """Sum one array over replica -> sum, feedback for the next one."""
     x = jnp.where(is_finite, x + kept.residual[..., 0], jnp.nan)
     sums, basis = compressed_sum(plan, key, x, kept)
-    residual = jnp.where(is_finite, (x - sums.sent)[..., None], kept.residual)
+    residual = jnp.where(is_finite, sums.kept[..., None], kept.residual)
     return sums.total, Kept(residual, None if basis is None else jnp.where(is_finite, basis, kept.basis))
 
 

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import as_varying, shift, varying_axes
+from nanotrain_jax.parallel.collectives import shift, varying_axes
 from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
 from nanotrain_jax.parallel.pipeline import both_ends, ring_buffers
 from nanotrain_jax.parallel.pipeline.both_ends import add
@@ -195,8 +195,7 @@ def _after(others: Tree, x: jax.Array) -> jax.Array:
 
 def _zeros_after(g: Tree, sums: jax.Array) -> jax.Array:
     """Return zeros like sums that XLA cannot allocate before g is computed, that is before the loss."""
-    zero, _ = lax.optimization_barrier((as_varying(jnp.zeros((), sums.dtype), varying_axes(sums)), jax.tree.leaves(g)))
-    return jnp.broadcast_to(zero, sums.shape)
+    return loops.zeros_after(g, sums.shape, sums.dtype, varying_axes(sums))
 
 
 def weight(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
