@@ -27,11 +27,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from nanotrain_jax.parallel.collectives import all_gather, all_reduce, varying_axes
+from nanotrain_jax.parallel.collectives import all_gather, all_reduce, as_varying, varying_axes
 from nanotrain_jax.parallel.loops import zeros_after
 
 BLOCK = 1024  # elements of which k are sent
-RIDGE = 1e-6  # of the mean squared norm of P's columns: keeps its Cholesky factor finite where columns are dependent
+DEPENDENT = 1e-5  # of the squared norm of P: shorter columns are dependent, or rounding errors that must not grow
 
 
 class Sum(NamedTuple):
@@ -126,13 +126,24 @@ def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _orthonormal(p: jax.Array, row_axes: Sequence[str]) -> jax.Array:
-    """p[S A r] -> orthonormal columns, or nearly, where they are dependent; by the Cholesky factor of p^T p."""
+    """p[S A r] -> p w with orthonormal columns (Gram-Schmidt); zeros for columns that depend on earlier ones.
+
+    All-reduces p^T p, from which w[S r r] follows. Written in JAX because batches of LAPACK's solves deadlock on
+    simulated devices (XLA:CPU, jax 0.10).
+    """
     rank = p.shape[-1]
     gram = all_reduce(_dot("sar,saq->srq", p, p), row_axes)
-    ridge = RIDGE * jnp.trace(gram, axis1=1, axis2=2)[:, None, None] / rank + jnp.finfo(jnp.float32).tiny
-    lower = jnp.linalg.cholesky(gram + ridge * jnp.eye(rank)[None])
-    transposed = lax.linalg.triangular_solve(lower, p.swapaxes(1, 2), left_side=True, lower=True)
-    return transposed.swapaxes(1, 2)
+    least = DEPENDENT * jnp.trace(gram, axis1=1, axis2=2)
+
+    def column(j: jax.Array, w: jax.Array) -> jax.Array:
+        along_earlier = _dot("srk,sr->sk", w, lax.dynamic_index_in_dim(gram, j, 2, keepdims=False))
+        rest = (jnp.arange(rank) == j).astype(jnp.float32)[None] - _dot("srk,sk->sr", w, along_earlier)
+        square = _dot("sr,sr->s", rest, _dot("srq,sq->sr", gram, rest))
+        rest = rest * jnp.where(square > least, lax.rsqrt(square), 0)[:, None]
+        return lax.dynamic_update_index_in_dim(w, rest, j, 2)
+
+    w = lax.fori_loop(0, rank, column, as_varying(jnp.zeros_like(gram), sorted(varying_axes(gram))))
+    return _dot("sar,srq->saq", p, w)
 
 
 def _in_blocks(x: jax.Array) -> jax.Array:
