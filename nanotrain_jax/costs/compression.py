@@ -88,6 +88,7 @@ def low_rank_sums(row: Parameter, config: Config) -> list[Summed]:
         Summed(matrices.row_axes, "all_reduce", 4 * layers * rank**2),
         Summed(matrices.row_axes, "all_reduce", of_columns),
         Summed(REPLICA, "all_reduce", of_columns),
+        Summed(matrices.column_axes, "all_reduce", 4 * layers * rank),
     ]
     return [summed._replace(axes=tuple(a for a in AXES if a in summed.axes)) for summed in found if summed.axes]
 
@@ -109,5 +110,6 @@ def state_elements(config: Config) -> tuple[float, float]:
     """Return the elements, in float32, that a device keeps between sums: of residuals, and with powersgd of bases."""
     p = config.parallel
     rows = [row for row in table(config.model, p.tensor, p.vocab_shards).values() if is_compressed(row, config)]
-    bases = [low_rank_sums(row, config)[-1].bytes / 4 for row in rows] if p.compression.kind == "powersgd" else []
+    sums_of_rows = [low_rank_sums(row, config) for row in rows] if p.compression.kind == "powersgd" else []
+    bases = [next(s.bytes for s in reversed(of_row) if s.axes == REPLICA) / 4 for of_row in sums_of_rows]
     return sum(shard_elements(row, config) for row in rows), sum(bases)

@@ -96,6 +96,7 @@ def low_rank(x: jax.Array, axis: str, basis: jax.Array, matrices: Matrices) -> t
         P[S A r] = sum x Q             all-reduce over column axes, then over axis
         P        = orthonormal P       all-reduce over row axes: r^2
         Q[S B r] = sum x^T P           all-reduce over row axes, then over axis
+        basis    = Q, unit columns     all-reduce over column axes: r
     """
     flat = matrices.flat(x)
     start = basis.reshape(len(flat), -1, basis.shape[-1])
@@ -104,7 +105,9 @@ def low_rank(x: jax.Array, axis: str, basis: jax.Array, matrices: Matrices) -> t
     own = all_reduce(_dot("sab,sar->sbr", flat, columns), matrices.row_axes)
     total = all_reduce(own, [axis])
     projected, sent = (_dot("sar,sbr->sab", columns, part).reshape(x.shape) for part in (total, own))
-    return Sum(projected, x - sent), total.reshape(basis.shape)
+    squares = all_reduce(jnp.square(total).sum(1, keepdims=True), matrices.column_axes)
+    after = jnp.where(squares > 0, total * lax.rsqrt(squares), start)  # a column that was dependent starts again
+    return Sum(projected, x - sent), after.reshape(basis.shape)
 
 
 def matrices_of(shape: Sequence[int], spec: PartitionSpec, stacked: bool) -> Matrices:
