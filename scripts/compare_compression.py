@@ -20,6 +20,7 @@ import matplotlib.figure
 from rich.console import Console
 from rich.table import Table
 
+from nanotrain_jax import plan
 from nanotrain_jax.config.load import load
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
@@ -59,7 +60,7 @@ def overrides_of(way: str) -> list[str]:
 def megabytes(config: Config) -> float:
     """Return the bytes per device and step between replicas, of a config as written."""
     axes = config.parallel.axes
-    config = resolve(config, {axis: max(size, 1) for axis, size in axes.items()}, 257)
+    config = resolve(config, {axis: max(size, 1) for axis, size in axes.items()}, plan.vocabulary(config))
     rows = [row for row in communication(config) if "replica" in row["axis"]]
     once_in = [(rows, 1), (synchronization(config), max(config.parallel.sync_every, 1))]
     return sum(row["bytes_per_device"] / steps for rows, steps in once_in for row in rows) / 1e6
