@@ -104,8 +104,10 @@ def to_read(feedback: Feedback, stored: Mapping[str, tuple[int, ...]]) -> Feedba
 
     def residual(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
         shape = stored.get(f"feedback/residual/{keystr(path, simple=True, separator='/')}")
-        if shape is None or shape[-1] == x.shape[-1]:
-            return shape and x
+        if shape is None:
+            return None
+        if shape[-1] == x.shape[-1]:
+            return x
         whole = NamedSharding(x.sharding.mesh, PartitionSpec(*x.sharding.spec[: x.ndim - 1]))
         return jax.ShapeDtypeStruct((*x.shape[:-1], shape[-1]), x.dtype, sharding=whole)
 
@@ -126,8 +128,10 @@ def adopted(plan: Plan, read: Feedback) -> Feedback:
     replicas = plan.mesh.shape[AXIS]
 
     def residual(x: jax.Array, old: jax.Array | None) -> jax.Array:
-        if old is None or old.shape == x.shape:
-            return x if old is None else old
+        if old is None:
+            return x
+        if old.shape == x.shape:
+            return old
         return jnp.broadcast_to(old.sum(-1, keepdims=True) / replicas, x.shape)
 
     def basis(x: jax.Array, old: jax.Array | None) -> jax.Array:
