@@ -76,15 +76,15 @@ def train(step, state, rounds):
 
 
 COVER = [
-    split("replica 2 data 2", zero=0),
     split("replica 2 data 2", family="gpt2", zero=1, microbatches=2),
-    split("replica 4 data 2", zero=2, microbatches=2),
     split("replica 2 data 2 context 2", every=3, zero=3),
     split("replica 2 data 2 tensor 2", zero=3),
     split("replica 2 pipe 2 data 2", zero=2, microbatches=2),
     split("replica 2 data 2 tensor 2", zero=1, compress="topk:1"),  # all entries of the differences travel
 ]
 MORE = [
+    split("replica 2 data 2", zero=0),
+    split("replica 4 data 2", zero=2, microbatches=2),
     split("replica 8", family="gpt2", zero=0),
     split("replica 4 tensor 2", family="gpt2", zero=1),
     split("replica 4 data 2", zero=3, compress="randomk:1"),
@@ -133,7 +133,9 @@ def test_each_replica_counts_its_own_targets():
 LITTLE = [split("replica 2 data 2 tensor 2", zero=1, compress=way) for way in ("int8", "powersgd:2")]
 
 
-@pytest.mark.parametrize("case", cover(COVER[::2] + LITTLE[1:], COVER[1::2] + MORE + LITTLE[:1], str))
+@pytest.mark.parametrize(
+    "case", cover([COVER[1], COVER[3], LITTLE[1]], [COVER[0], COVER[2], COVER[4], *MORE, LITTLE[0]], str)
+)
 def test_a_step_moves_nothing_over_replica_and_a_synchronization_its_closed_form(case):
     plain = tree(case)
     config, mesh = resolved(plain)
@@ -146,7 +148,10 @@ def test_a_step_moves_nothing_over_replica_and_a_synchronization_its_closed_form
     expected = {(row["axis"], row["op"]): row["bytes_per_device"] for row in communication.synchronization(config)}
     text = step.synchronize.lower(step.state).compile().as_text()
     summary = hlo.summary(hlo.collectives(text, mesh.shape, {}))
-    assert {(row["axis"], row["op"]): row["bytes_per_device"] for row in summary} == pytest.approx(expected)
+    found = {(row["axis"], row["op"]): row["bytes_per_device"] for row in summary}
+    scalar = {key: size for key, size in found.items() if key not in expected}  # is everything finite?
+    assert sum(scalar.values()) < 8
+    assert {key: size for key, size in found.items() if key in expected} == pytest.approx(expected)
 
 
 def test_the_state_has_the_bytes_of_the_closed_form():

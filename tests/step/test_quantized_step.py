@@ -27,16 +27,16 @@ from nanotrain_jax.step import build as steps
 
 PER_LAYER = {"grad_reduce": "per_layer"}
 COVER = [
-    (case("data 4", "gpt2", zero=0, microbatches=2), "int8"),
     (case("replica 2 data 2", "llama", "block:2", zero=0, microbatches=2, **PER_LAYER), "float8"),
-    (case("data 2 context 4", "llama", zero=1), "float8"),
-    (case("data 4", "gpt2", zero=1, microbatches=2, **PER_LAYER), "int8"),
     (case("replica 2 data 2 tensor 2", "llama", "full", zero=2, microbatches=2), "int8"),
     (case("replica 2 data 4", "llama", "block:2", zero=3, microbatches=2, persist_below=300), "int8"),
     (case("data 4", "gpt2", "full", zero=3, microbatches=2, prefetch=True), "float8"),
     (case("pipe 2 data 2 tensor 2", "llama", zero=1, microbatches=4, schedule="zb_h1", **PER_LAYER), "int8"),
 ]
 MORE = [
+    (case("data 2 context 4", "llama", zero=1), "float8"),
+    (case("data 4", "gpt2", zero=1, microbatches=2, **PER_LAYER), "int8"),
+    (case("data 4", "gpt2", zero=0, microbatches=2), "int8"),
     (case("data 8", "llama", zero=2, microbatches=2), "float8"),
     (case("replica 4 data 2", "gpt2", "block:2", {"num_layers": 8}, zero=3, prefetch=True), "int8"),
     (case("replica 2 data 2", "gpt2", zero=1, bucket_mb=0.0, **PER_LAYER), "float8"),
@@ -93,7 +93,7 @@ def test_gathers_of_int8_move_the_bytes_of_the_closed_form_and_change_losses_lit
     assert moved["bfloat16"] - moved["int8"] == pytest.approx(3 / 4 * elements * (4 - BYTES))
 
 
-@pytest.mark.parametrize("case", cover([(1, "int8"), (3, "float8")], [(0, "float8"), (2, "int8")]))
+@pytest.mark.parametrize("case", cover([(3, "float8")], [(1, "int8"), (0, "float8"), (2, "int8")]))
 def test_a_step_whose_gradients_are_not_finite_is_skipped(case):
     zero, kind = case
     config, mesh = resolved(
@@ -122,7 +122,7 @@ def test_a_float16_overflow_halves_the_scale_and_skips_that_step(case):
 
 
 @jax.numpy_dtype_promotion("standard")
-@pytest.mark.parametrize("kind", ["int8", "float8"])
+@pytest.mark.parametrize("kind", cover(["int8"], ["float8"]))
 def test_losses_of_a_few_steps_are_near_those_in_float32(kind):
     def losses(reduce, gather):
         precision = {"compute": "bfloat16", "grad_reduce": reduce, "gather": gather}
