@@ -15,7 +15,7 @@ from nanotrain_jax.costs.counts import gradient_bytes, is_sharded, local_element
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import LAYERS, Parameter
 from nanotrain_jax.parallel.compression import BLOCK, matrices_of
-from nanotrain_jax.parallel.mesh import AXES, ZERO_AXES
+from nanotrain_jax.parallel.mesh import ZERO_AXES
 from nanotrain_jax.parallel.quantization import BYTES, is_quantized, padded
 
 REPLICA = ("replica",)
@@ -90,7 +90,7 @@ def low_rank_sums(row: Parameter, config: Config) -> list[Summed]:
         Summed(REPLICA, "all_reduce", of_columns),
         Summed(matrices.column_axes, "all_reduce", 4 * layers * rank),
     ]
-    return [summed._replace(axes=tuple(a for a in AXES if a in summed.axes)) for summed in found if summed.axes]
+    return [summed for summed in found if summed.axes]
 
 
 def layout(row: Parameter, config: Config) -> PartitionSpec:

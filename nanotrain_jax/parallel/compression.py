@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from nanotrain_jax.parallel.collectives import all_gather, all_reduce, as_varying, varying_axes
 from nanotrain_jax.parallel.loops import zeros_after
+from nanotrain_jax.parallel.mesh import AXES
 
 BLOCK = 1024  # elements of which k are sent
 DEPENDENT = 1e-5  # of the squared norm of P: shorter columns are dependent, or rounding errors that must not grow
@@ -119,7 +120,8 @@ def matrices_of(shape: Sequence[int], spec: PartitionSpec, stacked: bool) -> Mat
     dims = shape[first:]
     columns = first + min(range(1, len(dims)), key=lambda i: prod(dims[:i]) + prod(dims[i:]))
     entries = [*spec, *[None] * (len(shape) - len(spec))]
-    row_axes, column_axes = (tuple(jax.tree.leaves(part)) for part in (entries[first:columns], entries[columns:]))
+    of_rows, of_columns = (jax.tree.leaves(part) for part in (entries[first:columns], entries[columns:]))
+    row_axes, column_axes = (tuple(axis for axis in AXES if axis in used) for used in (of_rows, of_columns))
     return Matrices(first, columns, row_axes, column_axes)
 
 
