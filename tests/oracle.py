@@ -94,11 +94,19 @@ def decayed(path):
     return not any(word in path[-1].key for word in ("gain", "bias", "positions"))
 
 
-@partial(jax.jit, static_argnames="documents")
-def update(state, tokens, t, lr, clip, documents):
-    """Update number t (from 1.0) of state (params, m, v) -> the next state; loss, gradients, global norm."""
+def is_frozen(path, words):
+    return any(word in "/".join(key.key for key in path) for word in words)
+
+
+@partial(jax.jit, static_argnames=("documents", "frozen"))
+def update(state, tokens, t, lr, clip, documents=False, frozen=()):
+    """Update number t (from 1.0) of state (params, m, v) -> the next state; loss, gradients, global norm.
+
+    frozen: words; weights in whose path one is have no gradient, and learning rate zero.
+    """
     params, m, v = state
     value, grads = jax.value_and_grad(loss)(params, tokens, documents)
+    grads = jax.tree_util.tree_map_with_path(lambda path, g: 0 * g if is_frozen(path, frozen) else g, grads)
     total = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / total), grads)
     m = jax.tree.map(lambda m, g: B1 * m + (1 - B1) * g, m, clipped)
@@ -106,16 +114,17 @@ def update(state, tokens, t, lr, clip, documents):
 
     def new(path, p, m, v):
         step = (m / (1 - B1**t)) / (jnp.sqrt(v / (1 - B2**t)) + EPS)
-        return p - lr * (step + (DECAY * p if decayed(path) else 0.0 * p))
+        own_lr = 0.0 if is_frozen(path, frozen) else lr
+        return p - own_lr * (step + (DECAY * p if decayed(path) else 0.0 * p))
 
     return (jax.tree_util.tree_map_with_path(new, params, m, v), m, v), (value, grads, total)
 
 
-def train(params, batches, lr, clip=jnp.inf, documents=False):
+def train(params, batches, lr, clip=jnp.inf, **options):
     """-> params, m, v after all batches, and lists of losses, gradients, norms."""
     zeros = jax.tree.map(jnp.zeros_like, params)
     state, log = (params, zeros, zeros), []
     for t, tokens in enumerate(batches, 1):
-        state, values = update(state, tokens, jnp.float32(t), jnp.float32(lr), jnp.float32(clip), documents)
+        state, values = update(state, tokens, jnp.float32(t), jnp.float32(lr), jnp.float32(clip), **options)
         log.append(values)
     return *state, log

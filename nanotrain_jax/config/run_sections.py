@@ -15,6 +15,9 @@ class Train(Section):
 
     steps: Positive = key(100, "total optimizer steps, including those before a resume")
     seed: Seed = key(0, "random seed of the parameter initialization")
+    freeze: Annotated[tuple[str, ...], Pair] = key(
+        (), "regular expressions: weights in whose path one is found ('^vision/encoder') are frozen"
+    )
     eval_every: Count = key(0, "steps between evaluations; 0: never")
     eval_steps: Positive = key(10, "batches per evaluation (fewer if the held-out text is short)")
     log_every: Count = key(1, "steps between log lines; evaluations and the last step are always logged; 0: only these")

@@ -51,10 +51,11 @@ class Group(NamedTuple):
 def groups(plan: Plan) -> dict[str, Group]:
     """Return all that the step does not update, by name: "layers", or the path of an array. Empty: nothing."""
     specs, state = abstract(plan)
-    outside = jax.tree.map(lambda in_step: not in_step, plan.in_step)
     by_name = {}
     largest = host_offload.SLICE_ELEMENTS
-    for name, members in sorted(optimizer_step.update_groups(outside).items(), key=lambda item: item[0] != "layers"):
+    for name, members in sorted(
+        optimizer_step.update_groups(plan.pending).items(), key=lambda item: item[0] != "layers"
+    ):
         if name == "device":
             continue
         moments = optimizer_step.moments_of(plan.optimizer, state.opt.moments, members)

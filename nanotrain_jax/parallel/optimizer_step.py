@@ -41,7 +41,7 @@ def global_norm(grads: Tree, apart: Sequence[str] = ()) -> jax.Array:
     slices no larger than a layer's largest array.
     """
     squares: dict[frozenset, list] = {}
-    limit = max(g.size // len(g) for g in jax.tree.leaves(grads["layers"]))
+    limit = max((g.size // len(g) for g in jax.tree.leaves(grads["layers"])), default=host_offload.SLICE_ELEMENTS)
     for g in jax.tree.leaves(grads):
         count = host_offload.num_slices(g.size, len(g), limit) if host_offload.on_host(g) else 1
         square = host_offload.sum_over_slices(lambda x: jnp.sum(jnp.square(x.astype(jnp.float32))), g, count)

@@ -184,8 +184,8 @@ def _in_buckets(move: Callable[..., Sequence], shards: Shards, sent: Tree, *more
 
 
 def _as_is(stored: Tree, inputs: Tree, sums: None, shards: Shards) -> Tree:
-    """`Zero.gather` of ZERO[0] and ZERO[1]: the weights. Moves nothing."""
-    return inputs
+    """`Zero.gather` of ZERO[0] and ZERO[1]: the weights; stored ones where inputs are None. Moves nothing."""
+    return jax.tree.map(lambda w, stored: stored if w is None else w, inputs, stored, is_leaf=lambda w: w is None)
 
 
 def _tapped(
@@ -198,8 +198,8 @@ def _tapped(
     backward, stage 0    g[... D] = all_reduce(g[... D] + sums[... D])                   2 (N-1)/N
 
     Gradients are reduced in the dtype of communication, or in 8 bits. Weights in host memory are copied to the device
-    first, in the forward and again in the backward. sums: local gradients of earlier microbatches, reduced together
-    with this one's.
+    first, in the forward and again in the backward. taps: None for weights that are not differentiated. sums: local
+    gradients of earlier microbatches, reduced together with this one's.
     """
 
     def gather_bucket(dims: tuple, weights: tuple, taps: tuple, sums: tuple) -> list:
@@ -220,6 +220,8 @@ def _tapped(
                 grads = shards.communication.reduce_scatter(grads, shards.axes, dims)
             return None, tuple(g.astype(jnp.float32) for g in grads), None
 
+        if taps[0] is None:
+            return forward(weights)
         gathered = jax.custom_vjp(lambda weights, taps, sums: forward(weights))
         gathered.defvjp(lambda weights, taps, sums: (forward(weights), sums), backward)
         return gathered(weights, taps, sums)

@@ -90,7 +90,7 @@ def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.A
     loss, grads = GRADIENTS[plan.execution](
         plan, state.params, microbatched(plan, batch), scale / count_targets(plan, batch)
     )
-    grads = plan.zero.reduce(grads, state.params, plan.shards)
+    grads = plan.zero.reduce(grads, select(state.params, plan.trainable), plan.trainable_shards)
     grads, feedback = sum_kept(plan, grads, state.feedback, state.step)
     loss = all_reduce(loss, plan.together(plan.loss_axes))
     clip = clip_by_global_norm(grads, plan.config.optimizer.grad_clip, scale, plan.axes_apart)
@@ -135,7 +135,7 @@ def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, jax.Arra
         schedule = schedules.forward_only(p.pipe, p.microbatches, p.chunks, plan.model.splits_vocab)
         sums = run_forward(schedule, forward.layered(plan, params), microbatches, idle=p.idle)
     else:
-        weights = forward.Weights(params, plan.zero.inputs(params, plan.shards))
+        weights = forward.Weights(params, forward.inputs(plan, plan.zero, params))
         sums = lax.map(partial(forward.loss, plan, plan.zero, weights), microbatches)
         sums = jax.tree.map(lambda x: x.sum(0), sums)
     return all_reduce(sums, plan.loss_axes)
@@ -199,11 +199,10 @@ def on_mesh(mesh: Mesh, function: Callable, in_specs: Tree, out_specs: Tree) -> 
 
 def pending_specs(plan: Plan) -> Pending | None:
     """Return PartitionSpecs of Pending: gradients are laid out as their optimizer state. None if nothing is pending."""
-    if all(jax.tree.leaves(plan.in_step)):
+    if not any(jax.tree.leaves(plan.pending)):
         return None
     _, opt_specs = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
-    outside = jax.tree.map(lambda in_step: not in_step, plan.in_step)
-    return Pending(select(opt_specs, outside), REPLICATED, REPLICATED)
+    return Pending(select(opt_specs, plan.pending), REPLICATED, REPLICATED)
 
 
 def compiler_options(plan: Plan) -> dict | None:

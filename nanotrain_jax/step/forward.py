@@ -15,6 +15,7 @@ from nanotrain_jax.parallel import host_offload, remat
 from nanotrain_jax.parallel.collectives import as_varying
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.mesh import BATCH_AXES
+from nanotrain_jax.parallel.optimizer_step import select
 from nanotrain_jax.parallel.pipeline.schedule import SPLIT
 from nanotrain_jax.parallel.zero import ZERO, Shards, Zero, gather_ahead, scatter_behind
 from nanotrain_jax.step.plan import Plan
@@ -32,11 +33,16 @@ def local(plan: Plan, params: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(cast, params, plan.specs)
 
 
+def inputs(plan: Plan, zero: Zero, params: Tree) -> Tree:
+    """Return what is differentiated: `zero.inputs` of trainable weights, None for frozen ones."""
+    return select(zero.inputs(params, plan.shards), plan.trainable)
+
+
 class Weights(NamedTuple):
     """Arguments of `zero.gather`: trees like the parameters."""
 
     stored: Tree
-    inputs: Tree  # what is differentiated, from `zero.inputs`
+    inputs: Tree  # what is differentiated (`inputs`)
     sums: Tree | None = None  # gradients of earlier microbatches
 
     def under(self, key: str) -> Weights:
@@ -102,11 +108,14 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     fetch = prefetch_of_layers(plan)
     gathers = fetch is gather_ahead
     of_layers = ZERO[1] if gathers else zero  # gathers and scatters are outside of layers: they run as at stage 1
+    per_layer = reduces_per_layer(plan.config)
     splits_backward = plan.execution is Execution.PIPELINE and plan.config.parallel.schedule in SPLIT
     policy = plan.remat._replace(regather=plan.remat.regather and not gathers, unroll=splits_backward)
     block = policy.remat.block if policy.remat.policy == "block" else None
     end_dims, stacked_dims = split_layers(plan.shards.dims)
     row_shards = plan.shards._replace(dims=stacked_dims) if block else plan.shards_of_layer()
+    trained_ends, trained_layers = split_layers(plan.trainable)
+    trained_shards = row_shards._replace(dims=select(row_shards.dims, trained_layers))
     stored_row = jax.tree.map(lambda w: w[0], remat.in_blocks(params[LAYERS], block))
 
     def gathered(inputs: Tree, used: Callable[[Tree], Tree]) -> Tree:
@@ -128,12 +137,14 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
         first=first,
         layer=layer,
         last=last,
-        ends=zero.inputs(stored_ends, plan.shards._replace(dims=end_dims)),
+        ends=select(zero.inputs(stored_ends, plan.shards._replace(dims=end_dims)), trained_ends),
         layers=remat.in_blocks(layers, block),
-        inputs=lambda weights: of_layers.inputs(weights, row_shards),
+        inputs=lambda weights: select(of_layers.inputs(weights, row_shards), trained_layers),
         fetch=partial(gather_ahead, shards=row_shards) if gathers else fetch,
-        scatter=partial(scatter_behind, shards=row_shards) if gathers else None,
-        reduce=partial(zero.reduce, stored=stored_row, shards=row_shards) if reduces_per_layer(plan.config) else None,
+        scatter=partial(scatter_behind, shards=trained_shards) if gathers else None,
+        reduce=partial(zero.reduce, stored=select(stored_row, trained_layers), shards=trained_shards)
+        if per_layer
+        else None,
         is_layer=plan.is_layer,
         split_ends=plan.model.splits_vocab,
     )

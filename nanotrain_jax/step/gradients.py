@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.config.execution import Execution
-from nanotrain_jax.models.contract import join_layers, split_layers
+from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
 from nanotrain_jax.parallel import host_offload, offloaded_layers
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.mesh import BATCH_AXES
+from nanotrain_jax.parallel.optimizer_step import select
 from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline.executor import run_schedule
 from nanotrain_jax.parallel.zero import PER_LAYER, accumulate_on_host
@@ -38,7 +39,7 @@ def by_autodiff(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array |
     def objective(inputs: Tree, batch: Tree) -> jax.Array:
         return forward.loss(plan, plan.zero, Weights(params, inputs), batch)[0] * scale
 
-    return accumulate(objective, plan.zero.inputs(params, plan.shards), microbatches)
+    return accumulate(objective, forward.inputs(plan, plan.zero, params), microbatches)
 
 
 def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
@@ -55,7 +56,7 @@ def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     def objective(inputs: Tree, batch: Tree) -> jax.Array:
         return forward.loss(plan, last, Weights(weights, inputs, sums), batch)[0] * scale
 
-    inputs = last.inputs(params, plan.shards)
+    inputs = forward.inputs(plan, last, params)
     last_loss, grads = accumulate(objective, inputs, jax.tree.map(lambda x: x[-1:], microbatches))
     return loss + last_loss, grads
 
@@ -81,28 +82,32 @@ def accumulate(
 
 
 def wait_for(first: Tree, second: Tree) -> Tree:
-    """Return second; each of its leaves depends on the same leaf of first."""
+    """Return second; each of its leaves depends on the same leaf of first, unless that is None."""
 
-    def wait(x: jax.Array, y: jax.Array) -> jax.Array:
+    def wait(x: jax.Array | None, y: jax.Array) -> jax.Array:
+        if x is None:
+            return y
         return lax.optimization_barrier((x, as_varying(y, sorted(varying_axes(x)))))[1]
 
-    return jax.tree.map(wait, first, second)
+    return jax.tree.map(wait, first, second, is_leaf=lambda x: x is None)
 
 
 def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
     """A loop over layers that prefetches weights from host memory and sends gradients there (`offloaded_layers.py`)."""
     model = scaled(forward.layered(plan, params), scale)
     model = model._replace(ends=forward.ends_used(plan, model.ends))
-    trees = params, plan.shards.dims, plan.host_memory.gradients
+    trees = (select(tree, plan.trainable) for tree in (params, plan.shards.dims, plan.host_memory.gradients))
     ends, (stored_layers, _, on_host) = zip(*map(split_layers, trees), strict=True)
     stored_ends, end_dims, ends_on_host = (forward.ends_used(plan, tree) for tree in ends)
     end_shards = [plan.shards._replace(dims=dims) for dims in end_dims]
+    layer_shards = plan.shards_of_layer()
+    layer_shards = layer_shards._replace(dims=select(layer_shards.dims, plan.trainable[LAYERS]))
 
     def add_ends(grads: tuple, earlier: tuple | None) -> tuple:
         return tuple(map(accumulate_on_host, grads, stored_ends, end_shards, ends_on_host, earlier or (None, None)))
 
     def add_layer(grads: Tree) -> Tree:
-        return accumulate_on_host(grads, stored_layers, plan.shards_of_layer(), on_host)
+        return accumulate_on_host(grads, stored_layers, layer_shards, on_host)
 
     loss, (of_first, of_last), of_layers = offloaded_layers.run_layers(model, microbatches, add_ends, add_layer)
     return loss, join_layers(added(of_first, of_last), _unblocked(plan, of_layers))
@@ -126,7 +131,7 @@ def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     model = scaled(forward.layered(plan, params), scale)
     loss, (of_ends, of_layers) = run_schedule(schedule, model, microbatches, idle=p.idle)
     if model.reduce:
-        (stored_ends, _), (dims, _) = split_layers(params), split_layers(plan.shards.dims)
+        stored_ends, dims = (split_layers(select(tree, plan.trainable))[0] for tree in (params, plan.shards.dims))
         of_ends = plan.zero.reduce(of_ends, stored_ends, plan.shards._replace(dims=dims))
     return loss, join_layers(of_ends, _unblocked(plan, of_layers))
 

@@ -22,9 +22,11 @@ from nanotrain_jax.models.contract import LAYERS, Model, join_layers, split_laye
 from nanotrain_jax.parallel import local_steps, remat
 from nanotrain_jax.parallel.communication import Communication
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
+from nanotrain_jax.parallel.optimizer_step import select
 from nanotrain_jax.parallel.pipeline.schedule import row_order
 from nanotrain_jax.parallel.sharding import specs
 from nanotrain_jax.parallel.zero import UNSHARDED, ZERO, Shards, Zero, shard_dims
+from nanotrain_jax.step import frozen
 from nanotrain_jax.step import optimizer as optim
 
 Tree = Any  # a pytree of arrays
@@ -47,7 +49,8 @@ class Plan:
     layer_order  the layer of each row of the stacked weights; None: model order. Rows of padding, where stages have
                  different numbers of layers, have numbers from num_layers on (`schedule.row_order`)
     outer_optimizer   of parallel.sync_every; None: replicas step together
-    in_step      True for arrays that the step updates; nvme updates the others after the step, from state in files
+    trainable    False for frozen arrays (train.freeze): they have neither gradients nor optimizer state
+    in_step      True for arrays that the step updates
     compressed   True for arrays whose gradients are summed over replica compressed (`compressed.sum_over_replicas`)
     """
 
@@ -64,6 +67,7 @@ class Plan:
     remat: remat.Policy
     layer_order: np.ndarray | None
     host_memory: HostMemory
+    trainable: Tree
     in_step: Tree
     compressed: Tree
 
@@ -71,6 +75,21 @@ class Plan:
         """Return `shards` of one layer of a stack: without the leading dim."""
         dims = jax.tree.map(lambda d: d if d == UNSHARDED else d - 1, self.shards.dims[stack])
         return self.shards._replace(dims=dims, communication=self.communication_of_layers)
+
+    @property
+    def pending(self) -> Tree:
+        """True for arrays that nvme updates after the step, from state in files."""
+        return jax.tree.map(lambda trainable, in_step: trainable and not in_step, self.trainable, self.in_step)
+
+    @property
+    def frozen(self) -> Tree:
+        """True for frozen arrays."""
+        return jax.tree.map(lambda trainable: not trainable, self.trainable)
+
+    @property
+    def trainable_shards(self) -> Shards:
+        """`shards` of a tree like the gradients: None for frozen arrays."""
+        return self.shards._replace(dims=select(self.shards.dims, self.trainable))
 
     @property
     def communication_of_layers(self) -> Communication:
@@ -153,6 +172,8 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         kept=("replica",) if p.compression.kind != "none" and not p.sync_every else (),
     )
     is_large = large(shapes, p.persist_below, stacks)
+    trainable = frozen.trainable(config.train.freeze, shapes)
+    in_files = jax.tree.map(lambda is_large: is_large and config.memory.offload_optimizer == "nvme", is_large)
     return Plan(
         config=config,
         mesh=mesh,
@@ -169,7 +190,8 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         ),
         layer_order=order if p.chunks > 1 or len(order) > config.model.num_layers else None,
         host_memory=host_memory(config, is_large),
-        in_step=jax.tree.map(lambda is_large: not (is_large and config.memory.offload_optimizer == "nvme"), is_large),
+        trainable=trainable,
+        in_step=jax.tree.map(lambda trainable, in_files: trainable and not in_files, trainable, in_files),
         compressed=compressed(p.compression, shapes, is_large, stacks),
     )
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from nanotrain_jax.config.execution import casts_at_use
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
 from nanotrain_jax.parallel import host_offload, local_steps
-from nanotrain_jax.parallel.optimizer_step import Opt, select
+from nanotrain_jax.parallel.optimizer_step import Opt, merge, select
 from nanotrain_jax.step import compressed, optimizer
 from nanotrain_jax.step.compressed import Feedback
 from nanotrain_jax.step.plan import Plan
@@ -33,7 +33,7 @@ class State(NamedTuple):
     step: jax.Array  # int32, batches consumed
     skipped: jax.Array  # int32, steps skipped because of gradients that were not finite
     params: Tree  # a dict of `ends`, further stacks and layers (models/contract.py); in the compute dtype, or float32
-    opt: Opt  # float32 master weights (None: params are float32) and moments
+    opt: Opt  # float32 master weights (None: params are float32) and moments; None for frozen arrays
     scale: optimizer.LossScale | None  # None without loss scaling
     outer: local_steps.Outer | None = None  # laid out as the master weights; None without parallel.sync_every
     feedback: Feedback | None = None  # of compressed gradients; None without compression
@@ -45,23 +45,46 @@ def init(plan: Plan) -> State:
     Offloaded state is moved to host memory layer by layer: the device holds at most one layer of it, one other array,
     and what `Model.init` creates at once (further stacks).
     """
-    dtype = stored_dtype(plan)
     order = plan.layer_order
     if order is not None:  # rows of padding have the weights of the last layer, which nothing uses
         order = np.minimum(order, plan.config.model.num_layers - 1)
-    make = partial(plan.model.init, plan.config.train.seed, order)
-    if all(jax.tree.leaves(plan.in_step)) and not any(jax.tree.leaves(plan.host_memory.optimizer)):
+    return with_weights(plan, partial(plan.model.init, plan.config.train.seed, order))
+
+
+def with_weights(plan: Plan, make: Callable[..., Tree]) -> State:
+    """Return a state before its first step. make(put=None) -> float32 weights, layers in stage order (`Model.init`)."""
+    if not any(jax.tree.leaves(plan.pending)) and not any(jax.tree.leaves(plan.host_memory.optimizer)):
         master = make()
-        params = _cast(master, dtype)
+        params = _stored(plan, master, plan.trainable)
+        master = select(master, plan.trainable)
         moments = plan.optimizer.init(master)
     else:
-        params, master, zeros = _init_layer_by_layer(plan, make)
+        params, *of_optimizer = _init_layer_by_layer(plan, make)
+        master, zeros = (select(tree, plan.trainable) for tree in of_optimizer)
         moments = moments_like(plan, zeros, lambda x: jnp.zeros(x.shape, x.dtype))
-    opt = Opt(None if dtype == jnp.float32 else master, moments)
+    opt = Opt(None if stored_dtype(plan) == jnp.float32 else master, moments)
     counts = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
     state = State(*counts, params, opt, optimizer.loss_scale(plan.config.precision))
     state = with_replicas(plan, state) if plan.outer_optimizer else state
     return state._replace(feedback=compressed.init(plan, params))
+
+
+def continued(plan: Plan, before: State) -> State:
+    """Return the state with which a stage of training begins: weights and counters of the state before it.
+
+    plan: that of the new stage. Master weights and moments begin as in a new run; float32 weights stay exact.
+    """
+    weights = before.params if before.opt.master is None else merge(before.opt.master, before.params)
+
+    def make(put: Callable | None = None) -> Tree:
+        if put is None:
+            return _cast(weights, jnp.float32)
+        ends, layers = split_layers(weights)
+        place = partial(_cast, dtype=jnp.float32)
+        layers = jax.lax.map(lambda layer: put(place(host_offload.to_device(layer))), layers)
+        return join_layers(place(host_offload.to_device(ends)), layers)
+
+    return with_weights(plan, make)._replace(step=before.step, skipped=before.skipped)
 
 
 def with_replicas(plan: Plan, state: State) -> State:
@@ -80,13 +103,18 @@ def map_replicas(function: Callable, state: State, *more: State) -> State:
 
 
 def stored_dtype(plan: Plan) -> jnp.dtype:
-    """Return the dtype of `State.params`."""
+    """Return the dtype of `State.params`, of weights that are not frozen."""
     return jnp.dtype("float32" if casts_at_use(plan.config) else plan.config.precision.compute)
+
+
+def _stored(plan: Plan, weights: Tree, trainable: Tree) -> Tree:
+    """Return weights as `State.params` stores them: frozen ones in the compute dtype."""
+    compute, dtype = jnp.dtype(plan.config.precision.compute), stored_dtype(plan)
+    return jax.tree.map(lambda w, trains: w.astype(dtype if trains else compute), weights, trainable)
 
 
 def _init_layer_by_layer(plan: Plan, make: Callable) -> tuple[Tree, Tree, Tree]:
     """-> parameters, master weights, zeros like these; each layer is moved to its memory before the next is created."""
-    dtype = stored_dtype(plan)
     host = plan.host_memory
 
     def send(x: jax.Array, on_host: bool) -> jax.Array:
@@ -95,7 +123,7 @@ def _init_layer_by_layer(plan: Plan, make: Callable) -> tuple[Tree, Tree, Tree]:
     def place(weights: Tree, index: int) -> tuple[Tree, Tree, Tree]:
         """index: 0 for the ends, 1 for a layer (`split_layers`)."""
         zeros = jax.tree.map(jnp.zeros_like, weights)
-        arrays = _cast(weights, dtype), weights, zeros
+        arrays = _stored(plan, weights, split_layers(plan.trainable)[index]), weights, zeros
         on_host = (split_layers(tree)[index] for tree in (host.params, host.optimizer, host.optimizer))
         return tuple(jax.tree.map(send, x, is_on_host) for x, is_on_host in zip(arrays, on_host, strict=True))
 
@@ -114,6 +142,7 @@ def abstract(plan: Plan) -> tuple[State, State]:
 
     def like(params: Tree, opt: Tree, other: Any) -> State:
         """Return a tree like State. opt: for master weights and moments; other: for each scalar."""
+        opt = select(opt, plan.trainable)
         moments = moments_like(plan, opt, lambda _: other)
         outer = shapes.outer and local_steps.Outer(opt, outer_moments_like(plan, opt))
         opt = Opt(None if shapes.opt.master is None else opt, moments)
@@ -138,7 +167,7 @@ def with_sharding(
 
 def without_nvme_state(plan: Plan, state: State) -> State:
     """Return the state without the optimizer state that NVMe files hold."""
-    return state if all(jax.tree.leaves(plan.in_step)) else state._replace(opt=select_opt(plan, state.opt))
+    return state._replace(opt=select_opt(plan, state.opt)) if any(jax.tree.leaves(plan.pending)) else state
 
 
 def select_opt(plan: Plan, opt: Opt) -> Opt:
@@ -162,8 +191,12 @@ def outer_moments_like(plan: Plan, params: Tree) -> Any:
 
 
 def as_saved(plan: Plan, state: State) -> State:
-    """Return the shapes of what a run needs of a checkpoint: where weights are cast at use, the master weights only."""
-    return state._replace(params=None, opt=Opt(state.params, state.opt.moments)) if casts_at_use(plan.config) else state
+    """Return the shapes of what a run needs of a checkpoint: where weights are cast at use, the master weights, and no
+    other weights but frozen ones."""
+    if not casts_at_use(plan.config):
+        return state
+    master, frozen = select(state.params, plan.trainable), select(state.params, plan.frozen)
+    return state._replace(params=frozen, opt=Opt(master, state.opt.moments))
 
 
 def forms(plan: Plan, state: State) -> tuple[Callable[[State], State], Callable[[State], State]]:
@@ -179,10 +212,12 @@ def forms(plan: Plan, state: State) -> tuple[Callable[[State], State], Callable[
 
     def with_master(state: State) -> State:
         state = in_layer_order(state)
-        return state._replace(params=cast(state.params), opt=Opt(state.params, state.opt.moments))
+        master = select(state.params, plan.trainable)
+        return state._replace(params=cast(state.params), opt=Opt(master, state.opt.moments))
 
     def without_master(state: State) -> State:
-        return in_stage_order(state._replace(params=state.opt.master, opt=Opt(None, state.opt.moments)))
+        params = merge(state.opt.master, state.params)
+        return in_stage_order(state._replace(params=params, opt=Opt(None, state.opt.moments)))
 
     return with_master, without_master
 

@@ -38,10 +38,9 @@ def apply_update(plan: Plan, state: State, grads: Tree, clip: Clip) -> tuple[Tre
     own = plan.zero.own_shards(params, shards)
     own, opt = update(plan.optimizer, own, grads_in_step, state.opt, clip, on_host)
     params = merge(plan.zero.gather_updated(own, shards), state.params)
-    outside = jax.tree.map(lambda in_step: not in_step, plan.in_step)
-    if not any(jax.tree.leaves(outside)):
+    if not any(jax.tree.leaves(plan.pending)):
         return params, opt, None
-    return params, opt, Pending(select(grads, outside), without_arrays(plan.optimizer, state.opt.moments), clip)
+    return params, opt, Pending(select(grads, plan.pending), without_arrays(plan.optimizer, state.opt.moments), clip)
 
 
 def next_state(

@@ -1,0 +1,45 @@
+"""Frozen parts (train.freeze): weights without gradients, float32 master weights and moments.
+
+A frozen weight is stored in the compute dtype, 2 bytes per parameter in 16 bit, sharded as its ZeRO stage shards
+parameters. It is no input of what is differentiated, so no matmul of its gradient and no reduction is in the program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import keystr, tree_map_with_path
+
+from nanotrain_jax.parallel.optimizer_step import Opt
+
+Tree = Any  # a pytree of arrays
+
+
+def trainable(patterns: Sequence[str], shapes: Tree) -> Tree:
+    """Return False for each weight in whose path ("layers/attention/query_DNH") a pattern of train.freeze is found.
+
+    Raises ValueError if a pattern is found in no path, or nothing is left to train.
+    """
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    for pattern in patterns:
+        if not any(re.search(pattern, path) for path in paths):
+            parts = ", ".join(dict.fromkeys(path.partition("/")[0] for path in paths))
+            raise ValueError(
+                f"train.freeze: {pattern!r} is in the path of no weight; the model has {parts}, as in {paths[0]}"
+            )
+
+    def is_trainable(path: tuple, _: Any) -> bool:
+        return not any(re.search(pattern, path_name(path)) for pattern in patterns)
+
+    result = tree_map_with_path(is_trainable, shapes)
+    if not any(jax.tree.leaves(result)):
+        raise ValueError(f"train.freeze={list(patterns)} freezes all weights; leave something to train")
+    return result
+
+
+def path_name(path: tuple) -> str:
+    """Return a tree path as text: "layers/attention/query_DNH"."""
+    return keystr(path, simple=True, separator="/")

@@ -1,0 +1,96 @@
+"""Frozen parts: equal to a learning rate of zero there, without gradients, moments and master weights."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import ALL, case
+from conftest import GRADS, LOSS, STATE, cover, on_devices, padded, random_tokens, resolved
+
+from nanotrain_jax.models import decoder
+from nanotrain_jax.step import build as steps
+from nanotrain_jax.step.frozen import path_name
+
+LAYERS, MLP, ENDS, ATTENTION = "layers/", "/mlp/", "^ends/", "attention"
+CASES = [
+    (case("data 2"), LAYERS),
+    (case("data 2 replica 2", zero=1, microbatches=2), MLP),
+    (case("data 2 tensor 2", zero=2), ATTENTION),
+    (case("data 4", "gpt2", zero=3, microbatches=2, remat="full"), ENDS),
+    (case("pipe 2 data 2", zero=3, microbatches=4, schedule="zero_bubble"), MLP),
+    (case("pipe 2 tensor 2", "gpt2", microbatches=2), LAYERS),
+]
+MORE = [
+    (case("data 8", "gpt2", zero=1, grad_reduce="per_layer", microbatches=2), MLP),
+    (case("data 8", zero=0, grad_reduce="per_layer"), ENDS),
+    (case("data 4", zero=3, prefetch=True, microbatches=2), MLP),
+    (case("data 4", zero=3, prefetch=True), LAYERS),
+    (case("pipe 2 data 2", zero=3, microbatches=4, schedule="zero_bubble"), LAYERS),
+    (case("pipe 2 data 2", zero=1, microbatches=4, grad_reduce="per_layer"), ATTENTION),
+    (case("pipe 2 data 2", zero=2, microbatches=4, idle="mask"), ENDS),
+    (case("pipe 2 data 2", microbatches=4, vocab_over_pipe=True), ATTENTION),
+    (case("context 2 data 2", zero=3), MLP),
+]
+
+
+def tree_of(layout, *patterns, **sections):
+    return layout.tree(train={"seed": 3, "freeze": list(patterns)}, **sections)
+
+
+def frozen_leaves(tree, pattern):
+    """Return {path: array} of the leaves of a tree like the parameters in whose path a pattern is."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    word = pattern.strip("^")
+    return {path_name(path): x for path, x in leaves if word in path_name(path)}
+
+
+@pytest.mark.parametrize("layout_and_pattern", cover(CASES, MORE, lambda case: f"{case[0]} {case[1]}"))
+def test_a_frozen_part_is_as_one_with_a_learning_rate_of_zero(layout_and_pattern):
+    layout, pattern = layout_and_pattern
+    config, mesh = resolved(tree_of(layout, pattern))
+    equals_a_zero_learning_rate(steps.build(config, mesh), pattern)
+
+
+@pytest.mark.parametrize("pattern", cover([LAYERS], [MLP, ENDS]))
+def test_frozen_parts_in_host_memory(pattern):
+    layout = case("data 2", zero=3, persist_below=100, microbatches=2).tree(train={"seed": 3, "freeze": [pattern]})
+    config, mesh = resolved(layout | {"memory": ALL | {"remat": "full"}})
+    equals_a_zero_learning_rate(steps.build(config, mesh), pattern)
+
+
+def equals_a_zero_learning_rate(step, pattern):
+    """Compare 3 updates with the oracle's: losses, norms of gradients, weights, moments of what is trained."""
+    config = step.plan.config
+    params = decoder.init(config.model, config.train.seed)
+    tokens = random_tokens(config, count=3)
+    params, m, _, log = oracle.train(params, tokens, lr=1e-2, frozen=(pattern.strip("^"),))
+    state = step.init()
+    start = jax.device_get(step.in_layer_order(state).params)
+    for batch, (loss, _, norm) in zip(tokens, log, strict=True):
+        state, metrics, _ = step.train(state, on_devices(batch, step))
+        np.testing.assert_allclose(metrics["loss"], loss, **LOSS)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, **GRADS)
+    state = step.in_layer_order(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **STATE), state.params, padded(params, state.params))
+    moments = state.opt.moments[0].mu
+    assert not frozen_leaves(moments, pattern)
+    for path, moment in frozen_leaves(moments, "").items():
+        np.testing.assert_allclose(moment, padded(frozen_leaves(m, "")[path], moment), **STATE)
+    frozen, before = (frozen_leaves(tree, pattern) for tree in (state.params, start))
+    assert frozen
+    for path, weight in frozen.items():
+        np.testing.assert_array_equal(weight, before[path])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_frozen_parameter_takes_two_bytes(zero):
+    layout = case("data 4", zero=zero, persist_below=0)
+    config, mesh = resolved(tree_of(layout, LAYERS, precision={"compute": "bfloat16"}))
+    step = steps.build(config, mesh)
+    shards = 4 if zero == 3 else 1
+    count = sum(x.size for x in jax.tree.leaves(step.state.params["layers"]))
+    state = step.init()
+    of_layers = [x for path, x in jax.tree_util.tree_leaves_with_path(state) if "layers" in jax.tree_util.keystr(path)]
+    assert sum(x.addressable_shards[0].data.nbytes for x in of_layers) == 2 * count / shards
+    assert {x.dtype for x in of_layers} == {jnp.dtype("bfloat16")}
