@@ -99,12 +99,13 @@ def is_frozen(path, words):
 
 
 @partial(jax.jit, static_argnames=("documents", "frozen"))
-def update(state, tokens, t, lr, clip, documents=False, frozen=()):
+def update(state, tokens, t, rates, documents=False, frozen=()):
     """Update number t (from 1.0) of state (params, m, v) -> the next state; loss, gradients, global norm.
 
-    frozen: words; weights in whose path one is have no gradient, and learning rate zero.
+    rates: learning rate, largest norm of gradients. frozen: words; weights in whose path one is have no gradient, and learning rate zero.
     """
     params, m, v = state
+    lr, clip = rates
     value, grads = jax.value_and_grad(loss)(params, tokens, documents)
     grads = jax.tree_util.tree_map_with_path(lambda path, g: 0 * g if is_frozen(path, frozen) else g, grads)
     total = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
@@ -125,6 +126,6 @@ def train(params, batches, lr, clip=jnp.inf, **options):
     zeros = jax.tree.map(jnp.zeros_like, params)
     state, log = (params, zeros, zeros), []
     for t, tokens in enumerate(batches, 1):
-        state, values = update(state, tokens, jnp.float32(t), jnp.float32(lr), jnp.float32(clip), **options)
+        state, values = update(state, tokens, jnp.float32(t), (jnp.float32(lr), jnp.float32(clip)), **options)
         log.append(values)
     return *state, log

@@ -116,7 +116,7 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     row_shards = plan.shards._replace(dims=stacked_dims) if block else plan.shards_of_layer()
     trained_ends, trained_layers = split_layers(plan.trainable)
     trained_shards = row_shards._replace(dims=select(row_shards.dims, trained_layers))
-    stored_row = jax.tree.map(lambda w: w[0], remat.in_blocks(params[LAYERS], block))
+    stored_row = select(jax.tree.map(lambda w: w[0], remat.in_blocks(params[LAYERS], block)), trained_layers)
 
     def gathered(inputs: Tree, used: Callable[[Tree], Tree]) -> Tree:
         stored, inputs, dims = (used(outside_stacks(plan, tree)) for tree in (stored_ends, inputs, end_dims))
@@ -142,9 +142,7 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
         inputs=lambda weights: select(of_layers.inputs(weights, row_shards), trained_layers),
         fetch=partial(gather_ahead, shards=row_shards) if gathers else fetch,
         scatter=partial(scatter_behind, shards=trained_shards) if gathers else None,
-        reduce=partial(zero.reduce, stored=select(stored_row, trained_layers), shards=trained_shards)
-        if per_layer
-        else None,
+        reduce=partial(zero.reduce, stored=stored_row, shards=trained_shards) if per_layer else None,
         is_layer=plan.is_layer,
         split_ends=plan.model.splits_vocab,
     )

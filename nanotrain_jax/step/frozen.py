@@ -7,13 +7,11 @@ parameters. It is no input of what is differentiated, so no matmul of its gradie
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.tree_util import keystr, tree_map_with_path
-
-from nanotrain_jax.parallel.optimizer_step import Opt
 
 Tree = Any  # a pytree of arrays
 
@@ -26,10 +24,8 @@ def trainable(patterns: Sequence[str], shapes: Tree) -> Tree:
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
     for pattern in patterns:
         if not any(re.search(pattern, path) for path in paths):
-            parts = ", ".join(dict.fromkeys(path.partition("/")[0] for path in paths))
-            raise ValueError(
-                f"train.freeze: {pattern!r} is in the path of no weight; the model has {parts}, as in {paths[0]}"
-            )
+            folders = ", ".join(dict.fromkeys(path.rpartition("/")[0] for path in paths))
+            raise ValueError(f"train.freeze: no weight has {pattern!r} in its path; use parts of these: {folders}")
 
     def is_trainable(path: tuple, _: Any) -> bool:
         return not any(re.search(pattern, path_name(path)) for pattern in patterns)
