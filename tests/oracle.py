@@ -102,7 +102,8 @@ def is_frozen(path, words):
 def update(state, tokens, t, rates, documents=False, frozen=()):
     """Update number t (from 1.0) of state (params, m, v) -> the next state; loss, gradients, global norm.
 
-    rates: learning rate, largest norm of gradients. frozen: words; weights in whose path one is have no gradient, and learning rate zero.
+    rates: learning rate, largest norm of gradients. frozen: words; weights in whose path one is have no gradient, and
+    learning rate zero.
     """
     params, m, v = state
     lr, clip = rates
