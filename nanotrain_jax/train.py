@@ -29,9 +29,11 @@ from jax.sharding import Mesh
 
 from nanotrain_jax.checkpoint import lock
 from nanotrain_jax.checkpoint import read as restore
+from nanotrain_jax.config import training_stages
 from nanotrain_jax.config.load import Parser, describe, load, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.training_stages import Span, spans
 from nanotrain_jax.data import batches
 from nanotrain_jax.distributed import processes, watchdog
 from nanotrain_jax.distributed.processes import on_all_processes
@@ -40,6 +42,7 @@ from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.run import capacity, resume
 from nanotrain_jax.run.loop import Run, new_folder, train
+from nanotrain_jax.run.stages import Stage
 from nanotrain_jax.step import build as steps
 
 
@@ -115,7 +118,7 @@ def prepare(config: Config) -> Run:
     gpus = [] if runtime.simulate else processes.local_gpus(process)
     processes.initialize(process, gpus, runtime.join_timeout)
     requested = config
-    config, mesh, dataset, step = on_all_processes(lambda: build(requested, process.count))
+    mesh, stages = on_all_processes(lambda: build(requested, process.count))
     checkpoints = restore.agree(config.checkpoint)
     notes = []
     if process.count > 1:
@@ -123,15 +126,15 @@ def prepare(config: Config) -> Run:
         notes.append(f"{process.count} processes on {len(set(hosts))} hosts (from {process.source})")
         notes += [f"warning: {text}" for text in [meshes.cross_host_warning(mesh, hosts)] if text]
     if checkpoints is None:
-        return Run(config, mesh, dataset, step, step.init(), 0, notes, None, None, {}, 0)
-    resumed = resume.resume(checkpoints, requested, config, dataset, step)
+        return Run(stages, mesh, stages[0].step.init(), 0, notes, None, None, {}, 0)
+    resumed = resume.resume(checkpoints, requested, stages)
     notes += resumed.notes
     origin = resumed.start, resumed.meta, resumed.damaged
-    return Run(config, mesh, dataset, step, resumed.state, resumed.position, notes, *origin, resumed.tokens)
+    return Run(resumed.stages, mesh, resumed.state, resumed.position, notes, *origin, resumed.tokens)
 
 
-def build(config: Config, count: int) -> tuple[Config, Mesh, batches.Dataset, steps.Step]:
-    """Build the step: -> resolved config, mesh, dataset, step. count: number of processes."""
+def build(config: Config, count: int) -> tuple[Mesh, list[Stage]]:
+    """Build the mesh, and the step of each stage of training. count: number of processes."""
     runtime = config.runtime
     if runtime.simulate % count:
         raise ValueError(f"runtime.simulate={runtime.simulate} is not divisible by {count} processes; use a multiple")
@@ -140,15 +143,37 @@ def build(config: Config, count: int) -> tuple[Config, Mesh, batches.Dataset, st
     cache = str(Path.home() / ".cache" / "nanotrain_jax") if use_cache else None
     meshes.configure(runtime.simulate // count, runtime.deterministic, cache)
     mesh = meshes.make(**config.parallel.axes)
-    if jax.process_index() == 0:
-        print(f"reading data from {config.data.source} ...", flush=True)
-    dataset = batches.load(config.data, config.model.vocab_size)
+    datasets: dict[str, batches.Dataset] = {}
+    stages = [build_stage(training_stages.of_span(config, span), span, mesh, datasets) for span in spans(config)]
+    check_data(stages)
+    return mesh, stages
+
+
+def check_data(stages: list[Stage]) -> None:
+    """Raise ValueError unless the data of all stages have the same tokenizer."""
+    first = stages[0]
+    for stage in stages:
+        if stage.dataset.tokenizer != first.dataset.tokenizer:
+            raise ValueError(
+                f"train.stages: the tokenizer of {stage.config.data.source} is {stage.dataset.tokenizer}, that of "
+                f"{first.config.data.source} is {first.dataset.tokenizer}; use data with the same tokenizer"
+            )
+
+
+def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batches.Dataset]) -> Stage:
+    """Build the step of a stage of training, and load its data. datasets: those loaded so far, by source."""
+    source = config.data.source
+    if source not in datasets:
+        if jax.process_index() == 0:
+            print(f"reading data from {source} ...", flush=True)
+        datasets[source] = batches.load(config.data, config.model.vocab_size)
+    dataset = datasets[source]
     config = resolve(config, mesh.shape, dataset.vocab_size)
     capacity.check(config, mesh)
     step = steps.build(config, mesh)
     if config.memory.offload_optimizer == "nvme":
         checkpointing.store(config, step)  # validates memory.nvme_dir
-    return config, mesh, dataset, step
+    return Stage(span, config, dataset, step)
 
 
 @contextmanager

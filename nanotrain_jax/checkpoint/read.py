@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from nanotrain_jax.checkpoint import checksums, replicas
+from nanotrain_jax.checkpoint import checksums, conversions
 from nanotrain_jax.checkpoint.compatibility import Meta
 from nanotrain_jax.checkpoint.directory import (
     SUMS,
@@ -180,7 +180,7 @@ def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable
     abstract: ShapeDtypeStructs with shardings, on a mesh that may differ from the saved one; None: do not read. Arrays
     for whose path ("params/ends/embedding_VD") is_padded is true may have been saved with more or fewer rows (padding
     of the vocabulary or of layers): they are truncated, or padded with zeros. Arrays of replicas that step apart may
-    have been saved for another number of them (checkpoint/replicas.py). Raises Unreadable if files are missing or
+    have been saved for another number of them (checkpoint/conversions.py). Raises Unreadable if files are missing or
     damaged, ValueError if the checkpoint has other arrays or shapes.
     """
     wanted = dict(_leaves(abstract))
@@ -192,7 +192,7 @@ def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable
             if apart.exists():
                 stored[apart] = _metadata(apart)
     have = {path: shape for tree in stored.values() for path, shape in shapes(tree).items()}
-    sources = {path: replicas.source(path, x, have) for path, x in wanted.items()}
+    sources = {path: conversions.source(path, x, have) for path, x in wanted.items()}
     needed = {source.path: source.array for source in sources.values() if source}
     differences = _differences(needed, have, [*_unread(abstract), *wanted], is_padded)
     if differences:
@@ -244,15 +244,15 @@ def _restore(where: Path, tree: Any, wanted: dict[str, Any]) -> dict[str, jax.Ar
 
 
 def _convert(
-    path: str, source: replicas.Source | None, stored: dict[Path, Any], wanted: jax.ShapeDtypeStruct
+    path: str, source: conversions.Source | None, stored: dict[Path, Any], wanted: jax.ShapeDtypeStruct
 ) -> jax.Array:
     """Restore an array that is not as saved. stored: the trees of the checkpoint, by folder."""
     if source is None:
-        return replicas.zeros(wanted)
+        return conversions.zeros(wanted)
     read = {}
     for where, tree in stored.items():
         read |= _restore(where, tree, {source.path: source.array})
-    return replicas.convert(path, read[source.path], wanted)
+    return conversions.convert(path, read[source.path], wanted)
 
 
 def _differences(

@@ -6,21 +6,15 @@ from collections.abc import Mapping
 
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import Execution, casts_at_use, execution, reduces_per_layer
+from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import EIGHT_BITS, Config
+from nanotrain_jax.config.update_checks import check_compression, check_frozen, check_local_steps
 from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors
 from nanotrain_jax.parallel.pipeline import schedule_text
 
 # FLOPs of the head that parallel.vocab_over_pipe takes off the last stage, per microbatch and device, from which it is
 # faster: about 0.2 ms on an H100, assumed (not measured) for the three branches and two collectives that a tick adds.
 LEAST_HEAD_FLOPS = 1e11
-
-
-class Misfit(ValueError):
-    """A config that cannot run: "problem; remedy". reason: short form of the problem, to group similar ones."""
-
-    def __init__(self, problem: str, remedy: str = "", reason: str = ""):
-        super().__init__(f"{problem}; {remedy}" if remedy else problem)
-        self.reason = reason or problem
 
 
 def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None = None) -> Config:
@@ -66,6 +60,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     check_float8(config)
     check_pipe(config)
     check_offload(config)
+    check_frozen(config)
     check_compression(config)
     check_local_steps(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
@@ -273,32 +268,6 @@ def check_float8(config: Config) -> None:
         )
 
 
-def check_compression(config: Config) -> None:
-    """Raise Misfit unless gradients can be summed over replica once per step, and what is not sent be kept."""
-    p, m, scale = config.parallel, config.memory, config.precision.loss_scale
-    if p.compression.kind == "none":
-        return
-    key = f"parallel.compress={p.compress}"
-    if p.replica == 1:
-        raise Misfit(f"{key} with parallel.replica=1: gradients are compressed between replicas", "use more replicas")
-    if reduces_per_layer(config):
-        raise Misfit(
-            f"{key} with parallel.grad_reduce=per_layer: gradients would be summed within the backward",
-            "use parallel.grad_reduce=after_backward",
-        )
-    if p.compression.has_residual and m.offload_optimizer != "none":
-        raise Misfit(
-            f"{key} with memory.offload_optimizer={m.offload_optimizer}: the residual, as large as the master weights, "
-            "would stay on the device",
-            "use memory.offload_optimizer=none, or parallel.compress=none",
-        )
-    if p.compression.has_residual and scale != "none" and not p.sync_every:
-        raise Misfit(
-            f"{key} with precision.loss_scale={scale}: the residual would have another scale than later gradients",
-            "use precision.compute=bfloat16 without a loss scale",
-        )
-
-
 def check_pipe(config: Config) -> None:
     """Raise Misfit unless there is a layer for every stage and chunk, and the schedule supports them."""
     L, p = config.model.num_layers, config.parallel
@@ -335,31 +304,6 @@ def check_pipe(config: Config) -> None:
             f"parallel.schedule={error} (parallel.microbatches, parallel.pipe, parallel.chunks)",
             reason=f"parallel.schedule={p.schedule} does not support these microbatches, stages and chunks",
         ) from None
-
-
-def check_local_steps(config: Config) -> None:
-    """Raise Misfit unless replicas can take steps of their own (parallel.sync_every)."""
-    p, m = config.parallel, config.memory
-    if not p.sync_every:
-        return
-    local_steps, leave_out = f"parallel.sync_every={p.sync_every}", "leave parallel.sync_every out"
-    if p.replica == 1:
-        raise Misfit(
-            f"{local_steps} with parallel.replica=1: there is nothing to synchronize",
-            f"use parallel.replica=2 or more, or {leave_out}",
-        )
-    offloaded = {key: getattr(m, key) for key in ("offload_optimizer", "offload_params", "offload_activations")}
-    for key, where in offloaded.items():
-        if where != "none":
-            raise Misfit(
-                f"{local_steps} with memory.{key}={where}: replicas keep their state on the device",
-                f"use memory.{key}=none, or {leave_out}",
-            )
-    if reduces_per_layer(config):
-        raise Misfit(
-            f"{local_steps} with parallel.grad_reduce=per_layer: it reduces over replicas within the backward",
-            f"use parallel.grad_reduce=after_backward, or {leave_out}",
-        )
 
 
 def check_offload(config: Config) -> None:

@@ -2,25 +2,60 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from nanotrain_jax.config.section import Pair, Section, key
-from nanotrain_jax.config.values import Count, Path, Positive, Seed
+from nanotrain_jax.config.values import Count, Path, Positive, Seed, Source
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise ValueError unless a pattern is a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"freeze: {pattern!r} is not a regular expression ({error}); write e.g. ^vision/") from None
+
+
+class TrainStage(Section):
+    """A stage of training: a new optimizer on the weights of the stage before it."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = key(..., "shown in output")
+    steps: Positive = key(..., "optimizer steps of this stage")
+    freeze: Annotated[tuple[str, ...], Pair] = key((), "as train.freeze")
+    lr: Annotated[float, Field(gt=0)] | None = key(
+        None, "peak learning rate, and min_lr in proportion; null: optimizer.lr"
+    )
+    data: Source | None = key(None, "null: data.source")
 
 
 class Train(Section):
     """Length of the run, evaluation and logging intervals."""
 
-    steps: Positive = key(100, "total optimizer steps, including those before a resume")
+    steps: Positive = key(100, "total optimizer steps, including those before a resume; with stages at most theirs")
     seed: Seed = key(0, "random seed of the parameter initialization")
     freeze: Annotated[tuple[str, ...], Pair] = key(
         (), "regular expressions: weights in whose path one is found ('^vision/encoder') are frozen"
     )
+    stages: Annotated[tuple[TrainStage, ...], Pair] = key(
+        (),
+        "stages of training, [{name, steps, freeze, lr, data}, ...]: each as a run of its own, with the same weights",
+    )
     eval_every: Count = key(0, "steps between evaluations; 0: never")
     eval_steps: Positive = key(10, "batches per evaluation (fewer if the held-out text is short)")
     log_every: Count = key(1, "steps between log lines; evaluations and the last step are always logged; 0: only these")
+
+    @model_validator(mode="after")
+    def _stages(self) -> Train:
+        names = [stage.name for stage in self.stages]
+        for pattern in (*self.freeze, *(pattern for stage in self.stages for pattern in stage.freeze)):
+            check_pattern(pattern)
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"train.stages has two stages {twice!r}; give them different names")
+        return self
 
 
 class Checkpoint(Section):

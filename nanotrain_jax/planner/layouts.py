@@ -13,7 +13,8 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from nanotrain_jax.config.resolve import Misfit, resolve
+from nanotrain_jax.config.misfit import Misfit
+from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import divisors
 from nanotrain_jax.costs import counts, hardware

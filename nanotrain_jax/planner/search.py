@@ -27,7 +27,8 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
-from nanotrain_jax.config.resolve import Misfit, resolve
+from nanotrain_jax.config.misfit import Misfit
+from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import divisors
 from nanotrain_jax.costs import hardware, memory

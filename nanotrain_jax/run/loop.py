@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from nanotrain_jax.audit import hlo
 from nanotrain_jax.checkpoint import compatibility, directory, lock
 from nanotrain_jax.checkpoint import write as checkpoint
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.training_stages import Span
 from nanotrain_jax.costs import flops, hardware
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.distributed import processes, watchdog
@@ -25,23 +27,42 @@ from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.run import banner, curves, metrics, profile_summary
 from nanotrain_jax.run.profiling import Profile, profiling
+from nanotrain_jax.run.stages import Stage, begin, describe
 from nanotrain_jax.step import build as steps
 
 
 class Run(NamedTuple):
-    """A validated run, ready to start."""
+    """A validated run, ready to start or to go on."""
 
-    config: Config
+    stages: list[Stage]  # of training: the current one, and later ones
     mesh: Mesh
-    dataset: data.Dataset
-    step: steps.Step
     state: steps.State
-    position: int  # sequences consumed so far
+    position: int  # sequences of the data consumed so far
     notes: list[str]  # lines for the banner: processes, warnings, what is resumed
     start: tuple[Path, int] | None  # folder and step of the checkpoint resumed from
     meta: compatibility.Meta | None  # metadata of that checkpoint
     damaged: dict[int, str]  # step of each newer, damaged checkpoint -> what is wrong with it
     tokens: int  # consumed so far
+
+    @property
+    def span(self) -> Span:
+        """The steps of the current stage of training."""
+        return self.stages[0].span
+
+    @property
+    def config(self) -> Config:
+        """The resolved config of the current stage."""
+        return self.stages[0].config
+
+    @property
+    def dataset(self) -> data.Dataset:
+        """The data of the current stage."""
+        return self.stages[0].dataset
+
+    @property
+    def step(self) -> steps.Step:
+        """The step of the current stage."""
+        return self.stages[0].step
 
 
 def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], bool]) -> None:
@@ -50,17 +71,17 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
     A run that already took its last step only prints the summary. folder: config.logging.dir. files: the NVMe files,
     with memory.offload_optimizer=nvme. Raises OSError (e.g. a full disk).
     """
-    config, number = run.config, int(run.state.step)
+    config = run.config
     on_all_processes(lambda: make_ready(run, folder))
     locked = lock.alone("checkpoint.dir", config.checkpoint.dir) if config.checkpoint.every else nullcontext()
     with locked, closing(new_writer(run)) as writer, watching(run, writer) as watch:
         if run.damaged and run.start[0] == Path(config.checkpoint.dir):
             directory.set_aside(config.checkpoint.dir, run.damaged)
         writer.say(banner.introduction(config, run.mesh, run.dataset, run.notes))
-        if number < config.train.steps:
-            number = Loop(run, folder, files, writer, watch).run_steps(stopped)
-        elif writer.active:
-            writer.latest |= curves.last(folder / "metrics.jsonl", number)
+        if writer.active and int(run.state.step) == config.train.steps:
+            writer.latest |= curves.last(folder / "metrics.jsonl", config.train.steps)
+        run = run_stages(run, partial(Loop, folder=folder, files=files, writer=writer, watch=watch), stopped)
+        number = int(run.state.step)
         watch.at("end", number)
         bigram = None
         if "val_loss" in writer.latest:  # computed on all processes, so that none waits for another at the end
@@ -69,8 +90,29 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
         writer.say(banner.summary(config, writer.latest, bigram, number))
 
 
+def run_stages(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[int], bool]) -> Run:
+    """Run the steps of each stage of training that is left, until stopped; -> the run as it ends."""
+    while True:
+        if int(run.state.step) < run.span.last:
+            loop = make_loop(run)
+            loop.run_steps(stopped)
+            run = loop.after()
+        if int(run.state.step) < run.span.last or len(run.stages) == 1:
+            return run
+        run = next_stage(run)
+
+
+def next_stage(run: Run) -> Run:
+    """Return the run at the start of its next stage, which reads on where the last one ended, or other data."""
+    last, stages = run.stages[0], run.stages[1:]
+    is_same_data = stages[0].dataset.fingerprint == last.dataset.fingerprint
+    return run._replace(
+        stages=stages, state=begin(stages[0], run.state), position=run.position if is_same_data else 0, start=None
+    )
+
+
 class Loop:
-    """The training steps, with evaluations and checkpoints between them."""
+    """The training steps of a stage, with evaluations and checkpoints between them."""
 
     def __init__(self, run: Run, folder: Path, files: Store | None, writer: metrics.Writer, watch: watchdog.Watchdog):
         self.run, self.folder, self.files, self.writer, self.watch = run, folder, files, writer, watch
@@ -79,19 +121,39 @@ class Loop:
         self.program: Callable[[], str] | None = None  # returns the text of the compiled step
         self.synchronize: Callable[[steps.State], steps.State] | None = None  # compiled; with parallel.sync_every
 
-    def run_steps(self, stopped: Callable[[int], bool]) -> int:
-        """Run steps until the last one or until stopped(step), and save; -> number of the last step."""
+    def run_steps(self, stopped: Callable[[int], bool]) -> None:
+        """Run steps until the last one or until stopped(step), and save."""
+        if self.run.span.name:
+            self.writer.say(describe(self.run.stages[0]))
         every, train_step = self.config.checkpoint.every, self.compile()
         with checkpoint.writing(self.config.checkpoint) if every else nullcontext() as write:
             self.take_steps(train_step, stopped, write)
             if every and self.number > self.saved:
                 self.save(write)
             self.watch.at("end", self.number)  # leaving `writing` waits for the last checkpoint
-        return self.number
+
+    def after(self) -> Run:
+        """Return the run after the last step so far."""
+        return self.run._replace(state=self.state, position=self.position, tokens=self.tokens)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences consumed by this loop so far."""
+        return (self.number - self.first) * self.config.data.batch_size
+
+    @property
+    def position(self) -> int:
+        """Sequences of the data consumed so far."""
+        return self.run.position + self.sequences
+
+    @property
+    def tokens(self) -> int:
+        """Tokens consumed so far."""
+        return self.run.tokens + self.sequences * self.config.data.seq_len
 
     def take_steps(self, train_step: Callable, stopped: Callable[[int], bool], write: checkpoint.Save | None) -> None:
         """Run steps, evaluate and save until the last step or until stopped(step)."""
-        run, num_steps, profiled = self.run, self.config.train.steps, self.config.runtime.profile_steps
+        run, num_steps, profiled = self.run, self.run.span.last, self.config.runtime.profile_steps
         profiled = profiled and (profiled[0], min(profiled[1], num_steps))
         batches = data.batches(
             run.dataset.train, run.step.batch, self.config.data.seed, run.position, run.step.token_order
@@ -143,7 +205,7 @@ class Loop:
     def between_steps(self, write: checkpoint.Save | None) -> None:
         """Evaluate and save if due."""
         train, every = self.config.train, self.config.checkpoint.every
-        is_due = train.eval_every and (self.number % train.eval_every == 0 or self.number == train.steps)
+        is_due = train.eval_every and (self.number % train.eval_every == 0 or self.number == self.run.span.last)
         if is_due and len(self.run.dataset.val):
             self.writer.settle()
             self.writer.write(self.evaluate())
@@ -168,12 +230,11 @@ class Loop:
         run, files, number = self.run, self.files, self.number
         self.writer.write()
         self.watch.at("checkpoint", number)
-        position = run.position + (number - self.first) * run.config.data.batch_size
         meta = {
             "config": run.config.to_dict(),
             "tokenizer": run.dataset.tokenizer,
-            "data": {"position": position, "fingerprint": run.dataset.fingerprint},
-            "tokens": run.tokens + (number - self.first) * run.config.data.batch_size * run.config.data.seq_len,
+            "data": {"position": self.position, "fingerprint": run.dataset.fingerprint},
+            "tokens": self.tokens,
             "nvme": files and files.seal(),
         }
         apart = (checkpointing.arrays(files, run.step, run.config), files.nbytes) if files else ()

@@ -16,7 +16,7 @@ from nanotrain_jax.checkpoint import compatibility
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.compatibility import Meta
 from nanotrain_jax.config.schema import Config, Optimizer
-from nanotrain_jax.data import batches
+from nanotrain_jax.run.stages import Stage
 from nanotrain_jax.step import compressed
 from nanotrain_jax.step import optimizer as optim
 from nanotrain_jax.step.build import State, Step, shardings
@@ -25,6 +25,7 @@ from nanotrain_jax.step.build import State, Step, shardings
 class Resumed(NamedTuple):
     """State and position restored from a checkpoint."""
 
+    stages: list[Stage]  # the one that saved it, and later ones
     state: State
     position: int  # sequences consumed, counted in the current data.seq_len
     tokens: int  # consumed so far
@@ -34,19 +35,22 @@ class Resumed(NamedTuple):
     damaged: dict[int, str]  # step of each newer, damaged checkpoint -> what is wrong with it
 
 
-def resume(folder: Path, requested: Config, config: Config, dataset: batches.Dataset, step: Step) -> Resumed:
-    """Restore the newest valid checkpoint of a folder. requested: the config before `resolve`; config: resolved.
+def resume(folder: Path, requested: Config, stages: list[Stage]) -> Resumed:
+    """Restore the newest valid checkpoint of a folder. requested: the config before `resolve`.
 
     If data.seq_len changed, the position in tokens is preserved. Raises ValueError if no checkpoint can be read, or if
     the newest one does not match the model.
     """
 
     def read(number: int) -> tuple[Meta, State]:
+        saved_by = stages[index_at(stages, number)]
         meta = restore.read_meta(folder, number)
-        compatibility.check(meta, requested, config, dataset.tokenizer)
-        return meta, _read_state(folder, number, meta, config, step)
+        compatibility.check(meta, requested, saved_by.config, saved_by.dataset.tokenizer)
+        return meta, _read_state(folder, number, meta, saved_by.config, saved_by.step)
 
-    number, (meta, state), damaged = restore.newest(folder, config.checkpoint.verify, read)
+    number, (meta, state), damaged = restore.newest(folder, requested.checkpoint.verify, read)
+    stages = stages[index_at(stages, number) :]
+    _, config, dataset, step = stages[0]
     notes = [f"warning: skipped checkpoint {bad} in {folder}: {problem}" for bad, problem in damaged.items()]
     summary = f"resumed from step {number} in {folder}"
     if meta.data.fingerprint != dataset.fingerprint or meta.seq_len != config.data.seq_len:
@@ -55,10 +59,16 @@ def resume(folder: Path, requested: Config, config: Config, dataset: batches.Dat
     changed = ", ".join(compatibility.changes(meta, config))
     if changed:
         notes.append(f"changed since the checkpoint: {changed}")
-    skipped = max(int(np.max(shard.data)) for shard in state.skipped.addressable_shards)  # of any replica
-    notes += _learning_rate_jump(meta, config, number, number - skipped)
+    updates = min(int(np.min(shard.data)) for shard in optim.num_updates(state.opt.moments).addressable_shards)
+    notes += _learning_rate_jump(meta, config, number, updates)
     position = meta.data.position * meta.seq_len // config.data.seq_len
-    return Resumed(step.in_stage_order(state), position, meta.tokens_seen, notes, (folder, number), meta, damaged)
+    state = step.in_stage_order(state)
+    return Resumed(stages, state, position, meta.tokens_seen, notes, (folder, number), meta, damaged)
+
+
+def index_at(stages: list[Stage], number: int) -> int:
+    """Return the index of the stage of training that took the step of this number."""
+    return next((i for i, stage in enumerate(stages) if number <= stage.span.last), len(stages) - 1)
 
 
 def _read_state(folder: Path, number: int, meta: Meta, config: Config, step: Step) -> State:
@@ -91,7 +101,7 @@ def _first_scale(config: Config, like: optim.LossScale | None) -> optim.LossScal
 def _learning_rate_jump(meta: Meta, config: Config, number: int, update: int) -> list[str]:
     """Return a line if the learning rate of the next step differs from the checkpoint's schedule.
 
-    update: number of updates applied so far (steps not skipped), which the schedule counts.
+    update: number of updates applied so far (`optimizer.num_updates`).
     """
     before = _optimizer_of(meta)
     if before is None:

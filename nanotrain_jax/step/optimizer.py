@@ -79,6 +79,11 @@ def build(config: Optimizer, is_decayed: Callable[[tuple], bool]) -> optax.Gradi
     return optax.GradientTransformation(adamw.init, _standard_promotion(adamw.update))
 
 
+def num_updates(moments: optax.OptState) -> jax.Array:
+    """Return the number of updates that an optimizer has applied: steps not skipped, of this stage of training."""
+    return optax.tree_utils.tree_get_all_with_path(moments, "count")[0][1]
+
+
 def build_outer(config: Optimizer) -> optax.GradientTransformation:
     """Return the outer optimizer of parallel.sync_every: SGD with Nesterov momentum (DiLoCo, arXiv 2311.08105)."""
     return optax.sgd(config.outer_lr, config.outer_momentum, nesterov=True)

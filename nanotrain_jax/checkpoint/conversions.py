@@ -1,7 +1,10 @@
-"""Restore the state of replicas that step apart (parallel/local_steps.py) for another number of replicas, or for one.
+"""Make the state from a checkpoint that has it in another form: other replicas, other frozen weights.
 
-In a checkpoint of a run with parallel.sync_every every array but `step`, those of `outer` and of `feedback` has a last
-dim of size R.
+Optimizer state of weights that were frozen when it was saved (train.freeze) is not in a checkpoint: float32 weights are
+made of the saved ones, moments are zeros.
+
+Replicas that step apart (parallel/local_steps.py): in a checkpoint of a run with parallel.sync_every every array but
+`step`, those of `outer` and of `feedback` has a last dim of size R.
 
     saved      wanted     new arrays
     [... R]    [... Q]    every replica has the mean over the saved ones; theta and momentum as saved
@@ -15,6 +18,7 @@ so a resume within H steps loses nothing of them.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import jax
@@ -26,6 +30,7 @@ from nanotrain_jax.parallel import local_steps
 OUTER, THETA = "outer/", "outer/theta/"  # paths of the state of the outer optimizer
 MASTER, PARAMS = "opt/master/", "params/"  # paths of float32 weights; params: where there are no master weights
 SCALE, FEEDBACK = "scale/", "feedback/"
+OPTIMIZER_STATE = re.compile(r"opt/(master|moments/\d+/\w+)/(?P<weight>.+)")
 Shapes = dict[str, tuple[int, ...]]  # path -> shape
 
 
@@ -40,6 +45,9 @@ def source(path: str, wanted: jax.ShapeDtypeStruct, have: Shapes) -> Source | No
     """Return what to read for an array of the state; None: it is zero. have: the arrays of the checkpoint."""
     if path.startswith(FEEDBACK):  # `compressed.to_read` knows what to read
         return Source(path, wanted)
+    optimized = OPTIMIZER_STATE.fullmatch(path)
+    if optimized and path not in have and PARAMS + optimized["weight"] in have:  # it was frozen
+        return Source(PARAMS + optimized["weight"], wanted) if path.startswith(MASTER) else None
     was_apart = any(name.startswith(OUTER) for name in have)
     if path.startswith(OUTER) and not was_apart:
         weight = path.removeprefix(THETA)

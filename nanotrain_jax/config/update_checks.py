@@ -1,0 +1,81 @@
+"""Checks of the keys that decide what is updated, and what replicas sum: frozen parts, compression, local steps."""
+
+from __future__ import annotations
+
+from nanotrain_jax.config.execution import reduces_per_layer
+from nanotrain_jax.config.misfit import Misfit
+from nanotrain_jax.config.schema import Config
+
+
+def check_frozen(config: Config) -> None:
+    """Raise Misfit unless parts can be frozen (train.freeze), and stages of training follow each other."""
+    p, t = config.parallel, config.train
+    if not (t.freeze or t.stages):
+        return
+    key = "train.stages" if t.stages else f"train.freeze={list(t.freeze)}"
+    if config.memory.offload_optimizer == "nvme":
+        raise Misfit(
+            f"{key} with memory.offload_optimizer=nvme: the files hold the state of all weights",
+            "use memory.offload_optimizer=host or none",
+        )
+    if p.sync_every:
+        raise Misfit(
+            f"{key} with parallel.sync_every={p.sync_every}: the outer optimizer holds all weights",
+            "leave parallel.sync_every out",
+        )
+    if p.compression.has_residual:
+        raise Misfit(
+            f"{key} with parallel.compress={p.compress}: the residual is kept of all weights",
+            "use parallel.compress=none, float8 or int8",
+        )
+
+
+def check_compression(config: Config) -> None:
+    """Raise Misfit unless gradients can be summed over replica once per step, and what is not sent be kept."""
+    p, m, scale = config.parallel, config.memory, config.precision.loss_scale
+    if p.compression.kind == "none":
+        return
+    key = f"parallel.compress={p.compress}"
+    if p.replica == 1:
+        raise Misfit(f"{key} with parallel.replica=1: gradients are compressed between replicas", "use more replicas")
+    if reduces_per_layer(config):
+        raise Misfit(
+            f"{key} with parallel.grad_reduce=per_layer: gradients would be summed within the backward",
+            "use parallel.grad_reduce=after_backward",
+        )
+    if p.compression.has_residual and m.offload_optimizer != "none":
+        raise Misfit(
+            f"{key} with memory.offload_optimizer={m.offload_optimizer}: the residual, as large as the master weights, "
+            "would stay on the device",
+            "use memory.offload_optimizer=none, or parallel.compress=none",
+        )
+    if p.compression.has_residual and scale != "none" and not p.sync_every:
+        raise Misfit(
+            f"{key} with precision.loss_scale={scale}: the residual would have another scale than later gradients",
+            "use precision.compute=bfloat16 without a loss scale",
+        )
+
+
+def check_local_steps(config: Config) -> None:
+    """Raise Misfit unless replicas can take steps of their own (parallel.sync_every)."""
+    p, m = config.parallel, config.memory
+    if not p.sync_every:
+        return
+    local_steps, leave_out = f"parallel.sync_every={p.sync_every}", "leave parallel.sync_every out"
+    if p.replica == 1:
+        raise Misfit(
+            f"{local_steps} with parallel.replica=1: there is nothing to synchronize",
+            f"use parallel.replica=2 or more, or {leave_out}",
+        )
+    offloaded = {key: getattr(m, key) for key in ("offload_optimizer", "offload_params", "offload_activations")}
+    for key, where in offloaded.items():
+        if where != "none":
+            raise Misfit(
+                f"{local_steps} with memory.{key}={where}: replicas keep their state on the device",
+                f"use memory.{key}=none, or {leave_out}",
+            )
+    if reduces_per_layer(config):
+        raise Misfit(
+            f"{local_steps} with parallel.grad_reduce=per_layer: it reduces over replicas within the backward",
+            f"use parallel.grad_reduce=after_backward, or {leave_out}",
+        )
