@@ -24,11 +24,11 @@ from nanotrain_jax.costs.counts import (
     local_kv_width,
     outline,
     repeats_communication,
+    rows,
     stage_layers,
     tokens_per_device,
     zero_devices,
 )
-from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, Parameter
 from nanotrain_jax.parallel import quantization
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
@@ -90,12 +90,12 @@ def communication(config: Config) -> list[dict[str, Any]]:
     Tied embeddings are gathered, and their gradients scattered, at both ends (ZeRO 2 and 3, `Execution.is_by_hand`).
     """
     p = config.parallel
-    rows: dict[tuple[str, str, Traffic], float] = {}
+    found: dict[tuple[str, str, Traffic], float] = {}
 
     def add(axes: tuple[str, ...], op: str, size: float, what: Traffic) -> None:
         """size: bytes of the full buffer."""
         key = ",".join(axes), op, what
-        rows[key] = rows.get(key, 0.0) + on_a_ring(axes, op, size, p)
+        found[key] = found.get(key, 0.0) + on_a_ring(axes, op, size, p)
 
     for buffer in parameter_buffers(config):
         add(buffer.axes, buffer.op, buffer.times * buffer.itemsize * buffer.elements, buffer.what)
@@ -105,23 +105,23 @@ def communication(config: Config) -> list[dict[str, Any]]:
             add(summed.axes, summed.op, summed.bytes, Traffic.COMPRESSED)
     for op, size, what in tensor_buffers(config):
         if op == "permute":
-            rows["tensor", op, what] = (p.tensor - 1) / p.tensor * size
+            found["tensor", op, what] = (p.tensor - 1) / p.tensor * size
         else:
             add(("tensor",), op, size, what)
     add(p.vocab_axes, "all_reduce", 3 * 4 * tokens_per_device(config), Traffic.LOSS)
     for op, size, what in attention_buffers(config):
         if op == "permute":
-            rows["context", op, what] = size
+            found["context", op, what] = size
         else:
             add(("context",), op, size, what)
     if p.pipe > 1:
         x = between_stages(config)
-        rows["pipe", "permute", Traffic.BETWEEN_STAGES] = 2 * outline(config).ticks * x
+        found["pipe", "permute", Traffic.BETWEEN_STAGES] = 2 * outline(config).ticks * x
         if p.vocab_over_pipe:
             add(("pipe",), "all_reduce", 4 * shares_of_ends(config) * x, Traffic.SHARED_BY_STAGES)
     return [
         {"axis": axis, "op": op, "bytes_per_device": size, "what": what}
-        for (axis, op, what), size in rows.items()
+        for (axis, op, what), size in found.items()
         if size
     ]
 
@@ -136,16 +136,16 @@ def synchronization(config: Config) -> list[dict[str, Any]]:
     p = config.parallel
     if not p.sync_every:
         return []
-    rows: dict[tuple[str, str], float] = {}
+    found: dict[tuple[str, str], float] = {}
     for summed in compression.all_sums(config):
         key = ",".join(summed.axes), summed.op
-        rows[key] = rows.get(key, 0.0) + on_a_ring(*summed, p)
+        found[key] = found.get(key, 0.0) + on_a_ring(*summed, p)
     axes = tuple(axis for axis in ZERO_AXES if getattr(p, axis) > 1)
     if p.zero in (1, 2) and axes:
         weights = BYTES[config.precision.compute] * sharded_elements(config)
-        rows[",".join(axes), "all_gather"] = on_a_ring(axes, "all_gather", weights, p)
+        found[",".join(axes), "all_gather"] = on_a_ring(axes, "all_gather", weights, p)
     what = Traffic.SYNCHRONIZATION
-    return [{"axis": axis, "op": op, "bytes_per_device": size, "what": what} for (axis, op), size in rows.items()]
+    return [{"axis": axis, "op": op, "bytes_per_device": size, "what": what} for (axis, op), size in found.items()]
 
 
 def on_a_ring(axes: tuple[str, ...], op: str, size: float, p: Parallel) -> float:
@@ -156,8 +156,7 @@ def on_a_ring(axes: tuple[str, ...], op: str, size: float, p: Parallel) -> float
 
 def sharded_elements(config: Config) -> float:
     """Return the elements of a device's weights that ZeRO shards, before it does."""
-    rows = table(config.model, config.parallel.tensor, config.parallel.vocab_shards).values()
-    return sum(local_elements(row, config) for row in rows if is_sharded(row, config))
+    return sum(local_elements(row, config) for row in rows(config).values() if is_sharded(row, config))
 
 
 def between_stages(config: Config) -> float:
@@ -212,7 +211,7 @@ def ulysses_copies(config: Config) -> float:
 
 def parameter_buffers(config: Config) -> list[Buffer]:
     """Return the full buffers of gradients and weights that `communication` sums, for each row of parameters."""
-    p, m, policy = config.parallel, config.model, config.memory.rematerialization.policy
+    p, policy = config.parallel, config.memory.rematerialization.policy
     g, w, M = gradient_bytes(config), BYTES[config.precision.compute], p.microbatches
     in_loop, after_loop = arrays_of_layers(config)
     buffers = []
@@ -221,14 +220,14 @@ def parameter_buffers(config: Config) -> list[Buffer]:
         """Append the buffers of the current row. arrays: those in which a parameter of layers travels."""
         apart = ("replica",) if p.sync_every else ()
         present = tuple(axis for axis in axes if getattr(p, axis) > 1 and axis not in apart)
-        if present:
+        if present and not (row.is_frozen and what is not Traffic.WEIGHTS):
             itemsize, elements = g if what.is_gradients else w, local_elements(row, config) / divisor
             plain = Buffer(present, op, what, row.part, itemsize, times, elements)
             buffers.extend(on_the_wire(plain, row, 1 if row.part == ENDS else arrays, config))
 
     replica = ("replica",) if p.compression.kind == "none" else ()  # else costs/compression.py
     batch = *replica, *ZERO_AXES
-    for row in table(m, p.tensor, p.vocab_shards).values():
+    for row in rows(config).values():
         partial = row.is_partial or (row.split_dim is None and p.sequence_parallel)
         is_replicated = row.part == ENDS and not (row.is_padded and p.vocab_over_pipe)
         stages = ("pipe",) if is_replicated else ()
@@ -302,6 +301,7 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
         reduce-scatter   4 L + 2
     Recomputation adds: `full` one all-reduce per layer (a reduce-scatter), block:n two (two pairs). With
     parallel.overlap_tensor permutes replace all but the gathers again, 2 L scatters and those of look-up and loss.
+    Gradients of frozen weights do not gather inputs again.
     The loss all-reduces 3 scalars per token. Gradients of parameters that every device of the axis stores are summed
     over tensor where they are partial: all of them under sequence parallelism, else those of keys and values with fewer
     heads than t.
@@ -312,7 +312,8 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     if not p.sequence_parallel:
         return [("all_reduce", (gathers * L + 2) * activations, Traffic.ACTIVATIONS)]
     if p.tensor > 1 and p.overlap_tensor:
-        of_layer, regathers = gathers + scatters, 0 if config.memory.rematerialization.policy == "full" else 2
+        is_full = config.memory.rematerialization.policy == "full"
+        of_layer, regathers = gathers + scatters, 0 if is_full else regathered_inputs(config)
         return [
             ("permute", (of_layer - regathers - 2) * L * activations, Traffic.ACTIVATIONS),
             ("all_gather", (regathers * L + 2) * activations, Traffic.REGATHERED_ACTIVATIONS),
@@ -331,10 +332,18 @@ def tensor_passes(config: Config) -> tuple[float, float]:
     just recomputed them).
     """
     policy = config.memory.rematerialization.policy
+    inputs = regathered_inputs(config)
     recomputed = {"none": 0, "selective": 0, "full": 1, "block": 2 - last_matmuls_spared(config)}[policy]
     if not config.parallel.sequence_parallel:
         return 4 + recomputed, 0
-    return 4 + (4 if policy == "block" else 2), 4 + recomputed
+    return 4 + (2 + inputs if policy == "block" else 2 if policy == "full" else inputs), 4 + recomputed
+
+
+def regathered_inputs(config: Config) -> int:
+    """Return how many matmul inputs of a layer the backward gathers again, for gradients of weights: those of attention
+    and of the MLP, unless the weights that they enter are frozen."""
+    entering = {path: row for path, row in rows(config).items() if row.is_matmul and row.layout.startswith("D ")}
+    return len({path.rpartition("/")[0] for path, row in entering.items() if not row.is_frozen})
 
 
 def conditional_rates(config: Config) -> dict[str, Fraction]:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from nanotrain_jax.config.schema import EIGHT_BITS, Config
-from nanotrain_jax.costs.counts import gradient_bytes, is_sharded, local_elements, stage_layers, zero_devices
-from nanotrain_jax.models.decoder_table import table
+from nanotrain_jax.costs.counts import gradient_bytes, is_sharded, local_elements, rows, stage_layers, zero_devices
 from nanotrain_jax.models.parameters import LAYERS, Parameter
 from nanotrain_jax.parallel.compression import BLOCK, matrices_of
 from nanotrain_jax.parallel.mesh import ZERO_AXES
@@ -69,8 +68,7 @@ def sums(row: Parameter, config: Config) -> list[Summed]:
 
 def all_sums(config: Config) -> list[Summed]:
     """Return `sums` of all rows."""
-    p = config.parallel
-    return [summed for row in table(config.model, p.tensor, p.vocab_shards).values() for summed in sums(row, config)]
+    return [summed for row in rows(config).values() if not row.is_frozen for summed in sums(row, config)]
 
 
 def low_rank_sums(row: Parameter, config: Config) -> list[Summed]:
@@ -80,8 +78,9 @@ def low_rank_sums(row: Parameter, config: Config) -> list[Summed]:
     matrices = matrices_of(row.shape, layout(row, config), stacked=False)
     layers = stage_layers(config) if row.part == LAYERS else 1
     shards = [prod(getattr(p, axis) for axis in axes) for axes in (matrices.row_axes, matrices.column_axes)]
-    rows, columns = prod(row.shape[: matrices.columns]) / shards[0], prod(row.shape[matrices.columns :]) / shards[1]
-    of_rows, of_columns = 4 * layers * rank * rows, 4 * layers * rank * columns
+    num_rows = prod(row.shape[: matrices.columns]) / shards[0]
+    num_columns = prod(row.shape[matrices.columns :]) / shards[1]
+    of_rows, of_columns = 4 * layers * rank * num_rows, 4 * layers * rank * num_columns
     found = [
         Summed(matrices.column_axes, "all_reduce", of_rows),
         Summed(REPLICA, "all_reduce", of_rows),
@@ -109,7 +108,7 @@ def layout(row: Parameter, config: Config) -> PartitionSpec:
 def state_elements(config: Config) -> tuple[float, float]:
     """Return the elements, in float32, that a device keeps between sums: of residuals, and with powersgd of bases."""
     p = config.parallel
-    rows = [row for row in table(config.model, p.tensor, p.vocab_shards).values() if is_compressed(row, config)]
-    sums_of_rows = [low_rank_sums(row, config) for row in rows] if p.compression.kind == "powersgd" else []
+    chosen = [row for row in rows(config).values() if is_compressed(row, config)]
+    sums_of_rows = [low_rank_sums(row, config) for row in chosen] if p.compression.kind == "powersgd" else []
     bases = [next(s.bytes for s in reversed(of_row) if s.axes == REPLICA) / 4 for of_row in sums_of_rows]
-    return sum(shard_elements(row, config) for row in rows), sum(bases)
+    return sum(shard_elements(row, config) for row in chosen), sum(bases)

@@ -24,8 +24,8 @@ import numpy as np
 
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import EIGHT_BITS, Config, Model
-from nanotrain_jax.models.decoder_table import table
-from nanotrain_jax.models.parameters import LAYERS, Parameter
+from nanotrain_jax.models.decoder_table import frozen_table, table
+from nanotrain_jax.models.parameters import LAYERS, Parameter, Table
 from nanotrain_jax.parallel import quantization
 from nanotrain_jax.parallel.packed_attention import num_parts
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
@@ -57,6 +57,12 @@ def matmul_parameters(model: Model) -> int:
 def kv_width(model: Model) -> int:
     """Return K H, the width of all key (or value) heads."""
     return model.d_model // model.num_heads * model.num_kv_heads
+
+
+def rows(config: Config) -> Table:
+    """Return the parameter table of a config: sizes with padding, frozen rows marked."""
+    p = config.parallel
+    return frozen_table(config.model, p.tensor, p.vocab_shards, config.train.freeze)
 
 
 def local_elements(parameter: Parameter, config: Config) -> float:

@@ -12,10 +12,10 @@ from nanotrain_jax.costs.counts import (
     attention_parts,
     last_matmuls_spared,
     matmul_parameters,
+    rows,
     stage_layers,
     tokens_per_device,
 )
-from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 
 
@@ -33,13 +33,15 @@ def step_flops(config: Config) -> float:
     """Return the hardware FLOPs of one device in one step: full attention, recomputation included."""
     parts = local_flops(config)
     forward = parts["layers"] + parts["head"] + parts["attention"]
-    return (3 * forward + parts["recompute"]) * tokens_per_device(config)
+    backward = forward + parts["attention"] + parts["weights"]
+    return (forward + backward + parts["recompute"]) * tokens_per_device(config)
 
 
 def local_flops(config: Config) -> dict[str, float]:
     """Return the hardware FLOPs of one device, per token:
 
-    layers, head, attention   of the forward; the backward takes twice as many
+    layers, head, attention   of the forward, and of the gradients of activations (of attention: twice as many)
+    weights                   of the gradients of weights: as layers and head, without frozen ones
     recompute                 on top of 6 N + 12 L d T:
         selective   4 L d T                          the forward of attention
         full        2 N_layers + 4 L d T - 2 L d F   the forward without the last matmul
@@ -56,12 +58,14 @@ def local_flops(config: Config) -> dict[str, float]:
     m, T, t = config.model, config.data.seq_len, config.parallel.tensor
     c, is_blockwise = attention_parts(config), config.parallel.is_blockwise
     L = stage_layers(config)
-    copies, flops = {LAYERS: L, ENDS: 1}, {LAYERS: 0.0, ENDS: 0.0}
-    for row in table(m, t, config.parallel.vocab_shards).values():
+    copies, flops, weights = {LAYERS: L, ENDS: 1}, {LAYERS: 0.0, ENDS: 0.0}, 0.0
+    for row in rows(config).values():
         if row.is_matmul:
             split = config.parallel.vocab_shards if row.is_padded else t
             share = 1 / m.num_kv_heads if row.is_partial else 1.0 if row.split_dim is None else 1 / split
-            flops[row.part] += 2 * row.size * copies[row.part] * share
+            of_row = 2 * row.size * copies[row.part] * share
+            flops[row.part] += of_row
+            weights += 0.0 if row.is_frozen else of_row
     layers, attention = flops[LAYERS], 4.0 * L * m.d_model * T / t * ((c + 1) / (2 * c) if c > 1 else 1)
     down = 2.0 * L * m.d_model * m.d_ff / t
     spared = last_matmuls_spared(config) * down
@@ -73,4 +77,5 @@ def local_flops(config: Config) -> dict[str, float]:
     }
     policy = config.memory.rematerialization.policy
     kept = attention if is_blockwise and policy in ("selective", "full") else 0.0
-    return {"layers": layers, "head": flops[ENDS], "attention": attention, "recompute": recompute[policy] - kept}
+    forward = {"layers": layers, "head": flops[ENDS], "attention": attention}
+    return forward | {"weights": weights, "recompute": recompute[policy] - kept}

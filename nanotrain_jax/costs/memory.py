@@ -16,6 +16,7 @@ from functools import lru_cache
 
 from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.execution import reduces_per_layer
+from nanotrain_jax.config.run_sections import Train
 from nanotrain_jax.config.schema import Config, Model, Parallel
 from nanotrain_jax.costs import compression, offload
 from nanotrain_jax.costs.activations import (
@@ -35,11 +36,11 @@ from nanotrain_jax.costs.counts import (
     local_kv_width,
     message_bytes,
     outline,
+    rows,
     stage_layers,
     tokens_per_device,
     zero_devices,
 )
-from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 
 Parts = dict[str, float]
@@ -49,14 +50,15 @@ def state(config: Config) -> Parts:
     """Return the bytes of training state between steps, on the device or its host.
 
     params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32 and at ZeRO 3 (`casts_at_use`); over
-                        N where the ZeRO stage shards them (ZeRO, arXiv 1910.02054, section 3.1)
+                        N where the ZeRO stage shards them (ZeRO, arXiv 1910.02054, section 3.1); frozen: 2 + 0
     outer               with parallel.sync_every 8 more, laid out as optimizer: theta and momentum
     residuals           with parallel.compress 4 more of large arrays, laid out so too (costs/compression.py)
     """
     b, zero = offload.weight_bytes(config), config.parallel.zero
-    psi, shard = (sum(sizes.values()) for sizes in local_parameters(config))
+    psi, shard = (sum(sizes.values()) for sizes in trained_parameters(config))
     updated = shard if zero else psi
-    parts = {"params": b * (shard if zero == 3 else psi), "optimizer": offload.optimizer_bytes(config) * updated}
+    weights = b * (shard if zero == 3 else psi) + BYTES[config.precision.compute] * frozen_elements(config)
+    parts = {"params": weights, "optimizer": offload.optimizer_bytes(config) * updated}
     if config.parallel.sync_every:
         parts["outer"] = 8 * updated
     if config.parallel.compression.has_residual:
@@ -109,7 +111,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     """
     m, p, remat = config.model, config.parallel, config.memory.rematerialization
     b, D = BYTES[config.precision.compute], m.d_model
-    psi, shard = local_parameters(config)
+    psi, shard = trained_parameters(config)
     layers, sharded_layers = psi[LAYERS], shard[LAYERS]
     tokens, L = tokens_per_device(config) / p.microbatches, stage_layers(config)
     V = padded_vocab(m.vocab_size, p.vocab_shards) / p.vocab_shards
@@ -139,7 +141,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
         | {"layer": 2 * b * tokens * D, "buffers": (b * V * D if gathers else 0.0) + _transposed_bytes(config)},
         "backward": {"gradients": sums + current + (head if early and p.pipe == 1 else 0.0), "activations": residuals}
         | {"loss": 0.0 if p.pipe > 1 else logits_gradient, "layer": working_set}
-        | {"buffers": _backward_buffers(config, layers / L, tokens)},
+        | {"buffers": _backward_buffers(config, local_parameters(config)[0][LAYERS] / L, tokens)},
         "embedding": {"gradients": sums + current + ends, "activations": 0.0, "loss": 0.0, "layer": 0.0}
         | {"buffers": _embedding_buffers(config)},
         "update": {"gradients": reduced or (sent if sent else current + ends), "activations": 0.0}
@@ -184,8 +186,8 @@ def _largest(config: Config) -> tuple[float, float]:
     """Return the elements of the largest stacked weight of a device, and the bytes of two of these, which the update
     gathers at stage 2 (layer by layer, if the optimizer is offloaded)."""
     p = config.parallel
-    rows = table(config.model, p.tensor).values()
-    elements = max(local_elements(row, config) for row in rows if row.part == LAYERS)
+    stacked = [row for row in rows(config).values() if row.part == LAYERS and not row.is_frozen]
+    elements = max((local_elements(row, config) for row in stacked), default=0.0)
     gathers = p.zero == 2 and zero_devices(config) > 1 and config.memory.offload_optimizer == "none"
     return elements, 2 * BYTES[config.precision.compute] * elements if gathers else 0.0
 
@@ -201,11 +203,10 @@ def _transposed_bytes(config: Config) -> float:
     dim than the first, because tensor splits that; the ends only before a loop over microbatches."""
     if config.parallel.zero < 3 or config.parallel.tensor == 1:
         return 0.0
-    rows = table(config.model, config.parallel.tensor, config.parallel.vocab_shards)
-    rows = [row for row in rows.values() if row.split_dim == 0 and is_sharded(row, config)]
+    transposed = [row for row in rows(config).values() if row.split_dim == 0 and is_sharded(row, config)]
     if config.parallel.microbatches == 1:
-        rows = [row for row in rows if row.part == LAYERS]
-    return offload.weight_bytes(config) * sum(local_elements(row, config) for row in rows) / zero_devices(config)
+        transposed = [row for row in transposed if row.part == LAYERS]
+    return offload.weight_bytes(config) * sum(local_elements(row, config) for row in transposed) / zero_devices(config)
 
 
 def _mask_bytes(config: Config, tokens: float) -> float:
@@ -275,22 +276,39 @@ def _vocab_elements(config: Config) -> float:
 
 def local_parameters(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """Return the parameters on a device, part -> elements: before ZeRO (Psi), and sharded over data."""
+    return trained_parameters(config.replace("train", freeze=()))
+
+
+def frozen_elements(config: Config) -> float:
+    """Return the elements of frozen weights that a device stores."""
+    stage = 1 if config.parallel.zero == 3 else 0
+    return sum(local_parameters(config)[stage].values()) - sum(trained_parameters(config)[stage].values())
+
+
+def trained_parameters(config: Config) -> tuple[dict[str, float], dict[str, float]]:
+    """Return `local_parameters` without frozen ones."""
     p = config.parallel
-    psi, shard = _local_parameters(
-        config.model, p.tensor, p.pipe, zero_devices(config), p.persist_below, bool(p.vocab_over_pipe)
+    sizes = Parallel(
+        tensor=p.tensor,
+        pipe=p.pipe,
+        data=zero_devices(config),
+        persist_below=p.persist_below,
+        vocab_over_pipe=bool(p.vocab_over_pipe),
     )
+    psi, shard = _trained_parameters(config.model, sizes, config.train.freeze)
     return dict(psi), dict(shard)
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same values again and again
-def _local_parameters(
-    model: Model, tensor: int, pipe: int, data: int, persist_below: int, vocab_over_pipe: bool
+def _trained_parameters(
+    model: Model, sizes: Parallel, freeze: tuple[str, ...]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    sizes = Parallel(tensor=tensor, pipe=pipe, data=data, persist_below=persist_below, vocab_over_pipe=vocab_over_pipe)
-    config = Config(model=model, parallel=sizes)
+    config = Config(model=model, parallel=sizes, train=Train(freeze=freeze))
     psi, shard = {LAYERS: 0.0, ENDS: 0.0}, {LAYERS: 0.0, ENDS: 0.0}
-    for row in table(model, sizes.tensor, sizes.vocab_shards).values():
+    for row in rows(config).values():
+        if row.is_frozen:
+            continue
         size = local_elements(row, config)
         psi[row.part] += size
-        shard[row.part] += size / (data if is_sharded(row, config) else 1)
+        shard[row.part] += size / (sizes.data if is_sharded(row, config) else 1)
     return psi, shard

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from nanotrain_jax.config.execution import Execution, casts_at_use, execution, gradients_on_host
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs.counts import BYTES, is_sharded, local_elements, local_rows, stage_layers, zero_devices
-from nanotrain_jax.models.decoder_table import table
+from nanotrain_jax.costs.counts import BYTES, is_sharded, local_elements, local_rows, rows, stage_layers, zero_devices
 from nanotrain_jax.models.parameters import LAYERS, Parameter
 from nanotrain_jax.parallel.host_offload import num_slices
 from nanotrain_jax.parallel.optimizer_step import SLICES_PER_LAYER
@@ -38,7 +37,7 @@ class HostCopy(Enum):
 
 
 class Offloaded(NamedTuple):
-    """A parameter whose optimizer state is in host memory or on NVMe."""
+    """A parameter whose optimizer state is in host memory or on NVMe; or would be, if it were not frozen."""
 
     parameter: Parameter
     size: float  # elements on a device
@@ -65,13 +64,18 @@ def offloaded(config: Config) -> list[Offloaded]:
     parameters = []
     on_host = gradients_on_host(config) and execution(config) is Execution.OFFLOADED
     N = zero_devices(config)
-    for row in table(config.model, p.tensor, p.vocab_shards).values():
+    for row in rows(config).values():
         if row.size >= p.persist_below:
             split = is_sharded(row, config) and p.zero > 0
             size = local_elements(row, config) / (N if split else 1)
             alone = p.replica == 1 and (row.split_dim is not None or p.tensor == 1) and (split or N == 1)
-            parameters.append(Offloaded(row, size, alone and on_host))
+            parameters.append(Offloaded(row, size, alone and on_host and not row.is_frozen))
     return parameters
+
+
+def updated(config: Config) -> list[Offloaded]:
+    """Return those of `offloaded` that are not frozen."""
+    return [x for x in offloaded(config) if not x.parameter.is_frozen]
 
 
 def optimizer_bytes(config: Config) -> int:
@@ -93,8 +97,8 @@ def host_memory(config: Config, residual_bytes: float) -> dict[str, float]:
     activations  what `remat` keeps
     """
     parameters, m = offloaded(config), config.memory
-    elements = sum(x.size for x in parameters)
-    parts = {"optimizer": optimizer_bytes(config) * elements if m.offload_optimizer == "host" else 0.0}
+    elements, trained = (sum(x.size for x in chosen) for chosen in (parameters, updated(config)))
+    parts = {"optimizer": optimizer_bytes(config) * trained if m.offload_optimizer == "host" else 0.0}
     parts["params"] = BYTES[config.precision.compute] * elements if m.offload_params == "host" else 0.0
     parts["gradients"] = 4 * sum(x.size for x in parameters if x.has_host_gradient)
     parts["activations"] = residual_bytes if m.offload_activations == "host" else 0.0
@@ -104,7 +108,7 @@ def host_memory(config: Config, residual_bytes: float) -> dict[str, float]:
 def nvme_bytes(config: Config) -> float:
     """Return the bytes of master weights and moments on NVMe per device, which a step reads and writes: 12 S."""
     on_nvme = config.memory.offload_optimizer == "nvme"
-    return optimizer_bytes(config) * sum(x.size for x in offloaded(config)) if on_nvme else 0.0
+    return optimizer_bytes(config) * sum(x.size for x in updated(config)) if on_nvme else 0.0
 
 
 def host_copies(config: Config, residual_bytes: float, microbatch_bytes: float) -> list[dict[str, Any]]:
@@ -132,7 +136,8 @@ def host_copies(config: Config, residual_bytes: float, microbatch_bytes: float) 
         if size:
             copies.append({"to": to, "bytes_per_device": size, "what": what})
 
-    elements, fetched = sum(x.size for x in parameters), _fetched(parameters, update_chunks(config))
+    trained = updated(config)
+    elements, fetched = sum(x.size for x in trained), _fetched(trained, update_chunks(config))
     if m.offload_optimizer == "host":
         state = optimizer_bytes(config) + (4 if has_host_params and w == 4 else 0)
         add("device", HostCopy.STATE, state * fetched)
@@ -148,7 +153,8 @@ def host_copies(config: Config, residual_bytes: float, microbatch_bytes: float) 
     if has_host_params:
         passes = 2 + (block / L if p.pipe == 1 else 0)
         of_layers = sum(x.size for x in parameters if x.in_layers)
-        add("device", HostCopy.WEIGHTS, w * M * (passes * of_layers + elements - of_layers))
+        of_ends = sum(x.size for x in parameters if not x.in_layers)
+        add("device", HostCopy.WEIGHTS, w * M * (passes * of_layers + of_ends))
     if m.offload_activations == "host":
         add("host", HostCopy.ACTIVATIONS, microbatch_bytes * M + (residual_bytes if p.pipe > 1 else 0))
         prefetched = block / L if execution(config) is Execution.OFFLOADED else 0
@@ -164,7 +170,7 @@ def _fetched(parameters: list[Offloaded], chunks: dict[Parameter, int]) -> float
 
 def update_chunks(config: Config) -> dict[Parameter, int]:
     """Return the number of chunks in which the update streams each array (parallel/optimizer_step.py)."""
-    parameters, L = offloaded(config), stage_layers(config)
+    parameters, L = updated(config), stage_layers(config)
     stacked = [x for x in parameters if x.in_layers]
     per_layer = next(
         n for n in (SLICES_PER_LAYER, 2, 1) if all(local_rows(x.parameter, config) % n == 0 for x in stacked)

@@ -6,6 +6,7 @@ Dims: D model, F ffn, N query heads, K kv heads, H head dim, V vocabulary, T lon
 from __future__ import annotations
 
 import math
+import re
 from functools import lru_cache, partial
 
 from nanotrain_jax.config.derived import padded_vocab
@@ -88,6 +89,16 @@ def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
 
     rows = inventory(model.features, model.tie_embeddings, model.num_layers)
     return {path: sized(row) for path, row in rows.items()}
+
+
+@lru_cache
+def frozen_table(model: Model, tensor: int, vocab_shards: int, freeze: tuple[str, ...]) -> Table:
+    """Return `table` with the rows that patterns of train.freeze freeze marked. Do not mutate."""
+
+    def marked(path: str, row: Parameter) -> Parameter:
+        return row._replace(is_frozen=any(re.search(pattern, path) for pattern in freeze))
+
+    return {path: marked(path, row) for path, row in table(model, tensor, vocab_shards).items()}
 
 
 def every_parameter(is_tied: bool = False) -> Table:

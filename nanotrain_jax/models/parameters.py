@@ -29,6 +29,7 @@ class Parameter(NamedTuple):
     is_partial: bool = False  # True: if replicated over tensor, each device uses and differentiates only a part of it
     shape: tuple[int, ...] = ()  # global, with padding; () where sizes are unknown
     padding: int = 0  # rows
+    is_frozen: bool = False  # True: train.freeze has no gradient of it
 
     @property
     def part(self) -> Literal["ends", "layers"]:

@@ -98,14 +98,14 @@ def compute(e: Estimate) -> Section:
     c, m, n = e.config, e.config.model, number
     L, D, T, N = m.num_layers, m.d_model, c.data.seq_len, counts.matmul_parameters(m)
     local, tokens = flops.local_flops(c), counts.tokens_per_device(c)
-    forward = f"{n(local['layers'])} + {n(local['head'])} + {n(local['attention'])}"
     full = flops.flops_per_token(m, T)["full"]
     lines = [
         Line("model FLOPs, per token", "6 N + 12 L D T", f"6 x {n(N)} + 12 x {L} x {n(D)} x {n(T)}", full, "FLOPs"),
         Line(
             "hardware FLOPs, per GPU and step",
-            "(3 (layers + head + attention) + recompute) tokens",
-            f"(3 x ({forward}) + {n(local['recompute'])}) x {n(tokens)}",
+            "(2 (layers + head) + 3 attention + weights + recompute) tokens",
+            f"(2 x ({n(local['layers'])} + {n(local['head'])}) + 3 x {n(local['attention'])} + {n(local['weights'])} + "
+            f"{n(local['recompute'])}) x {n(tokens)}",
             e.flops,
             "FLOPs",
         ),
@@ -117,11 +117,14 @@ def compute(e: Estimate) -> Section:
 def state(e: Estimate) -> Section:
     """Return the bytes of training state between steps."""
     p, n = e.config.parallel, number
-    full, shard = memory.local_parameters(e.config)
+    full, shard = memory.trained_parameters(e.config)
     parts, b = memory.state(e.config), offload.weight_bytes(e.config)
     psi, over = sum(full.values()), sum(shard.values())
     parts_of_psi = f"{n(full[LAYERS])} + {n(full[ENDS])}"
     lines = [Line("Psi", "layers / (P t) + ends / t, of split arrays", parts_of_psi, psi, "parameters per GPU")]
+    frozen, w = memory.frozen_elements(e.config), counts.BYTES[e.config.precision.compute]
+    if frozen:
+        lines[0] = lines[0]._replace(what="Psi, of trained parameters")
     if p.zero and counts.zero_devices(e.config) > 1:
         sharded = f"{n(shard[LAYERS])} + {n(shard[ENDS])}"
         axes = f"{p.data} data" + f" x {p.context} context" * (p.context > 1)
@@ -130,8 +133,8 @@ def state(e: Estimate) -> Section:
     lines += [
         Line(
             "weights",
-            f"{b} Psi" + " / N" * (p.zero == 3),
-            f"{b} x {n(over if p.zero == 3 else psi)}",
+            f"{b} Psi" + " / N" * (p.zero == 3) + f" + {w} frozen" * bool(frozen),
+            f"{b} x {n(over if p.zero == 3 else psi)}" + f" + {w} x {n(frozen)}" * bool(frozen),
             parts["params"],
             "bytes",
         ),

@@ -27,7 +27,6 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import communication, counts, memory, offload
 from nanotrain_jax.costs.communication import Traffic
 from nanotrain_jax.costs.hardware import Gpu
-from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import LAYERS
 from nanotrain_jax.parallel.mesh import AXES
 
@@ -86,8 +85,8 @@ def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
     slowest pair: GPUs in two domains, over one adapter.
     """
     p = config.parallel
-    rows = [row for row in table(config.model, p.tensor, p.vocab_shards).values() if row.part == LAYERS]
-    layer = sum(counts.local_elements(row, config) for row in rows)
+    of_layers = [row for row in counts.rows(config).values() if row.part == LAYERS]
+    layer = sum(counts.local_elements(row, config) for row in of_layers)
     layer *= counts.BYTES[config.precision.compute] / counts.stage_layers(config)
     per_sync = communication.synchronization(config)  # once in sync_every steps
     per_step = [row | {"bytes_per_device": row["bytes_per_device"] / p.sync_every} for row in per_sync]

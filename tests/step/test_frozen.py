@@ -1,5 +1,7 @@
 """Frozen parts: equal to a learning rate of zero there, without gradients, moments and master weights."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,10 @@ import oracle
 import pytest
 from cases import ALL, case
 from conftest import GRADS, LOSS, STATE, cover, on_devices, padded, random_tokens, resolved
+from test_tensor_step import moves_the_bytes_of_the_papers
 
+from nanotrain_jax.audit import hlo
+from nanotrain_jax.costs import communication, flops, memory
 from nanotrain_jax.models import decoder
 from nanotrain_jax.step import build as steps
 from nanotrain_jax.step.frozen import path_name
@@ -94,3 +99,25 @@ def test_a_frozen_parameter_takes_two_bytes(zero):
     of_layers = [x for path, x in jax.tree_util.tree_leaves_with_path(state) if "layers" in jax.tree_util.keystr(path)]
     assert sum(x.addressable_shards[0].data.nbytes for x in of_layers) == 2 * count / shards
     assert {x.dtype for x in of_layers} == {jnp.dtype("bfloat16")}
+
+
+PRICED = [
+    (case("data 2 tensor 2", zero=2, microbatches=2), "/mlp/"),
+    (case("data 2 tensor 2", "gpt2", "full", zero=3), "^layers/"),
+    (case("pipe 2 data 2", zero=1, microbatches=4), "^layers/"),
+]
+
+
+@pytest.mark.parametrize("layout_and_pattern", cover(PRICED, [], lambda case: f"{case[0]} {case[1]}"))
+def test_bytes_and_flops_of_frozen_parts_equal_the_closed_forms(layout_and_pattern):
+    layout, pattern = layout_and_pattern
+    tree = tree_of(layout, pattern)
+    moves_the_bytes_of_the_papers(tree)
+    config, mesh = resolved(tree)
+    step = steps.build(config, mesh)
+    text = step.train.lower(step.state, step.batch).compile().as_text()
+    found = hlo.matmul_flops(text, communication.conditional_rates(config))
+    assert found == pytest.approx(flops.step_flops(config), rel=1e-6)
+    assert found < 0.95 * flops.step_flops(config.replace("train", freeze=()))
+    local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(step.state)]
+    assert sum(local) == pytest.approx(sum(memory.state(config).values()), abs=100)  # counters
