@@ -59,7 +59,7 @@ def measure(config: configs.Config, count: int, warmup: int) -> dict:
     seconds = statistics.median(times)
     rate = tokens[:, 1:].size / seconds
     peak = hardware.peak_flops(device.device_kind)
-    per_token = flops.flops_per_token(config.model, config.data.seq_len)
+    per_token = flops.flops_per_token(config)
     memory, allocated = hlo.memory(train), device.memory_stats()
     return {
         "device": device.device_kind,

@@ -7,9 +7,10 @@ recomputation. Only matmuls count, 2 FLOPs per multiply-add. N: parameters that 
 
 from __future__ import annotations
 
-from nanotrain_jax.config.schema import Config, Model
+from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.counts import (
     attention_parts,
+    frozen_matmul_parameters,
     last_matmuls_spared,
     matmul_parameters,
     rows,
@@ -19,14 +20,18 @@ from nanotrain_jax.costs.counts import (
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 
 
-def flops_per_token(model: Model, seq_len: int) -> dict[str, float]:
+def flops_per_token(config: Config) -> dict[str, float]:
     """Return the model FLOPs of forward and backward per token, without recomputation.
 
     full    6 N + 12 L d T   full attention (PaLM, arXiv 2204.02311, appendix B; the convention of most published MFU)
     causal  6 N +  6 L d T   only the half of attention that a causal mask leaves
+
+    Frozen parameters have no gradient: each takes 4 instead of 6.
     """
-    N, attention = matmul_parameters(model), model.num_layers * model.d_model * seq_len
-    return {"full": 6.0 * N + 12.0 * attention, "causal": 6.0 * N + 6.0 * attention}
+    m = config.model
+    attention = float(m.num_layers * m.d_model * config.data.seq_len)
+    of_weights = 6.0 * matmul_parameters(m) - 2.0 * frozen_matmul_parameters(config)
+    return {"full": of_weights + 12.0 * attention, "causal": of_weights + 6.0 * attention}
 
 
 def step_flops(config: Config) -> float:

@@ -98,8 +98,8 @@ def estimate(config: Config, gpu: str, memory_fraction: float = MEMORY_FRACTION)
     gpus = counts.devices(config)
     seconds, bubble, transfers, copies = times(config, figures)
     step = sum(seconds.values())
-    m, tokens = config.model, config.data.batch_size * config.data.seq_len
-    model_flops = flops.flops_per_token(m, config.data.seq_len)
+    tokens = config.data.batch_size * config.data.seq_len
+    model_flops = flops.flops_per_token(config)
     peak_flops = step * gpus * figures.peak_flops
     return Estimate(
         config=config,

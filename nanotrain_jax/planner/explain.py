@@ -97,10 +97,17 @@ def compute(e: Estimate) -> Section:
     """Return model FLOPs per token, and hardware FLOPs per GPU."""
     c, m, n = e.config, e.config.model, number
     L, D, T, N = m.num_layers, m.d_model, c.data.seq_len, counts.matmul_parameters(m)
+    frozen = counts.frozen_matmul_parameters(c)
     local, tokens = flops.local_flops(c), counts.tokens_per_device(c)
-    full = flops.flops_per_token(m, T)["full"]
+    full = flops.flops_per_token(c)["full"]
     lines = [
-        Line("model FLOPs, per token", "6 N + 12 L D T", f"6 x {n(N)} + 12 x {L} x {n(D)} x {n(T)}", full, "FLOPs"),
+        Line(
+            "model FLOPs, per token",
+            "6 N + 12 L D T" + " - 2 frozen" * bool(frozen),
+            f"6 x {n(N)} + 12 x {L} x {n(D)} x {n(T)}" + f" - 2 x {n(frozen)}" * bool(frozen),
+            full,
+            "FLOPs",
+        ),
         Line(
             "hardware FLOPs, per GPU and step",
             "(2 (layers + head) + 3 attention + weights + recompute) tokens",
@@ -345,7 +352,7 @@ def speed(e: Estimate) -> Section:
     """Return the modelled step time, throughput and MFU."""
     c, n, gpu = e.config, number, hardware.find(e.gpu)
     tokens = c.data.batch_size * c.data.seq_len
-    full, causal = flops.flops_per_token(c.model, c.data.seq_len).values()
+    full, causal = flops.flops_per_token(c).values()
     shown = " + ".join(f"{s:.6g}" for s in e.seconds.values())
     lines = [
         Line("step time", " + ".join(e.seconds), shown, e.step_seconds, "s"),

@@ -123,6 +123,7 @@ class Loop:
 
     def run_steps(self, stopped: Callable[[int], bool]) -> None:
         """Run steps until the last one or until stopped(step), and save."""
+        self.writer.flops = flops_per_step(self.config)
         if self.run.span.name:
             self.writer.say(describe(self.run.stages[0]))
         every, train_step = self.config.checkpoint.every, self.compile()
@@ -266,14 +267,15 @@ def new_folder(key: str, path: str) -> Path:
 def new_writer(run: Run) -> metrics.Writer:
     """Return the metrics writer of a run. Raises OSError."""
     config, devices = run.config, run.mesh.devices
-    peak = hardware.peak_flops(devices.flat[0].device_kind)
-    flops_per_step = 0.0
-    if config.model.factory:  # FLOPs unknown
-        peak = None
-    else:
-        per_token = flops.flops_per_token(config.model, config.data.seq_len)["full"]
-        flops_per_step = per_token * config.data.batch_size * config.data.seq_len
-    return metrics.Writer(config, int(run.state.step), flops_per_step, peak and peak * devices.size, run.tokens)
+    peak = None if config.model.factory else hardware.peak_flops(devices.flat[0].device_kind)
+    return metrics.Writer(config, int(run.state.step), peak and peak * devices.size, run.tokens)
+
+
+def flops_per_step(config: Config) -> float:
+    """Return the model FLOPs of a step's global batch; 0 where they are unknown."""
+    if config.model.factory:
+        return 0.0
+    return flops.flops_per_token(config)["full"] * config.data.batch_size * config.data.seq_len
 
 
 def watching(run: Run, writer: metrics.Writer) -> AbstractContextManager[watchdog.Watchdog]:

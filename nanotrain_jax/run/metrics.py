@@ -28,14 +28,12 @@ PROCESSES = "processes"  # subfolder of the run's folder: <process>.log
 class Writer:
     """Writes metrics to config.logging.dir and the terminal (process 0 only), and to one log per process.
 
-    flops_per_step: of the global batch; peak_flops: of all devices, None if unknown (mfu is null); tokens: consumed
-    before first_step. Raises OSError if the folder cannot be written.
+    peak_flops: of all devices, None if unknown (mfu is null); tokens: consumed before first_step. Set `flops`, those of
+    a step's global batch, before the first step. Raises OSError if the folder cannot be written.
     """
 
-    def __init__(
-        self, config: Config, first_step: int, flops_per_step: float, peak_flops: float | None, tokens: int = 0
-    ):
-        self.config, self.flops, self.peak = config, flops_per_step, peak_flops
+    def __init__(self, config: Config, first_step: int, peak_flops: float | None, tokens: int = 0):
+        self.config, self.flops, self.peak = config, 0.0, peak_flops
         self.tokens = config.data.batch_size * config.data.seq_len  # per step
         self.first_step, self.tokens_before = first_step, tokens
         self.pending: tuple[int, dict[str, Any]] | None = None

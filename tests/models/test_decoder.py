@@ -57,7 +57,7 @@ def test_matmul_parameters_and_flops_follow_the_formulas():
     names = "q_DNH", "k_DKH", "v_DKH", "out_NHD", "up_DF", "down_FD", "embedding_VD"
     matmul = sum(p.size for path, p in jax.tree_util.tree_leaves_with_path(params) if path[-1].key in names)
     assert counts.matmul_parameters(config.model) == matmul
-    per_token = flops.flops_per_token(config.model, 16)
+    per_token = flops.flops_per_token(config)
     assert per_token == {"full": 6 * matmul + 12 * 2 * 32 * 16, "causal": 6 * matmul + 6 * 2 * 32 * 16}
 
 

@@ -204,7 +204,7 @@ def test_mfu_is_printed_in_both_conventions(tmp_path, capsys):
     assert run("--config", LLAMA, "--json", file) == 0
     found = json.loads(file.read_text())["estimate"]
     config = plan.on_gpus(load.load(LLAMA), 8, "h100")
-    per_token = flops.flops_per_token(config.model, config.data.seq_len)
+    per_token = flops.flops_per_token(config)
     peak = hardware.find("h100").peak_flops * 8 / found["tokens_per_second"]
     assert found["mfu"] == pytest.approx(per_token["full"] / peak)
     assert found["mfu_causal"] == pytest.approx(per_token["causal"] / peak)

@@ -26,7 +26,7 @@ def values(loss=2.0, **more):
 
 
 def test_a_step_is_written_when_the_next_one_has_been_dispatched(config, tmp_path):
-    writer = metrics.Writer(config, 0, 1e9, None)
+    writer = metrics.Writer(config, 0, None)
     writer.start_clock()
     writer.step(2, values())
     assert records(tmp_path) == []
@@ -37,7 +37,8 @@ def test_a_step_is_written_when_the_next_one_has_been_dispatched(config, tmp_pat
 
 
 def test_only_logged_steps_evaluations_and_the_last_step_are_written(config, tmp_path):
-    writer = metrics.Writer(config, 0, 1e9, 1e12)
+    writer = metrics.Writer(config, 0, 1e12)
+    writer.flops = 1e9
     writer.start_clock()
     for number in range(1, 11):
         writer.step(number, values(loss=1 / 3, skipped_steps=jnp.int32(number > 4)))
@@ -56,7 +57,7 @@ def test_only_logged_steps_evaluations_and_the_last_step_are_written(config, tmp
 
 
 def test_non_finite_metrics_are_null(config, tmp_path):
-    writer = metrics.Writer(config, 0, 1e9, None)
+    writer = metrics.Writer(config, 0, None)
     writer.start_clock()
     writer.step(2, values(loss=float("nan"), grad_norm=jnp.float32("inf")))
     writer.finish()
@@ -99,7 +100,7 @@ def test_the_plot_uses_the_last_record_of_each_step(tmp_path, monkeypatch):
 
 
 def test_the_plot_shows_mean_losses_the_bigram_line_and_a_title(config, tmp_path, monkeypatch):
-    writer = metrics.Writer(config, 0, 1e9, None)
+    writer = metrics.Writer(config, 0, None)
     writer.start_clock()
     for number, loss in enumerate([4.0, 3.0, float("nan"), 2.0], 1):
         writer.step(number, values(loss=loss))
@@ -131,7 +132,7 @@ DAMAGED = {
 def test_damaged_lines_of_metrics_are_counted_and_do_not_fail_a_run(config, tmp_path, capsys, monkeypatch):
     good = [b'{"step": %d, "loss": 3.0}' % step for step in range(1, 3)]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good[0], *DAMAGED.values(), good[1], b'{"step": 3, "l']))
-    writer = metrics.Writer(config, 2, 1e9, None)
+    writer = metrics.Writer(config, 2, None)
     figures = drawn(monkeypatch)
     writer.start_clock()
     writer.step(4, values())
@@ -149,7 +150,7 @@ def test_each_kind_of_damaged_line_is_skipped(name, tmp_path):
 
 def test_a_failed_plot_gives_one_warning(config, tmp_path, capsys):
     (tmp_path / "loss.png").mkdir()
-    writer = metrics.Writer(config, 0, 1e9, None)
+    writer = metrics.Writer(config, 0, None)
     writer.start_clock()
     writer.step(2, values())
     writer.finish()
@@ -170,7 +171,7 @@ def test_durations_may_exceed_24_hours():
 
 def test_a_progress_line_shows_the_remaining_time(config, capsys):
     many = config.replace("train", steps=100_000).replace("logging", progress="lines")
-    writer = metrics.Writer(many, 0, 1e9, None)
+    writer = metrics.Writer(many, 0, None)
     writer.start_clock()
     writer.step(2, values())
     writer.settle()
@@ -181,7 +182,7 @@ def test_a_progress_line_shows_the_remaining_time(config, capsys):
 
 
 def test_validation_losses_stay_on_the_screen_beside_a_bar(config, capsys):
-    writer = metrics.Writer(config.replace("logging", progress="bar"), 0, 1e9, None)
+    writer = metrics.Writer(config.replace("logging", progress="bar"), 0, None)
     writer.start_clock()
     for number in (3, 5):
         writer.step(number, values())
@@ -199,7 +200,7 @@ def test_the_host_is_one_step_ahead_however_rarely_a_step_is_logged(log_every, c
     """XLA:CPU aborts a program whose loop dispatches steps without ever waiting for one."""
     fetched, device_get = [], jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda tree: fetched.append(float(tree["loss"])) or device_get(tree))
-    writer = metrics.Writer(config.replace("train", log_every=log_every, steps=10_000), 0, 1e9, None)
+    writer = metrics.Writer(config.replace("train", log_every=log_every, steps=10_000), 0, None)
     writer.start_clock()
     for number in range(1, 5):
         writer.step(number, values(loss=number))

@@ -57,7 +57,7 @@ def as_json(plan: Planned) -> dict[str, Any]:
     out = {
         "model": {
             "params": counts.parameters(c.model),
-            "flops_per_token": flops.flops_per_token(c.model, c.data.seq_len)["full"],
+            "flops_per_token": flops.flops_per_token(c)["full"],
         },
         **_layout(e),
         "estimate": {
