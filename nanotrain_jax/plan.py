@@ -2,7 +2,7 @@
 
     python -m nanotrain_jax.plan --config configs/llama3_70b.yaml [--gpu h100] [--gpus 64]     the layout of the config
         --choose [--write FILE]                                                                the best layout instead
-        [--compile] [--memory-timeline] [--explain] [--report DIR] [--json FILE] [section.key=value ...]
+        [--compile] [--memory-timeline] [--explain] [--report DIR] [--json FILE] [--stage NAME] [section.key=value ...]
 
 Estimates are closed-form; --compile checks them with the real compiler. With --choose, or if the config sets no mesh,
 it searches; overrides of searched keys are fixed. With --choose --compile it compiles candidates until one fits. Bytes,
@@ -29,7 +29,7 @@ from nanotrain_jax.costs import counts, hardware
 from nanotrain_jax.data import corpus
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import compiled as compiler
-from nanotrain_jax.planner import explain, search
+from nanotrain_jax.planner import explain, search, training_stages
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate, Verdict, estimate, on_gpus
 from nanotrain_jax.planner.report import export, page, terminal
 from nanotrain_jax.planner.report.export import Planned
@@ -74,6 +74,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--choose", action="store_true", help="search for the best layout instead of using that of the config"
     )
+    parser.add_argument("--stage", metavar="NAME", help="the stage of training to plan (default: the last one)")
     parser.add_argument("--write", type=path_argument, metavar="FILE", help="write a config with the planned layout")
     parser.add_argument(
         "--compile", action="store_true", help="compile the step and compare memory and collectives with the estimate"
@@ -109,7 +110,8 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     if not 0 < options.memory_fraction <= 1:
         raise ValueError(f"--memory-fraction={options.memory_fraction:g}: must be in (0, 1]")
     tree = read(options.config, options.overrides)
-    config = load(options.config, options.overrides)
+    given = load(options.config, options.overrides)
+    config = training_stages.config_of(given, options.stage)
     if config.model.factory:
         raise ValueError(
             f"model.factory={config.model.factory}: the planner supports only the built-in decoder; "
@@ -127,6 +129,7 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     chooses = options.choose or not has_mesh
     planned = choose(options, config, gpu, tree) if chooses else as_given(options, config, gpu, console)
     terminal.estimated(console, planned.estimate)
+    terminal.training_stages(console, training_stages.all_stages(given, planned.estimate))
     if planned.found:
         terminal.candidates(console, planned.found)
     if planned.better:

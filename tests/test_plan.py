@@ -54,6 +54,8 @@ EXPLAINED = [(name, []) for name in CONFIGS] + [
     ("llama3_8b", ["model.tie_embeddings=true", "parallel.zero=2", HOST]),
     ("llama3_8b", ["parallel.replica=2", "parallel.data=4", "precision.grad_reduce=int8", "precision.gather=float8"]),
     ("llama3_8b", ["parallel.zero=0", "precision.grad_reduce=float8"]),
+    ("llama3_8b", ["train.freeze=[/mlp/, ^ends/]"]),
+    ("llama3_8b", ["train.freeze=[^layers/]", "parallel.tensor=2", "parallel.data=4", HOST]),
     ("llama3_8b", ["parallel.pipe=2", "parallel.data=4", "parallel.zero=3", "model.tie_embeddings=true", HOST]),
 ]
 
@@ -141,6 +143,20 @@ def test_a_search_keeps_overrides_and_without_a_mesh_the_keys_of_the_file(tmp_pa
     assert (found["zero"], found["remat"]) == (3, "full")  # full is in the file
     assert found["candidates"]
     assert run("--config", meshless) == 2  # the number of GPUs is missing
+
+
+STAGES = "train.stages=[{name: head, steps: 50, freeze: [^layers/]}, {name: all, steps: 150, lr: 1e-4}]"
+
+
+def test_a_plan_of_stages_shows_all_and_plans_one(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    common = "--config", ROOT / "configs/gpt2_124m.yaml", STAGES, "optimizer.warmup_steps=10"
+    assert run(*common, "--stage", "head", "--json", file) == 0
+    (head,) = re.findall(r"head *│ *1 to 50 │ *([\d.]+)% │ *([\d.]+)", capsys.readouterr().out)
+    assert float(head[0]) == pytest.approx(31.7, abs=0.1)  # embeddings and the last norm
+    assert float(head[1]) == pytest.approx(json.loads(file.read_text())["estimate"]["peak_bytes"] / 1e9, abs=0.01)
+    assert run(*common, "--stage", "tail") == 2
+    assert "--stage=tail is no stage of training; use head or all" in capsys.readouterr().err
 
 
 def test_a_layout_that_does_not_fit_exits_with_1_and_prints_the_excess(capsys):

@@ -60,6 +60,12 @@ def frozen_matmul_parameters(config: Config) -> int:
     return sum(row.size * _layers(row, config.model) for row in marked if row.is_matmul and row.is_frozen)
 
 
+def frozen_parameters(config: Config) -> int:
+    """Return how many of `parameters` train.freeze freezes."""
+    marked = frozen_table(config.model, 1, 1, config.train.freeze).values()
+    return sum(row.size * _layers(row, config.model) for row in marked if row.is_frozen)
+
+
 def kv_width(model: Model) -> int:
     """Return K H, the width of all key (or value) heads."""
     return model.d_model // model.num_heads * model.num_kv_heads

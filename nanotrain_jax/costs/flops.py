@@ -42,6 +42,12 @@ def step_flops(config: Config) -> float:
     return (forward + backward + parts["recompute"]) * tokens_per_device(config)
 
 
+def trained_share(config: Config, part: str) -> float:
+    """Return the share of matmul parameters, of the layers or of the ends, that is not frozen."""
+    matmuls = [row for row in rows(config).values() if row.is_matmul and row.part == part]
+    return sum(row.size for row in matmuls if not row.is_frozen) / sum(row.size for row in matmuls)
+
+
 def local_flops(config: Config) -> dict[str, float]:
     """Return the hardware FLOPs of one device, per token:
 

@@ -215,7 +215,7 @@ def host(e: Estimate) -> Section:
     elements = sum(x.size for x in parameters)
     gradients = sum(x.size for x in parameters if x.has_host_gradient)
     factors = {
-        "optimizer": (offload.optimizer_bytes(e.config), elements),
+        "optimizer": (offload.optimizer_bytes(e.config), sum(x.size for x in offload.updated(e.config))),
         "params": (b, elements),
         "gradients": (4, gradients),
     }

@@ -24,10 +24,10 @@ import numpy as np
 
 from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import communication, counts, memory, offload
+from nanotrain_jax.costs import communication, counts, flops, memory, offload
 from nanotrain_jax.costs.communication import Traffic
 from nanotrain_jax.costs.hardware import Gpu
-from nanotrain_jax.models.parameters import LAYERS
+from nanotrain_jax.models.parameters import ENDS, LAYERS
 from nanotrain_jax.parallel.mesh import AXES
 
 # Fractions of peak memory and link bandwidth that good kernels reach; for matrix units see hardware.Gpu.matmul.
@@ -283,7 +283,7 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
         forward, B = forward + hops, B + hops / 2 + 4 * COLLECTIVE
     elif t > 1:
         forward, B = forward + 4 * COLLECTIVE, B + 6 * COLLECTIVE
-    return L * forward, L * B, L * (inner + down)
+    return L * forward, L * B, L * (inner + down) * flops.trained_share(config, LAYERS)
 
 
 def quantize_time(config: Config, gpu: Gpu) -> float:
@@ -307,7 +307,7 @@ def ends_time(config: Config, gpu: Gpu) -> tuple[float, float]:
     head, logits = _matmul((n, m.d_model, V), b, gpu), 12.0 * n * V / (STREAM * gpu.memory_bandwidth)
     chunks = n / m.loss_chunk if m.loss_chunk else 0
     sums = chunks * 8.0 * V * m.d_model / (STREAM * gpu.memory_bandwidth)
-    return head + logits, 2 * head + logits + sums
+    return head + logits, (1 + flops.trained_share(config, ENDS)) * head + logits + sums
 
 
 def update_time(config: Config, gpu: Gpu) -> float:

@@ -14,6 +14,7 @@ from nanotrain_jax.planner import compiled as compiler
 from nanotrain_jax.planner.estimate import Estimate, Verdict, margin
 from nanotrain_jax.planner.explain import Section, number
 from nanotrain_jax.planner.search import SearchResult, describe
+from nanotrain_jax.planner.training_stages import Staged
 
 
 def _unit(e: Estimate) -> tuple[float, str]:
@@ -59,6 +60,23 @@ def estimated(console: Console, e: Estimate) -> None:
     if e.stores_scores:
         console.print("no flash attention: attention scores are stored, and the memory estimate is less accurate")
     console.print(f"host memory while writing a checkpoint: {e.host_bytes / unit:,.1f} {name} of state per host")
+
+
+def training_stages(console: Console, stages: Sequence[Staged]) -> None:
+    """Print what each stage of training trains, its peak memory and step time, in the same layout."""
+    if not stages:
+        return
+    unit, name = _unit(stages[-1].estimate)
+    table = Table(title="stages of training (--stage NAME plans one)", title_justify="left")
+    for column in ("stage", "steps", "trained", f"peak {name}", "step s", "hours"):
+        table.add_column(column, justify="left" if column == "stage" else "right")
+    for span, e in stages:
+        trained = 1 - counts.frozen_parameters(e.config) / counts.parameters(e.config.model)
+        hours = (span.last - span.first) * e.step_seconds / 3600
+        steps = f"{span.first + 1:,} to {span.last:,}"
+        peak = f"{e.peak_bytes / unit:,.2f}"
+        table.add_row(span.name, steps, f"{trained:.1%}", peak, f"{e.step_seconds:,.3f}", f"{hours:,.2f}")
+    console.print(table)
 
 
 def candidates(console: Console, result: SearchResult) -> None:
