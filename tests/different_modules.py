@@ -1,0 +1,89 @@
+"""Four different modules that classify small images: patches, pooling attention, an MLP, a head with the losses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from nanotrain_jax import StageModule
+
+B, SIDE, CLASSES = 4, 8, 5  # of a microbatch
+
+
+def normal(key, *shape):
+    return jax.random.normal(key, shape) / np.sqrt(np.prod(shape[:-1]))
+
+
+def init_patches(key):
+    return {"kernel": normal(key, 2, 2, 3, 16), "bias": jnp.full(16, 0.1)}
+
+
+def patches(w, x, batch):
+    """image[B 8 8 3] -> x[B 16 16], a token for each patch of 2 x 2"""
+    x = lax.conv_general_dilated(
+        batch["image"], w["kernel"], (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jax.nn.gelu(x.reshape(x.shape[0], -1, 16) + w["bias"][None, None])
+
+
+def init_pooling(key):
+    keys = jax.random.split(key, 3)
+    return {"query": normal(keys[0], 4, 16), "kv": {"key": normal(keys[1], 16, 16), "value": normal(keys[2], 16, 24)}}
+
+
+def pooling(w, x, batch):
+    """x[B 16 16] -> {tokens[B 4 24], mean[B 16]}: four learned queries attend to all patches"""
+    scores = jnp.einsum("QD,BTD->BQT", w["query"], x @ w["kv"]["key"])
+    return {"tokens": jax.nn.softmax(scores) @ (x @ w["kv"]["value"]), "mean": x.mean(1)}
+
+
+def init_mlp(key):
+    keys = jax.random.split(key, 3)
+    return {
+        "scale": jnp.ones(24),
+        "up": normal(keys[0], 24, 80),
+        "down": normal(keys[1], 80, 24),
+        "mean": normal(keys[2], 16, 24),
+    }
+
+
+def mlp(w, x, batch):
+    """{tokens[B 4 24], mean[B 16]} -> x[B 24]"""
+    tokens = x["tokens"] * w["scale"][None, None]
+    return (tokens + jnp.tanh(tokens @ w["up"]) @ w["down"]).sum(1) + x["mean"] @ w["mean"]
+
+
+def init_head(key):
+    return {"kernel": normal(key, 24, CLASSES), "bias": jnp.zeros(CLASSES)}
+
+
+def head(w, x, batch):
+    """x[B 24] -> losses[B]"""
+    log_p = jax.nn.log_softmax(x @ w["kernel"] + w["bias"][None])
+    return -jnp.take_along_axis(log_p, batch["label"][:, None], 1)[:, 0]
+
+
+MODULES = [
+    StageModule("patches", init_patches, patches),
+    StageModule("pooling", init_pooling, pooling),
+    StageModule("mlp", init_mlp, mlp),
+    StageModule("head", init_head, head),
+]
+
+
+def images(microbatches, rows=2 * B):
+    """-> {image[M B 8 8 3], label[M B]}"""
+    rng = np.random.default_rng(0)
+    image = rng.normal(size=(microbatches, rows, SIDE, SIDE, 3)).astype(np.float32)
+    return {
+        "image": jnp.asarray(image),
+        "label": jnp.asarray(rng.integers(CLASSES, size=(microbatches, rows)), jnp.int32),
+    }
+
+
+def composition(weights, batch):
+    """The sum of losses of a microbatch on one device."""
+    x = None
+    for module, w in zip(MODULES, weights, strict=True):
+        x = module.apply(w, x, batch)
+    return x.sum()
