@@ -32,7 +32,7 @@ class Bytes(nnx.Module):
         self.conv = nnx.Conv(32, 32, kernel_size=4, padding="CAUSAL", rngs=rngs)
 
     def __call__(self, x: None, batch: dict) -> jax.Array:
-        return nnx.gelu(self.conv(self.embed(batch["inputs"])))
+        return nnx.gelu(self.conv(self.embed.embedding[batch["inputs"]]))
 
 
 class Patches(nnx.Module):
@@ -69,7 +69,7 @@ class Head(nnx.Module):
 
     def __call__(self, x: dict, batch: dict) -> jax.Array:
         before = jnp.pad(self.down(x["patches"] * x["gate"]), ((0, 0), (1, 0), (0, 0)))[:, :-1]
-        x = nnx.gelu(jnp.repeat(before, PATCH, axis=1) + self.embed(batch["inputs"]))
+        x = nnx.gelu(jnp.repeat(before, PATCH, axis=1) + self.embed.embedding[batch["inputs"]])
         labels = jnp.maximum(batch["targets"], 0)
         losses = optax.softmax_cross_entropy_with_integer_labels(self.out(x).astype(jnp.float32), labels)
         return jnp.where(batch["targets"] >= 0, losses, 0.0)

@@ -7,7 +7,8 @@ from jax import lax
 
 from nanotrain_jax import StageModule
 
-B, SIDE, CLASSES = 4, 8, 5  # of a microbatch
+SIDE, CLASSES = 8, 5
+HOW = {"window_strides": (2, 2), "padding": "VALID", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
 
 
 def normal(key, *shape):
@@ -20,9 +21,7 @@ def init_patches(key):
 
 def patches(w, x, batch):
     """image[B 8 8 3] -> x[B 16 16], a token for each patch of 2 x 2"""
-    x = lax.conv_general_dilated(
-        batch["image"], w["kernel"], (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
+    x = lax.conv_general_dilated(batch["image"], w["kernel"], **HOW)
     return jax.nn.gelu(x.reshape(x.shape[0], -1, 16) + w["bias"][None, None])
 
 
@@ -31,19 +30,26 @@ def init_pooling(key):
     return {"query": normal(keys[0], 4, 16), "kv": {"key": normal(keys[1], 16, 16), "value": normal(keys[2], 16, 24)}}
 
 
-def pooling(w, x, batch):
-    """x[B 16 16] -> {tokens[B 4 24], mean[B 16]}: four learned queries attend to all patches"""
-    scores = jnp.einsum("QD,BTD->BQT", w["query"], x @ w["kv"]["key"])
-    return {"tokens": jax.nn.softmax(scores) @ (x @ w["kv"]["value"]), "mean": x.mean(1)}
+def pooling(axis):
+    """A module whose mean is over all devices along a mesh axis: it all-reduces."""
+
+    def apply(w, x, batch):
+        """x[B 16 16] -> {tokens[B 4 24], mean[B 16]}: four learned queries attend to all patches"""
+        mean = x.mean((0, 1)) if axis is None else lax.pmean(x.mean((0, 1)), axis)
+        x = x - mean[None, None]
+        scores = jnp.einsum("QD,BTD->BQT", w["query"], x @ w["kv"]["key"])
+        return {"tokens": jax.nn.softmax(scores) @ (x @ w["kv"]["value"]), "mean": x.mean(1)}
+
+    return apply
 
 
 def init_mlp(key):
-    keys = jax.random.split(key, 3)
+    up, down, mean = jax.random.split(key, 3)
     return {
         "scale": jnp.ones(24),
-        "up": normal(keys[0], 24, 80),
-        "down": normal(keys[1], 80, 24),
-        "mean": normal(keys[2], 16, 24),
+        "up": normal(up, 24, 80),
+        "down": normal(down, 80, 24),
+        "mean": normal(mean, 16, 24),
     }
 
 
@@ -63,27 +69,30 @@ def head(w, x, batch):
     return -jnp.take_along_axis(log_p, batch["label"][:, None], 1)[:, 0]
 
 
-MODULES = [
-    StageModule("patches", init_patches, patches),
-    StageModule("pooling", init_pooling, pooling),
-    StageModule("mlp", init_mlp, mlp),
-    StageModule("head", init_head, head),
-]
+def modules(axis=None):
+    return [
+        StageModule("patches", init_patches, patches),
+        StageModule("pooling", init_pooling, pooling(axis)),
+        StageModule("mlp", init_mlp, mlp),
+        StageModule("head", init_head, head),
+    ]
 
 
-def images(microbatches, rows=2 * B):
+def images(microbatches, rows):
     """-> {image[M B 8 8 3], label[M B]}"""
     rng = np.random.default_rng(0)
     image = rng.normal(size=(microbatches, rows, SIDE, SIDE, 3)).astype(np.float32)
-    return {
-        "image": jnp.asarray(image),
-        "label": jnp.asarray(rng.integers(CLASSES, size=(microbatches, rows)), jnp.int32),
-    }
+    label = rng.integers(CLASSES, size=(microbatches, rows)).astype(np.int32)
+    return {"image": jnp.asarray(image), "label": jnp.asarray(label)}
 
 
-def composition(weights, batch):
-    """The sum of losses of a microbatch on one device."""
-    x = None
-    for module, w in zip(MODULES, weights, strict=True):
-        x = module.apply(w, x, batch)
-    return x.sum()
+def one_device(weights, batch):
+    """The sum of all losses, by plain composition."""
+
+    def of_one(microbatch):
+        x = None
+        for module, own in zip(modules(), weights, strict=True):
+            x = module.apply(own, x, microbatch)
+        return x.sum()
+
+    return lax.map(of_one, batch).sum()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -67,13 +68,17 @@ def init(stages: DifferentStages, seed: int, order: Sequence[int] | None = None,
 
 
 def check(stages: DifferentStages, config: Config, mesh: Mesh) -> None:
-    """Raise ValueError unless mesh and config suit rows of weights."""
+    """Raise ValueError unless the modules suit each other, and mesh and config their rows."""
+    p, d = config.parallel, config.data
     tensor, data = mesh.shape["tensor"], mesh.shape["data"]
     if tensor > 1:
         raise ValueError(f"parallel.tensor={tensor}: different stages are not split over tensor; use parallel.tensor=1")
     for size in stages.row_sizes.values():
-        if config.parallel.zero and size >= config.parallel.persist_below and size % data:
+        if p.zero and size >= p.persist_below and size % data:
             raise ValueError(
                 f"parallel.data={data} does not divide the {size} weights of a stage, which ZeRO shards; use a "
                 f"parallel.data that divides {stages.multiple_of}"
             )
+    tokens = jax.ShapeDtypeStruct((d.batch_size // (p.replica * p.data * p.microbatches), d.seq_len), jnp.int32)
+    with suppress(NameError):  # modules with collectives are checked when the step is traced
+        stages.check({"inputs": tokens, "targets": tokens})

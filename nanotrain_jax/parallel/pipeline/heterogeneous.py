@@ -28,16 +28,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
+from nanotrain_jax.parallel.packing import Buffers, Packing, by_dtype, by_type, empty, largest, packing_of
 from nanotrain_jax.parallel.split_vjp import SplitVjp, split_vjp
 
 Tree = Any  # a pytree of arrays
-Buffers = dict[str, jax.Array]  # flat arrays
 
 NUMBER = "number"  # in x, beside its buffers: of the module that runs next, a float
 SAVED = ("residuals_of_module",)  # what the forward stores, for rematerialization policies
@@ -55,65 +54,6 @@ class StageModule(NamedTuple):
     name: str
     init: Callable[[jax.Array], Tree]
     apply: Callable[[Tree, Tree, Tree], Tree]
-
-
-class Packing(NamedTuple):
-    """How the leaves of a tree lie in flat buffers: one after another, those with the same key in the same buffer."""
-
-    tree: Any  # tree structure
-    shapes: list[tuple[int, ...]]
-    keys: list[str]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Number of elements by key."""
-        totals = dict.fromkeys(self.keys, 0)
-        for shape, key in zip(self.shapes, self.keys, strict=True):
-            totals[key] += int(np.prod(shape))
-        return totals
-
-    def unpack(self, buffers: Buffers) -> Tree:
-        """Return the tree. Splits rather than slices: the gradient is then a concatenation, not a sum of paddings."""
-        leaves: list[Any] = [None] * len(self.keys)
-        for key in self.sizes:
-            where = [i for i, k in enumerate(self.keys) if k == key]
-            ends = np.cumsum([np.prod(self.shapes[i], dtype=int) for i in where])
-            for i, part in zip(where, jnp.split(buffers[key], ends), strict=False):  # the last part is padding
-                leaves[i] = part.reshape(self.shapes[i])
-        return self.tree.unflatten(leaves)
-
-    def pack(self, tree: Tree, like: Buffers) -> Buffers:
-        """Return buffers of the types of `like`: the leaves of a tree, then zeros."""
-        leaves = self.tree.flatten_up_to(tree)
-
-        def buffer(key: str, kind: jax.Array) -> jax.Array:
-            parts = [x.ravel() for x, k in zip(leaves, self.keys, strict=True) if k == key]
-            padding = kind.size - sum(part.size for part in parts)
-            parts = as_varying([*parts, jnp.zeros(padding, kind.dtype)], sorted(varying_axes(kind)))
-            return jnp.concatenate(parts)
-
-        return {key: buffer(key, kind) for key, kind in like.items()}
-
-
-def _packing(types: Tree, key: Callable[[tuple, Any], str]) -> Packing:
-    """Return the packing of a tree of types. key(path, type of a leaf) -> its buffer."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(types)
-    return Packing(tree, [x.shape for _, x in leaves], [key(path, x) for path, x in leaves])
-
-
-def _by_dtype(path: tuple, x: Any) -> str:
-    return str(x.dtype)
-
-
-def _largest(packings: Sequence[Packing]) -> dict[str, int]:
-    """Return for each key the size of a buffer that holds any of the trees."""
-    sizes = [packing.sizes for packing in packings]
-    return {key: max(s.get(key, 0) for s in sizes) for key in sorted({key for s in sizes for key in s})}
-
-
-def _empty(sizes: dict[str, int], axes: Sequence[str], dtype: str | None = None) -> Buffers:
-    """Return buffers of zeros, varying over axes. dtype: None: the keys are dtypes."""
-    return as_varying({key: jnp.zeros(size, dtype or key) for key, size in sizes.items()}, axes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,17 +82,17 @@ class DifferentStages:
                 if x.dtype != jnp.float32:
                     where = jax.tree_util.keystr(path, simple=True, separator="/")
                     raise ValueError(f"module {module.name}: the weight {where} is {x.dtype}; use float32")
-            packings.append(_packing(types, lambda path, x: self.row_of(path)))
+            packings.append(packing_of(types, lambda path, x: self.row_of(path)))
         return packings
 
     @cached_property
     def row_sizes(self) -> dict[str, int]:
         """Number of elements of a row, by key: those of the longest, rounded up."""
-        return {key: -(-n // self.multiple_of) * self.multiple_of for key, n in _largest(self.weights).items()}
+        return {key: -(-n // self.multiple_of) * self.multiple_of for key, n in largest(self.weights).items()}
 
     def init_row(self, number: jax.Array | int, key: jax.Array) -> Buffers:
         """-> the row [n] of a module with its first weights, float32, by key."""
-        row = _empty(self.row_sizes, (), "float32")
+        row = {name: jnp.zeros(size) for name, size in self.row_sizes.items()}
 
         def branch(i: int, key: jax.Array) -> Buffers:
             return self.weights[i].pack(self.modules[i].init(key), row)
@@ -188,6 +128,12 @@ class DifferentStages:
             layers=rows,
         )
 
+    def check(self, microbatch: Tree) -> None:
+        """Raise ValueError unless the modules suit each other. microbatch: types. Outside of `shard_map` NameError if a
+        module uses collectives.
+        """
+        _Types(self, microbatch, ())
+
     def first(self, microbatch: Tree) -> Buffers:
         """-> x before the first module: empty buffers."""
         axes = _axes(microbatch)
@@ -222,8 +168,8 @@ class _Types:
     def __init__(self, stages: DifferentStages, microbatch: Tree, axes: Sequence[str]):
         self.stages, self.microbatch, self.axes = stages, microbatch, axes
         self.activations = [None, *self._activations()]
-        self.packings = [_packing(types, _by_dtype) for types in self.activations]
-        self.x = _empty(_largest(self.packings), axes)
+        self.packings = [packing_of(types, by_dtype) for types in self.activations]
+        self.x = empty(largest(self.packings), axes)
 
     @cached_property
     def weights(self) -> list[Tree]:
@@ -241,6 +187,8 @@ class _Types:
         for i, module in enumerate(self.stages.modules):
             try:
                 y = jax.eval_shape(partial(self.apply, i), self.microbatch, self.weights[i], x)
+            except NameError:  # a collective outside of shard_map
+                raise
             except Exception as error:
                 what = source if x is None else f"{source}, {_in_words(x)}"
                 first_line = next(iter(str(error).splitlines()), type(error).__name__)
@@ -265,8 +213,8 @@ class _Types:
 
     def flat(self, lists: list[list]) -> tuple[list[Packing], Buffers]:
         """-> packings of a list of types of each module, empty buffers that hold any of them."""
-        packings = [_packing(types, _by_dtype) for types in lists]
-        return packings, _empty(_largest(packings), self.axes)
+        packings = [packing_of(types, by_type) for types in lists]
+        return packings, empty(largest(packings))
 
 
 def _in_words(types: Tree) -> str:
@@ -310,7 +258,7 @@ def _backward(stages: DifferentStages, saved: tuple, g: Buffers) -> tuple[Buffer
     rows, microbatch, number, residuals = saved
     types = _Types(stages, microbatch, _axes(g))
     packings, _ = types.flat([vjp.residuals for vjp in types.vjps])
-    of_both, like = types.flat([vjp.intermediates for vjp in types.vjps])
+    between, like = types.flat([vjp.intermediates for vjp in types.vjps])
     count = len(stages.modules)
 
     def arguments(i: int, rows: Buffers, residuals: Buffers, microbatch: Tree) -> tuple[list, Tree, Tree]:
@@ -324,10 +272,10 @@ def _backward(stages: DifferentStages, saved: tuple, g: Buffers) -> tuple[Buffer
     def of_x(i: int, g: Buffers, *of_layer: Tree) -> tuple[Buffers, Buffers]:
         g = types.packings[i + 1].unpack(g)
         g, intermediates = types.vjps[i].backward_x(*arguments(i, *of_layer), g)
-        return types.packings[i].pack(g, types.x), of_both[i].pack(intermediates, like)
+        return types.packings[i].pack(g, types.x), between[i].pack(intermediates, like)
 
     def of_weights(i: int, intermediates: Buffers, *of_layer: Tree) -> Buffers:
-        of_weights = types.vjps[i].backward_weights(*arguments(i, *of_layer), of_both[i].unpack(intermediates))
+        of_weights = types.vjps[i].backward_weights(*arguments(i, *of_layer), between[i].unpack(intermediates))
         return stages.weights[i].pack(of_weights, rows)
 
     if not stages.is_split:
