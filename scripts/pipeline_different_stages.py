@@ -17,8 +17,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax import Config, DifferentStages, Model, StageModule, as_varying, model_of_stages, run_schedule
+from nanotrain_jax import Config, Model, as_varying, run_schedule
+from nanotrain_jax.models.different_stages import model_of_stages
 from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.parallel.pipeline.heterogeneous import DifferentStages, StageModule
 
 V, T, PATCH = 256, 64, 4
 MICROBATCHES, BATCH = 8, 16
@@ -121,7 +123,7 @@ def main() -> None:
     print(f"{'':30} weights  one device     4 stages  largest difference")
     print(f"{'loss':37} {true_loss:11.6f} {loss:12.6f} {abs(loss - true_loss):19.1e}")
     for stage, true, found in zip(stages.modules, true_grads, stages.unpack(grads), strict=True):
-        norms = f"{optax.global_norm(true):11.6f} {optax.global_norm(found):12.6f}"
+        norms = f"{optax.tree.norm(true):11.6f} {optax.tree.norm(found):12.6f}"
         difference = max(jnp.abs(x - y).max() for x, y in zip(*map(jax.tree.leaves, (true, found)), strict=True))
         count = sum(x.size for x in jax.tree.leaves(true))
         print(f"{'gradient of ' + stage.name:30} {count:6,} {norms} {difference:19.1e}")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nanotrain_jax import StageModule
+from nanotrain_jax.parallel.pipeline.heterogeneous import StageModule
 
 SIDE, CLASSES = 8, 5
 HOW = {"window_strides": (2, 2), "padding": "VALID", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}

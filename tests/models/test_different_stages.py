@@ -12,7 +12,8 @@ from command import main
 from conftest import cover, records, resolved, small
 from planning import ROOT
 
-from nanotrain_jax import StageModule, model_of_stages
+from nanotrain_jax.models.different_stages import model_of_stages
+from nanotrain_jax.parallel.pipeline.heterogeneous import StageModule
 from nanotrain_jax.step import build as steps
 
 pytestmark = pytest.mark.usefixtures("no_cache_of_programs")

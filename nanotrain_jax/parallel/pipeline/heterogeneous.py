@@ -75,15 +75,8 @@ class DifferentStages:
     @cached_property
     def weights(self) -> list[Packing]:
         """Of the weights of each module in its row. Raises ValueError unless they are float32."""
-        packings = []
-        for module in self.modules:
-            types = jax.eval_shape(module.init, jax.random.key(0))
-            for path, x in jax.tree_util.tree_leaves_with_path(types):
-                if x.dtype != jnp.float32:
-                    where = jax.tree_util.keystr(path, simple=True, separator="/")
-                    raise ValueError(f"module {module.name}: the weight {where} is {x.dtype}; use float32")
-            packings.append(packing_of(types, lambda path, x: self.row_of(path)))
-        return packings
+        types = [_types_of_weights(module) for module in self.modules]
+        return [packing_of(tree, lambda path, x: self.row_of(path)) for tree in types]
 
     @cached_property
     def row_sizes(self) -> dict[str, int]:
@@ -152,6 +145,15 @@ class DifferentStages:
     def output(self, x: Buffers, microbatch: Tree) -> Tree:
         """x after the last module -> what it returned."""
         return _Types(self, microbatch, _axes((x, microbatch))).packings[-1].unpack(x)
+
+
+def _types_of_weights(module: StageModule) -> Tree:
+    types = jax.eval_shape(module.init, jax.random.key(0))
+    for path, x in jax.tree_util.tree_leaves_with_path(types):
+        if x.dtype != jnp.float32:
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(f"module {module.name}: the weight {where} is {x.dtype}; use float32")
+    return types
 
 
 def _axes(tree: Tree) -> list[str]:

@@ -13,9 +13,10 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax import DifferentStages, StageModule, as_varying, layer_order, run_schedule
+from nanotrain_jax import as_varying, layer_order, run_schedule
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.pipeline import schedule as schedules
+from nanotrain_jax.parallel.pipeline.heterogeneous import DifferentStages, StageModule
 from nanotrain_jax.parallel.pipeline.schedule import SPLIT
 from nanotrain_jax.parallel.split_vjp import split_vjp
 
