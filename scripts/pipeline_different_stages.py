@@ -4,7 +4,7 @@ python scripts/pipeline_different_stages.py
 
 The trainer takes the same modules (seq_len: a multiple of 4; num_layers: their number):
 python -m nanotrain_jax.train --config configs/quickstart.yaml model.factory=scripts.pipeline_different_stages:build
-    model.num_layers=4 parallel.pipe=4 parallel.data=2 parallel.microbatches=8 parallel.zero=3
+    model.num_layers=4 parallel.pipe=4 parallel.data=2 parallel.microbatches=8 parallel.zero=3 runtime.simulate=8
 """
 
 from collections.abc import Callable
