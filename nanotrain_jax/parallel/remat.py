@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nanotrain_jax.config.values import Remat
 from nanotrain_jax.parallel import context, packed_attention, tensor
+from nanotrain_jax.parallel.pipeline import heterogeneous
 
 INPUT = "input"  # of a layer, or of a block of them
 # Matmul outputs of a layer that its backward needs, and what attention over a mesh axis has communicated.
@@ -59,7 +60,9 @@ def _is_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
 # Save the outputs of matmuls, attention and reductions, not what is gathered or cheap.
 _expensive = jax.checkpoint_policies.save_from_both_policies(
     _is_expensive,
-    jax.checkpoint_policies.save_only_these_names(*context.SAVED, *packed_attention.SAVED, *tensor.OVERLAPPED),
+    jax.checkpoint_policies.save_only_these_names(
+        *context.SAVED, *packed_attention.SAVED, *tensor.OVERLAPPED, *heterogeneous.SAVED
+    ),
 )
 
 

@@ -7,7 +7,8 @@ or what is differentiated (compared by identity) are not stored again.
 The split backward (zero-bubble, arXiv 2401.10241, section 2) partitions the jaxpr of this function by data flow:
 `backward_x` computes what the gradient of x depends on; `backward_weights` the remaining matmuls, which produce weight
 gradients, and what only they need. Nothing is computed in both. Loops are not split: a layer that contains a loop
-computes its weight gradients in `backward_x`, and `backward_weights` returns them.
+computes its weight gradients in `backward_x`, and `backward_weights` returns them. A conditional is in one part as a
+whole (`pipeline/heterogeneous.py` has one for each part).
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class SplitVjp:
     jaxpr: Jaxpr  # flat: (residuals, constants, inputs, g) -> gradients of inputs, of x; calls inlined
     consts: list
     gradients: int  # number of outputs that are gradients of inputs
+    x_tree: Any  # the tree structure of x
     parts: _Parts
 
     @property
@@ -90,12 +92,12 @@ class SplitVjp:
 
     def backward_x(self, residuals: Sequence, constants: Tree, inputs: Tree, g: Tree) -> tuple[Tree, list]:
         """-> gradient of x, intermediates for backward_weights"""
-        gradients, tree = jax.tree.flatten(g)
+        gradients = jax.tree.leaves(g)
         g_vars = self.jaxpr.invars[-len(gradients) :]
         values = self._values(residuals, constants, inputs) | dict(zip(g_vars, gradients, strict=True))
         _run(self.parts.for_x, values)
         of_x = [_read(values, v) for v in self.jaxpr.outvars[self.gradients :]]
-        return tree.unflatten(of_x), [values[v] for v in self.parts.intermediates]
+        return self.x_tree.unflatten(of_x), [values[v] for v in self.parts.intermediates]
 
     def backward_weights(self, residuals: Sequence, constants: Tree, inputs: Tree, intermediates: Sequence) -> Tree:
         """-> gradients of inputs"""
@@ -142,7 +144,8 @@ def _trace(layer: Layer, constants: Tree, inputs: Tree, x: Tree) -> SplitVjp:
     gradients = len(jax.tree.leaves(inputs))
     types = [jax.typeof(x) for x in residuals]
     parts = _partition(closed.jaxpr, gradients, len(jax.tree.leaves(y)))
-    return SplitVjp(layer, tree, sources, types, closed.jaxpr, closed.consts, gradients, parts)
+    x_tree = jax.tree.structure(x)
+    return SplitVjp(layer, tree, sources, types, closed.jaxpr, closed.consts, gradients, x_tree, parts)
 
 
 def _vjp(layer: Layer, constants: Tree, inputs: Tree, x: Tree) -> tuple[Tree, Callable]:
@@ -175,7 +178,7 @@ def _partition(jaxpr: Jaxpr, gradients: int, g_arrays: int) -> _Parts:
     deferred, deferred_results = set(), set()  # equations of part 2, and what they compute
     for i in not_for_x:
         equation = jaxpr.eqns[i]
-        if equation.primitive.name in MATMULS or deferred_results.intersection(_reads(equation)):
+        if _is_matmul(equation) or deferred_results.intersection(_reads(equation)):
             deferred.add(i)
             deferred_results.update(equation.outvars)
     for i in reversed(not_for_x):
@@ -190,6 +193,13 @@ def _partition(jaxpr: Jaxpr, gradients: int, g_arrays: int) -> _Parts:
     used = [*(v for equation in for_weights for v in _reads(equation)), *jaxpr.outvars[:gradients]]
     intermediates = dict.fromkeys(v for v in used if isinstance(v, Var) and v in available)
     return _Parts(for_x, for_weights, list(intermediates))
+
+
+def _is_matmul(equation: JaxprEqn) -> bool:
+    """True for a matmul, and for a conditional with a matmul in any of its branches."""
+    if equation.primitive.name != "cond":
+        return equation.primitive.name in MATMULS
+    return any(_is_matmul(inner) for branch in equation.params["branches"] for inner in branch.jaxpr.eqns)
 
 
 def _bytes(v: Var) -> int:
