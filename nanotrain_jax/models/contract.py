@@ -2,7 +2,8 @@
 
 A model is a stack of identical layers, with a computation before and one after it:
 
-    x = first(ends, batch, run)                         embedding, an encoder, ...
+    batch = batch | encode(ends, batch, run)            optional: an encoder of images, ...
+    x = first(ends, batch, run)                         embedding
     x = layer(weights[i], x, batch) for i in 0 .. L-1   x keeps its shape and dtype
     sum of losses, count = last(ends, x, batch)         norm, head, loss
 
@@ -18,6 +19,9 @@ look further back, and positions count from there. Functions are pure: weights a
 The step handles ZeRO, remat, offload, pipeline stages and the optimizer. remat=selective saves values that
 `jax.ad_checkpoint.checkpoint_name` names with one of `parallel.remat.SAVED`. The model handles tensor parallelism: its
 rules shard weights over tensor, and it computes with `column`, `row`, `enter`, `leave`.
+
+An encoder returns a dict of arrays [B ...]: floats for `first` alone, integers for `layer` and `last` too. In pipelines
+all stages share its work (step/encoded.py).
 
 Weights are a dict. Under "layers" every array has a leading dim L. All other keys are `ends`: nested dicts of arrays,
 for `first` and `last`. Further stacks of layers, e.g. an encoder, have their own keys beside "layers" and a leading dim
@@ -60,8 +64,8 @@ class Model:
     rules       the dims of weights that are sharded over tensor: ("up/kernel", "L D F/tensor"). The step shards the
                 dim L of layers over pipe, and with ZeRO another dim over data and context
     stacks      keys of further stacks of layers
-    used_by_first, used_by_last   select from a tree like `ends` (without stacks) what `first` and `last` use.
-                Hand-written layer loops gather the selected weights there, once for each
+    used_by_first, used_by_last, used_by_encode   select from a tree like `ends` (without stacks) what `first`, `last`
+                and `encode` use. Hand-written layer loops gather the selected weights there, once for each
     is_decayed  tree path of a weight -> True if weight decay applies; default: all but biases and scales
     has_partial_gradient   tree path of a weight that is replicated over tensor -> True if its gradient on each device
                 is a partial sum: then it is summed once per step. If False, JAX sums it at each use
@@ -78,9 +82,11 @@ class Model:
     layer: Callable[[Tree, jax.Array, Tree], jax.Array]
     last: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array]]
     rules: Rules
+    encode: Callable[[Tree, Tree, Callable], dict[str, jax.Array]] | None = None
     stacks: tuple[str, ...] = ()
     used_by_first: Callable[[Tree], Tree] = lambda ends: ends
     used_by_last: Callable[[Tree], Tree] = lambda ends: ends
+    used_by_encode: Callable[[Tree], Tree] = lambda ends: ends
     is_decayed: Callable[[tuple], bool] = lambda path: path[-1].key not in ("bias", "scale")
     has_partial_gradient: Callable[[tuple], bool] = lambda path: False
     is_padded: Callable[[str], bool] = lambda path: False

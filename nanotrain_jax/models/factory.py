@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models import decoder
 from nanotrain_jax.models.contract import LAYERS, Model
@@ -58,6 +59,11 @@ def check(model: Model, config: Config) -> None:
             f"parallel.vocab_over_pipe={config.parallel.vocab_over_pipe}, but {name} has splits_vocab="
             f"{model.splits_vocab}; make them equal"
         )
+    if model.encode and execution(config) is Execution.OFFLOADED:
+        raise ValueError(
+            f"{name} has an encoder: gradients and activations in host memory do without one; use parallel.zero below "
+            "2, or memory.offload_optimizer=none and offload_activations=none"
+        )
     if not (config.data.attend_across_documents or model.splits_documents):
         raise ValueError(
             f'data.attend_across_documents=false, but {name} does not say that it heeds batch["starts"]; '
@@ -93,7 +99,8 @@ def _problems(model: Model, num_layers: int) -> Iterator[str]:
 
 def _unused(model: Model) -> Iterator[str]:
     ends = {key: tree for key, tree in model.shapes.items() if key not in (LAYERS, *model.stacks)}
-    used = {path for use in (model.used_by_first, model.used_by_last) for path in _paths(use(ends))}
+    uses = [model.used_by_first, model.used_by_last, *([model.used_by_encode] if model.encode else [])]
+    used = {path for use in uses for path in _paths(use(ends))}
     for path in _paths(ends):
         if path not in used:
             yield f"neither used_by_first nor used_by_last selects {path}; select it in one, or remove it"

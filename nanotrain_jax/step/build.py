@@ -32,6 +32,7 @@ from nanotrain_jax.step import forward
 from nanotrain_jax.step import plan as plans
 from nanotrain_jax.step import state as states
 from nanotrain_jax.step.compressed import sum_kept
+from nanotrain_jax.step.encoded import encode_all
 from nanotrain_jax.step.gradients import GRADIENTS
 from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import REPLICATED, State
@@ -133,7 +134,10 @@ def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, jax.Arra
     p = plan.config.parallel
     if plan.execution is Execution.PIPELINE:
         schedule = schedules.forward_only(p.pipe, p.microbatches, p.chunks, plan.model.splits_vocab)
-        sums = run_forward(schedule, forward.layered(plan, params), microbatches, idle=p.idle)
+        model = forward.layered(plan, params)
+        if plan.model.encode:
+            microbatches |= encode_all(plan, params, microbatches, model.ends)
+        sums = run_forward(schedule, model, microbatches, idle=p.idle)
     else:
         weights = forward.Weights(params, forward.inputs(plan, plan.zero, params))
         sums = lax.map(partial(forward.loss, plan, plan.zero, weights), microbatches)

@@ -56,6 +56,8 @@ def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Arr
     model = plan.model
     ends = gather_ends(plan, zero, weights)
     run = partial(run_stack, plan, zero, weights)
+    if model.encode:
+        batch = batch | model.encode(model.used_by_encode(ends), batch, run)
     x = model.first(model.used_by_first(ends), batch, run)
     x = run(LAYERS, partial(layer_of, model, batch), x)
     return in_float32(model.last(model.used_by_last(ends), x, batch))
@@ -113,14 +115,11 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     policy = plan.remat._replace(regather=plan.remat.regather and not gathers, unroll=splits_backward)
     block = policy.remat.block if policy.remat.policy == "block" else None
     end_dims, stacked_dims = split_layers(plan.shards.dims)
+    gathered = partial(gather_used, plan, stored_ends)
     row_shards = plan.shards._replace(dims=stacked_dims) if block else plan.shards_of_layer()
     trained_ends, trained_layers = split_layers(plan.trainable)
     trained_shards = row_shards._replace(dims=select(row_shards.dims, trained_layers))
     stored_row = select(jax.tree.map(lambda w: w[0], remat.in_blocks(params[LAYERS], block)), trained_layers)
-
-    def gathered(inputs: Tree, used: Callable[[Tree], Tree]) -> Tree:
-        stored, inputs, dims = (used(outside_stacks(plan, tree)) for tree in (stored_ends, inputs, end_dims))
-        return zero.gather(stored, inputs, None, plan.shards._replace(dims=dims))
 
     def layer(weights: Tree, inputs: Tree, x: Tree, batch: Tree) -> Tree:
         run = partial(run_layer, plan.shards_of_layer(), of_layers, partial(layer_of, model, batch))
@@ -146,6 +145,26 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
         is_layer=plan.is_layer,
         split_ends=plan.model.splits_vocab,
     )
+
+
+def gather_used(plan: Plan, stored_ends: Tree, inputs: Tree, used: Callable[[Tree], Tree]) -> Tree:
+    """Gather what used selects of the weights outside stacks of layers."""
+    end_dims, _ = split_layers(plan.shards.dims)
+    stored, inputs, dims = (used(outside_stacks(plan, tree)) for tree in (stored_ends, inputs, end_dims))
+    return plan.zero.gather(stored, inputs, None, plan.shards._replace(dims=dims))
+
+
+def encode(plan: Plan, params: Tree, inputs: Tree, batch: Tree) -> Tree:
+    """Run `Model.encode` on a microbatch, for loops with an explicit backward. inputs: `LayeredModel.ends`."""
+    stored_ends, _ = split_layers(as_varying(local(plan, params), plan.loss_axes))
+    ends = gather_used(plan, stored_ends, inputs, plan.model.used_by_encode)
+    return plan.model.encode(ends, batch, partial(run_stack, plan, plan.zero, Weights(stored_ends, inputs)))
+
+
+def used_by_encoder(plan: Plan, tree: Tree) -> Tree:
+    """Select what `Model.encode` uses from a tree like the parameters: with all further stacks."""
+    stacks = {key: tree[key] for key in plan.model.stacks}
+    return plan.model.used_by_encode(outside_stacks(plan, tree)) | stacks
 
 
 def prefetch_of_layers(plan: Plan) -> Callable | None:

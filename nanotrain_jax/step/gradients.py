@@ -26,6 +26,7 @@ from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline.executor import run_schedule
 from nanotrain_jax.parallel.zero import PER_LAYER, accumulate_on_host
 from nanotrain_jax.step import forward
+from nanotrain_jax.step.encoded import before_schedule
 from nanotrain_jax.step.forward import Weights
 from nanotrain_jax.step.plan import Plan
 
@@ -128,8 +129,10 @@ def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     p = plan.config.parallel
     name = p.schedule if p.pipe > 1 else "1f1b"  # one stage: forward and backward of each microbatch
     schedule = schedules.make(name, p.pipe, p.microbatches, p.chunks, plan.model.splits_vocab)
-    model = scaled(forward.layered(plan, params), scale)
+    layered = scaled(forward.layered(plan, params), scale)
+    model, microbatches, backward = before_schedule(plan, params, layered, microbatches)
     loss, (of_ends, of_layers) = run_schedule(schedule, model, microbatches, idle=p.idle)
+    of_ends = backward(of_ends)
     if model.reduce:
         stored_ends, dims = (split_layers(select(tree, plan.trainable))[0] for tree in (params, plan.shards.dims))
         of_ends = plan.zero.reduce(of_ends, stored_ends, plan.shards._replace(dims=dims))

@@ -1,0 +1,96 @@
+"""Encoders in pipelines: run before the schedule, shared over the stages.
+
+In one program a tick lasts as long as its busiest stage, so an encoder inside the first stage would hold up all others.
+With P stages and M microbatches:
+
+    each stage     encodes M/P of the microbatches               moves nothing
+    once           all-gathers what is encoded over pipe         (P-1)/P of its bytes
+    schedule       `first` takes microbatch m's part; its gradients are summed in place
+    once           reduce-scatters them over pipe                (P-1)/P; nothing if no weight of the encoder is trained
+    each stage     the backward of its microbatches
+
+Integers that an encoder returns reach `layer` and `last` too, floats only `first`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nanotrain_jax.parallel import loops
+from nanotrain_jax.parallel.collectives import all_gather, position
+from nanotrain_jax.parallel.layered_model import LayeredModel
+from nanotrain_jax.step import forward
+from nanotrain_jax.step.plan import Plan
+
+Tree = Any  # a pytree of arrays
+
+ENCODED = "encoded"  # key beside the ends: floats of all microbatches, whose gradients the schedule sums
+NUMBER = "number of microbatch"  # key in a microbatch
+
+
+class Encoded(NamedTuple):
+    """A model and microbatches for a schedule.
+
+    backward(gradients of model.ends) -> gradients of the ends
+    """
+
+    model: LayeredModel
+    microbatches: Tree
+    backward: Callable[[Tree], Tree]
+
+
+def before_schedule(plan: Plan, params: Tree, model: LayeredModel, microbatches: Tree) -> Encoded:
+    """Encode all microbatches[M ...]. Without `Model.encode` nothing changes."""
+    if plan.model.encode is None:
+        return Encoded(model, microbatches, lambda of_ends: of_ends)
+    encode = partial(encode_all, plan, params, microbatches)
+    if not any(jax.tree.leaves(forward.used_by_encoder(plan, plan.trainable))):
+        return Encoded(model, microbatches | encode(model.ends), lambda of_ends: of_ends)
+    encoded, vjp = jax.vjp(encode, model.ends)
+    floats = {key: x for key, x in encoded.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    integers = {key: x for key, x in encoded.items() if key not in floats}
+    count = len(jax.tree.leaves(microbatches)[0])
+
+    def first(ends: Tree, microbatch: Tree) -> Tree:
+        ends, floats = ends["ends"], ends[ENCODED]
+        own = jax.tree.map(lambda x: loops.get(x, microbatch[NUMBER]), floats)
+        return model.first(ends, microbatch | own)
+
+    def last(ends: Tree, x: Tree, microbatch: Tree) -> Tree:
+        return model.last(ends["ends"], x, microbatch)
+
+    def backward(of_ends: Tree) -> Tree:
+        of_floats = jax.tree.map(lambda g, x: g.astype(x.dtype), of_ends[ENCODED], floats)
+        (of_encoder,) = vjp(of_floats | {key: _no_gradient(x) for key, x in integers.items()})
+        return jax.tree.map(lambda g, more: g + more.astype(g.dtype), of_ends["ends"], of_encoder)
+
+    ends = {"ends": model.ends, ENCODED: floats}
+    numbered = microbatches | integers | {NUMBER: jnp.arange(count, dtype=jnp.int32)}
+    return Encoded(model._replace(first=first, last=last, ends=ends), numbered, backward)
+
+
+def encode_all(plan: Plan, params: Tree, microbatches: Tree, inputs: Tree) -> dict[str, jax.Array]:
+    """-> what `Model.encode` returns for all microbatches[M ...]; each stage computes M/P of them."""
+    stages, count = lax.axis_size("pipe"), len(jax.tree.leaves(microbatches)[0])
+    share = -(-count // stages)
+    own = jnp.minimum(position("pipe") * share + jnp.arange(share), count - 1)  # the last may encode one twice
+
+    def encode(number: jax.Array) -> Tree:
+        microbatch = jax.tree.map(lambda x: loops.get(x, number), microbatches)
+        return forward.encode(plan, params, inputs, microbatch)
+
+    if plan.remat.remat.policy != "none":
+        encode = jax.checkpoint(encode)  # what it stores would live through the schedule
+    encoded = lax.map(encode, own)
+    return {key: all_gather([x], "pipe", [0])[0][:count] for key, x in encoded.items()}
+
+
+def _no_gradient(x: jax.Array) -> jax.Array:
+    """Return the gradient of an array of integers, as `jax.vjp` takes it."""
+    return jnp.zeros(x.shape, jax.dtypes.float0)
