@@ -30,8 +30,14 @@ from nanotrain_jax.step.plan import Plan
 
 Tree = Any  # a pytree of arrays
 
-ENCODED = "encoded"  # key beside the ends: floats of all microbatches, whose gradients the schedule sums
 NUMBER = "number of microbatch"  # key in a microbatch
+
+
+class Ends(NamedTuple):
+    """`LayeredModel.ends` of a model with an encoder."""
+
+    weights: Tree
+    floats: Tree  # encoded, of all microbatches[M ...]; the schedule sums their gradients
 
 
 class Encoded(NamedTuple):
@@ -57,22 +63,19 @@ def before_schedule(plan: Plan, params: Tree, model: LayeredModel, microbatches:
     integers = {key: x for key, x in encoded.items() if key not in floats}
     count = len(jax.tree.leaves(microbatches)[0])
 
-    def first(ends: Tree, microbatch: Tree) -> Tree:
-        ends, floats = ends["ends"], ends[ENCODED]
-        own = jax.tree.map(lambda x: loops.get(x, microbatch[NUMBER]), floats)
-        return model.first(ends, microbatch | own)
+    def first(ends: Ends, microbatch: Tree) -> Tree:
+        return model.first(ends.weights, microbatch | loops.get(ends.floats, microbatch[NUMBER]))
 
-    def last(ends: Tree, x: Tree, microbatch: Tree) -> Tree:
-        return model.last(ends["ends"], x, microbatch)
+    def last(ends: Ends, x: Tree, microbatch: Tree) -> Tree:
+        return model.last(ends.weights, x, microbatch)
 
-    def backward(of_ends: Tree) -> Tree:
-        of_floats = jax.tree.map(lambda g, x: g.astype(x.dtype), of_ends[ENCODED], floats)
+    def backward(of_ends: Ends) -> Tree:
+        of_floats = jax.tree.map(lambda g, x: g.astype(x.dtype), of_ends.floats, floats)
         (of_encoder,) = vjp(of_floats | {key: _no_gradient(x) for key, x in integers.items()})
-        return jax.tree.map(lambda g, more: g + more.astype(g.dtype), of_ends["ends"], of_encoder)
+        return jax.tree.map(lambda g, more: g + more.astype(g.dtype), of_ends.weights, of_encoder)
 
-    ends = {"ends": model.ends, ENCODED: floats}
     numbered = microbatches | integers | {NUMBER: jnp.arange(count, dtype=jnp.int32)}
-    return Encoded(model._replace(first=first, last=last, ends=ends), numbered, backward)
+    return Encoded(model._replace(first=first, last=last, ends=Ends(model.ends, floats)), numbered, backward)
 
 
 def encode_all(plan: Plan, params: Tree, microbatches: Tree, inputs: Tree) -> dict[str, jax.Array]:
