@@ -36,6 +36,7 @@ class Train(Section):
 
     steps: Positive = key(100, "total optimizer steps, including those before a resume; with stages at most theirs")
     seed: Seed = key(0, "random seed of the parameter initialization")
+    noise_scale: bool = key(False, "log the gradient noise scale, in tokens: how large a batch still pays")
     freeze: Annotated[tuple[str, ...], Pair] = key(
         (), "regular expressions: weights in whose path one is found ('^vision/encoder') are frozen"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanotrain_jax.config.execution import reduces_per_layer
+from nanotrain_jax.config.execution import Execution, execution, reduces_per_layer
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config
 
@@ -27,6 +27,24 @@ def check_frozen(config: Config) -> None:
         raise Misfit(
             f"{key} with parallel.compress={p.compress}: the residual is kept of all weights",
             "use parallel.compress=none, float8 or int8",
+        )
+
+
+def check_noise_scale(config: Config) -> None:
+    """Raise Misfit unless each microbatch of a device has a gradient of its own, to compare with that of the batch."""
+    p, key = config.parallel, "train.noise_scale=true"
+    if not config.train.noise_scale:
+        return
+    if p.replica * p.data * p.microbatches == 1:
+        raise Misfit(f"{key} with one microbatch on one device: nothing to compare", "use more parallel.microbatches")
+    if p.context > 1:
+        raise Misfit(f"{key} with parallel.context={p.context}: devices have parts of a gradient", "use context=1")
+    if p.sync_every or p.compression.kind != "none":
+        raise Misfit(f"{key} with parallel.sync_every or compress: no step has the batch's gradient", "leave one out")
+    if execution(config) is Execution.OFFLOADED:
+        raise Misfit(
+            f"{key} with gradients or activations in host memory: that loop does not measure them",
+            "use memory.offload_optimizer=none and offload_activations=none, or parallel.zero below 2",
         )
 
 

@@ -44,7 +44,8 @@ def last(jsonl: Path, until: int) -> dict[str, Any]:
 
 
 def draw(jsonl: Path, png: Path, title: str, bigram: float | None) -> int:
-    """Draw training and validation loss, and the loss of a bigram model, if known; -> number of unreadable lines.
+    """Draw training and validation loss, the loss of a bigram model and the gradient noise scale, if known;
+    -> number of unreadable lines.
 
     The training curve shows the mean loss since the previous point. Draws nothing if there are no losses.
     Raises OSError.
@@ -63,6 +64,11 @@ def draw(jsonl: Path, png: Path, title: str, bigram: float | None) -> int:
             axes.plot(*zip(*points, strict=True), **style)
     if bigram is not None:
         axes.axhline(bigram, color="gray", linestyle="--", linewidth=1, label=f"bigram model ({bigram:.4f})")
+    noise = _finite((r["step"], r.get("noise_scale")) for r in records)
+    if noise:
+        right = axes.twinx()
+        right.plot(*zip(*noise, strict=True), color="tab:green", linewidth=1, linestyle=":")
+        right.set(ylabel="gradient noise scale (tokens, dotted)", yscale="log")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.set_title(title, fontsize="medium", parse_math=False)
     axes.grid(alpha=0.3)

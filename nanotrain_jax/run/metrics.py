@@ -125,6 +125,8 @@ class Writer:
             record["skipped_steps"] = int(metrics["skipped_steps"])
         if "loss_scale" in metrics:
             record["loss_scale"] = float(metrics["loss_scale"])
+        if "noise_scale" in metrics:
+            record["noise_scale"] = float(metrics["noise_scale"])
         if val_loss is not None:
             record["val_loss"] = val_loss
         self.latest |= record

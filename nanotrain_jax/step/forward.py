@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from nanotrain_jax.config.execution import Execution, reduces_per_layer
 from nanotrain_jax.models.contract import LAYERS, Model, split_layers
-from nanotrain_jax.parallel import host_offload, remat
+from nanotrain_jax.parallel import host_offload, noise_scale, remat
 from nanotrain_jax.parallel.collectives import as_varying
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.mesh import BATCH_AXES
-from nanotrain_jax.parallel.optimizer_step import select
+from nanotrain_jax.parallel.optimizer_step import merge, select
 from nanotrain_jax.parallel.pipeline.schedule import SPLIT
-from nanotrain_jax.parallel.zero import ZERO, Shards, Zero, gather_ahead, scatter_behind
-from nanotrain_jax.step.plan import Plan
+from nanotrain_jax.parallel.zero import ZERO, Zero, gather_ahead, scatter_behind
+from nanotrain_jax.step.plan import Plan, layers_of_rows
 
 Tree = Any  # a pytree of arrays
 
@@ -38,16 +38,31 @@ def inputs(plan: Plan, zero: Zero, params: Tree) -> Tree:
     return select(zero.inputs(params, plan.shards), plan.trainable)
 
 
+class Inputs(NamedTuple):
+    """What is differentiated: all of `inputs`, or of a layer."""
+
+    weights: Tree  # like the parameters
+    tap: jax.Array | None  # [rows of layers], of a layer []: `noise_scale.tap`; None without train.noise_scale
+
+
+def tap(plan: Plan) -> jax.Array | None:
+    """Return the tap of all rows of layers on this device."""
+    rows = len(layers_of_rows(plan.config)) // plan.config.parallel.pipe
+    return noise_scale.tap(plan.noise_axes, rows) if plan.noise_axes else None
+
+
 class Weights(NamedTuple):
     """Arguments of `zero.gather`: trees like the parameters."""
 
     stored: Tree
     inputs: Tree  # what is differentiated (`inputs`)
     sums: Tree | None = None  # gradients of earlier microbatches
+    tap: jax.Array | None = None  # of layers
 
     def under(self, key: str) -> Weights:
         """The weights under a key."""
-        return Weights(self.stored[key], self.inputs[key], self.sums and self.sums[key])
+        tap = self.tap if key == LAYERS else None
+        return Weights(self.stored[key], self.inputs[key], self.sums and self.sums[key], tap)
 
 
 def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Array, jax.Array]:
@@ -79,7 +94,8 @@ def in_float32(sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]
 
 def gather_ends(plan: Plan, zero: Zero, weights: Weights) -> Tree:
     """Gather the weights outside stacks of layers, as `first` and `last` take them."""
-    *weights, dims = (outside_stacks(plan, tree) for tree in (*weights, plan.shards.dims))
+    trees = weights.stored, weights.inputs, weights.sums, plan.shards.dims
+    *weights, dims = (outside_stacks(plan, tree) for tree in trees)
     return zero.gather(*weights, plan.shards._replace(dims=dims))
 
 
@@ -90,13 +106,18 @@ def outside_stacks(plan: Plan, tree: Tree | None) -> Tree | None:
 
 def run_stack(plan: Plan, zero: Zero, weights: Weights, stack: str, layer: Callable, x: Tree) -> Tree:
     """Run x through all layers of a stack, gathering each before it runs. Models call it as run(stack, layer, x)."""
-    run = partial(run_layer, plan.shards_of_layer(stack), zero, layer)
+    run = partial(run_layer, plan, stack, zero, layer)
     return remat.scan(run, x, weights.under(stack), plan.remat)
 
 
-def run_layer(shards: Shards, zero: Zero, layer: Callable, x: Tree, weights: Weights) -> Tree:
+def run_layer(plan: Plan, stack: str, zero: Zero, layer: Callable, x: Tree, weights: Weights) -> Tree:
     """Gather the weights of a layer and run x through it."""
-    return layer(zero.gather(*weights, shards), x)
+    gathered = zero.gather(weights.stored, weights.inputs, weights.sums, plan.shards_of_layer(stack))
+    if weights.tap is not None:
+        chosen = select(gathered, plan.measured[stack])
+        leaves, tree = jax.tree.flatten(chosen)
+        gathered = merge(tree.unflatten(noise_scale.measured(leaves, weights.tap)), gathered)
+    return layer(gathered, x)
 
 
 def layered(plan: Plan, params: Tree) -> LayeredModel:
@@ -121,9 +142,15 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
     trained_shards = row_shards._replace(dims=select(row_shards.dims, trained_layers))
     stored_row = select(jax.tree.map(lambda w: w[0], remat.in_blocks(params[LAYERS], block)), trained_layers)
 
-    def layer(weights: Tree, inputs: Tree, x: Tree, batch: Tree) -> Tree:
-        run = partial(run_layer, plan.shards_of_layer(), of_layers, partial(layer_of, model, batch))
-        return remat.checkpointed(run, policy)[0](x, Weights(weights, inputs))
+    reduce_row = partial(zero.reduce, stored=stored_row, shards=trained_shards)
+
+    def layer(weights: Tree, inputs: Inputs, x: Tree, batch: Tree) -> Tree:
+        run = partial(run_layer, plan, LAYERS, of_layers, partial(layer_of, model, batch))
+        return remat.checkpointed(run, policy)[0](x, Weights(weights, inputs.weights, tap=inputs.tap))
+
+    def inputs_of_row(weights: Tree) -> Inputs:
+        tap_of_row = noise_scale.tap(plan.noise_axes, block or ()) if plan.noise_axes else None
+        return Inputs(select(of_layers.inputs(weights, row_shards), trained_layers), tap_of_row)
 
     def first(inputs: Tree, batch: Tree) -> Tree:
         run = partial(run_stack, plan, zero, Weights(stored_ends, inputs))
@@ -138,13 +165,18 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
         last=last,
         ends=select(zero.inputs(stored_ends, plan.shards._replace(dims=end_dims)), trained_ends),
         layers=remat.in_blocks(layers, block),
-        inputs=lambda weights: select(of_layers.inputs(weights, row_shards), trained_layers),
+        inputs=inputs_of_row,
         fetch=partial(gather_ahead, shards=row_shards) if gathers else fetch,
-        scatter=partial(scatter_behind, shards=trained_shards) if gathers else None,
-        reduce=partial(zero.reduce, stored=stored_row, shards=trained_shards) if per_layer else None,
+        scatter=partial(of_weights, partial(scatter_behind, shards=trained_shards)) if gathers else None,
+        reduce=partial(of_weights, reduce_row) if per_layer else None,
         is_layer=plan.is_layer,
         split_ends=plan.model.splits_vocab,
     )
+
+
+def of_weights(function: Callable[[Tree], Tree], inputs: Inputs) -> Inputs:
+    """Apply a function to gradients of weights, not to that of the tap."""
+    return inputs._replace(weights=function(inputs.weights))
 
 
 def gather_used(plan: Plan, stored_ends: Tree, inputs: Tree, used: Callable[[Tree], Tree]) -> Tree:

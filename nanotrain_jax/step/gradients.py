@@ -1,7 +1,8 @@
 """Gradients of a step: one function per `Execution`, all with one signature.
 
-    (plan, params, microbatches[M ...], scale) -> loss, gradients
+    (plan, params, microbatches[M ...], scale) -> loss, gradients, squares
 
+squares: with train.noise_scale the squared norms of each microbatch's own gradients, for each row of layers, else None.
 loss is the sum over this device's targets, times scale. Its gradients are local sums, or already reduced in the
 backward; `zero.reduce` reduces the rest.
 """
@@ -9,7 +10,8 @@ backward; `zero.reduce` reduces the rest.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,39 +29,52 @@ from nanotrain_jax.parallel.pipeline.executor import run_schedule
 from nanotrain_jax.parallel.zero import PER_LAYER, accumulate_on_host
 from nanotrain_jax.step import forward
 from nanotrain_jax.step.encoded import before_schedule
-from nanotrain_jax.step.forward import Weights
+from nanotrain_jax.step.forward import Inputs, Weights
 from nanotrain_jax.step.plan import Plan
 
 Tree = Any  # a pytree of arrays
 
 
-def by_autodiff(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
+class Gradients(NamedTuple):
+    """Of a step, on this device."""
+
+    loss: jax.Array
+    grads: Tree
+    squares: jax.Array | None
+
+
+def by_autodiff(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> Gradients:
     """Accumulate over microbatches; each is a scan over layers, differentiated by JAX."""
     params = forward.local(plan, params)
 
-    def objective(inputs: Tree, batch: Tree) -> jax.Array:
-        return forward.loss(plan, plan.zero, Weights(params, inputs), batch)[0] * scale
+    def objective(inputs: Inputs, batch: Tree) -> jax.Array:
+        weights = Weights(params, inputs.weights, tap=inputs.tap)
+        return forward.loss(plan, plan.zero, weights, batch)[0] * scale
 
-    return accumulate(objective, forward.inputs(plan, plan.zero, params), microbatches)
+    inputs = Inputs(forward.inputs(plan, plan.zero, params), forward.tap(plan))
+    loss, grads = accumulate(objective, inputs, microbatches)
+    return Gradients(loss, *grads)
 
 
-def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
+def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> Gradients:
     """The same; the backward of the last microbatch reduces the accumulated gradients of each layer."""
     params = forward.local(plan, params)
     last = PER_LAYER[plan.config.parallel.zero]
-    loss = 0.0
-    sums = None
+    earlier = Gradients(0.0, None, None)
     weights = params
     if plan.config.parallel.microbatches > 1:
-        loss, sums = by_autodiff(plan, params, jax.tree.map(lambda x: x[:-1], microbatches), scale)
-        weights = wait_for(sums, params)  # sums and gathered weights are never alive together
+        earlier = by_autodiff(plan, params, jax.tree.map(lambda x: x[:-1], microbatches), scale)
+        weights = wait_for(earlier.grads, params)  # sums and gathered weights are never alive together
 
-    def objective(inputs: Tree, batch: Tree) -> jax.Array:
-        return forward.loss(plan, last, Weights(weights, inputs, sums), batch)[0] * scale
+    def objective(inputs: Inputs, batch: Tree) -> jax.Array:
+        of_batch = Weights(weights, inputs.weights, earlier.grads, inputs.tap)
+        return forward.loss(plan, last, of_batch, batch)[0] * scale
 
-    inputs = forward.inputs(plan, last, params)
-    last_loss, grads = accumulate(objective, inputs, jax.tree.map(lambda x: x[-1:], microbatches))
-    return loss + last_loss, grads
+    inputs = Inputs(forward.inputs(plan, last, params), forward.tap(plan))
+    loss, (grads, squares) = accumulate(objective, inputs, jax.tree.map(lambda x: x[-1:], microbatches))
+    if earlier.squares is not None:
+        squares += earlier.squares
+    return Gradients(earlier.loss + loss, grads, squares)
 
 
 def accumulate(
@@ -93,7 +108,7 @@ def wait_for(first: Tree, second: Tree) -> Tree:
     return jax.tree.map(wait, first, second, is_leaf=lambda x: x is None)
 
 
-def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
+def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> Gradients:
     """A loop over layers that prefetches weights from host memory and sends gradients there (`offloaded_layers.py`)."""
     model = scaled(forward.layered(plan, params), scale)
     model = model._replace(ends=forward.ends_used(plan, model.ends))
@@ -107,11 +122,12 @@ def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     def add_ends(grads: tuple, earlier: tuple | None) -> tuple:
         return tuple(map(accumulate_on_host, grads, stored_ends, end_shards, ends_on_host, earlier or (None, None)))
 
-    def add_layer(grads: Tree) -> Tree:
-        return accumulate_on_host(grads, stored_layers, layer_shards, on_host)
+    def add_layer(grads: Inputs) -> Inputs:
+        add = partial(accumulate_on_host, stored=stored_layers, shards=layer_shards, on_host=on_host)
+        return forward.of_weights(add, grads)
 
     loss, (of_first, of_last), of_layers = offloaded_layers.run_layers(model, microbatches, add_ends, add_layer)
-    return loss, join_layers(added(of_first, of_last), _unblocked(plan, of_layers))
+    return Gradients(loss, join_layers(added(of_first, of_last), _unblocked(plan, of_layers.weights)), None)
 
 
 def added(first: Tree, second: Tree) -> Tree:
@@ -121,7 +137,7 @@ def added(first: Tree, second: Tree) -> Tree:
     return first | {key: added(first[key], part) if key in first else part for key, part in second.items()}
 
 
-def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> tuple[jax.Array, Tree]:
+def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> Gradients:
     """A pipeline schedule (`pipeline/executor.py`); with one stage, a loop over microbatches.
 
     With parallel.grad_reduce=per_layer the backward that completes a chunk reduces the gradients of its layers.
@@ -136,7 +152,7 @@ def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     if model.reduce:
         stored_ends, dims = (split_layers(select(tree, plan.trainable))[0] for tree in (params, plan.shards.dims))
         of_ends = plan.zero.reduce(of_ends, stored_ends, plan.shards._replace(dims=dims))
-    return loss, join_layers(of_ends, _unblocked(plan, of_layers))
+    return Gradients(loss, join_layers(of_ends, _unblocked(plan, of_layers.weights)), of_layers.tap)
 
 
 def scaled(model: LayeredModel, scale: jax.Array | float) -> LayeredModel:

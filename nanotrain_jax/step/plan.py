@@ -19,7 +19,7 @@ from nanotrain_jax.config.values import Compression
 from nanotrain_jax.costs import counts
 from nanotrain_jax.models import factory
 from nanotrain_jax.models.contract import LAYERS, Model, join_layers, split_layers
-from nanotrain_jax.parallel import local_steps, remat
+from nanotrain_jax.parallel import local_steps, noise_scale, remat
 from nanotrain_jax.parallel.communication import Communication
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 from nanotrain_jax.parallel.optimizer_step import select
@@ -75,6 +75,31 @@ class Plan:
         """Return `shards` of one layer of a stack: without the leading dim."""
         dims = jax.tree.map(lambda d: d if d == UNSHARDED else d - 1, self.shards.dims[stack])
         return self.shards._replace(dims=dims, communication=self.communication_of_layers)
+
+    @property
+    def noise_axes(self) -> tuple[str, ...] | None:
+        """Mesh axes over which the squares of local gradients vary; None without train.noise_scale."""
+        return ("pipe", *BATCH_AXES, "tensor") if self.config.train.noise_scale else None
+
+    @property
+    def measured(self) -> Tree:
+        """True for the weights of layers whose gradients `noise_scale` measures: trained matrices, not those whose
+        gradients on each device are partial sums over tensor."""
+
+        def is_measured(path: tuple, x: jax.ShapeDtypeStruct, trains: bool, spec: PartitionSpec) -> bool:
+            is_replicated = self.mesh.shape["tensor"] > 1 and "tensor" not in spec
+            is_partial = is_replicated and self.model.has_partial_gradient(path)
+            return path[0].key == LAYERS and trains and x.ndim > 2 and not is_partial
+
+        shapes = self.model.shapes
+        return jax.tree_util.tree_map_with_path(is_measured, shapes, self.trainable, self.specs)
+
+    @property
+    def small_batches(self) -> noise_scale.Batch:
+        """The microbatches of all devices."""
+        p = self.config.parallel
+        count = p.replica * p.data * p.microbatches
+        return noise_scale.Batch(count, self.config.data.batch_size // count)
 
     @property
     def pending(self) -> Tree:

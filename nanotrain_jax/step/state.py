@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax.config.execution import casts_at_use
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
-from nanotrain_jax.parallel import host_offload, local_steps
+from nanotrain_jax.parallel import host_offload, local_steps, noise_scale
 from nanotrain_jax.parallel.optimizer_step import Opt, merge, select
 from nanotrain_jax.step import compressed, optimizer
 from nanotrain_jax.step.compressed import Feedback
@@ -37,6 +37,7 @@ class State(NamedTuple):
     scale: optimizer.LossScale | None  # None without loss scaling
     outer: local_steps.Outer | None = None  # laid out as the master weights; None without parallel.sync_every
     feedback: Feedback | None = None  # of compressed gradients; None without compression
+    noise: noise_scale.Noise | None = None  # averages of the gradient noise scale; None without train.noise_scale
 
 
 def init(plan: Plan) -> State:
@@ -64,7 +65,8 @@ def with_weights(plan: Plan, make: Callable[..., Tree]) -> State:
         moments = moments_like(plan, zeros, lambda x: jnp.zeros(x.shape, x.dtype))
     opt = Opt(None if stored_dtype(plan) == jnp.float32 else master, moments)
     counts = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-    state = State(*counts, params, opt, optimizer.loss_scale(plan.config.precision))
+    noise = noise_scale.start() if plan.noise_axes else None
+    state = State(*counts, params, opt, optimizer.loss_scale(plan.config.precision), noise=noise)
     state = with_replicas(plan, state) if plan.outer_optimizer else state
     return state._replace(feedback=compressed.init(plan, params))
 
@@ -146,7 +148,8 @@ def abstract(plan: Plan) -> tuple[State, State]:
         moments = moments_like(plan, opt, lambda _: other)
         outer = shapes.outer and local_steps.Outer(opt, outer_moments_like(plan, opt))
         opt = Opt(None if shapes.opt.master is None else opt, moments)
-        return State(other, other, params, opt, jax.tree.map(lambda _: other, shapes.scale), outer)
+        scale, noise = (jax.tree.map(lambda _: other, tree) for tree in (shapes.scale, shapes.noise))
+        return State(other, other, params, opt, scale, outer, noise=noise)
 
     params_specs, opt_specs = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
     specs = like(params_specs, opt_specs, REPLICATED)

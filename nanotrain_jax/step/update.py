@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nanotrain_jax.parallel import local_steps
-from nanotrain_jax.parallel.optimizer_step import Clip, Opt, merge, select, update, without_arrays
+from nanotrain_jax.parallel import local_steps, noise_scale
+from nanotrain_jax.parallel.noise_scale import Noise
+from nanotrain_jax.parallel.optimizer_step import Clip, Opt, global_norm, merge, select, update, without_arrays
 from nanotrain_jax.step import optimizer
 from nanotrain_jax.step.compressed import Feedback, sum_over_replicas
 from nanotrain_jax.step.plan import Plan
@@ -53,6 +54,18 @@ def next_state(
     return state._replace(step=step, skipped=skipped, params=params, opt=opt, scale=scale, feedback=feedback)
 
 
+@jax.named_scope("noise_scale")
+def next_noise(plan: Plan, state: State, squares: jax.Array, grads: Tree, is_finite: jax.Array) -> Noise:
+    """Add a step to the averages of the gradient noise scale. All-reduces two scalars.
+
+    squares: of `Gradients`; grads: reduced. Both are times the loss scale, which the averages are not.
+    """
+    batch, of_scale = plan.small_batches, state.scale.value**2 if state.scale else 1.0
+    of_small = noise_scale.mean_square(squares, batch) / of_scale
+    of_batch = global_norm(select(grads, plan.measured)) ** 2 / of_scale
+    return noise_scale.average(state.noise, of_small, of_batch, batch, is_finite)
+
+
 @jax.named_scope("synchronize")
 def synchronize(plan: Plan, state: State) -> State:
     """Take the outer step on this device's shards (`local_steps.outer_step`); every replica continues from its weights.
@@ -78,4 +91,8 @@ def metrics(plan: Plan, before: State, after: State, loss: jax.Array, clip: Clip
         "lr": jnp.asarray(plan.lr_schedule(optimizer.num_updates(before.opt.moments)), jnp.float32),
         "skipped_steps": after.skipped,
     }
-    return values | ({"loss_scale": before.scale.value} if before.scale else {})
+    if before.scale:
+        values["loss_scale"] = before.scale.value
+    if after.noise:
+        values["noise_scale"] = noise_scale.scale(after.noise) * plan.config.data.seq_len
+    return values

@@ -1,0 +1,104 @@
+"""Gradient noise scale (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1): how large a batch still pays.
+
+Of n small batches of b sequences each, with gradients g_i, and G_est their mean, the gradient of the whole batch:
+
+    s     = mean of |g_i|^2                         measured before any reduction, one scalar per device
+    B     = |G_est|^2
+    |G|^2 = (n B - s) / (n - 1)                     without bias
+    tr    = b n (s - B) / (n - 1)                   trace of the covariance of one sequence's gradient, without bias
+    noise scale = EMA(tr) / EMA(|G|^2)              in sequences: averages of both, since their ratio is biased
+
+A small batch is a microbatch of a device. `measured` gives |g_i|^2 of some weights: the identity, whose backward also
+returns the squared norm of what passes through it, as the gradient of a tap. All-reduces one scalar per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from nanotrain_jax.parallel.collectives import all_reduce, as_varying, varying_axes
+
+DECAY = 0.99  # of the averages, per step
+
+
+class Noise(NamedTuple):
+    """Averages over steps, float32 scalars; both begin at zero, which their ratio does not see."""
+
+    trace: jax.Array  # of tr
+    square: jax.Array  # of |G|^2
+
+
+class Batch(NamedTuple):
+    """The sizes of a step's small batches."""
+
+    count: int  # n
+    sequences: int  # b
+
+
+def start() -> Noise:
+    """Return the averages before the first step."""
+    return Noise(jnp.zeros(()), jnp.zeros(()))
+
+
+def tap(axes: Sequence[str], rows: int) -> jax.Array:
+    """-> zeros[rows], whose gradient is the squared norm of each row's gradients. axes: over which these vary."""
+    return as_varying(jnp.zeros(rows), axes)
+
+
+def measured(weights: Sequence[jax.Array], tap: jax.Array) -> Sequence[jax.Array]:
+    """Return the weights; in the backward the gradient of tap, a scalar, is the squared norm of theirs.
+
+    On each device of its own shards. Of weights replicated over tensor, each device returns its share.
+    """
+    return _measured(list(weights), tap)
+
+
+@jax.custom_vjp
+def _measured(weights: list, tap: jax.Array) -> list:
+    return weights
+
+
+def _forward(weights: list, tap: jax.Array) -> tuple[list, jax.Array]:
+    return weights, tap
+
+
+def _backward(tap: jax.Array, grads: list) -> tuple[list, jax.Array]:
+    axes = sorted(varying_axes(tap))
+
+    def square(g: jax.Array) -> jax.Array:
+        copies = 1 if "tensor" in varying_axes(g) or "tensor" not in axes else lax.axis_size("tensor")
+        return as_varying(jnp.sum(jnp.square(g.astype(jnp.float32))) / copies, axes)
+
+    return grads, sum(map(square, grads))
+
+
+_measured.defvjp(_forward, _backward)
+
+
+def mean_square(squares: jax.Array, batch: Batch) -> jax.Array:
+    """-> s, from the squares[rows] of a device, summed over its microbatches: of gradients of the mean over the batch.
+
+    All-reduces one scalar over all axes that they vary over.
+    """
+    return batch.count * all_reduce(squares.sum(), sorted(varying_axes(squares)))
+
+
+def average(noise: Noise, of_small: jax.Array, of_batch: jax.Array, batch: Batch, is_finite: jax.Array) -> Noise:
+    """Add a step to the averages. of_small: s; of_batch: B. Not finite: no change."""
+    n, b = batch
+    of_step = Noise(trace=b * n * (of_small - of_batch) / (n - 1), square=(n * of_batch - of_small) / (n - 1))
+
+    def add(old: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.where(is_finite, DECAY * old + (1 - DECAY) * x, old)
+
+    return jax.tree.map(add, noise, of_step)
+
+
+def scale(noise: Noise) -> jax.Array:
+    """-> the noise scale in sequences; nan if the gradient is lost in noise."""
+    return jnp.where(noise.square > 0, noise.trace / noise.square, jnp.nan)
