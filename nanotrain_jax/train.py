@@ -146,6 +146,7 @@ def build(config: Config, count: int) -> tuple[Config, Mesh, batches.Dataset, st
     config = resolve(config, mesh.shape, dataset.vocab_size)
     capacity.check(config, mesh)
     step = steps.build(config, mesh)
+    batches.check(dataset, step.batch, config.data.source)
     if config.memory.offload_optimizer == "nvme":
         checkpointing.store(config, step)  # validates memory.nvme_dir
     return config, mesh, dataset, step
