@@ -146,14 +146,14 @@ class Loop:
         is_due = train.eval_every and (self.number % train.eval_every == 0 or self.number == train.steps)
         if is_due and len(self.run.dataset.val):
             self.writer.settle()
-            self.writer.write(self.evaluate())
+            self.writer.write(**self.evaluate())
             self.writer.start_clock()
         if every and self.number % every == 0:
             self.save(write)
             self.writer.start_clock()
 
-    def evaluate(self) -> float:
-        """Return the validation loss: mean per held-out token, in nats."""
+    def evaluate(self) -> dict[str, float]:
+        """Return val_loss, the mean per held-out target in nats; of a model that counts it also their accuracy."""
         run, sums, params = self.run, [], self.run.step.average(self.state.params)
         for batch in data.evaluation(
             run.dataset.val, run.step.batch, run.config.train.eval_steps, run.step.token_order
@@ -161,7 +161,8 @@ class Loop:
             self.watch.at("evaluation", self.number)
             sums.append(run.step.evaluate(params, batch))
             jax.block_until_ready(sums[-2:-1])  # XLA:CPU aborts with too many executions in flight
-        return sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums)
+        loss, targets, *correct = (sum(float(x) for x in of_batches) for of_batches in zip(*sums, strict=True))
+        return {"val_loss": loss / targets} | ({"accuracy": correct[0] / targets} if correct else {})
 
     def save(self, write: checkpoint.Save) -> None:
         """Save a checkpoint of the last step. Its metrics are written first: a resume does not repeat the step."""
@@ -207,7 +208,7 @@ def new_writer(run: Run) -> metrics.Writer:
     config, devices = run.config, run.mesh.devices
     peak = hardware.peak_flops(devices.flat[0].device_kind)
     flops_per_step = 0.0
-    if config.model.factory:  # FLOPs unknown
+    if not config.is_decoder:  # FLOPs unknown
         peak = None
     else:
         per_token = flops.flops_per_token(config.model, config.data.seq_len)["full"]
