@@ -110,10 +110,10 @@ def plan(options: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--memory-fraction={options.memory_fraction:g}: must be in (0, 1]")
     tree = read(options.config, options.overrides)
     config = load(options.config, options.overrides)
-    if config.model.factory:
+    if not config.is_decoder:
+        section = "vision" if config.vision else "model.factory"
         raise ValueError(
-            f"model.factory={config.model.factory}: the planner supports only the built-in decoder; "
-            "remove model.factory, or train without a plan"
+            f"{section}: the planner supports only the built-in decoder; remove {section}, or train without a plan"
         )
     gpu = kind_of_gpu(options.gpu, config)
     if options.gpus is not None:

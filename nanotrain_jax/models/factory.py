@@ -1,4 +1,4 @@
-"""Build the model of a config: the decoder, or the model of model.factory; check a user's model."""
+"""Build the model of a config: the decoder, with vision in front of it, or the model of model.factory; check it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from nanotrain_jax.config.execution import execution
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.models import decoder
+from nanotrain_jax.models import decoder, vision_language
 from nanotrain_jax.models.contract import LAYERS, Model
 
 Tree = Any  # a pytree of arrays
@@ -19,6 +20,8 @@ Tree = Any  # a pytree of arrays
 
 def make(config: Config, mesh: Mesh) -> Model:
     """Build the model of a resolved config. Raises ValueError if model.factory fails or returns another type."""
+    if config.vision is not None:
+        return vision_language.build(config, mesh)
     if config.model.factory is None:
         return decoder.build(config, mesh)
     model = load_function(config.model.factory)(config, mesh)
@@ -45,7 +48,7 @@ def load_function(name: str) -> Callable[[Config, Mesh], Model]:
 
 def check(model: Model, config: Config) -> None:
     """Raise ValueError unless a model's weights have the structure that the step needs, and rows may be split."""
-    name = config.model.factory or "the model"
+    name = config.model.factory or ("vision" if config.vision else "the model")
     for problem in _problems(model, config.model.num_layers):
         raise ValueError(f"{name}: {problem}")
     if config.parallel.context > 1 and not model.splits_context:
@@ -62,6 +65,12 @@ def check(model: Model, config: Config) -> None:
         raise ValueError(
             f'data.attend_across_documents=false, but {name} does not say that it heeds batch["starts"]; '
             "do so and set splits_documents=True, or use attend_across_documents=true"
+        )
+
+    if model.encode and execution(config).is_by_hand:
+        raise ValueError(
+            f"{name} has an encode, which the loops of pipelines, prefetch and offload do not run yet; use "
+            "parallel.pipe=1, prefetch=false, and memory.offload_optimizer=none or zero below 2"
         )
 
 
@@ -93,7 +102,8 @@ def _problems(model: Model, num_layers: int) -> Iterator[str]:
 
 def _unused(model: Model) -> Iterator[str]:
     ends = {key: tree for key, tree in model.shapes.items() if key not in (LAYERS, *model.stacks)}
-    used = {path for use in (model.used_by_first, model.used_by_last) for path in _paths(use(ends))}
+    users = [model.used_by_first, model.used_by_last] + ([model.used_by_encode] if model.encode else [])
+    used = {path for use in users for path in _paths(use(ends))}
     for path in _paths(ends):
         if path not in used:
             yield f"neither used_by_first nor used_by_last selects {path}; select it in one, or remove it"
