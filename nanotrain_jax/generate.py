@@ -119,11 +119,9 @@ def load(run: Path, step: int | None) -> tuple[Any, Config, corpus.Tokenizer]:
     if not (run / "config.yaml").is_file():
         raise ValueError(f"--run={str(run)!r} has no config.yaml; give the folder of a run (logging.dir)")
     saved = load_config(run / "config.yaml")
-    if saved.model.factory:
-        raise ValueError(
-            f"--run={str(run)!r} trained model.factory={saved.model.factory}: only the built-in decoder can generate; "
-            "give another run"
-        )
+    if not saved.is_decoder:
+        kind = "vision" if saved.vision else f"model.factory={saved.model.factory}"
+        raise ValueError(f"--run={str(run)!r} trained {kind}: only the built-in decoder can generate; give another run")
     if saved.runtime.simulate:
         jax.config.update("jax_platforms", "cpu")
     tokenizer = tokenizer_of(run, saved)

@@ -112,10 +112,10 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     tree = read(options.config, options.overrides)
     given = load(options.config, options.overrides)
     config = training_stages.config_of(given, options.stage)
-    if config.model.factory:
+    if not config.is_decoder:
+        section = "vision" if config.vision else "model.factory"
         raise ValueError(
-            f"model.factory={config.model.factory}: the planner supports only the built-in decoder; "
-            "remove model.factory, or train without a plan"
+            f"{section}: the planner supports only the built-in decoder; remove {section}, or train without a plan"
         )
     gpu = kind_of_gpu(options.gpu, config)
     if options.gpus is not None:

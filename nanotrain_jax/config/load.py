@@ -125,9 +125,9 @@ def parse(tree: Mapping[str, Any]) -> Config:
 def describe() -> str:
     """Return every section and key with default, description and choices, one line per key, for --help."""
     lines = []
-    for section, field in Config.model_fields.items():
+    for section, keys in Config.sections().items():
         lines.append(f"{section}:")
-        for name, key in field.annotation.model_fields.items():
+        for name, key in keys.model_fields.items():
             lines.append(_describe_key(name, key))
     return "\n".join(lines)
 
@@ -223,9 +223,7 @@ def _shown(value: Any) -> str:
 
 def _suggest(key: str) -> str:
     """Return the remedy for an unknown key: the key of the same name in another section, or the closest one."""
-    known = [
-        f"{s}.{k.alias or n}" for s, f in Config.model_fields.items() for n, k in f.annotation.model_fields.items()
-    ]
+    known = [f"{s}.{k.alias or n}" for s, keys in Config.sections().items() for n, k in keys.model_fields.items()]
     same_leaf = [k for k in known if k.split(".")[1] == key.split(".")[-1]]
     closest = same_leaf or difflib.get_close_matches(key, known + list(Config.model_fields), n=1, cutoff=0.5)
     return f"; did you mean {closest[0]}?" if closest else "; --help lists every key"

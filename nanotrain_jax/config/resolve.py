@@ -85,7 +85,7 @@ def splits_vocab(config: Config) -> bool:
         return p.vocab_over_pipe
     tokens = d.batch_size * d.seq_len / (p.replica * p.data * p.context * p.microbatches)
     saved = 6 * m.vocab_size * m.d_model * tokens / p.tensor * (1 - 1 / p.pipe)
-    return m.factory is None and saved >= LEAST_HEAD_FLOPS
+    return config.is_decoder and saved >= LEAST_HEAD_FLOPS
 
 
 def check_optimizer(config: Config) -> None:

@@ -8,7 +8,7 @@ one-line ValueError with the value, the rule and the remedy.
 from __future__ import annotations
 
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -33,6 +33,7 @@ from nanotrain_jax.config.values import (
     Width,
     near_divisors,
 )
+from nanotrain_jax.config.vision import Vision
 
 EIGHT_BITS = "float8", "int8"  # values of precision.grad_reduce and precision.gather
 
@@ -265,7 +266,7 @@ class Data(Section):
     source: Source = key(
         "stdlib",
         "stdlib (source code of Python's standard library) | text:GLOB | tokens:DIR (of scripts/prepare_data.py) | "
-        "synthetic",
+        "arrays:DIR (data/arrays.py) | synthetic",
     )
     tokenizer: Path | None = key(
         None,
@@ -282,6 +283,11 @@ class Data(Section):
         0.05, "fraction of tokens held out for validation, in whole documents; 0: none", ge=0, lt=1
     )
     verify: bool = key(True, "verify the checksums of token files before training")
+
+    @property
+    def has_ignored_targets(self) -> bool:
+        """True if training rows may have targets below 0, which are ignored: then a step counts its targets."""
+        return self.source.startswith("arrays:") or not self.attend_across_documents
 
 
 class Optimizer(Section):
@@ -319,10 +325,22 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
     runtime: Runtime = Runtime()
+    vision: Vision | None = None
+
+    @property
+    def is_decoder(self) -> bool:
+        """True if the model is the built-in decoder: its costs are known in closed form."""
+        return self.model.factory is None and self.vision is None
+
+    @classmethod
+    def sections(cls) -> dict[str, type[Section]]:
+        """Return every section by name."""
+        types = ((name, get_args(field.annotation) or [field.annotation]) for name, field in cls.model_fields.items())
+        return {name: annotation[0] for name, annotation in types}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as plain data that `load.parse` reads back."""
-        return self.model_dump(mode="json", by_alias=True)
+        """Return the config as plain data that `load.parse` reads back; without sections that are None."""
+        return {name: keys for name, keys in self.model_dump(mode="json", by_alias=True).items() if keys is not None}
 
     def replace(self, section: str, **changes: Any) -> Config:
         """Return a copy with some keys of a section changed. Validates nothing."""

@@ -33,7 +33,7 @@ def with_message(error: OSError, text: str) -> OSError:
 
 def _expanded_source(source: str) -> str:
     kind, _, where = source.partition(":")
-    return f"{kind}:{expanded(where)}" if kind in ("text", "tokens") else source
+    return f"{kind}:{expanded(where)}" if kind in ("text", "tokens", "arrays") else source
 
 
 def _factory(name: str) -> str:

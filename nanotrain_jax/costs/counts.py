@@ -102,7 +102,7 @@ def loss_load(config: Config) -> float:
     0 where it is split over all stages, and for models without a parameter table.
     """
     m = config.model
-    if config.parallel.vocab_over_pipe or m.factory:
+    if config.parallel.vocab_over_pipe or not config.is_decoder:
         return 0.0
     matmuls = [row for row in table(m).values() if row.is_matmul]
     return sum(row.size for row in matmuls if row.part != LAYERS) / sum(r.size for r in matmuls if r.part == LAYERS)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from nanotrain_jax.config.schema import Data
+from nanotrain_jax.data import arrays
 from nanotrain_jax.data import corpus as corpora
 
 TOKENIZER = "tokenizer.json"  # in a token folder, and in the folder of a run
@@ -93,11 +94,14 @@ class WithDocuments:
         return np.stack([self.source[i], self.source.document_starts(i)])
 
 
+Source = Windows | Synthetic | arrays.Rows
+
+
 class Dataset(NamedTuple):
     """Training and validation sequences (val may be empty). fingerprint identifies them; replaced: see Corpus."""
 
-    train: Windows | Synthetic
-    val: Windows | Synthetic
+    train: Source
+    val: Source
     tokenizer: str | None
     vocab_size: int | None
     fingerprint: str
@@ -120,6 +124,10 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
             vocab_size, config.seq_len, config.seed + (1 << 32), length=1 << 16 if config.val_fraction else 0
         )
         return Dataset(train, val, None, None, f"synthetic {vocab_size} {config.seed}")
+    if kind == "arrays" and where:
+        folder = arrays.read(Path(where), config.seq_len, config.verify)
+        fingerprint = f"{folder.fingerprint} seed {config.seed}"
+        return Dataset(folder.train, folder.val, None, folder.vocab_size, fingerprint)
     if kind == "tokens" and where:
         corpus = corpora.read(where, config.verify)
         if config.tokenizer and corpora.tokenizer(config.tokenizer).name != corpus.tokenizer:
@@ -132,7 +140,9 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
     elif config.source == "stdlib":
         corpus = corpora.build(corpora.stdlib_documents(), corpora.tokenizer(config.tokenizer or "bytes"))
     else:
-        raise ValueError(f"data.source={config.source!r} must be stdlib, text:GLOB, tokens:DIR or synthetic")
+        raise ValueError(
+            f"data.source={config.source!r} must be stdlib, text:GLOB, tokens:DIR, arrays:DIR or synthetic"
+        )
 
     need = config.seq_len + 1
     if len(corpus.tokens) < need:
@@ -160,14 +170,26 @@ def tokenizer_file(config: Data) -> Path | None:
     return path if kind == "tokens" and path.exists() else None
 
 
+def check(dataset: Dataset, shapes: Any, source: str) -> None:
+    """Raise ValueError unless data.source has all arrays of a batch. shapes: `Step.batch`."""
+    if isinstance(dataset.train, arrays.Rows):
+        for side in (dataset.train, dataset.val):
+            arrays.check(side, shapes, source)
+        return
+    missing = sorted(shapes.keys() - {"inputs", "targets", "starts"})
+    if missing:
+        raise ValueError(f"the model reads {', '.join(missing)}, but data.source={source!r} is text; use arrays:DIR")
+
+
 def batches(
-    source: Windows | Synthetic, shapes: Any, seed: int, position: int = 0, token_order: np.ndarray | None = None
+    source: Source, shapes: Any, seed: int, position: int = 0, token_order: np.ndarray | None = None
 ) -> Iterator[dict[str, jax.Array]]:
     """Yield training batches without end, starting at position (sequences consumed); each epoch has another order.
 
-    shapes: of "inputs", "targets" and, if documents are kept apart, "starts", as ShapeDtypeStructs with sharding
-    (`Step.batch`). token_order: positions of the tokens in a row of the batch (`Step.token_order`). A process reads
-    only the rows of its own devices; the assignment of sequences to rows does not depend on the number of processes.
+    shapes: of "inputs", "targets", if documents are kept apart "starts", and what else the model reads, as
+    ShapeDtypeStructs with sharding (`Step.batch`). token_order: positions of the tokens in a row of the batch
+    (`Step.token_order`). A process reads only the rows of its own devices; the assignment of sequences to rows does not
+    depend on the number of processes.
     """
     order = grain.MapDataset.source(_examples(source, shapes)).seed(seed).shuffle().repeat(None)
     rows = local_rows(shapes["inputs"])
@@ -203,7 +225,7 @@ def local_rows(batch: jax.ShapeDtypeStruct) -> np.ndarray:
 
 
 def evaluation(
-    source: Windows | Synthetic, shapes: Any, max_batches: int, token_order: np.ndarray | None = None
+    source: Source, shapes: Any, max_batches: int, token_order: np.ndarray | None = None
 ) -> Iterator[dict[str, jax.Array]]:
     """Yield at most max_batches batches of validation sequences, the same ones in the same order at every call.
 
@@ -214,21 +236,28 @@ def evaluation(
     examples = _examples(source, shapes)
     for first in range(0, len(indices), size):
         present = indices[first : first + size]
-        sequences = np.stack([examples[present[min(row, len(present) - 1)]] for row in rows])
+        of_rows = [examples[present[min(row, len(present) - 1)]] for row in rows]
+        sequences = jax.tree.map(lambda *xs: np.stack(xs), *of_rows)
         batch = _rows(sequences, token_order)
         batch["targets"] = np.where((rows < len(present))[:, None], batch["targets"], -1)
         yield _to_devices(batch, rows, shapes)
 
 
-def _examples(source: Windows | Synthetic, shapes: Any) -> Windows | Synthetic | WithDocuments:
+def _examples(source: Source, shapes: Any) -> Source | WithDocuments:
+    if isinstance(source, arrays.Rows):
+        return source.only(list(shapes))
     return WithDocuments(source) if "starts" in shapes else source
 
 
-def _rows(sequences: np.ndarray, order: np.ndarray | None) -> dict[str, np.ndarray]:
-    """sequences[R T+1], of `WithDocuments` [R 2 T+1] -> the rows of a batch, their tokens in this order.
+def _rows(sequences: np.ndarray | arrays.Row, order: np.ndarray | None) -> dict[str, np.ndarray]:
+    """sequences[R T+1], of `WithDocuments` [R 2 T+1], or arrays by name -> the rows of a batch, their tokens in this
+    order.
 
     A document does not predict the first token of the next one. Starts stay in the order of the row.
     """
+    if isinstance(sequences, dict):
+        ordered = {} if order is None else {name: sequences[name][:, order] for name in arrays.TOKENS}
+        return sequences | ordered
     if sequences.ndim == 2:
         batch = {"inputs": sequences[:, :-1], "targets": sequences[:, 1:]}
         return batch if order is None else {name: tokens[:, order] for name, tokens in batch.items()}
@@ -251,7 +280,7 @@ def _to_devices(local_batch: dict[str, np.ndarray], rows: np.ndarray, shapes: An
 
     def place(local: np.ndarray, batch: jax.ShapeDtypeStruct) -> jax.Array:
         def of_device(index: tuple[slice, ...]) -> np.ndarray:
-            return local[np.searchsorted(rows, np.arange(batch.shape[0])[index[0]]), index[1]]
+            return local[(np.searchsorted(rows, np.arange(batch.shape[0])[index[0]]), *index[1:])]
 
         return jax.make_array_from_callback(batch.shape, batch.sharding, of_device)
 
@@ -262,10 +291,10 @@ def bigram_loss(dataset: Dataset, max_sequences: int, alpha: float = 0.1) -> flo
     """Return the loss (nats per token) of a bigram model of all training text on the sequences of `evaluation`.
 
     P(b | a) = (count(a, b) + alpha) / (count(a) + alpha V). A model that beats it uses context beyond the previous
-    token. None without validation text, or with more than 1024 ids (a large table).
+    token. None without validation text, for arrays, or with more than 1024 ids (a large table).
     """
     V = dataset.vocab_size
-    if not V or V > 1024 or not len(dataset.val):
+    if not V or V > 1024 or not len(dataset.val) or not isinstance(dataset.train, Windows):
         return None
     counts, chunk = np.zeros(V * V, np.int64), 1 << 24
     for start in range(0, dataset.train.total - 1, chunk):

@@ -31,7 +31,7 @@ too; `first` runs one with x = run("encoder", layer, x), layer by layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -58,14 +58,19 @@ def join_layers(ends: Tree, layers: Tree) -> Tree:
 class Model:
     """A model for the training step.
 
+    further_inputs   arrays of a batch beside inputs and targets (data.source=arrays): name -> shape, dtype of one row
+    encode      encode(ends, batch, run) -> arrays with the leading dim B, which are added to the batch before `first`;
+                run as in `first`. None: nothing is added
+    correct     correct(ends, x, batch) -> number of targets whose most likely token is the right one, as a scalar, for
+                evaluations (`parallel.accuracy.correct`); uses the same ends as `last`. None: not counted
     init        init(seed, order=None, put=None) -> weights in float32; the same seed gives the same values on every
                 mesh. order: the layer of each row of the stacked weights; None: model order. put: applied to each
                 layer's weights before they are stacked. See `initializer`
     rules       the dims of weights that are sharded over tensor: ("up/kernel", "L D F/tensor"). The step shards the
                 dim L of layers over pipe, and with ZeRO another dim over data and context
     stacks      keys of further stacks of layers
-    used_by_first, used_by_last, used_by_encode   select from a tree like `ends` (without stacks) what `first`, `last`
-                and `encode` use. Hand-written layer loops gather the selected weights there, once for each
+    used_by_first, used_by_last, used_by_encode   select from a tree like `ends` (without stacks) what each uses.
+                Hand-written layer loops gather the selected weights there, once for each
     is_decayed  tree path of a weight -> True if weight decay applies; default: all but biases and scales
     has_partial_gradient   tree path of a weight that is replicated over tensor -> True if its gradient on each device
                 is a partial sum: then it is summed once per step. If False, JAX sums it at each use
@@ -87,6 +92,8 @@ class Model:
     used_by_first: Callable[[Tree], Tree] = lambda ends: ends
     used_by_last: Callable[[Tree], Tree] = lambda ends: ends
     used_by_encode: Callable[[Tree], Tree] = lambda ends: ends
+    further_inputs: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
+    correct: Callable[[Tree, jax.Array, Tree], jax.Array] | None = None
     is_decayed: Callable[[tuple], bool] = lambda path: path[-1].key not in ("bias", "scale")
     has_partial_gradient: Callable[[tuple], bool] = lambda path: False
     is_padded: Callable[[str], bool] = lambda path: False

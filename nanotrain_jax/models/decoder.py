@@ -27,7 +27,6 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -38,7 +37,7 @@ from nanotrain_jax.models import contract, decoder_table
 from nanotrain_jax.models.decoder_layer import ONE_DEVICE, Layer, Norm, Split, fill
 from nanotrain_jax.models.ops import add, project
 from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, VOCAB, under
-from nanotrain_jax.parallel import float8, remat, tensor
+from nanotrain_jax.parallel import accuracy, float8, remat, tensor
 from nanotrain_jax.parallel.collectives import own_shard, position
 from nanotrain_jax.parallel.sharding import Rules
 
@@ -112,6 +111,14 @@ class Ends(nnx.Module):
         losses_BT = optax.softmax_cross_entropy(logits_BTV, labels_BTV)
         return jnp.where(counted_BT, losses_BT, 0.0).sum(), counted_BT.sum(dtype=jnp.int32)
 
+    @jax.named_scope("accuracy")
+    def correct(self, x_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        """x[B T D], targets[B T] -> number of targets whose most likely token is right (`accuracy.correct`)."""
+        x_BTD = tensor.enter(self.norm(x_BTD), self.split.axis, self.split.sequence_parallel)
+        return accuracy.correct(
+            x_BTD, self.head(), targets_BT, self.split.vocab_axes, self.vocab_size, self.loss_chunk or None
+        )
+
 
 class Decoder(nnx.Module):
     """tokens[B T] -> logits[B T V] in float32. Takes a resolved `config.Model`.
@@ -126,7 +133,7 @@ class Decoder(nnx.Module):
         @nnx.split_rngs(splits=config.num_layers)
         def stack(rngs: nnx.Rngs) -> Layer:
             if order is not None:
-                rngs = jax.tree.map(lambda keys: keys[np.asarray(order)], rngs)
+                rngs = jax.tree.map(lambda keys: keys[jnp.asarray(order)], rngs)
             return nnx.vmap(lambda rngs: Layer(config, rngs, split), in_axes=0, out_axes=0)(rngs)
 
         self.layers = stack(rngs)
@@ -254,8 +261,8 @@ def is_decayed(path: tuple) -> bool:
     return PARAMETERS[path[-1].key].decay
 
 
-def build(config: Config, mesh: Mesh) -> contract.Model:
-    """Build the decoder of a resolved config for the training step."""
+def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.Model:
+    """Build the decoder of a resolved config for the training step. counts_correct: with `Model.correct`."""
     p = config.parallel
     kernel = attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
     decoder = config.model.model_copy(update={"attention": kernel})
@@ -284,6 +291,9 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
     def last(weights: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
         return merged(weights).loss(x_BTD, batch["targets"])
 
+    def correct(weights: dict, x_BTD: jax.Array, batch: dict) -> jax.Array:
+        return merged(weights).correct(x_BTD, batch["targets"])
+
     return contract.Model(
         init=initialize,
         first=first,
@@ -298,4 +308,5 @@ def build(config: Config, mesh: Mesh) -> contract.Model:
         splits_context=True,
         splits_documents=True,
         splits_vocab=bool(p.vocab_over_pipe),
+        correct=correct if counts_correct else None,
     )

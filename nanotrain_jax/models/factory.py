@@ -1,4 +1,4 @@
-"""Build the model of a config: the decoder, or the model of model.factory; check a user's model."""
+"""Build the model of a config: the decoder, with vision in front of it, or the model of model.factory; check it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.models import decoder
+from nanotrain_jax.models import decoder, vision_language
 from nanotrain_jax.models.contract import LAYERS, Model
 
 Tree = Any  # a pytree of arrays
@@ -20,6 +20,8 @@ Tree = Any  # a pytree of arrays
 
 def make(config: Config, mesh: Mesh) -> Model:
     """Build the model of a resolved config. Raises ValueError if model.factory fails or returns another type."""
+    if config.vision is not None:
+        return vision_language.build(config, mesh)
     if config.model.factory is None:
         return decoder.build(config, mesh)
     model = load_function(config.model.factory)(config, mesh)
@@ -46,7 +48,7 @@ def load_function(name: str) -> Callable[[Config, Mesh], Model]:
 
 def check(model: Model, config: Config) -> None:
     """Raise ValueError unless a model's weights have the structure that the step needs, and rows may be split."""
-    name = config.model.factory or "the model"
+    name = config.model.factory or ("vision" if config.vision else "the model")
     for problem in _problems(model, config.model.num_layers):
         raise ValueError(f"{name}: {problem}")
     if config.parallel.context > 1 and not model.splits_context:

@@ -44,7 +44,7 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
         )
     if config.parallel.zero and mesh.shape["data"] == mesh.shape["context"] == 1:
         lines.append(f"parallel.zero={config.parallel.zero} has no effect: parallel.data and context are 1")
-    on_host = {} if config.model.factory else memory.on_host(config)
+    on_host = memory.on_host(config) if config.is_decoder else {}
     if on_host:
         sizes = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in on_host.items())
         lines.append(f"offloaded to host memory, per device: {sizes}")
@@ -63,6 +63,10 @@ def headline(config: Config, mesh: Mesh) -> str:
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     device = "simulated CPU device" if config.runtime.simulate else mesh.devices.flat[0].device_kind
     model = config.model.factory or f"{config.model.family} with {counts.parameters(config.model):,} parameters"
+    if config.vision:
+        model += (
+            f" behind an encoder of pictures ({config.vision.image_size} pixels, {config.vision.max_tokens} tokens)"
+        )
     return f"{model} on {mesh.size} x {device} ({axes})"
 
 
@@ -82,6 +86,8 @@ def summary(config: Config, latest: dict[str, Any], bigram: float | None, number
         lines.append(f"  training loss     {latest['loss']:.4f}")
     if "val_loss" in latest:
         lines.append(f"  validation loss   {latest['val_loss']:.4f} nats per token")
+    if "accuracy" in latest:
+        lines.append(f"  accuracy          {latest['accuracy']:.1%} of held-out targets")
     if bigram:
         lines.append(f"  a bigram model    {bigram:.4f} on the same text (predicts from the previous token only)")
     if "skipped_steps" in latest:
@@ -92,6 +98,6 @@ def summary(config: Config, latest: dict[str, Any], bigram: float | None, number
     if config.checkpoint.every and latest_step(config.checkpoint.dir) is not None:
         resumes = "" if config.checkpoint.resume == "never" else f" (the same command resumes from step {number})"
         lines.append(f"  checkpoints       {config.checkpoint.dir}{resumes}")
-        if config.data.source != "synthetic" and not config.model.factory:
+        if config.data.source != "synthetic" and config.is_decoder:
             lines.append(f'  generate text     python -m nanotrain_jax.generate --run {folder} --prompt "def "')
     return "\n".join(lines)

@@ -17,7 +17,7 @@ def check(config: Config, mesh: Mesh) -> None:
 
     For the built-in decoder only: the memory of other models is not known.
     """
-    if config.model.factory:
+    if not config.is_decoder:
         return
     devices = mesh.local_devices
     state = sum(memory.state(config).values()) - offload.nvme_bytes(config)

@@ -209,14 +209,14 @@ class Loop:
         is_due = train.eval_every and (self.number % train.eval_every == 0 or self.number == self.run.span.last)
         if is_due and len(self.run.dataset.val):
             self.writer.settle()
-            self.writer.write(self.evaluate())
+            self.writer.write(**self.evaluate())
             self.writer.start_clock()
         if every and self.number % every == 0:
             self.save(write)
             self.writer.start_clock()
 
-    def evaluate(self) -> float:
-        """Return the validation loss: mean per held-out token, in nats."""
+    def evaluate(self) -> dict[str, float]:
+        """Return val_loss, the mean per held-out target in nats; of a model that counts it also their accuracy."""
         run, sums, params = self.run, [], self.run.step.average(self.state.params)
         for batch in data.evaluation(
             run.dataset.val, run.step.batch, run.config.train.eval_steps, run.step.token_order
@@ -224,7 +224,8 @@ class Loop:
             self.watch.at("evaluation", self.number)
             sums.append(run.step.evaluate(params, batch))
             jax.block_until_ready(sums[-2:-1])  # XLA:CPU aborts with too many executions in flight
-        return sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums)
+        loss, targets, *correct = (sum(float(x) for x in of_batches) for of_batches in zip(*sums, strict=True))
+        return {"val_loss": loss / targets} | ({"accuracy": correct[0] / targets} if correct else {})
 
     def save(self, write: checkpoint.Save) -> None:
         """Save a checkpoint of the last step. Its metrics are written first: a resume does not repeat the step."""
@@ -267,13 +268,13 @@ def new_folder(key: str, path: str) -> Path:
 def new_writer(run: Run) -> metrics.Writer:
     """Return the metrics writer of a run. Raises OSError."""
     config, devices = run.config, run.mesh.devices
-    peak = None if config.model.factory else hardware.peak_flops(devices.flat[0].device_kind)
+    peak = hardware.peak_flops(devices.flat[0].device_kind) if config.is_decoder else None
     return metrics.Writer(config, int(run.state.step), peak and peak * devices.size, run.tokens)
 
 
 def flops_per_step(config: Config) -> float:
     """Return the model FLOPs of a step's global batch; 0 where they are unknown."""
-    if config.model.factory:
+    if not config.is_decoder:
         return 0.0
     return flops.flops_per_token(config)["full"] * config.data.batch_size * config.data.seq_len
 

@@ -97,8 +97,8 @@ class Writer:
             now = time.perf_counter()
             self.seconds, self.steps, self.clock = self.seconds + now - self.clock, self.steps + 1, now
 
-    def write(self, val_loss: float | None = None) -> None:
-        """Write the metrics of the pending step, if any, with a validation loss, if given."""
+    def write(self, val_loss: float | None = None, accuracy: float | None = None) -> None:
+        """Write the metrics of the pending step, if any, with a validation loss and an accuracy, if given."""
         if not self.pending:
             return
         self.settle()
@@ -129,6 +129,8 @@ class Writer:
             record["noise_scale"] = float(metrics["noise_scale"])
         if val_loss is not None:
             record["val_loss"] = val_loss
+        if accuracy is not None:
+            record["accuracy"] = accuracy
         self.latest |= record
         self._note("  ".join(f"{key} {value}" for key, value in record.items() if value is not None))
         if self.active:
@@ -155,9 +157,11 @@ class Writer:
     def _text(self, record: dict[str, Any]) -> str:
         """Format a record for a progress line."""
         text = f"loss {record['loss']:.4f}"
-        val_loss = (self.latest if self.bar else record).get("val_loss")
-        if val_loss is not None:
-            text += f"  val {val_loss:.4f}"
+        evaluated = self.latest if self.bar else record
+        if "val_loss" in evaluated:
+            text += f"  val {evaluated['val_loss']:.4f}"
+        if "accuracy" in evaluated:
+            text += f"  accuracy {evaluated['accuracy']:.1%}"
         text += f"  {record['tokens_per_second']:,.0f} tokens/s"
         if record["mfu"]:
             text += f"  mfu {record['mfu']:.1%}"

@@ -1,8 +1,8 @@
 """The training step on one page, and the package's only `shard_map`.
 
 `train`: gather and run (`gradients.py`), reduce (over replica perhaps compressed, `compressed.py`), clip, update. Each
-function documents its communication; in addition only the loss is all-reduced, one scalar, and where rows hold
-documents apart the number of targets.
+function documents its communication; in addition only the loss is all-reduced, one scalar, and where targets may be
+ignored their number.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from nanotrain_jax.step.update import Pending, apply_update, metrics, next_noise
 Tree = Any  # a pytree of arrays
 BATCH = layout("B/replica,data T/context")
 PER_REPLICA = layout("R/replica")
+ROWS = layout("B/replica,data")
 STARTS = layout("B/replica,data T")  # a device needs those of whole rows
 
 
@@ -54,7 +55,8 @@ class Step(NamedTuple):
         parallel.sync_every-th step. None without parallel.sync_every
     average(State.params) -> params as evaluate takes them: with parallel.sync_every the mean over replicas, else the
         same arrays
-    evaluate(params, batch) -> sum of losses in nats, number of targets
+    evaluate(params, batch) -> sum of losses in nats, number of targets; with Model.correct also the number of targets
+        whose most likely token is right
     in_layer_order(State) -> State as in checkpoints: stacked layers in model order, weights in the compute dtype and
         float32 master weights
     in_stage_order(State) -> State as the other functions take it; donates its State. saved: what it needs of a
@@ -74,7 +76,7 @@ class Step(NamedTuple):
 
     init: Callable[[], State]
     train: Callable[[State, Tree], tuple[State, dict[str, jax.Array], Pending | None]]
-    evaluate: Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
+    evaluate: Callable[[Tree, Tree], tuple[jax.Array, ...]]
     state: State
     saved: State
     batch: Tree
@@ -106,9 +108,9 @@ def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.A
 def count_targets(plan: Plan, batch: Tree) -> jax.Array | int:
     """Return the number of targets in the batch of a step, as `Plan.targets`.
 
-    Where rows hold documents apart: all-reduces one scalar.
+    Where rows may have targets to ignore: all-reduces one scalar.
     """
-    if plan.config.data.attend_across_documents:
+    if not plan.config.data.has_ignored_targets:
         return plan.targets
     is_target = (batch["targets"] >= 0).astype(jnp.float32)
     return jnp.maximum(all_reduce(is_target.sum(), plan.together(BATCH_AXES)), 1)
@@ -130,20 +132,20 @@ def average_replicas(params: Tree) -> Tree:
     return local_steps.mean(jax.tree.map(local_steps.own, params))
 
 
-def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-    """-> sum of losses, number of targets of a batch."""
+def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, ...]:
+    """-> sum of losses, number of targets of a batch; of a model that counts them also the number of right ones."""
     params = forward.local(plan, params)
     microbatches = microbatched(plan, batch)
     p = plan.config.parallel
     if plan.execution is Execution.PIPELINE:
         schedule = schedules.forward_only(p.pipe, p.microbatches, p.chunks, plan.model.splits_vocab)
-        model = forward.layered(plan, params)
+        model = forward.layered(plan, params, measures=True)
         if plan.model.encode:
             microbatches |= encode_all(plan, params, microbatches, model.ends)
         sums = run_forward(schedule, model, microbatches, idle=p.idle)
     else:
         weights = forward.Weights(params, forward.inputs(plan, plan.zero, params))
-        sums = lax.map(partial(forward.loss, plan, plan.zero, weights), microbatches)
+        sums = lax.map(partial(forward.scores, plan, plan.zero, weights), microbatches)
         sums = jax.tree.map(lambda x: x.sum(0), sums)
     return all_reduce(sums, plan.loss_axes)
 
@@ -161,10 +163,7 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
     """
     plan = plans.make(config, mesh, model)
     state_specs, state = (states.without_nvme_state(plan, tree) for tree in states.abstract(plan))
-    batch_specs = {"inputs": BATCH, "targets": BATCH}
-    if not config.data.attend_across_documents:
-        batch_specs["starts"] = STARTS
-    tokens = jax.ShapeDtypeStruct((config.data.batch_size, config.data.seq_len), jnp.int32)
+    batch_shapes, batch_specs = batch_of(plan)
     is_apart = plan.outer_optimizer is not None
     outputs = state_specs, PER_REPLICA if is_apart else REPLICATED, pending_specs(plan)
     run_train = on_mesh(mesh, partial(train_apart if is_apart else train, plan), (state_specs, batch_specs), outputs)
@@ -180,7 +179,7 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
         evaluate=jax.jit(run_evaluate, compiler_options=options if is_offloaded(config) else None),
         state=state,
         saved=states.as_saved(plan, state),
-        batch=jax.tree.map(partial(states.with_sharding, mesh, tokens), batch_specs),
+        batch=jax.tree.map(partial(states.with_sharding, mesh), batch_shapes, batch_specs),
         in_layer_order=in_layer_order,
         in_stage_order=in_stage_order,
         token_order=token_order(config),
@@ -188,6 +187,17 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
         average=jax.jit(run_average) if is_apart else states.unchanged,
         plan=plan,
     )
+
+
+def batch_of(plan: Plan) -> tuple[Tree, Tree]:
+    """Return shapes and PartitionSpecs of the arrays of a batch, by name."""
+    d = plan.config.data
+    specs = {"inputs": BATCH, "targets": BATCH} | ({} if d.attend_across_documents else {"starts": STARTS})
+    shapes = dict.fromkeys(specs, jax.ShapeDtypeStruct((d.batch_size, d.seq_len), jnp.int32))
+    for name, row in plan.model.further_inputs.items():
+        shapes[name] = jax.ShapeDtypeStruct((d.batch_size, *row.shape), row.dtype)
+        specs[name] = ROWS
+    return shapes, specs
 
 
 def token_order(config: Config) -> np.ndarray | None:

@@ -67,6 +67,23 @@ class Weights(NamedTuple):
 
 def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Array, jax.Array]:
     """Return the sum of losses and the number of targets of a microbatch. Autodiff of it is the backward."""
+    ends, x, batch = outputs(plan, zero, weights, batch)
+    return in_float32(plan.model.last(ends, x, batch))
+
+
+def scores(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Array, ...]:
+    """Return what `measure` returns of a microbatch."""
+    return measure(plan.model, *outputs(plan, zero, weights, batch))
+
+
+def measure(model: Model, ends: Tree, x: Tree, batch: Tree) -> tuple[jax.Array, ...]:
+    """Return the sum of losses and the number of targets; if the model counts them, also how many are right."""
+    sums = in_float32(model.last(ends, x, batch))
+    return (*sums, model.correct(ends, x, batch)) if model.correct else sums
+
+
+def outputs(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[Tree, Tree, Tree]:
+    """Run a microbatch through all layers -> what `last` takes: ends, x, the batch with what `encode` adds."""
     weights = weights._replace(stored=as_varying(weights.stored, BATCH_AXES))
     model = plan.model
     ends = gather_ends(plan, zero, weights)
@@ -74,8 +91,7 @@ def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Arr
     if model.encode:
         batch = batch | model.encode(model.used_by_encode(ends), batch, run)
     x = model.first(model.used_by_first(ends), batch, run)
-    x = run(LAYERS, partial(layer_of, model, batch), x)
-    return in_float32(model.last(model.used_by_last(ends), x, batch))
+    return model.used_by_last(ends), run(LAYERS, partial(layer_of, model, batch), x), batch
 
 
 @jax.named_scope("layer")
@@ -120,8 +136,9 @@ def run_layer(plan: Plan, stack: str, zero: Zero, layer: Callable, x: Tree, weig
     return layer(gathered, x)
 
 
-def layered(plan: Plan, params: Tree) -> LayeredModel:
-    """Return the model for loops with an explicit backward. `last` returns the sum of losses and the number of targets.
+def layered(plan: Plan, params: Tree, measures: bool = False) -> LayeredModel:
+    """Return the model for loops with an explicit backward. `last` returns the sum of losses and the number of targets;
+    with measures what `measure` returns.
 
     `first` and `last` each gather the ends they use. With prefetch layers are gathered ahead and their gradients
     scattered behind, by the loop.
@@ -157,7 +174,8 @@ def layered(plan: Plan, params: Tree) -> LayeredModel:
         return model.first(gathered(inputs, model.used_by_first), batch, run)
 
     def last(inputs: Tree, x: Tree, batch: Tree) -> tuple:
-        return in_float32(model.last(gathered(inputs, model.used_by_last), x, batch))
+        ends = gathered(inputs, model.used_by_last)
+        return measure(model, ends, x, batch) if measures else in_float32(model.last(ends, x, batch))
 
     return LayeredModel(
         first=first,

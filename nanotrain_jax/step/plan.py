@@ -176,7 +176,7 @@ class Plan:
 def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
     """Make the plan of a resolved config. model: used instead of the config's model. Computes and allocates nothing."""
     p = config.parallel
-    is_decoder = model is None and config.model.factory is None
+    is_decoder = model is None and config.is_decoder
     model = model or factory.make(config, mesh)
     if not is_decoder:
         factory.check(model, config)
