@@ -18,7 +18,7 @@ from nanotrain_jax.planner import explain, search
 from nanotrain_jax.planner.estimate import estimate, on_gpus
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
-CONFIGS = [path.stem for path in FILES if "factory" not in path.read_text()]  # the planner supports the decoder only
+CONFIGS = [path.stem for path in FILES if not re.search("factory|^vision:", path.read_text(), re.M)]  # decoders
 
 
 def values_of(numbers):

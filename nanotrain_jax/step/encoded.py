@@ -9,6 +9,7 @@ With P stages and M microbatches:
     once           reduce-scatters them over pipe                (P-1)/P; nothing if no weight of the encoder is trained
     each stage     the backward of its microbatches
 
+What memory.remat stores of M/P microbatches lives through the schedule: with full, the inputs of the encoder's layers.
 Integers that an encoder returns reach `layer` and `last` too, floats only `first`.
 """
 
@@ -88,8 +89,6 @@ def encode_all(plan: Plan, params: Tree, microbatches: Tree, inputs: Tree) -> di
         microbatch = jax.tree.map(lambda x: loops.get(x, number), microbatches)
         return forward.encode(plan, params, inputs, microbatch)
 
-    if plan.remat.remat.policy != "none":
-        encode = jax.checkpoint(encode)  # what it stores would live through the schedule
     encoded = lax.map(encode, own)
     return {key: all_gather([x], "pipe", [0])[0][:count] for key, x in encoded.items()}
 

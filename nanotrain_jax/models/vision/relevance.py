@@ -84,8 +84,9 @@ def relevance(weights: Weights, x_BCE: jax.Array, question: Question, surroundin
 
 def unit(x: jax.Array) -> jax.Array:
     """x[... E] -> x[... E] with root mean square 1 over E"""
-    square = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True)
-    return (x * jax.lax.rsqrt(square + 1e-6)).astype(x.dtype)
+    in_float32 = x.astype(jnp.float32)
+    square = jnp.square(in_float32).mean(-1, keepdims=True)
+    return (in_float32 * jax.lax.rsqrt(square + 1e-6)).astype(x.dtype)
 
 
 def match(x_BCS: jax.Array, asked_BQS: jax.Array, is_asked_BQ: jax.Array) -> jax.Array:
