@@ -39,10 +39,16 @@ def embed(config: Vision, weights: Weights, image_BHWc: jax.Array) -> jax.Array:
 
     @jax.checkpoint
     def run(image_BHWc: jax.Array, embed_PE: jax.Array) -> jax.Array:
-        patches_BCP = candidates(texture(image_BHWc), config.patch_size, config.scales)
+        patches_BCP = candidates(standardized(texture(image_BHWc)), config.patch_size, config.scales)
         return patches_BCP.astype(embed_PE.dtype) @ embed_PE
 
     return run(image_BHWc, weights["embed_PE"]) + weights["bias_E"][None, None]
+
+
+def standardized(x_BHWc: jax.Array) -> jax.Array:
+    """x[B H W c] -> x[B H W c], each channel of each picture with mean 0 and standard deviation 1 over its pixels"""
+    mean, variance = x_BHWc.mean((1, 2), keepdims=True), x_BHWc.var((1, 2), keepdims=True)
+    return (x_BHWc - mean) * jax.lax.rsqrt(variance + 1e-4)
 
 
 def candidates(texture_BHWc: jax.Array, patch: int, scales: tuple[int, ...]) -> jax.Array:
