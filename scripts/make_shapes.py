@@ -2,9 +2,9 @@
 
     python scripts/make_shapes.py --out runs/shapes [--train 60000] [--val 2000] [--seed 0]
 
-A picture of 48 x 48 pixels has 1 to 6 shapes, each in its own cell of a 3 x 3 grid; the grid and the shapes in it are
-shifted at random. Kinds of questions: exists, count, colour, shape, size, and relation, about the next cell. Some pairs
-of colour and shape are never drawn for training: only the validation has them, drawn and asked.
+A picture of 48 x 48 pixels has 1 to 6 shapes, mostly few, each in its own cell of a 3 x 3 grid, shifted at random in it.
+Kinds of questions: exists, count, colour, shape, size, place (in the grid), and relation, about the next cell. Some
+pairs of colour and shape are never drawn or asked for training: only the validation has them.
 
 A row: places of the picture (<image>), then questions of 9 words each with padding; after a question mark the target is
 the answer, all others are ignored. Answers are not among the inputs. Training rows have 4 questions, every fourth 1;
@@ -28,18 +28,28 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), 
 COLOUR_NAMES = list(COLOURS)
 SHAPES = "circle", "square", "triangle"
 SIZES = "small", "large"
-RADII = np.array([3.2, 5.2])
+ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
+RADII = np.array([4.0, 6.4])
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "above": (-1, 0), "below": (1, 0)}  # of the answer, seen from the asked
 NUMBERS = "zero", "one", "two", "three", "four", "five", "six"
 PAD, IMAGE = "<pad>", "<image>"
-WORDS = [PAD, IMAGE, "?", "how", "many", "is", "there", "a", "the", "which", "colour", "shape", "size", "of", "objects",
-         "yes", "no", *COLOURS, *SHAPES, *(f"{shape}s" for shape in SHAPES), *SIZES, *DIRECTIONS, *NUMBERS]  # fmt: skip
+WORDS = [PAD, IMAGE, "?", "how", "many", "is", "there", "a", "at", "the", "which", "colour", "shape", "size", "of",
+         "objects", "yes", "no", *COLOURS, *SHAPES, *(f"{shape}s" for shape in SHAPES), *SIZES, *DIRECTIONS, *ROWS,
+         "centre", *NUMBERS]  # fmt: skip
 ID = {word: i for i, word in enumerate(WORDS)}
 HELD_OUT = [("red", "triangle"), ("blue", "circle")]
-KINDS = {"exists": 0.15, "count": 0.25, "colour": 0.15, "shape": 0.15, "size": 0.1, "relation": 0.2}  # shares
+KINDS = {
+    "exists": 0.13,
+    "count": 0.2,
+    "colour": 0.12,
+    "shape": 0.12,
+    "size": 0.08,
+    "place": 0.2,
+    "relation": 0.15,
+}  # shares
 
-SIDE, CELLS, CELL = 48, 3, 14  # pixels; cells of the grid along a side, and their pixels
-PLACES, TEXT, QUESTIONS = 16, 9, 4  # of a row: places for the picture, words of a question, questions
+SIDE, CELLS, CELL = 48, 3, 16  # pixels; cells of the grid along a side, and their pixels
+PLACES, TEXT, QUESTIONS = 10, 9, 4  # of a row: places for the picture, words of a question, questions
 
 
 class Scenes(NamedTuple):
@@ -69,18 +79,18 @@ def draw_scenes(rng: np.random.Generator, count: int, pairs: np.ndarray) -> Scen
     """Draw scenes of these pairs of colour and shape."""
     cells = CELLS**2
     rank = rng.random((count, cells)).argsort(1)
-    present = rank < rng.integers(1, 7, (count, 1))
+    present = rank < rng.integers(1, 7, (count, 1, 2)).min(-1)
     colour, shape = np.divmod(pairs[rng.integers(len(pairs), size=(count, cells))], len(SHAPES))
     grid = np.stack(np.divmod(np.arange(cells), CELLS), -1) * CELL + CELL / 2
-    shift = rng.uniform(0, SIDE - CELLS * CELL, (count, 1, 2)) + rng.uniform(-1.5, 1.5, (count, cells, 2))
-    return Scenes(present, colour, shape, rng.integers(2, size=(count, cells)), grid + shift)
+    centre = grid + rng.uniform(-1.5, 1.5, (count, cells, 2))
+    return Scenes(present, colour, shape, rng.integers(2, size=(count, cells)), centre)
 
 
 def paint(rng: np.random.Generator, scenes: Scenes) -> np.ndarray:
     """-> pictures uint8 [n SIDE SIDE 3]: grey with noise, and the shapes on it."""
     picture, cell = np.nonzero(scenes.present)
     size = (len(scenes.present), SIDE, SIDE, 3)
-    image = rng.integers(90, 131, size, dtype=np.uint8)
+    image = rng.integers(95, 126, size, dtype=np.uint8)
     centre = scenes.centre[picture, cell]
     first = np.clip(centre.astype(int) - 7, 0, SIDE - 15)  # of a window of 15 x 15 pixels
     y, x = (first[:, axis, None] + np.arange(15) for axis in (0, 1))
@@ -168,6 +178,16 @@ def ask_shape(rng: np.random.Generator, scenes: Scenes, pairs: np.ndarray) -> Qu
     return Questions(words, ids(SHAPES, at(scenes.shape, cell)), valid)
 
 
+def ask_place(rng: np.random.Generator, scenes: Scenes, pairs: np.ndarray) -> Questions:
+    """which colour is at the top left ? which shape is at the middle right ? where there is one."""
+    cell, valid = one_of(rng, scenes.present)
+    asks_colour = rng.random(len(cell)) < 0.4
+    rows, columns = (ids(names, where) for names, where in zip((ROWS, COLUMNS), np.divmod(cell, CELLS), strict=True))
+    asked = np.where(asks_colour, ID["colour"], ID["shape"])
+    answer = np.where(asks_colour, ids(COLOUR_NAMES, at(scenes.colour, cell)), ids(SHAPES, at(scenes.shape, cell)))
+    return Questions(sentences("which", asked, "is", "at", "the", rows, columns, "?"), answer, valid)
+
+
 def ask_size(rng: np.random.Generator, scenes: Scenes, pairs: np.ndarray) -> Questions:
     """which size is the red circle ? where there is one."""
     cell, valid = one_of(rng, alone(scenes, scenes.pair))
@@ -197,7 +217,7 @@ def ask_relation(rng: np.random.Generator, scenes: Scenes, pairs: np.ndarray) ->
 
 
 ASK = {"exists": ask_exists, "count": ask_count, "colour": ask_colour, "shape": ask_shape, "size": ask_size,
-       "relation": ask_relation}  # fmt: skip
+       "place": ask_place, "relation": ask_relation}  # fmt: skip
 
 
 def ask(rng: np.random.Generator, scenes: Scenes, pairs: np.ndarray) -> tuple[Questions, np.ndarray]:

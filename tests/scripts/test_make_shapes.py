@@ -1,4 +1,4 @@
-"""scripts/make_shapes.py: answers are those of the scenes, held-out pairs stay out of training, the same seed repeats."""
+"""scripts/make_shapes.py: answers are those of the scenes, held-out pairs stay out of training, a seed repeats."""
 
 import json
 
@@ -51,6 +51,9 @@ def answer(found, words):
             return found[the(found, colour)][1]
         case ["which", "size", "is", "the", colour, shape, "?"]:
             return found[the(found, colour, shape)][2]
+        case ["which", what, "is", "at", "the", row, column, "?"]:
+            cell = script.ROWS.index(row) * script.CELLS + script.COLUMNS.index(column)
+            return found[cell][what == "shape"]
         case ["which", what, "is", direction, *_, colour, shape, "?"]:
             return beside(found, the(found, colour, shape), direction)[what == "shape"]
 
