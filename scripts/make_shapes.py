@@ -1,14 +1,16 @@
 """Draw pictures of coloured shapes with questions of one-word answers, into a folder for `data.source=arrays:DIR`.
 
-    python scripts/make_shapes.py --out runs/shapes [--train 40000] [--val 2000] [--seed 0]
+    python scripts/make_shapes.py --out runs/shapes [--train 60000] [--val 2000] [--seed 0]
 
-A picture of 48 x 48 pixels has 1 to 6 shapes, each in its own cell of a 3 x 3 grid; the grid and the shapes in it are
-shifted at random. Kinds of questions: exists, count, colour, shape, size, and relation, about the next cell. Some pairs
-of colour and shape are never drawn for training: only the validation has them, drawn and asked.
+A picture of 48 x 48 pixels has 1 to 6 shapes, mostly few, each in its own cell of a 3 x 3 grid, shifted at random in it.
+Kinds of questions: exists, count, colour, shape, size, place (in the grid), and relation, about the next cell. Some
+pairs of colour and shape are never drawn or asked for training: only the validation has them.
 
-A row: image places (<image>), the question, padding; its only target, after the question mark, is the answer.
-meta.json has also the accuracy of the best guess without the picture: the most frequent training answer to the same
-question, or to its kind. Same seed, same files. Exit codes: 0 done; 2 the request is wrong (one line on stderr).
+A row: places of the picture (<image>), then questions of 9 words each with padding; after a question mark the target is
+the answer, all others are ignored. Answers are not among the inputs. Training rows have 4 questions, every fourth 1;
+validation rows have 1, so that no other question tells something about the picture. meta.json has also the accuracy of
+the best guess without the picture: the most frequent training answer to the same question, or to its kind. Same seed,
+same files. Exit codes: 0 done; 2 the request is wrong (one line on stderr).
 """
 
 import argparse
@@ -22,21 +24,32 @@ from nanotrain_jax.config.load import Parser, path_argument, refuse
 from nanotrain_jax.data import arrays
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 40),
-           "purple": (160, 60, 190)}  # fmt: skip
+           "purple": (160, 60, 190), "white": (230, 230, 230)}  # fmt: skip
 COLOUR_NAMES = list(COLOURS)
 SHAPES = "circle", "square", "triangle"
 SIZES = "small", "large"
-RADII = np.array([3.2, 5.2])
+ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
+RADII = np.array([4.0, 6.4])
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "above": (-1, 0), "below": (1, 0)}  # of the answer, seen from the asked
 NUMBERS = "zero", "one", "two", "three", "four", "five", "six"
 PAD, IMAGE = "<pad>", "<image>"
-WORDS = [PAD, IMAGE, "?", "how", "many", "is", "there", "a", "the", "which", "colour", "shape", "size", "of", "objects",
-         "yes", "no", *COLOURS, *SHAPES, *(f"{shape}s" for shape in SHAPES), *SIZES, *DIRECTIONS, *NUMBERS]  # fmt: skip
+WORDS = [PAD, IMAGE, "?", "how", "many", "is", "there", "a", "at", "the", "which", "colour", "shape", "size", "of",
+         "objects", "yes", "no", *COLOURS, *SHAPES, *(f"{shape}s" for shape in SHAPES), *SIZES, *DIRECTIONS, *ROWS,
+         "centre", *NUMBERS]  # fmt: skip
 ID = {word: i for i, word in enumerate(WORDS)}
-HELD_OUT = [("red", "triangle"), ("green", "square"), ("blue", "circle")]
-KINDS = {"exists": 0.15, "count": 0.25, "colour": 0.15, "shape": 0.15, "size": 0.1, "relation": 0.2}  # shares
+HELD_OUT = [("red", "triangle"), ("blue", "circle")]
+KINDS = {
+    "exists": 0.13,
+    "count": 0.2,
+    "colour": 0.12,
+    "shape": 0.12,
+    "size": 0.08,
+    "place": 0.2,
+    "relation": 0.15,
+}  # shares
 
-SIDE, CELLS, CELL, PLACES, TEXT = 48, 3, 14, 36, 12  # pixels; cells of the grid, their pixels; places of a row
+SIDE, CELLS, CELL = 48, 3, 16  # pixels; cells of the grid along a side, and their pixels
+PLACES, TEXT, QUESTIONS = 10, 9, 4  # of a row: places for the picture, words of a question, questions
 
 
 class Scenes(NamedTuple):
@@ -66,18 +79,18 @@ def draw_scenes(rng: np.random.Generator, count: int, pairs: np.ndarray) -> Scen
     """Draw scenes of these pairs of colour and shape."""
     cells = CELLS**2
     rank = rng.random((count, cells)).argsort(1)
-    present = rank < rng.integers(1, 7, (count, 1))
+    present = rank < rng.integers(1, 7, (count, 1, 2)).min(-1)
     colour, shape = np.divmod(pairs[rng.integers(len(pairs), size=(count, cells))], len(SHAPES))
     grid = np.stack(np.divmod(np.arange(cells), CELLS), -1) * CELL + CELL / 2
-    shift = rng.uniform(0, SIDE - CELLS * CELL, (count, 1, 2)) + rng.uniform(-1.5, 1.5, (count, cells, 2))
-    return Scenes(present, colour, shape, rng.integers(2, size=(count, cells)), grid + shift)
+    centre = grid + rng.uniform(-1.5, 1.5, (count, cells, 2))
+    return Scenes(present, colour, shape, rng.integers(2, size=(count, cells)), centre)
 
 
 def paint(rng: np.random.Generator, scenes: Scenes) -> np.ndarray:
     """-> pictures uint8 [n SIDE SIDE 3]: grey with noise, and the shapes on it."""
     picture, cell = np.nonzero(scenes.present)
     size = (len(scenes.present), SIDE, SIDE, 3)
-    image = rng.integers(90, 131, size, dtype=np.uint8)
+    image = rng.integers(95, 126, size, dtype=np.uint8)
     centre = scenes.centre[picture, cell]
     first = np.clip(centre.astype(int) - 7, 0, SIDE - 15)  # of a window of 15 x 15 pixels
     y, x = (first[:, axis, None] + np.arange(15) for axis in (0, 1))
@@ -165,6 +178,16 @@ def ask_shape(rng: np.random.Generator, scenes: Scenes, pairs: np.ndarray) -> Qu
     return Questions(words, ids(SHAPES, at(scenes.shape, cell)), valid)
 
 
+def ask_place(rng: np.random.Generator, scenes: Scenes, pairs: np.ndarray) -> Questions:
+    """which colour is at the top left ? which shape is at the middle right ? where there is one."""
+    cell, valid = one_of(rng, scenes.present)
+    asks_colour = rng.random(len(cell)) < 0.4
+    rows, columns = (ids(names, where) for names, where in zip((ROWS, COLUMNS), np.divmod(cell, CELLS), strict=True))
+    asked = np.where(asks_colour, ID["colour"], ID["shape"])
+    answer = np.where(asks_colour, ids(COLOUR_NAMES, at(scenes.colour, cell)), ids(SHAPES, at(scenes.shape, cell)))
+    return Questions(sentences("which", asked, "is", "at", "the", rows, columns, "?"), answer, valid)
+
+
 def ask_size(rng: np.random.Generator, scenes: Scenes, pairs: np.ndarray) -> Questions:
     """which size is the red circle ? where there is one."""
     cell, valid = one_of(rng, alone(scenes, scenes.pair))
@@ -194,38 +217,60 @@ def ask_relation(rng: np.random.Generator, scenes: Scenes, pairs: np.ndarray) ->
 
 
 ASK = {"exists": ask_exists, "count": ask_count, "colour": ask_colour, "shape": ask_shape, "size": ask_size,
-       "relation": ask_relation}  # fmt: skip
+       "place": ask_place, "relation": ask_relation}  # fmt: skip
 
 
-def make_rows(rng: np.random.Generator, count: int, pairs: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the arrays of a side of the data: images, inputs, targets, and the kind of each question."""
+def ask(rng: np.random.Generator, scenes: Scenes, pairs: np.ndarray) -> tuple[Questions, np.ndarray]:
+    """Ask a question about each picture -> questions, the kind of each [n]."""
+    asked = [ask_kind(rng, scenes, pairs) for ask_kind in ASK.values()]
+    wish = np.log(list(KINDS.values())) + rng.gumbel(size=(len(scenes.present), len(ASK)))  # largest as often as shared
+    valid = np.stack([questions.valid for questions in asked], 1)
+    kind = np.where(valid, wish, -np.inf).argmax(1)
+    chosen = kind, np.arange(len(kind))
+    words, answer = (
+        np.stack([getattr(questions, what) for questions in asked])[chosen] for what in ("words", "answer")
+    )
+    return Questions(words, answer, valid.any(1)), kind
+
+
+def make_rows(rng: np.random.Generator, count: int, pairs: np.ndarray, questions: int) -> dict[str, np.ndarray]:
+    """Return the arrays of a side of the data: images, inputs, targets, and the kind of the first question.
+
+    Rows have up to QUESTIONS questions: every fourth only the first, the others as many as asked for.
+    """
     scenes = draw_scenes(rng, count, pairs)
-    asked = [ask(rng, scenes, pairs) for ask in ASK.values()]
-    wish = np.log(list(KINDS.values())) + rng.gumbel(size=(count, len(ASK)))  # the largest: drawn by its share
-    kind = np.where(np.stack([questions.valid for questions in asked], 1), wish, -np.inf).argmax(1)
-    words = np.stack([questions.words for questions in asked])[kind, np.arange(count)]
-    answer = np.stack([questions.answer for questions in asked])[kind, np.arange(count)]
-    inputs = np.concatenate([np.full((count, PLACES), ID[IMAGE]), words], 1).astype(np.int32)
-    targets = np.where(inputs == ID["?"], answer[:, None], -1).astype(np.int32)
-    return {"images": paint(rng, scenes), "inputs": inputs, "targets": targets, "kind": kind.astype(np.int32)}
+    asked = [ask(rng, scenes, pairs) for _ in range(QUESTIONS)]
+    words, answer = (np.stack([getattr(one, what) for one, _ in asked], 1) for what in ("words", "answer"))
+    number = np.where(np.arange(count) % 4 == 0, 1, questions)
+    words = np.where((np.arange(QUESTIONS) < number[:, None])[..., None], words, ID[PAD])
+    targets = np.where(words == ID["?"], answer[..., None], -1).reshape(count, -1)
+    inputs = np.concatenate([np.full((count, PLACES), ID[IMAGE]), words.reshape(count, -1)], 1)
+    targets = np.concatenate([np.full((count, PLACES), -1), targets], 1)
+    return {
+        "images": paint(rng, scenes),
+        "inputs": inputs.astype(np.int32),
+        "targets": targets.astype(np.int32),
+        "kind": asked[0][1].astype(np.int32),
+    }
 
 
 def best_guess(train: dict[str, np.ndarray], val: dict[str, np.ndarray]) -> np.ndarray:
-    """Return for each row of val whether the most frequent training answer to its question is right."""
+    """Return for each row of val, of one question, whether the guess without the picture is right: the most frequent
+    training answer to the first question of a row, or to its kind if it was never asked."""
+    first = slice(PLACES, PLACES + TEXT)
+
+    def keys(rows: dict[str, np.ndarray]) -> list[bytes]:
+        return [row.tobytes() for row in rows["inputs"][:, first]]
 
     def most_frequent(keys: list) -> dict:
-        answers = train["targets"].max(1)
         counts = {}
-        for key, answer in zip(keys, answers.tolist(), strict=True):
+        for key, answer in zip(keys, train["targets"][:, first].max(1).tolist(), strict=True):
             counts.setdefault(key, np.zeros(len(WORDS), int))[answer] += 1
         return {key: count.argmax() for key, count in counts.items()}
 
-    questions, kinds = ([row.tobytes() for row in train["inputs"]], train["kind"].tolist())
-    of_question, of_kind = most_frequent(questions), most_frequent(kinds)
-    guess = [
-        of_question.get(row.tobytes(), of_kind[kind])
-        for row, kind in zip(val["inputs"], val["kind"].tolist(), strict=True)
-    ]
+    of_question, of_kind = most_frequent(keys(train)), most_frequent(train["kind"].tolist())
+    asked = zip(keys(val), val["kind"].tolist(), strict=True)
+    guess = [of_question.get(question, of_kind[kind]) for question, kind in asked]
     return np.array(guess) == val["targets"].max(1)
 
 
@@ -233,7 +278,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line. Exits with 2 if it is wrong."""
     parser = Parser(description="Draw pictures of coloured shapes with questions of one-word answers.")
     parser.add_argument("--out", required=True, type=path_argument, help="output folder; must not exist")
-    parser.add_argument("--train", type=int, default=40_000, help="training rows (default: 40000)")
+    parser.add_argument("--train", type=int, default=60_000, help="training rows (default: 60000)")
     parser.add_argument("--val", type=int, default=2_000, help="validation rows (default: 2000)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     return parser.parse_args(argv)
@@ -254,18 +299,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check(asked)
         rng = np.random.default_rng(asked.seed)
-        train = make_rows(rng, asked.train, np.setdiff1d(every, held_out))
-        val = make_rows(rng, asked.val, every)
+        train = make_rows(rng, asked.train, np.setdiff1d(every, held_out), QUESTIONS)
+        val = make_rows(rng, asked.val, every, 1)
         is_right = best_guess(train, val)
         guess = float(is_right.mean())
         about = {"words": WORDS, "kinds": list(KINDS), "held_out_pairs": HELD_OUT, "best_guess_without_picture": guess}
         arrays.write(Path(asked.out), {"train": train, "val": val}, len(WORDS), about)
     except (ValueError, OSError) as error:
         return refuse(error)
-    print(
-        f"{asked.out}: {asked.train:,} training and {asked.val:,} validation rows of {PLACES + TEXT} tokens, "
-        f"{len(WORDS)} words; train with data.source=arrays:{asked.out}"
-    )
+    tokens = PLACES + TEXT * QUESTIONS
+    print(f"{asked.out}: {asked.train:,} training and {asked.val:,} validation rows of {tokens} tokens")
+    print(f"{len(WORDS)} words; train with data.source=arrays:{asked.out}")
     each = ", ".join(f"{kind} {is_right[val['kind'] == i].mean():.0%}" for i, kind in enumerate(KINDS))
     print(f"best guess without the picture: {guess:.1%} ({each})")
     return 0

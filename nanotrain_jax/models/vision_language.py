@@ -7,7 +7,7 @@
 
 Rows have K = vision.max_tokens places for the picture before the text; what is not kept is padding, before the patches:
 as in rows of several documents, starts say that no later token looks back at it, and positions count from the first
-patch. Which patches are kept depends on the text before the first target, never on an answer.
+patch. Which patches are kept depends on the text of the row, but not on the tokens that the model predicts.
 
 Weights: "vision/patches", "vision/relevance", "vision/adapter", the stack "encoder", and the decoder's "ends" and
 "layers". The encoder runs on whole rows on each device along tensor; all-reduces are those of its layers, and one of
@@ -65,7 +65,7 @@ def build(config: Config, mesh: Mesh) -> Model:
     def encode(weights: Tree, batch: Tree, run: Callable) -> Tree:
         tokens_BQ = batch["inputs"][:, vision.max_tokens :]
         x_BQD = tensor.look_up(weights[ENDS][EMBEDDING], tokens_BQ, axis, False, p.vocab_axes)
-        is_asked_BQ = before_targets(batch["targets"][:, vision.max_tokens :])
+        is_asked_BQ = not_predicted(batch["targets"][:, vision.max_tokens :])
         x_BKE, budget = look(vision, weights[VISION], batch["images"], relevance.Question(x_BQD, is_asked_BQ))
         x_BKE = run(ENCODER, partial(encoder.layer, is_kept_BK=budget.is_kept_BK, axis=axis), x_BKE)
         image_BKD = encoder.adapt(weights[VISION]["adapter"], x_BKE)
@@ -100,6 +100,10 @@ def check(config: Config) -> None:
     p, d, vision = config.parallel, config.data, config.vision
     if p.context > 1:
         raise ValueError(f"vision with parallel.context={p.context}: rows stay whole; use parallel.context=1")
+    if p.vocab_over_pipe:
+        raise ValueError(
+            "vision with parallel.vocab_over_pipe=true: pictures are encoded from whole embeddings; remove the key"
+        )
     if not d.attend_across_documents:
         raise ValueError(
             "vision with data.attend_across_documents=false: a row is a picture and its text; remove the key"
@@ -146,10 +150,9 @@ def init_vision(config: Config, seed: int) -> Tree:
     }
 
 
-def before_targets(targets_BQ: jax.Array) -> jax.Array:
-    """targets[B Q] -> True for tokens up to the first one with a target: what is known before any answer [B Q]"""
-    is_target_BQ = (targets_BQ >= 0).astype(jnp.int32)
-    return jnp.cumsum(is_target_BQ, 1) == is_target_BQ
+def not_predicted(targets_BQ: jax.Array) -> jax.Array:
+    """targets[B Q] -> True for tokens that are no target of the token before them: questions, but no answers [B Q]"""
+    return jnp.pad(targets_BQ[:, :-1] < 0, [(0, 0), (1, 0)], constant_values=True)
 
 
 def look(

@@ -108,8 +108,8 @@ def hold(code, told):
 HUGE = ("10" + "0" * 29, str(2**62), str(10**18), "1" + "0" * 5000, "0x" + "f" * 6000, "-" + "9" * 30)
 FIELDS = {
     f"{section}.{key.alias or name}": str(key.annotation)
-    for section, field in Config.model_fields.items()
-    for name, key in field.annotation.model_fields.items()
+    for section, keys in Config.sections().items()
+    for name, key in keys.model_fields.items()
 }
 SIZES = [key for key, kind in FIELDS.items() if "int" in kind and key.startswith(("model.", "parallel.", "data."))]
 OF_RUN = ("--config", "base.yaml")

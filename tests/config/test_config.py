@@ -142,8 +142,8 @@ def test_nested_yaml_merges_stay_small(tmp_path):
 
 
 def test_no_key_accepts_a_bool_as_a_number_or_a_string():
-    for section, field in configs.Config.model_fields.items():
-        for name, key in field.annotation.model_fields.items():
+    for section, keys in configs.Config.sections().items():
+        for name, key in keys.model_fields.items():
             if "bool" not in str(key.annotation):
                 with pytest.raises(ValueError, match=f"{section}.{key.alias or name}"):
                     request.parse({section: {key.alias or name: True}})

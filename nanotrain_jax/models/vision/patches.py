@@ -21,11 +21,11 @@ FREQUENCIES = 4  # of position features: half a wave over the picture, one, two,
 
 
 def init(config: Vision, key: jax.Array) -> Weights:
-    """Initialize: normal, std one over the root of the inputs; biases zero."""
+    """Initialize: normal, so that embeddings of standardized values have std 1; biases zero."""
     P, F, E = CHANNELS * config.patch_size**2, num_features(config), config.width
     embed_key, position_key = jax.random.split(key)
     return {
-        "embed_PE": jax.random.normal(embed_key, (P, E)) / np.sqrt(P),
+        "embed_PE": jax.random.normal(embed_key, (P, E)) * np.sqrt(P) / E,
         "bias_E": jnp.zeros(E),
         "position_FE": jax.random.normal(position_key, (F, E)) / np.sqrt(F),
     }
@@ -34,15 +34,25 @@ def init(config: Vision, key: jax.Array) -> Weights:
 def embed(config: Vision, weights: Weights, image_BHWc: jax.Array) -> jax.Array:
     """image uint8 [B H W 3] -> embeddings of its candidates [B C E], without their positions
 
+    The P values are scaled by E / P: then an update of Adam, about as large for every weight, changes an embedding as
+    much as it changes the output of a layer of E inputs (the rule of muP, arXiv 2203.03466).
+
     Rematerialized: the backward keeps the picture, B H W 3 bytes, instead of the candidates, B C P values.
     """
 
     @jax.checkpoint
     def run(image_BHWc: jax.Array, embed_PE: jax.Array) -> jax.Array:
-        patches_BCP = candidates(texture(image_BHWc), config.patch_size, config.scales)
-        return patches_BCP.astype(embed_PE.dtype) @ embed_PE
+        patches_BCP = candidates(standardized(texture(image_BHWc)), config.patch_size, config.scales)
+        P, E = embed_PE.shape
+        return (E / P * patches_BCP).astype(embed_PE.dtype) @ embed_PE
 
     return run(image_BHWc, weights["embed_PE"]) + weights["bias_E"][None, None]
+
+
+def standardized(x_BHWc: jax.Array) -> jax.Array:
+    """x[B H W c] -> x[B H W c], each channel of each picture with mean 0 and standard deviation 1 over its pixels"""
+    mean, variance = x_BHWc.mean((1, 2), keepdims=True), x_BHWc.var((1, 2), keepdims=True)
+    return (x_BHWc - mean) * jax.lax.rsqrt(variance + 1e-4)
 
 
 def candidates(texture_BHWc: jax.Array, patch: int, scales: tuple[int, ...]) -> jax.Array:

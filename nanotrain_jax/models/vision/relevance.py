@@ -45,19 +45,19 @@ class Budget(NamedTuple):
 
 
 def init(config: Vision, d_model: int, key: jax.Array) -> Weights:
-    """Initialize: normal, std one over the root of the inputs; the balancer and biases zero."""
-    E, S, keys = config.width, config.scorer_width, jax.random.split(key, 6)
+    """Initialize: normal, std one over the root of the inputs; zero what makes all candidates equally relevant."""
+    E, S, keys = config.width, config.scorer_width, jax.random.split(key, 3)
 
     def normal(i: int, *shape: int) -> jax.Array:
         return jax.random.normal(keys[i], shape) / np.sqrt(shape[0])
 
     return {
         "informative_ES": normal(0, E, S),
-        "informative_S": normal(1, S),
-        "salient_ES": normal(2, E, S),
-        "salient_S": normal(3, S),
-        "candidate_ES": normal(4, E, S),
-        "question_DS": normal(5, d_model, S),
+        "informative_S": jnp.zeros(S),
+        "salient_ES": normal(1, E, S),
+        "salient_S": jnp.zeros(S),
+        "candidate_ES": jnp.zeros((E, S)),
+        "question_DS": normal(2, d_model, S),
         "balance_Es": jnp.zeros((E, len(SCORERS))),
         "balance_Ss": jnp.zeros((S, len(SCORERS))),
     }
