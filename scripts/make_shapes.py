@@ -2,7 +2,7 @@
 
     python scripts/make_shapes.py --out runs/shapes [--train 60000] [--val 2000] [--seed 0]
 
-A picture of 48 x 48 pixels has 1 to 6 shapes, mostly few, each in its own cell of a 3 x 3 grid, shifted at random in it.
+A picture of 48 x 48 pixels has 1 to 4 shapes, mostly few, each in its own cell of a 3 x 3 grid, shifted in it.
 Kinds of questions: exists, count, colour, shape, size, place (in the grid), and relation, about the next cell. Some
 pairs of colour and shape are never drawn or asked for training: only the validation has them.
 
@@ -79,7 +79,7 @@ def draw_scenes(rng: np.random.Generator, count: int, pairs: np.ndarray) -> Scen
     """Draw scenes of these pairs of colour and shape."""
     cells = CELLS**2
     rank = rng.random((count, cells)).argsort(1)
-    present = rank < rng.integers(1, 7, (count, 1, 2)).min(-1)
+    present = rank < rng.integers(1, 5, (count, 1, 2)).min(-1)
     colour, shape = np.divmod(pairs[rng.integers(len(pairs), size=(count, cells))], len(SHAPES))
     grid = np.stack(np.divmod(np.arange(cells), CELLS), -1) * CELL + CELL / 2
     centre = grid + rng.uniform(-1.5, 1.5, (count, cells, 2))
