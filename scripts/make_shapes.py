@@ -2,7 +2,7 @@
 
     python scripts/make_shapes.py --out runs/shapes [--train 60000] [--val 2000] [--seed 0]
 
-A picture of 48 x 48 pixels has 1 to 6 shapes, mostly few, each in its own cell of a 3 x 3 grid, shifted at random in it.
+A picture of 48 x 48 pixels has 1 to 6 shapes, mostly few, each in its own cell of a 3 x 3 grid, shifted in it.
 Kinds of questions: exists, count, colour, shape, size, place (in the grid), and relation, about the next cell. Some
 pairs of colour and shape are never drawn or asked for training: only the validation has them.
 
@@ -87,10 +87,10 @@ def draw_scenes(rng: np.random.Generator, count: int, pairs: np.ndarray) -> Scen
 
 
 def paint(rng: np.random.Generator, scenes: Scenes) -> np.ndarray:
-    """-> pictures uint8 [n SIDE SIDE 3]: grey with noise, and the shapes on it."""
+    """-> pictures uint8 [n SIDE SIDE 3]: dark grey with noise, and the brighter shapes on it."""
     picture, cell = np.nonzero(scenes.present)
     size = (len(scenes.present), SIDE, SIDE, 3)
-    image = rng.integers(95, 126, size, dtype=np.uint8)
+    image = rng.integers(10, 51, size, dtype=np.uint8)
     centre = scenes.centre[picture, cell]
     first = np.clip(centre.astype(int) - 7, 0, SIDE - 15)  # of a window of 15 x 15 pixels
     y, x = (first[:, axis, None] + np.arange(15) for axis in (0, 1))
