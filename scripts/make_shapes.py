@@ -87,10 +87,10 @@ def draw_scenes(rng: np.random.Generator, count: int, pairs: np.ndarray) -> Scen
 
 
 def paint(rng: np.random.Generator, scenes: Scenes) -> np.ndarray:
-    """-> pictures uint8 [n SIDE SIDE 3]: grey with noise, and the shapes on it."""
+    """-> pictures uint8 [n SIDE SIDE 3]: dark grey with noise, and the brighter shapes on it."""
     picture, cell = np.nonzero(scenes.present)
     size = (len(scenes.present), SIDE, SIDE, 3)
-    image = rng.integers(95, 126, size, dtype=np.uint8)
+    image = rng.integers(10, 51, size, dtype=np.uint8)
     centre = scenes.centre[picture, cell]
     first = np.clip(centre.astype(int) - 7, 0, SIDE - 15)  # of a window of 15 x 15 pixels
     y, x = (first[:, axis, None] + np.arange(15) for axis in (0, 1))
