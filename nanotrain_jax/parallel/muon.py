@@ -93,6 +93,7 @@ def orthogonalize(x: jax.Array, stack: Stack, dtype: jnp.dtype) -> jax.Array:
     """
     L, k = len(x), prod(lax.axis_size(axes) for axes, _ in stack.shards)
     whole = jnp.pad(x.astype(dtype), [(0, ceil(L / k) * k - L), *[(0, 0)] * (x.ndim - 1)])
+    whole = lax.optimization_barrier(whole)  # XLA:CPU fails on an all-to-all of which a block is a constant
     for axes, dim in stack.shards:
         whole = all_to_all(whole, axes, 0, dim)
     flat = stack.matrices.flat(whole)
