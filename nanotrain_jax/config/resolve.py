@@ -8,7 +8,7 @@ from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import Execution, casts_at_use, execution, reduces_per_layer
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import EIGHT_BITS, Config
-from nanotrain_jax.config.update_checks import check_compression, check_frozen, check_local_steps
+from nanotrain_jax.config.update_checks import check_compression, check_frozen, check_local_steps, check_muon
 from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors
 from nanotrain_jax.parallel.pipeline import schedule_text
 
@@ -63,6 +63,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     check_frozen(config)
     check_compression(config)
     check_local_steps(config)
+    check_muon(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
     check_optimizer(config)
     check_blocks(config)
