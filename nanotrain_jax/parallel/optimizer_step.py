@@ -1,6 +1,7 @@
 """One optimizer step on a device's shards of weights, gradients and state: at once, or streamed from host memory.
 
-The optimizer is any element-wise optax transformation (e.g. AdamW), so it runs unchanged on shards and slices of them.
+The optimizer is any element-wise optax transformation (e.g. AdamW), so it runs unchanged on shards and slices of them;
+one that is not, and communicates itself (`muon.py`), runs on shards at once.
 State in host memory streams through the device (`host_offload.py`): layers in slices of one layer or a fraction of it,
 other arrays in slices of at most that size if their rows can be divided. Bytes: each array in host memory once in each
 direction.
