@@ -117,6 +117,11 @@ def plan(options: argparse.Namespace, console: Console) -> int:
         raise ValueError(
             f"{section}: the planner supports only the built-in decoder; remove {section}, or train without a plan"
         )
+    if config.optimizer.factory:
+        raise ValueError(
+            f"optimizer.factory={config.optimizer.factory}: the size of its state is not known; plan with "
+            "optimizer.factory=null, which counts the two moments of AdamW"
+        )
     gpu = kind_of_gpu(options.gpu, config)
     if options.gpus is not None:
         hardware.check_count(gpu, options.gpus)

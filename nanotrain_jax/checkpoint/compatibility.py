@@ -104,6 +104,13 @@ def check(meta: Meta, requested: Config, config: Config, tokenizer: str | None) 
         raise ValueError(
             f"model.{key}={now} but the checkpoint was trained with {was}; resume with the same model{hint}, {remedy}"
         )
+    for key, default in (("name", "adamw"), ("factory", None)):
+        now, was = getattr(config.optimizer, key), then["optimizer"].get(key, default)
+        if now != was:
+            raise ValueError(
+                f"optimizer.{key}={now} but the checkpoint was trained with {was}; resume with the same optimizer, "
+                f"{remedy}"
+            )
     now, was = config.precision.compute, then["precision"].get("compute")
     if now != was:
         raise ValueError(

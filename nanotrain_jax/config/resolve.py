@@ -12,6 +12,7 @@ from nanotrain_jax.config.update_checks import (
     check_compression,
     check_frozen,
     check_local_steps,
+    check_muon,
     check_noise_scale,
 )
 from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors
@@ -69,6 +70,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     check_noise_scale(config)
     check_compression(config)
     check_local_steps(config)
+    check_muon(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
     check_optimizer(config)
     check_blocks(config)

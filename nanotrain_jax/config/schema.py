@@ -291,9 +291,17 @@ class Data(Section):
 
 
 class Optimizer(Section):
-    """AdamW and the learning rate schedule."""
+    """The optimizer and the learning rate schedule."""
 
-    name: Literal["adamw"] = key("adamw", "optimizer; no weight decay on norms, biases and learned positions")
+    name: Literal["adamw", "muon"] = key(
+        "adamw",
+        "optimizer; muon: orthogonalized momentum for matrices of layers, AdamW for the rest, one learning rate. No "
+        "weight decay on norms, biases and learned positions",
+    )
+    factory: Factory | None = key(
+        None,
+        "package.module:function that builds an element-wise optax optimizer (step/optimizer.py); null: `name`",
+    )
     lr: float = key(1e-3, "peak learning rate", gt=0)
     min_lr: float = key(0.0, "final learning rate of cosine, linear and wsd", ge=0)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = key(
@@ -305,6 +313,7 @@ class Optimizer(Section):
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Pair] = key(
         (0.9, 0.95), "decay rates of first and second moment"
     )
+    momentum: float = key(0.95, "muon: decay rate of the momentum of matrices", ge=0, lt=1)
     eps: float = key(1e-8, "epsilon, added to the square root of the second moment", gt=0)
     weight_decay: float = key(0.1, "decoupled weight decay", ge=0)
     grad_clip: float = key(1.0, "clip gradients to this global norm; 0: off", ge=0)

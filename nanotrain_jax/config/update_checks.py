@@ -1,4 +1,4 @@
-"""Checks of the keys that decide what is updated, and what replicas sum: frozen parts, compression, local steps."""
+"""Checks of the keys that decide what is updated, how, and what replicas sum."""
 
 from __future__ import annotations
 
@@ -96,4 +96,19 @@ def check_local_steps(config: Config) -> None:
         raise Misfit(
             f"{local_steps} with parallel.grad_reduce=per_layer: it reduces over replicas within the backward",
             f"use parallel.grad_reduce=after_backward, or {leave_out}",
+        )
+
+
+def check_muon(config: Config) -> None:
+    """Raise Misfit unless whole matrices can be orthogonalized (optimizer.name=muon)."""
+    o, m = config.optimizer, config.memory
+    if o.name == "adamw":
+        return
+    if o.factory:
+        raise Misfit(f"optimizer.name={o.name} with optimizer.factory={o.factory}: both choose one", "leave one out")
+    if m.offload_optimizer != "none":
+        raise Misfit(
+            f"optimizer.name=muon with memory.offload_optimizer={m.offload_optimizer}: state streams in parts of a "
+            "layer, but matrices are orthogonalized whole",
+            "use memory.offload_optimizer=none, or optimizer.name=adamw",
         )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from nanotrain_jax.config.execution import Execution, execution, reduces_per_layer
 from nanotrain_jax.config.schema import EIGHT_BITS, Config, Parallel
-from nanotrain_jax.costs import compression
+from nanotrain_jax.costs import compression, muon
 from nanotrain_jax.costs.counts import (
     BYTES,
     gradient_bytes,
@@ -50,6 +50,7 @@ class Traffic(Enum):
     HEADS = "queries, keys, values and outputs, tokens for heads"
     LOSS = "loss"
     SYNCHRONIZATION = "weights of replicas"
+    MOMENTUM = "momentum, shards for whole matrices"
 
     @property
     def is_gradients(self) -> bool:
@@ -81,6 +82,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
     each times (N-1)/N, over data and context; without prefetch block:n gathers layers once more, to recompute a block.
     From stage 1, gradient shards are all-reduced over replica: 2 (R-1)/R g Psi / N. In 8 bits: `on_the_wire`; with
     parallel.compress `compression.sums`; with parallel.sync_every nothing over replica, but `synchronization`.
+    optimizer.name=muon adds all-to-alls (costs/muon.py).
 
     Tensor parallelism: `tensor_buffers`. Attention over context: `attention_buffers`.
 
@@ -103,6 +105,8 @@ def communication(config: Config) -> list[dict[str, Any]]:
     if p.compression.kind != "none" and not p.sync_every:
         for summed in compression.all_sums(config):
             add(summed.axes, summed.op, summed.bytes, Traffic.COMPRESSED)
+    for exchange in muon.exchanges(config):
+        add(exchange.axes, "all_to_all", exchange.bytes, Traffic.MOMENTUM)
     for op, size, what in tensor_buffers(config):
         if op == "permute":
             found["tensor", op, what] = (p.tensor - 1) / p.tensor * size

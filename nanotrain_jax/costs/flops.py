@@ -8,6 +8,7 @@ recomputation. Only matmuls count, 2 FLOPs per multiply-add. N: parameters that 
 from __future__ import annotations
 
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.costs import muon
 from nanotrain_jax.costs.counts import (
     attention_parts,
     frozen_matmul_parameters,
@@ -35,11 +36,11 @@ def flops_per_token(config: Config) -> dict[str, float]:
 
 
 def step_flops(config: Config) -> float:
-    """Return the hardware FLOPs of one device in one step: full attention, recomputation included."""
+    """Return the hardware FLOPs of one device in one step: full attention, recomputation and Newton-Schulz included."""
     parts = local_flops(config)
     forward = parts["layers"] + parts["head"] + parts["attention"]
     backward = forward + parts["attention"] + parts["weights"]
-    return (forward + backward + parts["recompute"]) * tokens_per_device(config)
+    return (forward + backward + parts["recompute"]) * tokens_per_device(config) + muon.flops(config)
 
 
 def trained_share(config: Config, part: str) -> float:

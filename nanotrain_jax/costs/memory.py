@@ -18,7 +18,7 @@ from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.execution import reduces_per_layer
 from nanotrain_jax.config.run_sections import Train
 from nanotrain_jax.config.schema import Config, Model, Parallel
-from nanotrain_jax.costs import compression, offload
+from nanotrain_jax.costs import compression, muon, offload
 from nanotrain_jax.costs.activations import (
     NO_REMAT,
     activations,
@@ -50,7 +50,8 @@ def state(config: Config) -> Parts:
     """Return the bytes of training state between steps, on the device or its host.
 
     params, optimizer   2 + 12 per parameter with 16-bit weights, 4 + 8 in float32 and at ZeRO 3 (`casts_at_use`); over
-                        N where the ZeRO stage shards them (ZeRO, arXiv 1910.02054, section 3.1); frozen: 2 + 0
+                        N where the ZeRO stage shards them (ZeRO, arXiv 1910.02054, section 3.1); frozen: 2 + 0;
+                        optimizer.name=muon: 4 less of matrices (costs/muon.py)
     outer               with parallel.sync_every 8 more, laid out as optimizer: theta and momentum
     residuals           with parallel.compress 4 more of large arrays, laid out so too (costs/compression.py)
     """
@@ -58,7 +59,7 @@ def state(config: Config) -> Parts:
     psi, shard = (sum(sizes.values()) for sizes in trained_parameters(config))
     updated = shard if zero else psi
     weights = b * (shard if zero == 3 else psi) + BYTES[config.precision.compute] * frozen_elements(config)
-    parts = {"params": weights, "optimizer": offload.optimizer_bytes(config) * updated}
+    parts = {"params": weights, "optimizer": offload.optimizer_bytes(config) * updated - muon.spared_bytes(config)}
     if config.parallel.sync_every:
         parts["outer"] = 8 * updated
     if config.parallel.compression.has_residual:
@@ -146,7 +147,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
         | {"buffers": _embedding_buffers(config)},
         "update": {"gradients": reduced or (sent if sent else current + ends), "activations": 0.0}
         | {"loss": 0.0 if several else logits_gradient, "layer": 0.0}
-        | {"buffers": 0.0 if sent else g * largest if once else gathered},
+        | {"buffers": (0.0 if sent else g * largest if once else gathered) + muon.buffers(config)},
     }
     found = {moment: state(config) | parts for moment, parts in found.items()}
     return _with_offload(config, found) if set(offload.modes(config)) != {"none"} else found

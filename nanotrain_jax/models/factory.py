@@ -24,7 +24,7 @@ def make(config: Config, mesh: Mesh) -> Model:
         return vision_language.build(config, mesh)
     if config.model.factory is None:
         return decoder.build(config, mesh)
-    model = load_function(config.model.factory)(config, mesh)
+    model = load_function(config.model.factory, "model.factory")(config, mesh)
     if not isinstance(model, Model):
         raise ValueError(
             f"model.factory={config.model.factory} returned {type(model).__name__}; return a nanotrain_jax.Model"
@@ -32,17 +32,15 @@ def make(config: Config, mesh: Mesh) -> Model:
     return model
 
 
-def load_function(name: str) -> Callable[[Config, Mesh], Model]:
-    """Import "package.module:function". Raises ValueError."""
+def load_function(name: str, key: str) -> Callable:
+    """Import "package.module:function", the value of a config key. Raises ValueError."""
     module_name, _, function = name.partition(":")
     try:
         module = import_module(module_name)
     except ImportError as error:
-        raise ValueError(
-            f"model.factory={name}: {error}; install its package, or start in the folder that holds it"
-        ) from None
+        raise ValueError(f"{key}={name}: {error}; install its package, or start in the folder that holds it") from None
     if not hasattr(module, function):
-        raise ValueError(f"model.factory={name}: {module_name} has no {function}; use one of its functions")
+        raise ValueError(f"{key}={name}: {module_name} has no {function}; use one of its functions")
     return getattr(module, function)
 
 

@@ -1,6 +1,7 @@
 """One optimizer step on a device's shards of weights, gradients and state: at once, or streamed from host memory.
 
-The optimizer is any element-wise optax transformation (e.g. AdamW), so it runs unchanged on shards and slices of them.
+The optimizer is any element-wise optax transformation (e.g. AdamW), so it runs unchanged on shards and slices of them;
+one that is not, and communicates itself (`muon.py`), runs on shards at once.
 State in host memory streams through the device (`host_offload.py`): layers in slices of one layer or a fraction of it,
 other arrays in slices of at most that size if their rows can be divided. Bytes: each array in host memory once in each
 direction.
@@ -9,7 +10,7 @@ direction.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -131,19 +132,35 @@ def _slices_of_layer(layers: Tree, on_host: Tree) -> tuple[int, int]:
     return slices, max(sum(x.size // len(x) for x in streamed) // slices, 1)
 
 
+def map_moments(
+    optimizer: optax.GradientTransformation, function: Callable, moments: Tree, *trees: Tree, other: Callable
+) -> Tree:
+    """Apply function to each array of optax state and the leaves of its parameter in trees; other to step counts.
+
+    None stays: arrays that some parameters have and others do not (`muon.py`).
+    """
+
+    def of_array(x: Any, *leaves: Any) -> Any:
+        return None if x is None else function(x, *leaves)
+
+    return optax.tree_utils.tree_map_params(
+        optimizer, of_array, moments, *trees, transform_non_params=other, is_leaf=lambda x: x is None
+    )
+
+
 def moments_of(optimizer: optax.GradientTransformation, moments: Tree, members: Tree) -> Tree:
     """Select the arrays of optax state that belong to members; None for other parameters and for counts."""
-    return optax.tree_utils.tree_map_params(optimizer, _leaf_if, moments, members, transform_non_params=lambda _: None)
+    return map_moments(optimizer, _leaf_if, moments, members, other=lambda _: None)
 
 
 def without_counts(optimizer: optax.GradientTransformation, moments: Tree) -> Tree:
     """Return optax state with None for its step counts."""
-    return optax.tree_utils.tree_map_params(optimizer, lambda x: x, moments, transform_non_params=lambda _: None)
+    return map_moments(optimizer, lambda x: x, moments, other=lambda _: None)
 
 
 def without_arrays(optimizer: optax.GradientTransformation, moments: Tree) -> Tree:
     """Return optax state with None for its arrays: only its step counts."""
-    return optax.tree_utils.tree_map_params(optimizer, lambda _: None, moments, transform_non_params=lambda x: x)
+    return map_moments(optimizer, lambda _: None, moments, other=lambda x: x)
 
 
 def update_groups(streamed: Tree) -> dict[str, Tree]:

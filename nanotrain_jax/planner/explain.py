@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from nanotrain_jax.costs import activations as costs
-from nanotrain_jax.costs import communication, compression, counts, flops, hardware, memory, offload
+from nanotrain_jax.costs import communication, compression, counts, flops, hardware, memory, muon, offload
 from nanotrain_jax.costs.communication import Traffic
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENDS, LAYERS, Parameter
@@ -98,7 +98,7 @@ def compute(e: Estimate) -> Section:
     c, m, n = e.config, e.config.model, number
     L, D, T, N = m.num_layers, m.d_model, c.data.seq_len, counts.matmul_parameters(m)
     frozen = counts.frozen_matmul_parameters(c)
-    local, tokens = flops.local_flops(c), counts.tokens_per_device(c)
+    local, tokens, iterations = flops.local_flops(c), counts.tokens_per_device(c), muon.flops(c)
     full = flops.flops_per_token(c)["full"]
     lines = [
         Line(
@@ -110,9 +110,9 @@ def compute(e: Estimate) -> Section:
         ),
         Line(
             "hardware FLOPs, per GPU and step",
-            "(2 (layers + head) + 3 attention + weights + recompute) tokens",
+            "(2 (layers + head) + 3 attention + weights + recompute) tokens" + " + Newton-Schulz" * bool(iterations),
             f"(2 x ({n(local['layers'])} + {n(local['head'])}) + 3 x {n(local['attention'])} + {n(local['weights'])} + "
-            f"{n(local['recompute'])}) x {n(tokens)}",
+            f"{n(local['recompute'])}) x {n(tokens)}" + f" + {n(iterations)}" * bool(iterations),
             e.flops,
             "FLOPs",
         ),
@@ -136,7 +136,7 @@ def state(e: Estimate) -> Section:
         sharded = f"{n(shard[LAYERS])} + {n(shard[ENDS])}"
         axes = f"{p.data} data" + f" x {p.context} context" * (p.context > 1)
         lines.append(Line("Psi / N", f"N = {axes}, of sharded arrays", sharded, over, "parameters per GPU"))
-    optimizer = offload.optimizer_bytes(e.config)
+    optimizer, spared = offload.optimizer_bytes(e.config), muon.spared_bytes(e.config)
     lines += [
         Line(
             "weights",
@@ -147,8 +147,8 @@ def state(e: Estimate) -> Section:
         ),
         Line(
             "master weights and moments" if b == 2 else "moments",
-            f"{optimizer} Psi" + " / N" * (p.zero > 0),
-            f"{optimizer} x {n(over if p.zero else psi)}",
+            f"{optimizer} Psi" + " / N" * (p.zero > 0) + " - 4 of matrices (muon)" * bool(spared),
+            f"{optimizer} x {n(over if p.zero else psi)}" + f" - {n(spared)}" * bool(spared),
             parts["optimizer"],
             "bytes",
         ),
@@ -271,6 +271,9 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
         return f"b B T D ({passes} L + 2)", f"{b} x {n(tokens)} x {n(m.d_model)} x ({passes} x {L} + 2)"
     if t.what in (Traffic.SYNCHRONIZATION, Traffic.COMPRESSED):
         return replica_buffers(e, t)
+    if t.what is Traffic.MOMENTUM:
+        size = sum(x.bytes for x in muon.exchanges(c) if ",".join(x.axes) == t.axis) / 2
+        return "2 of matrices, padded to whole matrices per device", f"2 x {n(size)}"
     if t.what is Traffic.LOSS:
         return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
     return parameter_buffers(e, t)

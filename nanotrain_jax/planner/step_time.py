@@ -24,7 +24,7 @@ import numpy as np
 
 from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import communication, counts, flops, memory, offload
+from nanotrain_jax.costs import communication, counts, flops, memory, muon, offload
 from nanotrain_jax.costs.communication import Traffic
 from nanotrain_jax.costs.hardware import Gpu
 from nanotrain_jax.models.parameters import ENDS, LAYERS
@@ -311,10 +311,13 @@ def ends_time(config: Config, gpu: Gpu) -> tuple[float, float]:
 
 
 def update_time(config: Config, gpu: Gpu) -> float:
-    """Return the seconds to read and write the state, read the gradients, and read them again for the global norm."""
+    """Return the seconds to read and write the state, read the gradients, and read them again for the global norm; and
+    those of Muon's Newton-Schulz iterations."""
     state = memory.state(config)
-    gradients = 8 * state["optimizer"] / offload.optimizer_bytes(config)
-    return (2 * state["optimizer"] + state["params"] + gradients) / (STREAM * gpu.memory_bandwidth)
+    gradients = 8 * (state["optimizer"] + muon.spared_bytes(config)) / offload.optimizer_bytes(config)
+    streamed = (2 * state["optimizer"] + state["params"] + gradients) / (STREAM * gpu.memory_bandwidth)
+    rate = gpu.matmul * gpu.peak_flops * (1.0 if muon.wire_bytes(config) == 2 else 0.5)
+    return streamed + muon.flops(config) / rate
 
 
 def _matmul(sizes: tuple[float, float, float], b: int, gpu: Gpu) -> float:

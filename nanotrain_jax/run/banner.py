@@ -44,7 +44,7 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
         )
     if config.parallel.zero and mesh.shape["data"] == mesh.shape["context"] == 1:
         lines.append(f"parallel.zero={config.parallel.zero} has no effect: parallel.data and context are 1")
-    on_host = memory.on_host(config) if config.is_decoder else {}
+    on_host = memory.on_host(config) if config.is_decoder and not config.optimizer.factory else {}
     if on_host:
         sizes = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in on_host.items())
         lines.append(f"offloaded to host memory, per device: {sizes}")

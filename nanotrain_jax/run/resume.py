@@ -59,7 +59,7 @@ def resume(folder: Path, requested: Config, stages: list[Stage]) -> Resumed:
     changed = ", ".join(compatibility.changes(meta, config))
     if changed:
         notes.append(f"changed since the checkpoint: {changed}")
-    updates = min(int(np.min(shard.data)) for shard in optim.num_updates(state.opt.moments).addressable_shards)
+    updates = min(int(np.min(shard.data)) for shard in optim.num_updates(state).addressable_shards)
     notes += _learning_rate_jump(meta, config, number, updates)
     position = meta.data.position * meta.seq_len // config.data.seq_len
     state = step.in_stage_order(state)

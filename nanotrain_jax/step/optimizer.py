@@ -1,15 +1,20 @@
-"""Learning-rate schedule and AdamW from a config, with optax; loss scaling for float16."""
+"""Learning-rate schedule and optimizer from a config, with optax; loss scaling for float16."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from nanotrain_jax.config.schema import Optimizer, Precision
+from nanotrain_jax.config.schema import Config, Optimizer, Precision
+from nanotrain_jax.models.factory import load_function
+from nanotrain_jax.parallel import muon
+from nanotrain_jax.parallel.optimizer_step import map_moments
+
+Tree = Any  # a pytree of arrays
 
 FIRST_SCALE, GROW_AFTER = 2.0**16, 2000  # dynamic loss scale, as in PyTorch's GradScaler
 
@@ -63,25 +68,72 @@ def schedule(config: Optimizer) -> optax.Schedule:
     return _standard_promotion(optax.join_schedules([warm, main], [warmup]) if warmup else main)
 
 
-def build(config: Optimizer, is_decayed: Callable[[tuple], bool]) -> optax.GradientTransformation:
-    """Return AdamW with decoupled weight decay (arXiv 1711.05101). Element-wise: runs unchanged on shards.
+def build(
+    config: Config, is_decayed: Callable[[tuple], bool], stacks: Mapping[tuple, muon.Stack] | None = None
+) -> optax.GradientTransformation:
+    """Return the optimizer of a config, with decoupled weight decay (arXiv 1711.05101).
 
-    is_decayed: tree path of a parameter -> True if weight decay applies. Does not clip: the global norm depends on the
-    sharding of the gradients (parallel/optimizer_step.py).
+    is_decayed: tree path of a parameter -> True if weight decay applies. stacks: what Muon orthogonalizes
+    (`parallel/muon.py`). AdamW is element-wise and runs unchanged on shards, as that of optimizer.factory must. Does
+    not clip: the global norm depends on the sharding of the gradients (parallel/optimizer_step.py).
     """
-    adamw = optax.adamw(
-        schedule(config),
-        *config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, _: is_decayed(path), params),
-    )
-    return optax.GradientTransformation(adamw.init, _standard_promotion(adamw.update))
+    o, rate = config.optimizer, schedule(config.optimizer)
+
+    def mask(params: Tree) -> Tree:
+        return jax.tree_util.tree_map_with_path(lambda path, _: is_decayed(path), params)
+
+    if o.factory:
+        optimizer = _of_factory(config, rate, mask)
+    elif o.name == "muon":
+        dtype = jnp.dtype("float32" if config.precision.compute == "float32" else "bfloat16")
+        optimizer = optax.chain(
+            muon.scale_by_muon(stacks, o.momentum, muon.Adam(*o.betas, o.eps), dtype),
+            optax.add_decayed_weights(o.weight_decay, mask),
+            optax.scale_by_learning_rate(rate),
+        )
+    else:
+        optimizer = optax.adamw(rate, *o.betas, eps=o.eps, weight_decay=o.weight_decay, mask=mask)
+    return optax.GradientTransformation(optimizer.init, _standard_promotion(optimizer.update))
 
 
-def num_updates(moments: optax.OptState) -> jax.Array:
-    """Return the number of updates that an optimizer has applied: steps not skipped, of this stage of training."""
-    return optax.tree_utils.tree_get_all_with_path(moments, "count")[0][1]
+def _of_factory(config: Config, rate: optax.Schedule, mask: Callable[[Tree], Tree]) -> optax.GradientTransformation:
+    """Return function(config, schedule, is_decayed) of optimizer.factory: an optax transformation. Raises ValueError.
+
+    Element-wise, e.g. optax.lion, adan, nadamw, sgd: it runs on shards, slices and state in host memory. schedule:
+    update number -> learning rate, of the config's keys; is_decayed: parameters -> tree of booleans, as optax's `mask`.
+    """
+    name = config.optimizer.factory
+    optimizer = load_function(name, "optimizer.factory")(config, rate, mask)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        kind = type(optimizer).__name__
+        raise ValueError(f"optimizer.factory={name} returned {kind}; return an optax.GradientTransformation")
+    return optimizer
+
+
+def check(optimizer: optax.GradientTransformation, name: str, shapes: Tree) -> None:
+    """Raise ValueError if the state of an optimizer shows that it is not element-wise: arrays unlike the parameters.
+
+    shapes: ShapeDtypeStructs of the parameters. Not seen: one without such state (norms of whole arrays: lamb, lars).
+    """
+
+    def problem(x: jax.ShapeDtypeStruct, like: jax.ShapeDtypeStruct | None = None) -> str | None:
+        expected = like.shape if like else ()
+        return None if x.shape == expected else f"{x.shape} beside a parameter of {expected}" if like else f"{x.shape}"
+
+    state = jax.eval_shape(optimizer.init, shapes)
+    found = jax.tree.leaves(map_moments(optimizer, problem, state, shapes, other=problem))
+    for text in found:
+        raise ValueError(
+            f"optimizer.factory={name} is not element-wise: its state has an array {text}; use one whose state has "
+            "arrays like the parameters and scalars, e.g. optax.lion"
+        )
+
+
+def num_updates(state: Any) -> jax.Array:
+    """Return the number of updates that the optimizer of a training state has applied: steps not skipped, of this stage
+    of training. An optimizer without a count (optimizer.factory): of all stages."""
+    counts = optax.tree_utils.tree_get_all_with_path(state.opt.moments, "count")
+    return counts[0][1] if counts else state.step - state.skipped
 
 
 def build_outer(config: Optimizer) -> optax.GradientTransformation:

@@ -19,7 +19,7 @@ from nanotrain_jax.config.values import Compression
 from nanotrain_jax.costs import counts
 from nanotrain_jax.models import factory
 from nanotrain_jax.models.contract import LAYERS, Model, join_layers, split_layers
-from nanotrain_jax.parallel import local_steps, noise_scale, remat
+from nanotrain_jax.parallel import local_steps, muon, noise_scale, remat
 from nanotrain_jax.parallel.communication import Communication
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 from nanotrain_jax.parallel.optimizer_step import select
@@ -204,7 +204,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         mesh=mesh,
         model=model,
         execution=execution(config),
-        optimizer=optim.build(config.optimizer, model.is_decayed),
+        optimizer=optimizer_of(config, model, shapes, ZERO[p.zero].storage(pipe_tensor_specs, dims, axes)[1]),
         outer_optimizer=optim.build_outer(config.optimizer) if p.sync_every else None,
         lr_schedule=optim.schedule(config.optimizer),
         zero=ZERO[p.zero],
@@ -219,6 +219,24 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         in_step=jax.tree.map(lambda trainable, in_files: trainable and not in_files, trainable, in_files),
         compressed=compressed(p.compression, shapes, is_large, stacks),
     )
+
+
+def optimizer_of(config: Config, model: Model, shapes: Tree, opt_specs: Tree) -> optax.GradientTransformation:
+    """Return the optimizer. shapes, opt_specs: of the weights; PartitionSpecs of their momentum.
+
+    Muon's matrices are the arrays of layers, and of further stacks, with two dims or more beside that of layers, except
+    those without weight decay: biases [L N H].
+    """
+
+    def is_matrix(path: tuple, x: jax.ShapeDtypeStruct) -> bool:
+        return path[0].key in (LAYERS, *model.stacks) and x.ndim > 2 and model.is_decayed(path)
+
+    pairs = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(opt_specs), strict=True)
+    stacks = {path: muon.stack_of(x.shape, spec) for (path, x), spec in pairs if is_matrix(path, x)}
+    optimizer = optim.build(config, model.is_decayed, stacks)
+    if config.optimizer.factory:
+        optim.check(optimizer, config.optimizer.factory, shapes)
+    return optimizer
 
 
 def specs_over_pipe_and_tensor(model: Model, mesh: Mesh) -> Tree:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from nanotrain_jax.config.execution import casts_at_use
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
 from nanotrain_jax.parallel import host_offload, local_steps, noise_scale
-from nanotrain_jax.parallel.optimizer_step import Opt, merge, select
+from nanotrain_jax.parallel.optimizer_step import Opt, map_moments, merge, select
 from nanotrain_jax.step import compressed, optimizer
 from nanotrain_jax.step.compressed import Feedback
 from nanotrain_jax.step.plan import Plan
@@ -175,8 +175,8 @@ def without_nvme_state(plan: Plan, state: State) -> State:
 
 def select_opt(plan: Plan, opt: Opt) -> Opt:
     """Select the optimizer state of the parameters that the step updates, and its step counts; None for the others."""
-    moments = optax.tree_utils.tree_map_params(
-        plan.optimizer, lambda x, in_step: x if in_step else None, opt.moments, plan.in_step
+    moments = map_moments(
+        plan.optimizer, lambda x, in_step: x if in_step else None, opt.moments, plan.in_step, other=lambda x: x
     )
     return Opt(select(opt.master, plan.in_step), moments)
 
@@ -184,7 +184,7 @@ def select_opt(plan: Plan, opt: Opt) -> Opt:
 def moments_like(plan: Plan, params: Tree, scalar: Callable) -> Any:
     """Return a tree like optax state, with params for each tree of parameters and scalar(x) for other leaves."""
     state = jax.eval_shape(plan.optimizer.init, plan.model.shapes)
-    return optax.tree_utils.tree_map_params(plan.optimizer, lambda _, x: x, state, params, transform_non_params=scalar)
+    return map_moments(plan.optimizer, lambda _, x: x, state, params, other=scalar)
 
 
 def outer_moments_like(plan: Plan, params: Tree) -> Any:

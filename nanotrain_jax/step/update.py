@@ -88,7 +88,7 @@ def metrics(plan: Plan, before: State, after: State, loss: jax.Array, clip: Clip
     values = {
         "loss": loss / before.scale.value if before.scale else loss,
         "grad_norm": clip.norm,
-        "lr": jnp.asarray(plan.lr_schedule(optimizer.num_updates(before.opt.moments)), jnp.float32),
+        "lr": jnp.asarray(plan.lr_schedule(optimizer.num_updates(before)), jnp.float32),
         "skipped_steps": after.skipped,
     }
     if before.scale:

@@ -57,7 +57,7 @@ def test_decay_steps_may_differ_from_train_steps():
 def test_weight_decay_spares_norms_biases_and_positions(family):
     config, _ = resolved(small(family, optimizer={"weight_decay": 0.5, "lr": 1.0}))
     params = jax.tree.map(jnp.ones_like, decoder.init(config.model, 0))
-    optimizer = optim.build(config.optimizer, decoder.is_decayed)
+    optimizer = optim.build(config, decoder.is_decayed)
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     spared = set()
     for path, update in jax.tree_util.tree_leaves_with_path(updates):

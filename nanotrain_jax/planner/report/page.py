@@ -35,7 +35,7 @@ WAITS = "background:var(--waits);color:var(--ink)"
 EXPOSED = "exposed communication over this axis"
 PARTS = {  # of peak memory
     "params": (BLUE, "weights in the compute dtype"),
-    "optimizer": (CYAN, "Adam moments, and float32 master weights of 16-bit weights"),
+    "optimizer": (CYAN, "moments, and float32 master weights of 16-bit weights"),
     "outer": (SLATE, "outer optimizer of parallel.sync_every: weights and momentum"),
     "residuals": (PALE, "what parallel.compress has not yet sent"),
     "gradients": (GREEN, "accumulated gradients, and those of the current microbatch"),
