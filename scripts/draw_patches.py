@@ -1,4 +1,4 @@
-"""Draw which patches a vision-language model keeps of a few held-out pictures, and the question that they are kept for.
+"""Draw which patches a vision-language model keeps of held-out pictures, and the question that they are kept for.
 
     python scripts/draw_patches.py --run runs/vision_language [--out patches.png] [--rows 8]
 
@@ -23,6 +23,7 @@ from nanotrain_jax.config.load import Parser, path_argument, refuse
 from nanotrain_jax.data import batches
 from nanotrain_jax.models import vision_language
 from nanotrain_jax.models.vision import patches, relevance
+from nanotrain_jax.parallel import mesh as meshes
 
 COLUMNS = 4
 
@@ -41,7 +42,7 @@ def look(weights: dict, config: Config, rows: list[dict]) -> Looked:
     batch = {name: jnp.asarray(np.stack([row[name] for row in rows])) for name in rows[0]}
     text_BQ, targets_BQ = (batch[name][:, config.vision.max_tokens :] for name in ("inputs", "targets"))
     embedding_VD = jnp.asarray(weights["ends"][vision_language.EMBEDDING])
-    question = relevance.Question(embedding_VD[text_BQ], vision_language.before_targets(targets_BQ))
+    question = relevance.Question(embedding_VD[text_BQ], vision_language.not_predicted(targets_BQ))
     of_vision = jax.tree.map(jnp.asarray, weights["vision"])
     x_BCE = patches.embed(config.vision, of_vision["patches"], batch["images"])
     around = patches.surroundings(config.vision)
@@ -51,8 +52,8 @@ def look(weights: dict, config: Config, rows: list[dict]) -> Looked:
     return Looked(*map(np.asarray, (batch["images"], budget.candidate_BK, budget.is_kept_BK, weight_BC)))
 
 
-def first_question(row: dict, config: Config, words: list[str]) -> str:
-    """Return the text of the first question of a row, and its answer."""
+def question(row: dict, config: Config, words: list[str]) -> str:
+    """Return the text of the question of a row, and its answer."""
     place = int(np.argmax(row["targets"] >= 0))
     asked = [words[token] for token in row["inputs"][config.vision.max_tokens : place + 1]]
     return " ".join(word for word in asked if not word.startswith("<")) + f" {words[row['targets'][place]]}"
@@ -87,13 +88,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=8, help="number of pictures (default: 8)")
     asked: argparse.Namespace = parser.parse_args(argv)
     try:
+        meshes.configure(simulate=1)
         weights, config = load_params(asked.run)
         if config.vision is None:
             raise ValueError(f"--run={asked.run} has no section vision; give a run of configs/vision_language.yaml")
         rows = batches.load(config.data).val
         words = json.loads((Path(config.data.source.partition(":")[2]) / "meta.json").read_text())["words"]
-        chosen = [rows[int(i)] for i in batches.held_out(rows, asked.rows)]
-        titles = [first_question(row, config, words) for row in chosen]
+        with_one = [row for row in (rows[i] for i in range(len(rows))) if (row["targets"] >= 0).sum() == 1]
+        chosen = with_one[: asked.rows]
+        titles = [question(row, config, words) for row in chosen]
         draw(look(weights, config, chosen), titles, config, Path(asked.out))
     except (ValueError, OSError) as error:
         return refuse(error)
