@@ -22,6 +22,7 @@ from nanotrain_jax import Config, load_params
 from nanotrain_jax.config.load import Parser, path_argument, refuse
 from nanotrain_jax.data import batches
 from nanotrain_jax.models import vision_language
+from nanotrain_jax.models.parameters import ENDS
 from nanotrain_jax.models.vision import patches, relevance
 from nanotrain_jax.parallel import mesh as meshes
 
@@ -41,7 +42,7 @@ def look(weights: dict, config: Config, rows: list[dict]) -> Looked:
     """Run the part of the model that chooses patches."""
     batch = {name: jnp.asarray(np.stack([row[name] for row in rows])) for name in rows[0]}
     text_BQ, targets_BQ = (batch[name][:, config.vision.max_tokens :] for name in ("inputs", "targets"))
-    embedding_VD = jnp.asarray(weights["ends"][vision_language.EMBEDDING])
+    embedding_VD = jnp.asarray(weights[ENDS][vision_language.EMBEDDING])
     question = relevance.Question(embedding_VD[text_BQ], vision_language.not_predicted(targets_BQ))
     of_vision = jax.tree.map(jnp.asarray, weights["vision"])
     x_BCE = patches.embed(config.vision, of_vision["patches"], batch["images"])

@@ -67,7 +67,7 @@ def jit_plan(config: configs.Config, mesh: Mesh, constrain: bool) -> JitPlan:
         constrain=constrain,
         graphs=graphs,
         shards=jax.tree.map(lambda x: x.sharding, moments[0].mu),
-        optimizer=optim.build(config.optimizer, decoder.is_decayed),
+        optimizer=optim.build(config, decoder.is_decayed),
         lr_schedule=optim.schedule(config.optimizer),
     )
 
@@ -86,6 +86,8 @@ def check_is_comparable(config: configs.Config) -> None:
         )
     if rows > vocab_size:
         raise ValueError(f"model.vocab_size={vocab_size}: padding is not implemented under jit; use {rows}")
+    if config.optimizer.name != "adamw" or config.optimizer.factory:
+        raise ValueError(f"optimizer.name={config.optimizer.name} under jit: only adamw is implemented; use it")
     if config.model.loss_chunk:
         raise ValueError(f"model.loss_chunk={config.model.loss_chunk}: not implemented under jit; use 0")
 

@@ -154,7 +154,7 @@ def test_an_evaluation_keeps_two_batches_in_flight(monkeypatch):
     run = mock.Mock()
     run.step.evaluate = evaluate
     run.state.step = 0
-    assert loop.Loop(run, None, None, None, mock.Mock()).evaluate() == 2.0
+    assert loop.Loop(run, None, None, None, mock.Mock()).evaluate() == {"val_loss": 2.0}
     assert (len(most), max(most)) == (100, 2)
 
 
