@@ -1,12 +1,15 @@
 """scripts/make_shapes.py: answers are those of the scenes, held-out pairs stay out of training, a seed repeats."""
 
+import importlib.util
 import json
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
-from scripts import make_shapes as script
-
+spec = importlib.util.spec_from_file_location("make_shapes", ROOT / "scripts" / "make_shapes.py")
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
 ALL = np.arange(len(script.COLOURS) * len(script.SHAPES))
 
 
