@@ -66,9 +66,15 @@ def run(config_file, kind, name, *overrides):
 @pytest.mark.parametrize(
     "case",
     cover(
-        [("NNX", "every axis"), ("Linen", "every axis"), ("plain", "every axis"), ("Linen", "host")],
+        [("NNX", "every axis"), ("Linen", "host")],
         [(kind, layout) for kind in FACTORIES for layout in ("interleaved", "zero bubble")]
-        + [("Linen", "per layer"), ("Linen", "files"), ("plain", "host")],
+        + [
+            ("Linen", "every axis"),
+            ("Linen", "per layer"),
+            ("Linen", "files"),
+            ("plain", "every axis"),
+            ("plain", "host"),
+        ],
     ),
 )
 def test_a_user_model_equals_one_device(config_file, on_one_device, case):

@@ -1,13 +1,14 @@
 """Foreign models, sharded by rules, train as on one device."""
 
 import importlib.util
+from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT
+from conftest import ROOT, cover
 from flax import linen, nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -139,7 +140,7 @@ def three_steps(params, apply, placed=None, batch_on=None):
 
 @jax.numpy_dtype_promotion("standard")
 @jax.numpy_rank_promotion("allow")
-@pytest.mark.parametrize("model", [linen_model, nnx_model, plain_model])
+@pytest.mark.parametrize("model", cover([nnx_model, plain_model], [linen_model], attrgetter("__name__")))
 def test_a_foreign_model_trains_on_eight_devices_as_on_one(model):
     params, apply, rules = model()
     expected = three_steps(params, apply)

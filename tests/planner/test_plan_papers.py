@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import guides
 import pytest
+from conftest import cover
 
 from nanotrain_jax.config import load
 from nanotrain_jax.config.resolve import resolve
@@ -136,7 +137,7 @@ PAPER = {
 }
 
 
-@pytest.mark.parametrize("model", PAPER)
+@pytest.mark.parametrize("model", cover(["1T"], ["175B"]))
 def test_the_first_choice_shown_in_the_guides_is_as_good_as_the_paper_s_layout(model):
     config, gpus, axes = PAPER[model]
     found = search.search(config, "a100-80", gpus)

@@ -6,6 +6,7 @@ from functools import partial
 
 import guides
 import pytest
+from conftest import cover
 from planning import ROOT, small
 
 from nanotrain_jax import plan
@@ -55,7 +56,7 @@ def valid_layouts(config, gpus):
                 continue
 
 
-@pytest.mark.parametrize("memory_fraction", [0.75, 0.012])
+@pytest.mark.parametrize("memory_fraction", cover([0.75], [0.012], str))
 def test_a_search_matches_an_exhaustive_search(memory_fraction):
     """Within the 1% that rank as equal; the second case has little memory."""
     config = small()

@@ -61,6 +61,7 @@ def test_the_weights_of_a_run_are_loaded_as_host_arrays_without_a_mesh(config_fi
         nanotrain_jax.load_params(tmp_path / "run", step=10)
 
 
+@pytest.mark.long
 def test_the_loss_scale_may_change_in_every_direction(config_file, tmp_path, capsys, monkeypatch):
     run = config_file, f"logging.dir={tmp_path}/run", "train.eval_every=0", "checkpoint.every=1", "checkpoint.keep=9"
 
@@ -152,6 +153,7 @@ def test_a_llama_resumes_with_longer_sequences_and_reports_it(config_file, tmp_p
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_learned_positions_fix_the_sequence_length_and_the_error_names_the_key_set(config_file, tmp_path, capsys):
     run = config_file, f"logging.dir={tmp_path}/run", "model.family=gpt2", "train.eval_every=0"
     resumes(capsys, *run, "train.steps=1")

@@ -32,7 +32,13 @@ def two_microbatches(family="llama", zero=3, **axes):
     )
 
 
-LONG = [(2, "llama", "tensor"), (0, "gpt2", ""), (0, "gpt2", "pipe tensor"), (3, "llama", "context tensor")]
+LONG = [
+    (1, "llama", "pipe context"),
+    (2, "llama", "tensor"),
+    (0, "gpt2", ""),
+    (0, "gpt2", "pipe tensor"),
+    (3, "llama", "context tensor"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +47,7 @@ def float32_matmuls():
         yield
 
 
-@pytest.mark.parametrize("case", cover([(3, "llama", ""), (1, "llama", "pipe context")], LONG))
+@pytest.mark.parametrize("case", cover([(3, "llama", "")], LONG))
 def test_programs_under_jit_equal_ours(case):
     zero, family, axes = case
     config, mesh = resolved(two_microbatches(family, zero, **dict.fromkeys(axes.split(), 2)))

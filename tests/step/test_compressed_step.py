@@ -33,7 +33,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("layout", cover(WHOLE, MORE, str))
+@pytest.mark.parametrize("layout", cover(WHOLE[1:3], [*WHOLE[::3], *MORE], str))
 def test_a_ratio_of_1_equals_the_oracle(layout, expected):
     equals_the_oracle(layout.tree(), expected)
     moves_the_bytes_of_the_papers(layout.tree())
@@ -62,7 +62,7 @@ def updated(layout, steps_taken=2):
     return step.in_layer_order(state)
 
 
-@pytest.mark.parametrize("layout", cover(LOW_RANK[1:], LOW_RANK[:1], str))
+@pytest.mark.parametrize("layout", cover(LOW_RANK[1:2], LOW_RANK[::2], str))
 def test_low_rank_sums_are_the_same_in_every_layout(layout, low_rank_updates):
     moves_the_bytes_of_the_papers(layout.tree())
     found = updated(layout)
@@ -85,7 +85,7 @@ def test_a_step_moves_the_bytes_of_the_closed_form(layout):
     moves_the_bytes_of_the_papers(layout.tree())
 
 
-@pytest.mark.parametrize("compress", ["topk:0.1", "powersgd:1"])
+@pytest.mark.parametrize("compress", cover(["topk:0.1"], ["powersgd:1"]))
 def test_a_step_that_is_not_finite_on_one_replica_keeps_weights_and_feedback(compress):
     config, mesh = resolved(small("replica 2 data 2", zero=1, compress=compress).tree())
     step = steps.build(config, mesh)

@@ -119,9 +119,9 @@ def test_prefetch_changes_no_number_and_no_byte(layout, expected):
     cover(
         [
             Layout(pipe=2, data=2, tensor=2, schedule="zb_h1", zero=1, family="llama"),
-            Layout(pipe=4, data=2, schedule="gpipe", microbatches=8, remat="block:2"),  # one block of layers per stage
         ],
         [
+            Layout(pipe=4, data=2, schedule="gpipe", microbatches=8, remat="block:2"),  # one block of layers per stage
             Layout(pipe=2, data=2, tensor=2, family="llama", remat="full"),
             Layout(pipe=2, data=4, schedule="interleaved", chunks=2, microbatches=8, zero=1),
             Layout(pipe=4, data=2, schedule="zero_bubble", microbatches=16, zero=1, family="llama"),

@@ -25,13 +25,13 @@ def tree(case):
 # Every size, ZeRO stage, activation layout, family and number of kv heads; MORE adds their combinations.
 COVER = [
     split("tensor 2", "llama", 8, zero=0, microbatches=1),
-    split("data 2 tensor 2", "gpt2", 2, "selective", zero=2, microbatches=1),
-    split("tensor 4", "gpt2", 8, "block:2", zero=1, microbatches=1),
     split("tensor 8", "llama", 8, zero=1, sequence_parallel=False, microbatches=1),
     split("tensor 8", "gpt2", 2, "selective", zero=3, sequence_parallel=False, microbatches=1),
     split("data 2 tensor 4", "gpt2", 2, zero=3, microbatches=2, overlap_tensor=True),
 ]
 MORE = [
+    split("data 2 tensor 2", "gpt2", 2, "selective", zero=2, microbatches=1),
+    split("tensor 4", "gpt2", 8, "block:2", zero=1, microbatches=1),
     split("tensor 8", "llama", 8, "full", zero=0, microbatches=2, overlap_tensor=True),
     split("data 4 tensor 2", "llama", 1, "selective", zero=1, microbatches=1, overlap_tensor=True),
     split("data 2 tensor 4", "gpt2", 2, zero=3, microbatches=2),
