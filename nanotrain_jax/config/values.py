@@ -62,6 +62,7 @@ Choice = BeforeValidator(_not_a_bool)  # for a Literal of integers
 SCHEDULE_CELLS = 2**20  # ticks x stages of a pipeline schedule: 128 stages with 8,000 microbatches
 
 Path = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(expanded)]
+Name = Annotated[str, Field(min_length=1, max_length=128)]  # of a project
 Factory = Annotated[str, AfterValidator(_factory)]  # builds a model
 Source = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_expanded_source)]
 
