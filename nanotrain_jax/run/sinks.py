@@ -188,9 +188,11 @@ def started(name: str, service: Callable[[Config, Path], Sink], config: Config, 
     try:
         return service(config, folder)
     except Exception as error:  # the errors of the clients and of their libraries have no common type
+        kept = folder / f"{name}_id"
+        gone = f", delete {kept} if its run is gone" if kept.exists() else ""
         raise OSError(
             f"logging.{name}={getattr(config.logging, name)}: {name} does not start ({type(error).__name__}: {error}); "
-            f"set it up, delete {folder / name}_id if its run is gone, or leave logging.{name} out"
+            f"set it up{gone}, or leave logging.{name} out"
         ) from None
 
 
