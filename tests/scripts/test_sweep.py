@@ -1,6 +1,7 @@
 """sweep.py trains every combination once, ranks final validation losses, and says where the best is at an edge."""
 
 import importlib.util
+import json
 import math
 import subprocess
 from types import SimpleNamespace
@@ -48,29 +49,32 @@ def test_every_combination_is_trained_once_and_an_interrupted_run_resumes(reques
 
 
 @pytest.fixture
-def trained(monkeypatch):
-    """Instead of training, write the final loss that a function of the overrides gives; -> the list of commands."""
-    commands = []
+def instead_of_training(monkeypatch):
+    """Return a function that replaces training by a final loss of the overrides (None: none); -> list of commands."""
 
-    def run(command, **how):
-        keys = dict(text.split("=", 1) for text in command if "=" in text)
-        commands.append(keys)
-        loss = trained.loss(keys)
-        folder = sweep.Path(keys["logging.dir"])
-        folder.mkdir(parents=True, exist_ok=True)
-        if loss is not None:
-            value = "null" if math.isnan(loss) else loss
-            (folder / "metrics.jsonl").write_text(f'{{"step": 4, "loss": 1.0, "val_loss": {value}}}\n')
-        return SimpleNamespace(returncode=int(loss is None))
+    def replace(final_loss):
+        commands = []
 
-    trained = SimpleNamespace(commands=commands, loss=None)
-    monkeypatch.setattr(subprocess, "run", run)
-    return trained
+        def run(command, **how):
+            keys = dict(text.split("=", 1) for text in command if "=" in text)
+            commands.append(keys)
+            loss = final_loss(keys)
+            folder = sweep.Path(keys["logging.dir"])
+            folder.mkdir(parents=True)
+            if loss is not None:
+                record = {"step": 4, "loss": 1.0, "val_loss": loss if math.isfinite(loss) else None}
+                (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+            return SimpleNamespace(returncode=int(loss is None))
+
+        monkeypatch.setattr(subprocess, "run", run)
+        return commands
+
+    return replace
 
 
-def test_the_best_is_marked_and_an_edge_is_told(request_of, trained, tmp_path, capsys):
+def test_the_best_is_marked_and_an_edge_is_told(request_of, instead_of_training, tmp_path, capsys):
     losses = {"1e-3": 2.0, "3e-3": 1.5, "1e-2": 1.0, "1e-1": math.nan}
-    trained.loss = lambda keys: losses[keys["optimizer.lr"]] + int(keys["train.seed"]) / 10
+    commands = instead_of_training(lambda keys: losses[keys["optimizer.lr"]] + int(keys["train.seed"]) / 10)
     request = [*request_of, "--over", f"optimizer.lr={','.join(losses)}", "--seeds", "2"]
     assert sweep.main(request) == 0
     shown = capsys.readouterr().out
@@ -78,33 +82,33 @@ def test_the_best_is_marked_and_an_edge_is_told(request_of, trained, tmp_path, c
     assert rows[0] == ["best", "1e-2", "1.0500", "1.0000", "1.1000"]
     assert rows[-1] == ["1e-1", "-", "nan", "nan"]
     assert "tried" not in shown  # 1e-1 is larger
-    assert [keys["optimizer.min_lr"] for keys in trained.commands[::2]] == ["0.0001", "0.0003", "0.001", "0.01"]
+    assert [keys["optimizer.min_lr"] for keys in commands[::2]] == ["0.0001", "0.0003", "0.001", "0.01"]
     drawn = shown.splitlines()[-1].removeprefix("draw them: python -m nanotrain_jax.compare ").split()
     assert drawn[:2] == [f"{tmp_path}/out/lr=1e-2_seed={seed}" for seed in (0, 1)]
 
     assert sweep.main([*request_of, *LRS, "--seeds", "2"]) == 0  # reads what is there
-    assert len(trained.commands) == 8
+    assert len(commands) == 8
     assert "optimizer.lr=1e-2 is the largest tried: the best may lie beyond" in capsys.readouterr().out
 
 
-def test_a_grid_has_all_combinations_and_given_keys_stay(request_of, trained, capsys):
-    trained.loss = lambda keys: 1.0
+def test_a_grid_has_all_combinations_and_given_keys_stay(request_of, instead_of_training, capsys):
+    commands = instead_of_training(lambda keys: 1.0)
     more = ["--over", "optimizer.betas=[0.9,0.95],[0.9,0.99]", "optimizer.min_lr=0"]
     assert sweep.main([*request_of, *LRS, *more]) == 0
-    found = [(keys["optimizer.lr"], keys["optimizer.betas"], keys["optimizer.min_lr"]) for keys in trained.commands]
+    found = [(keys["optimizer.lr"], keys["optimizer.betas"], keys["optimizer.min_lr"]) for keys in commands]
     assert found == [(lr, betas, "0") for lr in ("1e-3", "1e-2") for betas in ("[0.9,0.95]", "[0.9,0.99]")]
 
 
-def test_a_run_that_does_not_end_is_told_and_the_others_go_on(request_of, trained, capsys):
-    trained.loss = lambda keys: None if keys["optimizer.lr"] == "1e-3" else 1.0
+def test_a_run_that_does_not_end_is_told_and_the_others_go_on(request_of, instead_of_training, capsys):
+    commands = instead_of_training(lambda keys: None if keys["optimizer.lr"] == "1e-3" else 1.0)
     assert sweep.main([*request_of, *LRS]) == 1
     shown = capsys.readouterr().out
     assert "lr=1e-3_seed=0: no final validation loss (exit code 1)" in shown
-    assert len(trained.commands) == 2 and "best" in shown
+    assert len(commands) == 2 and "best" in shown
 
 
-def test_runs_of_other_settings_are_not_compared(request_of, trained, capsys):
-    trained.loss = lambda keys: 1.0
+def test_runs_of_other_settings_are_not_compared(request_of, instead_of_training, capsys):
+    instead_of_training(lambda keys: 1.0)
     assert sweep.main([*request_of, *LRS]) == 0
     assert sweep.main([*request_of, *LRS, "data.batch_size=16"]) == 2
     assert "its runs have other settings" in capsys.readouterr().err
@@ -125,7 +129,8 @@ def test_runs_of_other_settings_are_not_compared(request_of, trained, capsys):
         [*LRS, "--config", "none.yaml"],
     ],
 )
-def test_a_wrong_request_is_one_line_and_exit_code_2(request_of, trained, tmp_path, capsys, wrong):
+def test_a_wrong_request_is_one_line_and_exit_code_2(request_of, instead_of_training, tmp_path, capsys, wrong):
+    commands = instead_of_training(lambda keys: 1.0)
     assert sweep.main([*request_of, *wrong]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert not trained.commands and not (tmp_path / "out").exists()
+    assert not commands and not (tmp_path / "out").exists()
