@@ -27,6 +27,7 @@ from nanotrain_jax.config.load import load, nested
 from nanotrain_jax.run import curves
 
 LR, MIN_LR = "optimizer.lr", "optimizer.min_lr"
+OWN = {"train.seed", "data.seed", "logging.dir", "checkpoint.dir"}  # set for each run
 Grid = dict[str, list[str]]
 
 
@@ -79,18 +80,18 @@ def final_loss(folder: Path, steps: int) -> float | None:
 
 def train(asked: argparse.Namespace, values: dict[str, str], seed: int) -> tuple[Path, float | None]:
     """Train unless the run is complete -> its folder, and the final validation loss."""
-    name = "_".join([*(f"{key.split('.')[1]}={value}" for key, value in values.items()), f"seed={seed}"])
+    name = "_".join([*(f"{key}={value}" for key, value in values.items()), f"seed={seed}"])
     folder = asked.out / re.sub(r"[^\w.=+-]", "-", name)
     overrides = [*overrides_of(values, asked), f"train.seed={seed}", f"data.seed={seed}"]
     steps = load(asked.config, overrides).train.steps
     loss, code = final_loss(folder, steps), 0
     if loss is None:
+        overrides += [f"logging.dir={folder}", f"checkpoint.dir={folder / 'checkpoints'}"]
         command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(asked.config), *overrides]
-        code = subprocess.run([*command, f"logging.dir={folder}"], stdout=subprocess.DEVNULL).returncode
+        code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
         loss = final_loss(folder, steps)
-    print(
-        f"{folder}: " + (f"no final validation loss (exit code {code})" if loss is None else f"{loss:.4f}"), flush=True
-    )
+    told = f"no final validation loss (exit code {code})" if loss is None else f"{loss:.4f}"
+    print(f"{folder}: {told}", flush=True)
     return folder, loss
 
 
@@ -99,9 +100,11 @@ def check(asked: argparse.Namespace, grid: Grid) -> None:
     OSError."""
     if asked.seeds < 1:
         raise ValueError(f"--seeds={asked.seeds}: must be at least 1")
-    given = {text.partition("=")[0] for text in asked.overrides} & grid.keys()
-    if given:
-        raise ValueError(f"{min(given)} is swept and given; leave one of them out")
+    given = {text.partition("=")[0] for text in asked.overrides}
+    if given & grid.keys():
+        raise ValueError(f"{min(given & grid.keys())} is swept and given; leave one of them out")
+    if OWN & (given | grid.keys()):
+        raise ValueError(f"{min(OWN & (given | grid.keys()))} is set for each run; use --seeds and --out")
     for values in combinations(grid):
         train_keys = load(asked.config, overrides_of(values, asked)).train
         if not train_keys.eval_every:

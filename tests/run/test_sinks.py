@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import re
 import struct
 import types
 
@@ -44,6 +45,13 @@ def test_a_missing_package_is_refused_before_the_run(name, config_file, tmp_path
     rule = f"logging.{name}=mine: the package {name} is not installed"
     assert capsys.readouterr().err == f"error: {rule}; pip install {name}, or leave logging.{name} out\n"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("value", ["3", "null", '""', "[x]"])
+def test_a_project_is_a_name_true_or_false(value, config_file, capsys):  # noqa: F811
+    assert main(config_file, f"logging.wandb={value}") == 2
+    told = capsys.readouterr().err
+    assert re.fullmatch(r"error: logging.wandb=.*: must be a name of 1 to 128 characters, true or false\n", told)
 
 
 def test_off_is_off_and_true_is_the_project_of_this_package(tmp_path):

@@ -34,7 +34,7 @@ def test_every_combination_is_trained_once_and_an_interrupted_run_resumes(reques
     request = [*request_of, *LRS, "checkpoint.every=2"]
     assert sweep.main(request) == 0
     first = capsys.readouterr().out
-    folders = [tmp_path / "out" / f"lr={lr}_seed=0" for lr in ("1e-3", "1e-2")]
+    folders = [tmp_path / "out" / f"optimizer.lr={lr}_seed=0" for lr in ("1e-3", "1e-2")]
     for folder in folders:
         assert [record["step"] for record in records(folder)] == [1, 2, 3, 4]
         tree = yaml.safe_load((folder / "config.yaml").read_text())
@@ -84,7 +84,7 @@ def test_the_best_is_marked_and_an_edge_is_told(request_of, instead_of_training,
     assert "tried" not in shown  # 1e-1 is larger
     assert [keys["optimizer.min_lr"] for keys in commands[::2]] == ["0.0001", "0.0003", "0.001", "0.01"]
     drawn = shown.splitlines()[-1].removeprefix("draw them: python -m nanotrain_jax.compare ").split()
-    assert drawn[:2] == [f"{tmp_path}/out/lr=1e-2_seed={seed}" for seed in (0, 1)]
+    assert drawn[:2] == [f"{tmp_path}/out/optimizer.lr=1e-2_seed={seed}" for seed in (0, 1)]
 
     assert sweep.main([*request_of, *LRS, "--seeds", "2"]) == 0  # reads what is there
     assert len(commands) == 8
@@ -103,7 +103,7 @@ def test_a_run_that_does_not_end_is_told_and_the_others_go_on(request_of, instea
     commands = instead_of_training(lambda keys: None if keys["optimizer.lr"] == "1e-3" else 1.0)
     assert sweep.main([*request_of, *LRS]) == 1
     shown = capsys.readouterr().out
-    assert "lr=1e-3_seed=0: no final validation loss (exit code 1)" in shown
+    assert "optimizer.lr=1e-3_seed=0: no final validation loss (exit code 1)" in shown
     assert len(commands) == 2 and "best" in shown
 
 
@@ -124,6 +124,8 @@ def test_runs_of_other_settings_are_not_compared(request_of, instead_of_training
         ["--over", "optimizer.lrr=1e-3"],
         [*LRS, *LRS],
         [*LRS, "optimizer.lr=1e-3"],
+        ["--over", "train.seed=1,2"],
+        [*LRS, "logging.dir=here"],
         [*LRS, "--seeds", "0"],
         [*LRS, "train.eval_every=0"],
         [*LRS, "--config", "none.yaml"],
