@@ -7,10 +7,11 @@ Efficiency is tokens per second and GPU over those of the first number of GPUs t
 weak scaling, T1 / (N T_N) with strong scaling. Every layout is the best of `search`, which may differ between numbers.
 
 The planner's step time (step_time.py) has no latency that grows with a group. Here it is added to collectives of
-weights and gradients, and the layout is the first of the search whose step with it is within 1% of the shortest. It is
-that of NCCL's own cost model (src/graph/tuning.cc, protocol Simple): a ring of n GPUs in d NVLink domains takes n - d
-hops over NVLink and d - 1 over the network; a tree of an all-reduce n/d - 1 and log2 d, twice. Counted is at least one
-collective for each layer that communicates in a loop, and one of each kind after it; as much is hidden as of the bytes.
+weights and gradients, and the layout is the first of the search whose step with it is within 1% of the shortest. The
+latency is that of NCCL's own cost model (src/graph/tuning.cc, protocol Simple): a ring of n GPUs in d NVLink domains
+takes n - d hops over NVLink and d - 1 over the network; a tree of an all-reduce n/d - 1 and log2 d, twice. Counted is
+at least one collective for each layer that communicates in a loop, and one of each kind after it; as much of it is
+hidden as of the bytes.
 
 Not modelled: input, evaluations, checkpoints, congestion, stragglers, failures.
 """
