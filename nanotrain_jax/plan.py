@@ -112,16 +112,7 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     tree = read(options.config, options.overrides)
     given = load(options.config, options.overrides)
     config = training_stages.config_of(given, options.stage)
-    if not config.is_decoder:
-        section = "vision" if config.vision else "model.factory"
-        raise ValueError(
-            f"{section}: the planner supports only the built-in decoder; remove {section}, or train without a plan"
-        )
-    if config.optimizer.factory:
-        raise ValueError(
-            f"optimizer.factory={config.optimizer.factory}: the size of its state is not known; plan with "
-            "optimizer.factory=null, which counts the two moments of AdamW"
-        )
+    check_supported(config)
     gpu = kind_of_gpu(options.gpu, config)
     if options.gpus is not None:
         hardware.check_count(gpu, options.gpus)
@@ -158,6 +149,20 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     terminal.verdict(console, planned.estimate, planned.compiled, planned.verdict)
     write(options, planned, tree, explained, console)
     return EXIT[planned.verdict]
+
+
+def check_supported(config: Config) -> None:
+    """Raise ValueError unless there are closed forms of the config's model and optimizer."""
+    if not config.is_decoder:
+        section = "vision" if config.vision else "model.factory"
+        raise ValueError(
+            f"{section}: the planner supports only the built-in decoder; remove {section}, or train without a plan"
+        )
+    if config.optimizer.factory:
+        raise ValueError(
+            f"optimizer.factory={config.optimizer.factory}: the size of its state is not known; plan with "
+            "optimizer.factory=null, which counts the two moments of AdamW"
+        )
 
 
 def kind_of_gpu(name: str | None, config: Config) -> str:

@@ -40,7 +40,7 @@ from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
-from nanotrain_jax.run import capacity, resume
+from nanotrain_jax.run import capacity, resume, sinks
 from nanotrain_jax.run.loop import Run, new_folder, train
 from nanotrain_jax.run.stages import Stage
 from nanotrain_jax.step import build as steps
@@ -143,6 +143,8 @@ def build(config: Config, count: int) -> tuple[Mesh, list[Stage]]:
     cache = str(Path.home() / ".cache" / "nanotrain_jax") if use_cache else None
     meshes.configure(runtime.simulate // count, runtime.deterministic, cache)
     mesh = meshes.make(**config.parallel.axes)
+    if jax.process_index() == 0:
+        sinks.check(config)
     datasets: dict[str, batches.Dataset] = {}
     stages = [build_stage(training_stages.of_span(config, span), span, mesh, datasets) for span in spans(config)]
     check_data(stages)

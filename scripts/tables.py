@@ -137,7 +137,51 @@ def llama3_8b(folder):
     return table(("", "layout", "GB per GPU", "modelled s per step", "MFU"), cells)
 
 
+def scaling(kind):
+    """Modelled efficiency of weak or strong scaling: tests/planner/test_plan_scaling.py."""
+    rows, base = [], {}
+    points = [(*name.split("-")[:2], p) for name, p in golden("estimates")["scaling"].items()]
+    models = list(dict.fromkeys(model for model, _, _ in points))
+    of_kind = [(model, p) for model, name, p in points if name == kind]
+    for model, p in sorted(of_kind, key=lambda row: (models.index(row[0]), row[1]["gpus"])):
+        work = {part: seconds * p["gpus"] / p["batch"] for part, seconds in p["seconds"].items()}
+        first = base.setdefault(model, work)
+        total = sum(work.values())
+        lost = {part: (value - first.get(part, 0)) / total for part, value in work.items()}
+        lost = ", ".join(f"{k} {x:.1%}" for k, x in sorted(lost.items(), key=lambda item: -item[1]) if x >= 0.005)
+        ratio = sum(first.values()) / total
+        cells = model, f"{p['gpus']:,}", f"{p['batch']:,}", p["layout"], f"{sum(p['seconds'].values()):.3f}"
+        rows.append((*cells, f"{p['mfu']:.1%}", f"{ratio:.1%}" if ratio >= 0.8 else f"**{ratio:.1%}**", lost or "-"))
+    return table(("", "GPUs", "sequences", "layout", "s", "MFU", "efficiency", "lost to"), rows)
+
+
+def weak_scaling(folder):
+    """The batch grows with the GPUs."""
+    return scaling("weak")
+
+
+def strong_scaling(folder):
+    """The batch is fixed."""
+    return scaling("strong")
+
+
+def megatron_scaling(folder):
+    """Modelled MFU beside the published one: tests/planner/test_plan_scaling.py."""
+    rows = [
+        (f"{p['gpus']:,}", p["layout"], f"{p['mfu']:.1%}", f"{p['published_mfu']:.0%}")
+        for p in golden("estimates")["megatron_scaling"].values()
+    ]
+    return table(("H100s", "our layout", "modelled MFU", "published MFU"), rows)
+
+
+def assumptions(folder):
+    """What modelled scaling rests on: planner/scaling.py."""
+    rows = golden("estimates")["assumptions"].items()
+    return table(("", "h100", "source"), [(what, row["value"], row["source"]) for what, row in rows])
+
+
 TABLES = (modules, scripts, compiled, long_context, offload, hbm, megatron, papers, llama3_8b)
+TABLES += (weak_scaling, strong_scaling, megatron_scaling, assumptions)
 TABLES = {f.__name__: f for f in TABLES}
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from nanotrain_jax.config.section import Pair, Section, key
-from nanotrain_jax.config.values import Count, Path, Positive, Seed, Source
+from nanotrain_jax.config.values import Count, Path, Positive, Seed, Service, Source
 
 
 def check_pattern(pattern: str) -> None:
@@ -79,6 +79,8 @@ class Logging(Section):
 
     dir: Path | None = key(None, "output folder of the run; null: runs/<name of the config file>")
     tensorboard: bool = key(True, "write TensorBoard files")
+    wandb: Service = key(False, "log to Weights & Biases: name of a project; true: nanotrain_jax; false: off")
+    mlflow: Service = key(False, "log to MLflow: name of an experiment; true: nanotrain_jax; false: off")
     progress: Literal["auto", "bar", "lines", "none"] = key(
         "auto", "progress display; auto: bar on a terminal, else lines"
     )

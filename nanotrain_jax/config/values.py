@@ -42,6 +42,12 @@ def _factory(name: str) -> str:
     return name
 
 
+def _service(value: Any) -> Any:
+    if not isinstance(value, bool) and not (isinstance(value, str) and 0 < len(value) <= 128):
+        raise ValueError("must be a name of 1 to 128 characters, true or false")
+    return value
+
+
 def _not_a_bool(value: Any) -> Any:
     if isinstance(value, bool | float):  # a Literal accepts true and 1.0, which equal 1
         raise ValueError("input should be an integer")
@@ -62,6 +68,7 @@ Choice = BeforeValidator(_not_a_bool)  # for a Literal of integers
 SCHEDULE_CELLS = 2**20  # ticks x stages of a pipeline schedule: 128 stages with 8,000 microbatches
 
 Path = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(expanded)]
+Service = Annotated[bool | str, BeforeValidator(_service)]  # name of a project, or on or off
 Factory = Annotated[str, AfterValidator(_factory)]  # builds a model
 Source = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_expanded_source)]
 

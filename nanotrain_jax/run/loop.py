@@ -74,7 +74,7 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
     config = run.config
     on_all_processes(lambda: make_ready(run, folder))
     locked = lock.alone("checkpoint.dir", config.checkpoint.dir) if config.checkpoint.every else nullcontext()
-    with locked, closing(new_writer(run)) as writer, watching(run, writer) as watch:
+    with locked, closing(on_all_processes(lambda: new_writer(run))) as writer, watching(run, writer) as watch:
         if run.damaged and run.start[0] == Path(config.checkpoint.dir):
             directory.set_aside(config.checkpoint.dir, run.damaged)
         writer.say(banner.introduction(config, run.mesh, run.dataset, run.notes))

@@ -1,4 +1,4 @@
-"""Metrics output: metrics.jsonl, TensorBoard, progress bar or lines, loss.png (drawn by curves.py).
+"""Metrics of steps: records for sinks.py, progress bar or lines, loss.png (drawn by curves.py).
 
 `Writer.step` stores the metrics of a dispatched step and writes those of the previous one, which are ready by then: the
 device never waits for the host, and the host is at most one step ahead.
@@ -6,8 +6,8 @@ device never waits for the host, and the host is at most one step ahead.
 
 from __future__ import annotations
 
-import json
 import math
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,12 +15,11 @@ from typing import Any
 
 import jax
 import numpy as np
-import tensorboardX
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.run import curves
+from nanotrain_jax.run import curves, sinks
 
 PROCESSES = "processes"  # subfolder of the run's folder: <process>.log
 
@@ -44,18 +43,14 @@ class Writer:
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         progress = config.logging.progress
         self.progress = ("bar" if self.console.is_terminal else "lines") if progress == "auto" else progress
-        self.bar = None
+        self.bar, self.sinks = None, []
         self.folder = Path(config.logging.dir)
         (self.folder / PROCESSES).mkdir(exist_ok=True)
         log = self.folder / PROCESSES / f"{jax.process_index()}.log"
         self.log = open(log, "a", buffering=1)  # noqa: SIM115 (closed by close)
         if not self.active:
             return
-        trim(self.folder / "metrics.jsonl")
-        self.jsonl = open(self.folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 (closed by close)
-        self.board = (
-            tensorboardX.SummaryWriter(str(self.folder / "tensorboard")) if config.logging.tensorboard else None
-        )
+        self.sinks = sinks.opened(config, self.folder, self.say)
         if self.progress == "bar":
             columns = (
                 TextColumn("step"),
@@ -137,13 +132,9 @@ class Writer:
             self._show(record)
 
     def _show(self, record: dict[str, Any]) -> None:
-        """Write a record to metrics.jsonl, TensorBoard and the terminal."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self.jsonl.write(json.dumps(finite) + "\n")
-        if self.board:
-            scalars = {name: value for name, value in record.items() if name != "step" and value is not None}
-            for name, value in scalars.items():
-                self.board.add_scalar(name, value, record["step"])
+        """Write a record to all sinks and the terminal."""
+        for sink in self.sinks:
+            sink.write(record)
         steps = self.config.train.steps
         text = self._text(record)
         if self.bar:
@@ -174,7 +165,7 @@ class Writer:
         self.write()
         if not self.active:
             return
-        jsonl = self.folder / "metrics.jsonl"
+        jsonl = self.folder / sinks.JSONL
         try:
             bad = curves.draw(jsonl, self.folder / "loss.png", title, bigram)
         except Exception as error:  # a library, or a full disk: the run itself is complete
@@ -185,24 +176,13 @@ class Writer:
                 self.say(f"warning: {bad} lines of {jsonl} cannot be read; loss.png omits them")
 
     def close(self) -> None:
-        """Close the files and stop the progress bar."""
-        with suppress(OSError):
-            self.log.close()
-        if not self.active:
-            return
+        """Stop the progress bar and close sinks and files; an exception on its way says that the run failed."""
         if self.bar:
             self.bar.stop()
+        for sink in self.sinks:
+            sink.close(failed=sys.exc_info()[0] is not None)
         with suppress(OSError):
-            self.jsonl.close()
-        if self.board:
-            self.board.close()
-
-
-def trim(jsonl: Path) -> None:
-    """Truncate an incomplete last line (of a killed run, or a full disk)."""
-    if jsonl.exists():
-        with open(jsonl, "r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
+            self.log.close()
 
 
 def on_host(metrics: dict[str, jax.Array]) -> dict[str, np.ndarray]:

@@ -1,0 +1,213 @@
+"""Where the records of a run go: metrics.jsonl, TensorBoard, Weights & Biases, MLflow.
+
+A sink has two methods: `write(record)`, which returns at once, and `close(failed)`. `opened` opens those of a config,
+on process 0. The clients of Weights & Biases and MLflow send in the background; where to, and with which key, is in
+their own environment (WANDB_MODE, WANDB_API_KEY, MLFLOW_TRACKING_URI, ...). The id of a run is kept in its folder, so
+that a resumed run goes on there. A step that runs again after a resume is written again, as in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import tensorboardX
+
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.run import curves
+
+JSONL, TENSORBOARD = "metrics.jsonl", "tensorboard"
+Record = dict[str, Any]
+
+
+class Sink(Protocol):
+    """What takes the records of a run."""
+
+    def write(self, record: Record) -> None:
+        """Take a record: `step`, and values by name; None where unknown."""
+
+    def close(self, failed: bool) -> None:
+        """Write what is left. failed: the run ended with an error."""
+
+
+class Lines:
+    """metrics.jsonl: one JSON object per record, null for values that are not finite."""
+
+    def __init__(self, folder: Path):
+        trim(folder / JSONL)
+        self.file = open(folder / JSONL, "a", buffering=1)  # noqa: SIM115 (closed by close)
+
+    def write(self, record: Record) -> None:
+        """Append a line."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self.file.write(json.dumps(finite) + "\n")
+
+    def close(self, failed: bool) -> None:
+        """Close the file."""
+        with suppress(OSError):
+            self.file.close()
+
+
+class TensorBoard:
+    """Files for TensorBoard."""
+
+    def __init__(self, folder: Path):
+        self.board = tensorboardX.SummaryWriter(str(folder / TENSORBOARD))
+
+    def write(self, record: Record) -> None:
+        """Add a scalar for each value."""
+        for name, value in scalars(record).items():
+            self.board.add_scalar(name, value, record["step"])
+
+    def close(self, failed: bool) -> None:
+        """Write what is left."""
+        self.board.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases.
+
+    Its own step must grow, so `step` is a value like others, and the x axis of all: what is logged at an earlier step
+    after a resume is kept. Offline, a client knows nothing of what an earlier one wrote, and a later upload of the same
+    run replaces it; so each start first logs what is in metrics.jsonl, and its folder holds the whole run.
+    """
+
+    def __init__(self, config: Config, folder: Path):
+        import wandb
+
+        kept = folder / "wandb_id"
+        self.run = wandb.init(
+            project=project(config.logging.wandb),
+            name=folder.name,
+            id=kept.read_text() if kept.exists() else None,
+            resume="allow",
+            dir=str(folder),
+            config=config.to_dict(),
+            allow_val_change=True,  # a resumed run may have changed keys
+            settings=wandb.Settings(console="off"),
+        )
+        kept.write_text(self.run.id)
+        self.run.define_metric("step", hidden=True)
+        self.run.define_metric("*", step_metric="step")
+        for record in curves.read(folder / JSONL)[0] if self.run.offline else ():
+            self.write(record)
+
+    def write(self, record: Record) -> None:
+        """Hand the record to the client's process."""
+        self.run.log({"step": record["step"]} | scalars(record))
+
+    def close(self, failed: bool) -> None:
+        """Wait until all is sent."""
+        self.run.finish(exit_code=int(failed))
+
+
+class MLflow:
+    """A run of MLflow. Keys of the config are parameters; a key that a resume has changed is a tag, as parameters are
+    fixed."""
+
+    def __init__(self, config: Config, folder: Path):
+        import mlflow
+
+        self.client, kept = mlflow, folder / "mlflow_id"
+        mlflow.set_experiment(project(config.logging.mlflow))
+        run = mlflow.start_run(kept.read_text() if kept.exists() else None, run_name=folder.name)
+        kept.write_text(run.info.run_id)
+        keys = {
+            f"{name}.{key}": value for name, part in config.to_dict().items() for key, value in (part or {}).items()
+        }
+        texts, known = {key: str(value) for key, value in keys.items()}, run.data.params
+        mlflow.log_params({key: text for key, text in texts.items() if key not in known})
+        mlflow.set_tags({key: text for key, text in texts.items() if known.get(key, text) != text})
+
+    def write(self, record: Record) -> None:
+        """Hand the record to the client's thread."""
+        self.client.log_metrics(scalars(record), step=record["step"], synchronous=False)
+
+    def close(self, failed: bool) -> None:
+        """Wait until all is sent."""
+        self.client.flush_async_logging()
+        self.client.end_run("FAILED" if failed else "FINISHED")
+
+
+SERVICES: dict[str, Callable[[Config, Path], Sink]] = {"wandb": WeightsAndBiases, "mlflow": MLflow}
+
+
+class Lenient:
+    """A sink whose first failure is a warning, and its end: a run does not depend on a service."""
+
+    def __init__(self, name: str, sink: Sink, say: Callable[[str], None]):
+        self.name, self.sink, self.say = name, sink, say
+
+    def write(self, record: Record) -> None:
+        """Hand the record on."""
+        self._call("write", record)
+
+    def close(self, failed: bool) -> None:
+        """Close the sink."""
+        self._call("close", failed)
+
+    def _call(self, method: str, argument: Any) -> None:
+        try:
+            if self.sink:
+                getattr(self.sink, method)(argument)
+        except Exception as error:  # of the client, or of a library of its own
+            self.sink = None
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            self.say(f"warning: logging.{self.name} ends here ({text[:200]}); metrics.jsonl has all records")
+
+
+def check(config: Config) -> None:
+    """Raise ValueError if the package of a service that the config logs to is not installed."""
+    for name in SERVICES:
+        value = getattr(config.logging, name)
+        if value and importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"logging.{name}={value}: the package {name} is not installed; pip install {name}, or leave "
+                f"logging.{name} out"
+            )
+
+
+def opened(config: Config, folder: Path, say: Callable[[str], None]) -> list[Sink]:
+    """Open the sinks of a config. say: prints a warning. Raises OSError, also if a service does not start."""
+    sinks: list[Sink] = [Lines(folder)]
+    if config.logging.tensorboard:
+        sinks.append(TensorBoard(folder))
+    for name, service in SERVICES.items():
+        if getattr(config.logging, name):
+            sinks.append(Lenient(name, started(name, service, config, folder), say))
+    return sinks
+
+
+def started(name: str, service: Callable[[Config, Path], Sink], config: Config, folder: Path) -> Sink:
+    """Start or resume the run of a service. Raises OSError, in one line."""
+    try:
+        return service(config, folder)
+    except Exception as error:  # the errors of the clients and of their libraries have no common type
+        kept = folder / f"{name}_id"
+        gone = f", delete {kept} if its run is gone" if kept.exists() else ""
+        raise OSError(
+            f"logging.{name}={getattr(config.logging, name)}: {name} does not start ({type(error).__name__}: {error}); "
+            f"set it up{gone}, or leave logging.{name} out"
+        ) from None
+
+
+def project(name: str | bool) -> str:
+    """Return the name under which a service keeps runs."""
+    return "nanotrain_jax" if name is True else name
+
+
+def scalars(record: Record) -> Record:
+    """Return the known values of a record but its step."""
+    return {name: value for name, value in record.items() if name != "step" and value is not None}
+
+
+def trim(jsonl: Path) -> None:
+    """Truncate an incomplete last line (of a killed run, or a full disk)."""
+    if jsonl.exists():
+        with open(jsonl, "r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)

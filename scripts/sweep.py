@@ -1,0 +1,181 @@
+"""Sweep learning rates, or any keys: train with each value, and compare final validation losses. Resumable.
+
+    python scripts/sweep.py --config configs/quickstart.yaml --over optimizer.lr=1e-3,3e-3,1e-2 [--seeds 3]
+                            [--over optimizer.weight_decay=0,0.1] [--out runs/sweep] [section.key=value ...]
+
+Each combination of values trains once per seed by `nanotrain_jax.train`, in a folder of --out. The same command goes on
+where it was stopped: complete runs are read, others resume. With optimizer.lr, optimizer.min_lr keeps its ratio to it
+unless it is given too. Prints a table, best first, and the command that draws the runs.
+"""
+
+import argparse
+import json
+import math
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from nanotrain_jax.config.load import load, nested
+from nanotrain_jax.run import curves
+
+LR, MIN_LR = "optimizer.lr", "optimizer.min_lr"
+OWN = {"train.seed", "data.seed", "logging.dir", "checkpoint.dir"}  # set for each run
+Grid = dict[str, list[str]]
+
+
+class Result(NamedTuple):
+    """The runs of one combination of values."""
+
+    values: dict[str, str]  # key -> value
+    folders: list[Path]  # of the seeds
+    losses: list[float | None]  # final validation losses; nan: diverged, None: the run did not end
+
+    @property
+    def mean(self) -> float:
+        """The mean over seeds; infinite if one of them diverged or did not end."""
+        mean = math.nan if None in self.losses else statistics.mean(self.losses)
+        return mean if math.isfinite(mean) else math.inf
+
+
+def grid_of(texts: list[str]) -> Grid:
+    """Return key -> values of `key=v1,v2` (commas in brackets do not separate). Raises ValueError."""
+    grid: Grid = {}
+    for text in texts:
+        key, _, values = text.partition("=")
+        split = re.split(r",(?![^\[{]*[\]}])", values)
+        if not re.fullmatch(r"\w+\.\w+", key) or "" in split or key in grid or len(set(split)) < len(split):
+            raise ValueError(
+                f"--over {text}: must be section.key=value,value,... with each key and value once; write e.g. --over "
+                "optimizer.lr=1e-3,3e-3"
+            )
+        grid[key] = split
+    return grid
+
+
+def overrides_of(values: dict[str, str], asked: argparse.Namespace) -> list[str]:
+    """Return the overrides of a combination; min_lr in proportion to lr, unless given."""
+    overrides = [*asked.overrides, *(f"{key}={value}" for key, value in values.items())]
+    is_given = any(text.startswith(f"{MIN_LR}=") for text in overrides)
+    if LR in values and not is_given:
+        plain, swept = (load(asked.config, texts).optimizer for texts in (asked.overrides, [*overrides, f"{MIN_LR}=0"]))
+        overrides.append(f"{MIN_LR}={plain.min_lr * swept.lr / plain.lr:.6g}")
+    return overrides
+
+
+def final_loss(folder: Path, steps: int) -> float | None:
+    """Return the validation loss of the last step, nan if it is not finite; None if the run is not complete."""
+    for record in curves.read(folder / "metrics.jsonl")[0]:
+        if record["step"] == steps and "val_loss" in record:
+            return math.nan if record["val_loss"] is None else record["val_loss"]
+    return None
+
+
+def train(asked: argparse.Namespace, values: dict[str, str], seed: int) -> tuple[Path, float | None]:
+    """Train unless the run is complete -> its folder, and the final validation loss."""
+    name = "_".join([*(f"{key}={value}" for key, value in values.items()), f"seed={seed}"])
+    folder = asked.out / re.sub(r"[^\w.=+-]", "-", name)
+    overrides = [*overrides_of(values, asked), f"train.seed={seed}", f"data.seed={seed}"]
+    steps = load(asked.config, overrides).train.steps
+    loss, code = final_loss(folder, steps), 0
+    if loss is None:
+        overrides += [f"logging.dir={folder}", f"checkpoint.dir={folder / 'checkpoints'}"]
+        command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(asked.config), *overrides]
+        code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+        loss = final_loss(folder, steps)
+    told = f"no final validation loss (exit code {code})" if loss is None else f"{loss:.4f}"
+    print(f"{folder}: {told}", flush=True)
+    return folder, loss
+
+
+def check(asked: argparse.Namespace, grid: Grid) -> None:
+    """Check all configs before the first run, and that --out holds no runs of other settings. Raises ValueError or
+    OSError."""
+    if asked.seeds < 1:
+        raise ValueError(f"--seeds={asked.seeds}: must be at least 1")
+    given = {text.partition("=")[0] for text in asked.overrides}
+    if given & grid.keys():
+        raise ValueError(f"{min(given & grid.keys())} is swept and given; leave one of them out")
+    if OWN & (given | grid.keys()):
+        raise ValueError(f"{min(OWN & (given | grid.keys()))} is set for each run; use --seeds and --out")
+    for values in combinations(grid):
+        train_keys = load(asked.config, overrides_of(values, asked)).train
+        if not train_keys.eval_every:
+            raise ValueError("train.eval_every=0: a sweep compares validation losses; write e.g. train.eval_every=100")
+    settings = json.dumps(load(asked.config, [*asked.overrides, "logging.dir=."]).to_dict(), indent=1)
+    kept = asked.out / "settings.json"
+    if kept.exists() and kept.read_text() != settings:
+        raise ValueError(f"--out={asked.out}: its runs have other settings ({kept}); give another folder")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    kept.write_text(settings)
+
+
+def combinations(grid: Grid) -> list[dict[str, str]]:
+    """Return every combination of values."""
+    return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+
+
+def at_edges(best: Result, grid: Grid) -> list[str]:
+    """Say for which keys the best value is the smallest or the largest of several."""
+    lines = []
+    for key, texts in grid.items():
+        numbers = [nested([f"x.y={text}"])["x"]["y"] for text in texts]
+        if len(texts) < 2 or not all(isinstance(number, int | float) for number in numbers):
+            continue
+        value = numbers[texts.index(best.values[key])]
+        edge = {min(numbers): "smallest", max(numbers): "largest"}.get(value)
+        if edge:
+            lines.append(f"{key}={best.values[key]} is the {edge} tried: the best may lie beyond; add values there")
+    return lines
+
+
+def table(ranked: list[Result], grid: Grid) -> Table:
+    """Return the final validation losses, best first."""
+    shown = Table("", *grid, "validation loss", "single seeds")
+    for rank, result in enumerate(ranked):
+        losses = " ".join("-" if loss is None else f"{loss:.4f}" for loss in result.losses)
+        is_known = math.isfinite(result.mean)
+        mean = f"{result.mean:.4f}" if is_known else "-"
+        shown.add_row("best" if is_known and rank == 0 else "", *result.values.values(), mean, losses)
+    return shown
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, and print the table; -> 2 if the request is wrong, 1 if a run did not end."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--over", action="append", required=True, metavar="section.key=v1,v2", help="again: a grid")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="folder of the runs (default: runs/sweep)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    asked = parser.parse_intermixed_args(argv)
+    try:
+        grid = grid_of(asked.over)
+        check(asked, grid)
+    except (ValueError, OSError) as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    results = []
+    for values in combinations(grid):
+        runs = [train(asked, values, seed) for seed in range(asked.seeds)]
+        results.append(Result(values, *map(list, zip(*runs, strict=True))))
+    ranked = sorted(results, key=lambda result: result.mean)
+    console = Console(width=120, soft_wrap=True, markup=False, highlight=False)
+    console.print(table(ranked, grid))
+    if math.isfinite(ranked[0].mean):
+        for line in at_edges(ranked[0], grid):
+            console.print(line)
+    folders = [str(folder) for result in ranked for folder in result.folders]
+    console.print("draw them: " + shlex.join(["python", "-m", "nanotrain_jax.compare", *folders]))
+    return int(any(None in result.losses for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
