@@ -8,7 +8,7 @@ recomputation. Only matmuls count, 2 FLOPs per multiply-add. N: parameters that 
 from __future__ import annotations
 
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import muon
+from nanotrain_jax.costs import muon, vision
 from nanotrain_jax.costs.counts import (
     attention_parts,
     frozen_matmul_parameters,
@@ -27,20 +27,24 @@ def flops_per_token(config: Config) -> dict[str, float]:
     full    6 N + 12 L d T   full attention (PaLM, arXiv 2204.02311, appendix B; the convention of most published MFU)
     causal  6 N +  6 L d T   only the half of attention that a causal mask leaves
 
-    Frozen parameters have no gradient: each takes 4 instead of 6.
+    Frozen parameters have no gradient: each takes 4 instead of 6. With vision the FLOPs of a row's picture are added
+    (costs/vision.py), over T.
     """
     m = config.model
     attention = float(m.num_layers * m.d_model * config.data.seq_len)
-    of_weights = 6.0 * matmul_parameters(m) - 2.0 * frozen_matmul_parameters(config)
-    return {"full": of_weights + 12.0 * attention, "causal": of_weights + 6.0 * attention}
+    fixed = 6.0 * matmul_parameters(m) - 2.0 * frozen_matmul_parameters(config)
+    fixed += vision.model_flops(config) / config.data.seq_len
+    return {"full": fixed + 12.0 * attention, "causal": fixed + 6.0 * attention}
 
 
 def step_flops(config: Config) -> float:
-    """Return the hardware FLOPs of one device in one step: full attention, recomputation and Newton-Schulz included."""
+    """Return the hardware FLOPs of one device in one step: full attention, recomputation, the encoder of pictures and
+    Newton-Schulz included."""
     parts = local_flops(config)
     forward = parts["layers"] + parts["head"] + parts["attention"]
     backward = forward + parts["attention"] + parts["weights"]
-    return (forward + backward + parts["recompute"]) * tokens_per_device(config) + muon.flops(config)
+    of_decoder = (forward + backward + parts["recompute"]) * tokens_per_device(config)
+    return of_decoder + vision.step_flops(config) + muon.flops(config)
 
 
 def trained_share(config: Config, part: str) -> float:

@@ -18,6 +18,7 @@ from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.execution import reduces_per_layer
 from nanotrain_jax.config.run_sections import Train
 from nanotrain_jax.config.schema import Config, Model, Parallel
+from nanotrain_jax.config.vision import Vision
 from nanotrain_jax.costs import compression, muon, offload
 from nanotrain_jax.costs.activations import (
     NO_REMAT,
@@ -32,6 +33,7 @@ from nanotrain_jax.costs.counts import (
     attention_parts,
     gradient_bytes,
     is_sharded,
+    keeps_documents_apart,
     local_elements,
     local_kv_width,
     message_bytes,
@@ -41,7 +43,7 @@ from nanotrain_jax.costs.counts import (
     tokens_per_device,
     zero_devices,
 )
-from nanotrain_jax.models.parameters import ENDS, LAYERS
+from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION
 
 Parts = dict[str, float]
 
@@ -215,7 +217,7 @@ def _mask_bytes(config: Config, tokens: float) -> float:
 
     A boolean and a 16-bit bias of each block: those of a part's own keys, and of a hop, half as many.
     """
-    if config.data.attend_across_documents or not fits_flash(config.model, config.precision.compute):
+    if not (keeps_documents_apart(config) and fits_flash(config.model, config.precision.compute)):
         return 0.0
     p = config.parallel
     rows = tokens if p.is_blockwise else tokens * p.context  # ulysses: of whole rows
@@ -296,20 +298,20 @@ def trained_parameters(config: Config) -> tuple[dict[str, float], dict[str, floa
         persist_below=p.persist_below,
         vocab_over_pipe=bool(p.vocab_over_pipe),
     )
-    psi, shard = _trained_parameters(config.model, sizes, config.train.freeze)
+    psi, shard = _trained_parameters(config.model, config.vision, sizes, config.train.freeze)
     return dict(psi), dict(shard)
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same values again and again
 def _trained_parameters(
-    model: Model, sizes: Parallel, freeze: tuple[str, ...]
+    model: Model, vision: Vision | None, sizes: Parallel, freeze: tuple[str, ...]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    config = Config(model=model, parallel=sizes, train=Train(freeze=freeze))
-    psi, shard = {LAYERS: 0.0, ENDS: 0.0}, {LAYERS: 0.0, ENDS: 0.0}
+    config = Config(model=model, vision=vision, parallel=sizes, train=Train(freeze=freeze))
+    psi, shard = ({LAYERS: 0.0, ENDS: 0.0, VISION: 0.0} for _ in range(2))
     for row in rows(config).values():
         if row.is_frozen:
             continue
-        size = local_elements(row, config)
-        psi[row.part] += size
-        shard[row.part] += size / (sizes.data if is_sharded(row, config) else 1)
+        size, part = local_elements(row, config), VISION if row.part == ENCODER else row.part
+        psi[part] += size
+        shard[part] += size / (sizes.data if is_sharded(row, config) else 1)
     return psi, shard
