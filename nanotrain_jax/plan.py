@@ -29,7 +29,7 @@ from nanotrain_jax.costs import counts, hardware
 from nanotrain_jax.data import corpus
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import compiled as compiler
-from nanotrain_jax.planner import explain, search, training_stages
+from nanotrain_jax.planner import explain, formula, search, training_stages
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate, Verdict, estimate, on_gpus
 from nanotrain_jax.planner.report import export, page, terminal
 from nanotrain_jax.planner.report.export import Planned
@@ -112,10 +112,10 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     tree = read(options.config, options.overrides)
     given = load(options.config, options.overrides)
     config = training_stages.config_of(given, options.stage)
-    if not config.is_decoder:
-        section = "vision" if config.vision else "model.factory"
+    if not config.is_built_in:
         raise ValueError(
-            f"{section}: the planner supports only the built-in decoder; remove {section}, or train without a plan"
+            "model.factory: the planner supports only the built-in models; remove model.factory, or train without a "
+            "plan"
         )
     if config.optimizer.factory:
         raise ValueError(
@@ -132,6 +132,8 @@ def plan(options: argparse.Namespace, console: Console) -> int:
         topology.check_compiler(gpu)
     has_mesh = any(key in search.MESH for key in keys(tree))
     chooses = options.choose or not has_mesh
+    if config.vision:
+        check_vision(config, chooses)
     planned = choose(options, config, gpu, tree) if chooses else as_given(options, config, gpu, console)
     terminal.estimated(console, planned.estimate)
     terminal.training_stages(console, training_stages.all_stages(given, planned.estimate))
@@ -158,6 +160,21 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     terminal.verdict(console, planned.estimate, planned.compiled, planned.verdict)
     write(options, planned, tree, explained, console)
     return EXIT[planned.verdict]
+
+
+def check_vision(config: Config, chooses: bool) -> None:
+    """Raise ValueError for what has no closed form with an encoder of pictures."""
+    if chooses:
+        raise ValueError(
+            "vision: layouts of an encoder of pictures are not searched; give the sizes of the mesh, e.g. "
+            "parallel.data=8, and leave --choose out"
+        )
+    for key in ("offload_optimizer", "offload_params", "offload_activations"):
+        if getattr(config.memory, key) != "none":
+            raise ValueError(
+                f"vision with memory.{key}={getattr(config.memory, key)}: offload with an encoder has no closed form; "
+                f"plan with memory.{key}=none"
+            )
 
 
 def kind_of_gpu(name: str | None, config: Config) -> str:
@@ -201,7 +218,7 @@ def as_given(options: argparse.Namespace, config: Config, gpu: str, console: Con
 def better_layout(e: Estimate, fixed: Mapping[str, Any], taken: float) -> Estimate | None:
     """Return the layout of --choose if it fits and e does not, or if it is much faster. None after a long search."""
     p = e.config.parallel
-    if e.gpu == hardware.SIMULATED or p.prefetch or p.grad_reduce == "per_layer":
+    if e.config.vision or e.gpu == hardware.SIMULATED or p.prefetch or p.grad_reduce == "per_layer":
         return None
     result = search.search(neutral(e.config, None), e.gpu, e.gpus, taken, fixed, MAX_ESTIMATES)
     if not result.complete or not result.best or not result.best[0].fits:
@@ -247,7 +264,7 @@ def write(
     options: argparse.Namespace,
     planned: Planned,
     tree: dict[str, Any],
-    explained: Sequence[explain.Section],
+    explained: Sequence[formula.Section],
     console: Console,
 ) -> None:
     """Write the requested files. Raises OSError."""

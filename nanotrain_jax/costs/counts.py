@@ -86,8 +86,8 @@ def rows(config: Config) -> Table:
 
 
 def _vision_rows(config: Config) -> Table:
-    vision, train = config.vision, config.train
-    return vision_table.table(vision, config.model.d_model, tuple(train.freeze)) if vision else {}
+    vision, tensor = config.vision, config.parallel.tensor
+    return vision_table.table(vision, config.model.d_model, tensor, config.train.freeze) if vision else {}
 
 
 def local_elements(parameter: Parameter, config: Config) -> float:

@@ -7,6 +7,7 @@ recomputation. Only matmuls count, 2 FLOPs per multiply-add. N: parameters that 
 
 from __future__ import annotations
 
+from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import muon, vision
 from nanotrain_jax.costs.counts import (
@@ -18,6 +19,7 @@ from nanotrain_jax.costs.counts import (
     stage_layers,
     tokens_per_device,
 )
+from nanotrain_jax.models.decoder_table import ATTENTION
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 
 
@@ -59,7 +61,8 @@ def local_flops(config: Config) -> dict[str, float]:
     layers, head, attention   of the forward, and of the gradients of activations (of attention: twice as many)
     weights                   of the gradients of weights: as layers and head, without frozen ones
     recompute                 on top of 6 N + 12 L d T:
-        selective   4 L d T                          the forward of attention
+        selective   4 L d T                          the forward of attention; half if the matmul after it is frozen,
+                                                     without flash attention
         full        2 N_layers + 4 L d T - 2 L d F   the forward without the last matmul
         block:n     2 N_layers + 4 L d T             the whole forward (`counts.last_matmuls_spared`)
 
@@ -85,9 +88,10 @@ def local_flops(config: Config) -> dict[str, float]:
     layers, attention = flops[LAYERS], 4.0 * L * m.d_model * T / t * ((c + 1) / (2 * c) if c > 1 else 1)
     down = 2.0 * L * m.d_model * m.d_ff / t
     spared = last_matmuls_spared(config) * down
+    spares = rows(config)[f"{ATTENTION}/out_NHD"].is_frozen and not fits_flash(m, config.precision.compute)
     recompute = {
         "none": 0.0,
-        "selective": attention,
+        "selective": attention / 2 if spares else attention,
         "full": layers + attention - down,
         "block": layers + attention - spared,
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from nanotrain_jax.config.families import FAMILIES
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.counts import BYTES, encodes, rows, rows_per_device
 from nanotrain_jax.costs.traffic import Traffic
@@ -69,6 +70,12 @@ def has_backward(config: Config, of: Paths = ENCODED) -> bool:
     return bool(of & trained(config))
 
 
+def trained_share(config: Config) -> float:
+    """Return the share of the parameters in matmuls of the encoder's layers that is not frozen."""
+    matmuls = [row for row in rows(config).values() if row.part == ENCODER and len(row.shape) > 1]
+    return sum(row.size for row in matmuls if not row.is_frozen) / sum(row.size for row in matmuls)
+
+
 def text_tokens(config: Config) -> int:
     """Return Q."""
     return config.data.seq_len - config.vision.max_tokens
@@ -106,7 +113,7 @@ def in_layers(config: Config) -> dict[str, Product]:
     found = {
         path.rpartition("/")[2]: Product(2.0 * L * K * row.size / t, LAYERS, frozenset({path}))
         for path, row in table(v, config.model.d_model).items()
-        if row.split_dim is not None
+        if row.part == ENCODER and len(row.shape) > 1
     }
     attention = Product(2.0 * L * K * K * E / t, LAYERS, LAYERS)
     return found | {"scores": attention, "values": attention}
@@ -147,10 +154,13 @@ def step_flops(config: Config) -> float:
     """Return the hardware FLOPs of the encoder on a device in a step."""
     if config.vision is None:
         return 0.0
-    pictures = encodes(config) * rows_per_device(config) / config.parallel.microbatches
-    of_positions = positions(config)
-    of_positions = of_positions.flops + of_positions.backward(trained(config))
-    return pictures * sum(picture_flops(config)) + encodes(config) * of_positions
+    of_positions = positions(config).flops + positions(config).backward(trained(config))
+    return pictures(config) * sum(picture_flops(config)) + encodes(config) * of_positions
+
+
+def pictures(config: Config) -> float:
+    """Return how many pictures a device encodes per step: b ceil(M / P)."""
+    return encodes(config) * rows_per_device(config) / config.parallel.microbatches
 
 
 def model_flops(config: Config) -> float:
@@ -159,6 +169,25 @@ def model_flops(config: Config) -> float:
         return 0.0
     whole = picture_flops(config.replace("parallel", tensor=1))
     return whole.forward + whole.backward
+
+
+def as_decoder(config: Config) -> Config:
+    """Return a decoder whose layers are as those of the encoder, of K tokens without flash attention: the closed forms
+    of a layer's activations and time hold for both."""
+    v = config.vision
+    family = next(name for name, features in FAMILIES.items() if not features.gated_mlp)
+    sizes = {"num_layers": v.num_layers, "d_model": v.width, "num_heads": v.num_heads, "num_kv_heads": v.num_heads}
+    config = config.replace("model", family=family, attention="xla", d_ff=4 * v.width, loss_chunk=0, **sizes)
+    one_stage = {"pipe": 1, "chunks": 1, "sequence_parallel": False, "overlap_tensor": False}
+    config = config.replace("data", seq_len=v.max_tokens).replace("train", freeze=())
+    return config.replace("parallel", **one_stage).model_copy(update={"vision": None})
+
+
+def passes(config: Config) -> int:
+    """Return how often tensor all-reduces the activations of a layer of the encoder, K E (`buffers`)."""
+    if not has_backward(config, LAYERS):
+        return 2
+    return 4 + {"full": 1, "block": 2}.get(config.memory.rematerialization.policy, 0)
 
 
 def buffers(config: Config) -> list[tuple[str, str, float, Traffic]]:
@@ -176,15 +205,13 @@ def buffers(config: Config) -> list[tuple[str, str, float, Traffic]]:
     if config.vision is None:
         return []
     p, v, w, D = config.parallel, config.vision, BYTES[config.precision.compute], config.model.d_model
-    K, b = v.max_tokens, rows_per_device(config) / p.microbatches
-    encoded, found = encodes(config) * b, []
+    K, encoded, found = v.max_tokens, pictures(config), []
     if p.tensor > 1:
-        again = {"full": 1, "block": 2}.get(config.memory.rematerialization.policy, 0)
-        passes = 4 + again if has_backward(config, LAYERS) else 2
-        found.append(("tensor", "all_reduce", w * encoded * passes * v.num_layers * K * v.width, Traffic.ENCODER))
-        of_picture = p.microbatches * b * K if p.sequence_parallel and has_backward(config) else 0.0
-        size = w * D * (encoded * text_tokens(config) + of_picture)
-        found.append(("tensor", "all_reduce", size, Traffic.ENCODED))
+        of_layers = passes(config) * v.num_layers * K * v.width
+        found.append(("tensor", "all_reduce", w * encoded * of_layers, Traffic.ENCODER))
+        of_question = encoded * text_tokens(config)
+        of_gradient = rows_per_device(config) * K if p.sequence_parallel and has_backward(config) else 0.0
+        found.append(("tensor", "all_reduce", w * D * (of_question + of_gradient), Traffic.ENCODED))
     if p.pipe > 1:
         picture = w * K * D * p.pipe * encoded
         starts = 4 * config.data.seq_len * p.pipe * encoded

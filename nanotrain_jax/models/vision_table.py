@@ -10,7 +10,7 @@ import re
 from functools import lru_cache, partial
 
 from nanotrain_jax.config.vision import Vision
-from nanotrain_jax.models.parameters import ENCODER, VISION, Parameter, Table
+from nanotrain_jax.models.parameters import ENCODER, TENSOR, VISION, Parameter, Table
 from nanotrain_jax.models.vision.patches import num_features
 from nanotrain_jax.models.vision.relevance import SCORERS
 from nanotrain_jax.models.vision.texture import CHANNELS
@@ -48,9 +48,9 @@ INVENTORY: Table = {
 
 
 @lru_cache
-def table(vision: Vision, d_model: int, freeze: tuple[str, ...] = ()) -> Table:
+def table(vision: Vision, d_model: int, tensor: int = 1, freeze: tuple[str, ...] = ()) -> Table:
     """Return every parameter of vision, with sizes; those that patterns of train.freeze freeze are marked. Do not
-    mutate."""
+    mutate. tensor: size of the tensor axis."""
     E, N = vision.width, vision.num_heads
     sizes = {"P": CHANNELS * vision.patch_size**2, "S": vision.scorer_width, "s": len(SCORERS), "D": d_model}
     sizes |= {"E": E, "N": N, "H": E // N}
@@ -59,6 +59,7 @@ def table(vision: Vision, d_model: int, freeze: tuple[str, ...] = ()) -> Table:
     def sized(path: str, row: Parameter) -> Parameter:
         dims = sizes | {"F": features[row.part]}
         return row._replace(
+            layout=row.layout.replace(TENSOR, "") if tensor == 1 else row.layout,
             shape=tuple(dims[word.partition("/")[0]] for word in row.layout.split()),
             is_frozen=any(re.search(pattern, path) for pattern in freeze),
         )
