@@ -44,8 +44,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
     parallel.compress `compression.sums`; with parallel.sync_every nothing over replica, but `synchronization`.
     optimizer.name=muon adds all-to-alls (costs/muon.py).
 
-    Tensor parallelism: `tensor_buffers`. Attention over context: `attention_buffers`. The encoder of pictures:
-    `vision.buffers`; its weights as those of the ends, but used once for each microbatch that a device encodes.
+    Tensor parallelism: `tensor_buffers`. Attention over context: `attention_buffers`. Pictures: `vision.buffers`.
 
     Pipeline parallelism (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence
     parallelism), where a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.

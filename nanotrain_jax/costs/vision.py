@@ -191,8 +191,10 @@ def passes(config: Config) -> int:
 
 
 def buffers(config: Config) -> list[tuple[str, str, float, Traffic]]:
-    """Return mesh axis, operation, bytes of the full buffer and kind of what a step communicates, but weights and
-    gradients of weights, in w b for each microbatch that a device encodes:
+    """Return mesh axis, operation, bytes of the full buffer and kind of what a step communicates of pictures. Weights
+    and their gradients: as those of ends, for each microbatch that a device encodes (costs/parameter_traffic.py).
+
+    In w b, for each of these microbatches:
 
     tensor   all-reduce       2 L K E forward, 2 L K E backward; `full` L K E more, block:n 2 L K E
              all-reduce       Q D, the embedding of the question; K D, with sequence parallelism the gradient of the
