@@ -35,7 +35,7 @@ LAYOUTS = {
     "zero 2": {"data": 2, "zero": 2, "microbatches": 2},
     "zero 3": {"data": 2, "zero": 3},
     "per layer": {"data": 2, "zero": 1, "grad_reduce": "per_layer", "microbatches": 2},
-    "prefetch": {"data": 2, "zero": 3, "prefetch": True},
+    "prefetch": {"data": 2, "zero": 3, "prefetch": True, "microbatches": 2},
     "tensor": {"tensor": 2},
     "whole rows": {"tensor": 2, "sequence_parallel": False},
     "pipe": {"pipe": 2, "microbatches": 2},
@@ -45,7 +45,8 @@ LAYOUTS = {
 }
 COVER = [("zero 3", "all", "none"), ("pipe tensor", "decoder frozen", "full")]
 MORE = [
-    *(("one device", frozen, remat) for frozen in FROZEN for remat in ("none", "selective", "full", "block:2")),
+    *(("one device", frozen, "selective") for frozen in FROZEN),
+    *(("one device", "all", remat) for remat in ("none", "full", "block:2")),
     *((layout, frozen, "none") for layout in [*LAYOUTS][1:] for frozen in [*FROZEN][:3]),
     ("tensor", "decoder frozen", "full"),
     *((layout, "only adapter", "full") for layout in ("zero 3", "tensor", "pipe zero 3")),
