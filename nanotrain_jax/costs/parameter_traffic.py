@@ -16,9 +16,9 @@ from nanotrain_jax.costs.counts import (
     encodes,
     gradient_bytes,
     is_sharded,
-    layers_of,
     local_elements,
     rows,
+    stage_layers,
     zero_devices,
 )
 from nanotrain_jax.costs.traffic import Traffic
@@ -62,8 +62,9 @@ def parameter_buffers(config: Config) -> list[Buffer]:
 
     replica = ("replica",) if p.compression.kind == "none" else ()  # else costs/compression.py
     batch = *replica, *ZERO_AXES
+    arrays_of = {LAYERS: arrays_of_layers(config), ENCODER: arrays_of_encoder(config)}
     for path, row in rows(config).items():
-        in_loop, after_loop = arrays_of(row, config)
+        in_loop, after_loop = arrays_of.get(row.part, (1, 1))
         is_of_decoder = row.part in (LAYERS, ENDS)
         partial = row.is_partial or (row.split_dim is None and p.sequence_parallel and is_of_decoder)
         is_replicated = row.part != LAYERS and not (row.is_padded and p.vocab_over_pipe)
@@ -108,22 +109,24 @@ def passes(row: Parameter, config: Config) -> int:
     return 3 if config.memory.rematerialization.policy == "block" and not is_ahead else 2
 
 
-def arrays_of(row: Parameter, config: Config) -> tuple[int, int]:
-    """Return the number of arrays in which ZeRO sends a parameter, all its layers: in the loop over layers, and what is
-    left after it.
+def arrays_of_layers(config: Config) -> tuple[int, int]:
+    """Return the number of arrays in which ZeRO sends a parameter of all layers of a device: in the loop over layers,
+    and what is left after it.
 
     In the loop one per layer, or per block where our own loop sends blocks; after it, the stacked array, unless stages
     reduce all in their loop. Gradients of stages 0 and 1 are sent after it, unless per layer.
     """
     p, remat, is_pipeline = config.parallel, config.memory.rematerialization, execution(config) is Execution.PIPELINE
-    if not row.is_stacked:
-        return 1, 1
-    if row.part == ENCODER:
-        return layers_of(row, config) if p.zero > 1 or execution(config) is Execution.PER_LAYER else 1, 1
     per_layer = reduces_per_layer(config)
     sends_rows = is_pipeline and (p.prefetch or per_layer)
-    rows = layers_of(row, config) // (remat.block if sends_rows and remat.policy == "block" else 1)
+    rows = stage_layers(config) // (remat.block if sends_rows and remat.policy == "block" else 1)
     return rows if p.zero > 1 or per_layer else 1, rows if is_pipeline and per_layer else 1
+
+
+def arrays_of_encoder(config: Config) -> tuple[int, int]:
+    """Return the same of the encoder of pictures, which JAX differentiates as a loop over its layers everywhere."""
+    is_in_loop = config.parallel.zero > 1 or execution(config) is Execution.PER_LAYER
+    return config.vision.num_layers if config.vision and is_in_loop else 1, 1
 
 
 def on_the_wire(buffer: Buffer, row: Parameter, arrays: int, config: Config) -> list[Buffer]:
