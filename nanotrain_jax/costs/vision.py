@@ -1,8 +1,8 @@
-"""The encoder of pictures in closed form: FLOPs, wire bytes, activations. For resolved configs with a section vision.
+"""The encoder of pictures in closed form: FLOPs and wire bytes. For resolved configs with a section vision.
 
 Symbols as in costs/counts.py, and b pictures in a microbatch, K = vision.max_tokens, E = vision.width, C candidates,
-P values of a patch, S = vision.scorer_width, Q tokens of a row's text, D width of the language model. A
-device encodes ceil(M / P) of the M microbatches of P pipeline stages (step/encoded.py).
+P values of a patch, S = vision.scorer_width, Q tokens of a row's text, D width of the language model. A device encodes
+ceil(M / P) of the M microbatches of P pipeline stages (step/encoded.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ Paths = frozenset[str]  # of weights
 
 def _of(folder: str, *names: str) -> Paths:
     """Return the paths of some weights of a folder; without names of all."""
-    found = frozenset(path for path in INVENTORY if path.startswith(f"{folder}/"))
-    return frozenset(f"{folder}/{name}" for name in names) & found if names else found
+    if names:
+        return frozenset(f"{folder}/{name}" for name in names)
+    return frozenset(path for path in INVENTORY if path.startswith(f"{folder}/"))
 
 
 # The weights on which a value depends.
