@@ -29,7 +29,7 @@ from nanotrain_jax.costs import counts, hardware
 from nanotrain_jax.data import corpus
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import compiled as compiler
-from nanotrain_jax.planner import explain, search, training_stages
+from nanotrain_jax.planner import explain, formula, search, training_stages
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate, Verdict, estimate, on_gpus
 from nanotrain_jax.planner.report import export, page, terminal
 from nanotrain_jax.planner.report.export import Planned
@@ -112,7 +112,8 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     tree = read(options.config, options.overrides)
     given = load(options.config, options.overrides)
     config = training_stages.config_of(given, options.stage)
-    check_supported(config)
+    chooses = options.choose or not any(key in search.MESH for key in keys(tree))
+    check_supported(config, chooses)
     gpu = kind_of_gpu(options.gpu, config)
     if options.gpus is not None:
         hardware.check_count(gpu, options.gpus)
@@ -121,8 +122,6 @@ def plan(options: argparse.Namespace, console: Console) -> int:
         raise ValueError("--memory-timeline with gpu=cpu: XLA:CPU reports no live ranges; give a GPU, e.g. --gpu h100")
     if options.compile and gpu != hardware.SIMULATED:
         topology.check_compiler(gpu)
-    has_mesh = any(key in search.MESH for key in keys(tree))
-    chooses = options.choose or not has_mesh
     planned = choose(options, config, gpu, tree) if chooses else as_given(options, config, gpu, console)
     terminal.estimated(console, planned.estimate)
     terminal.training_stages(console, training_stages.all_stages(given, planned.estimate))
@@ -151,18 +150,35 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     return EXIT[planned.verdict]
 
 
-def check_supported(config: Config) -> None:
-    """Raise ValueError unless there are closed forms of the config's model and optimizer."""
-    if not config.is_decoder:
-        section = "vision" if config.vision else "model.factory"
+def check_supported(config: Config, chooses: bool) -> None:
+    """Raise ValueError unless there are closed forms of the config; chooses: also of other layouts of it."""
+    if not config.is_built_in:
         raise ValueError(
-            f"{section}: the planner supports only the built-in decoder; remove {section}, or train without a plan"
+            "model.factory: the planner supports only the built-in models; remove model.factory, or train without a "
+            "plan"
         )
     if config.optimizer.factory:
         raise ValueError(
             f"optimizer.factory={config.optimizer.factory}: the size of its state is not known; plan with "
             "optimizer.factory=null, which counts the two moments of AdamW"
         )
+    if config.vision:
+        check_vision(config, chooses)
+
+
+def check_vision(config: Config, chooses: bool) -> None:
+    """Raise ValueError for what has no closed form with an encoder of pictures."""
+    if chooses:
+        raise ValueError(
+            "vision: layouts of an encoder of pictures are not searched; give the sizes of the mesh, e.g. "
+            "parallel.data=8, and leave --choose out"
+        )
+    for key in ("offload_optimizer", "offload_params", "offload_activations"):
+        if getattr(config.memory, key) != "none":
+            raise ValueError(
+                f"vision with memory.{key}={getattr(config.memory, key)}: offload with an encoder has no closed form; "
+                f"plan with memory.{key}=none"
+            )
 
 
 def kind_of_gpu(name: str | None, config: Config) -> str:
@@ -206,7 +222,7 @@ def as_given(options: argparse.Namespace, config: Config, gpu: str, console: Con
 def better_layout(e: Estimate, fixed: Mapping[str, Any], taken: float) -> Estimate | None:
     """Return the layout of --choose if it fits and e does not, or if it is much faster. None after a long search."""
     p = e.config.parallel
-    if e.gpu == hardware.SIMULATED or p.prefetch or p.grad_reduce == "per_layer":
+    if e.config.vision or e.gpu == hardware.SIMULATED or p.prefetch or p.grad_reduce == "per_layer":
         return None
     result = search.search(neutral(e.config, None), e.gpu, e.gpus, taken, fixed, MAX_ESTIMATES)
     if not result.complete or not result.best or not result.best[0].fits:
@@ -252,7 +268,7 @@ def write(
     options: argparse.Namespace,
     planned: Planned,
     tree: dict[str, Any],
-    explained: Sequence[explain.Section],
+    explained: Sequence[formula.Section],
     console: Console,
 ) -> None:
     """Write the requested files. Raises OSError."""

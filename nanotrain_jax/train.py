@@ -173,7 +173,9 @@ def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batc
     config = resolve(config, mesh.shape, dataset.vocab_size)
     capacity.check(config, mesh)
     step = steps.build(config, mesh)
-    batches.check(dataset, step.batch, config.data.source)
+    batches.check(dataset, step.batch, source)
+    if config.vision:
+        batches.check_places(dataset, config.vision.max_tokens, source)
     if config.memory.offload_optimizer == "nvme":
         checkpointing.store(config, step)  # validates memory.nvme_dir
     return Stage(span, config, dataset, step)

@@ -304,6 +304,7 @@ def main(argv: list[str] | None = None) -> int:
         is_right = best_guess(train, val)
         guess = float(is_right.mean())
         about = {"words": WORDS, "kinds": list(KINDS), "held_out_pairs": HELD_OUT, "best_guess_without_picture": guess}
+        about["picture_places"] = PLACES
         arrays.write(Path(asked.out), {"train": train, "val": val}, len(WORDS), about)
     except (ValueError, OSError) as error:
         return refuse(error)

@@ -61,7 +61,7 @@ def sizes_of(asked: argparse.Namespace, config: Config, default: str, batch: int
 
 def modelled(asked: argparse.Namespace, config: Config) -> dict[str, list[Row]]:
     """Return the rows of weak and strong scaling by the planner. Raises ValueError."""
-    plan.check_supported(config)
+    plan.check_supported(config, chooses=True)
     sizes = sizes_of(asked, config, GPUS, max(TOKENS // config.data.seq_len, 1))
     neutral = plan.neutral(config, plan.vocabulary(config))
     rows = {}

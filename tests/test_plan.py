@@ -18,8 +18,9 @@ from nanotrain_jax.planner import explain, search
 from nanotrain_jax.planner.estimate import estimate, on_gpus
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
-# The planner supports the decoder only.
+# Not models of our own factories; those with pictures: PICTURES, and tests/audit/test_vision_compiled.py.
 CONFIGS = [path.stem for path in FILES if not any(key in path.read_text() for key in ("factory", "\nvision:"))]
+PICTURES = ["vision_language", "vision_language_74b"]
 
 
 def values_of(numbers):
@@ -30,7 +31,11 @@ def values_of(numbers):
 
 APART = "parallel.replica=2", "parallel.data=4", "parallel.sync_every=20"
 HOST = "memory.offload_optimizer=host"
+FROZEN = "train.stages=[]", "train.freeze=[^ends/, ^layers/, ^encoder/]"
 EXPLAINED = [(name, []) for name in CONFIGS] + [
+    *((name, ["model.vocab_size=50", *more]) for name in PICTURES for more in ([], FROZEN)),
+    ("vision_language_74b", ["parallel.zero=3", "memory.remat=block:8", "parallel.sequence_parallel=false"]),
+    ("vision_language_74b", ["parallel.pipe=1", "parallel.tensor=8", "memory.remat=none", *FROZEN]),
     ("llama3_70b", ["parallel.zero=3", "parallel.sequence_parallel=false"]),
     ("llama3_70b", [*LAYOUTS["llama3_70b"], "parallel.zero=3", "memory.remat=block:4"]),
     ("llama3_70b", [*LAYOUTS["llama3_70b"], "parallel.zero=0", "parallel.microbatches=1", "parallel.replica=2"]),

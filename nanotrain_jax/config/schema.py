@@ -338,8 +338,13 @@ class Config(Section):
 
     @property
     def is_decoder(self) -> bool:
-        """True if the model is the built-in decoder: its costs are known in closed form."""
-        return self.model.factory is None and self.vision is None
+        """True if the model is the built-in decoder, alone."""
+        return self.is_built_in and self.vision is None
+
+    @property
+    def is_built_in(self) -> bool:
+        """True if the model is ours, not of model.factory: its costs are known in closed form."""
+        return self.model.factory is None
 
     @classmethod
     def sections(cls) -> dict[str, type[Section]]:

@@ -9,7 +9,7 @@ from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import Remat
 from nanotrain_jax.costs.communication import ulysses_copies
-from nanotrain_jax.costs.counts import BYTES, kv_width, local_kv_width, outline, stage_layers
+from nanotrain_jax.costs.counts import BYTES, kv_width, local_kv_width, outline, stage_layers, tokens_per_device
 
 NO_REMAT = Remat("none")
 
@@ -127,3 +127,13 @@ def score_bytes(config: Config) -> float:
     keys = config.data.seq_len / (p.context if p.is_blockwise else 1)
     per_score = 4 if config.memory.rematerialization == NO_REMAT else 10  # the others recompute what `none` keeps
     return per_score * keys * m.num_heads / p.tensor
+
+
+def working_set(config: Config) -> float:
+    """Return the bytes of one layer's backward: what `none` would keep of it, four float32 copies of x (norms and the
+    residual stream), and attention scores; block:n: of n layers."""
+    p, b, block = config.parallel, BYTES[config.precision.compute], config.memory.rematerialization.block
+    tokens, split_x = tokens_per_device(config) / p.microbatches, p.tensor if p.sequence_parallel else 1
+    like_x, inner = layer_widths(config.replace("parallel", zero=0), NO_REMAT, scores=False)
+    size = b * tokens * ((like_x + 8 * config.model.d_model) / split_x + inner / p.tensor)
+    return size + tokens * (score_bytes(config) + (block - 1) * b * layer_activations(config, NO_REMAT))

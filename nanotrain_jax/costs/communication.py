@@ -7,67 +7,27 @@ reduce-scatter and all-to-all (N-1)/N S, permute S, for a buffer of S bytes.
 
 from __future__ import annotations
 
-from enum import Enum
 from fractions import Fraction
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
-from nanotrain_jax.config.execution import Execution, execution, reduces_per_layer
-from nanotrain_jax.config.schema import EIGHT_BITS, Config, Parallel
-from nanotrain_jax.costs import compression, muon
+from nanotrain_jax.config.execution import Execution, execution
+from nanotrain_jax.config.schema import Config, Parallel
+from nanotrain_jax.costs import compression, muon, vision
 from nanotrain_jax.costs.counts import (
     BYTES,
-    gradient_bytes,
-    is_sharded,
     last_matmuls_spared,
-    local_elements,
     local_kv_width,
     outline,
     repeats_communication,
     rows,
     stage_layers,
     tokens_per_device,
-    zero_devices,
 )
-from nanotrain_jax.models.parameters import ENDS, Parameter
-from nanotrain_jax.parallel import quantization
-from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
-
-
-class Traffic(Enum):
-    """What a row of `communication` moves between devices."""
-
-    GRADIENTS = "gradients"
-    GRADIENT_SHARDS = "gradient shards"
-    COMPRESSED = "gradients, compressed"
-    WEIGHTS = "weights, forward and backward"
-    UPDATED_WEIGHTS = "updated weights"
-    ACTIVATIONS = "activations"
-    REGATHERED_ACTIVATIONS = "activations, gathered again in the backward"
-    BETWEEN_STAGES = "activations and their gradients"
-    SHARED_BY_STAGES = "activations and their gradients at both ends"
-    ATTENTION = "keys, values and their gradients"
-    HEADS = "queries, keys, values and outputs, tokens for heads"
-    LOSS = "loss"
-    SYNCHRONIZATION = "weights of replicas"
-    MOMENTUM = "momentum, shards for whole matrices"
-
-    @property
-    def is_gradients(self) -> bool:
-        """True if the row moves gradients of parameters."""
-        return self in (Traffic.GRADIENTS, Traffic.GRADIENT_SHARDS, Traffic.COMPRESSED)
-
-
-class Buffer(NamedTuple):
-    """Gradients or weights of one row of the parameter table that a device communicates in a step."""
-
-    axes: tuple[str, ...]  # mesh axes with more than one device
-    op: str
-    what: Traffic
-    part: str  # of the tree of parameters: layers or ends
-    itemsize: float  # bytes per element on the wire
-    times: int  # collectives per step
-    elements: float  # of the full buffer; in 8 bits with the padding to whole blocks
+from nanotrain_jax.costs.parameter_traffic import parameter_buffers, sharded_elements
+from nanotrain_jax.costs.traffic import Traffic
+from nanotrain_jax.models.decoder_table import EMBEDDING
+from nanotrain_jax.parallel.mesh import ZERO_AXES
 
 
 def communication(config: Config) -> list[dict[str, Any]]:
@@ -84,7 +44,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
     parallel.compress `compression.sums`; with parallel.sync_every nothing over replica, but `synchronization`.
     optimizer.name=muon adds all-to-alls (costs/muon.py).
 
-    Tensor parallelism: `tensor_buffers`. Attention over context: `attention_buffers`.
+    Tensor parallelism: `tensor_buffers`. Attention over context: `attention_buffers`. Pictures: `vision.buffers`.
 
     Pipeline parallelism (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence
     parallelism), where a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
@@ -118,6 +78,8 @@ def communication(config: Config) -> list[dict[str, Any]]:
             found["context", op, what] = size
         else:
             add(("context",), op, size, what)
+    for axis, op, size, what in vision.buffers(config):
+        add((axis,), op, size, what)
     if p.pipe > 1:
         x = between_stages(config)
         found["pipe", "permute", Traffic.BETWEEN_STAGES] = 2 * outline(config).ticks * x
@@ -156,11 +118,6 @@ def on_a_ring(axes: tuple[str, ...], op: str, size: float, p: Parallel) -> float
     """Return the bytes that a device sends of a full buffer of this size."""
     n = prod(getattr(p, axis) for axis in axes)
     return (2 if op == "all_reduce" else 1) * (n - 1) / n * size
-
-
-def sharded_elements(config: Config) -> float:
-    """Return the elements of a device's weights that ZeRO shards, before it does."""
-    return sum(local_elements(row, config) for row in rows(config).values() if is_sharded(row, config))
 
 
 def between_stages(config: Config) -> float:
@@ -213,86 +170,6 @@ def ulysses_copies(config: Config) -> float:
     return max(1, p.context / local_heads)
 
 
-def parameter_buffers(config: Config) -> list[Buffer]:
-    """Return the full buffers of gradients and weights that `communication` sums, for each row of parameters."""
-    p, policy = config.parallel, config.memory.rematerialization.policy
-    g, w, M = gradient_bytes(config), BYTES[config.precision.compute], p.microbatches
-    in_loop, after_loop = arrays_of_layers(config)
-    buffers = []
-
-    def add(axes: tuple[str, ...], op: str, what: Traffic, times: int, arrays: int, divisor: float = 1) -> None:
-        """Append the buffers of the current row. arrays: those in which a parameter of layers travels."""
-        apart = ("replica",) if p.sync_every else ()
-        present = tuple(axis for axis in axes if getattr(p, axis) > 1 and axis not in apart)
-        if present and not (row.is_frozen and what is not Traffic.WEIGHTS):
-            itemsize, elements = g if what.is_gradients else w, local_elements(row, config) / divisor
-            plain = Buffer(present, op, what, row.part, itemsize, times, elements)
-            buffers.extend(on_the_wire(plain, row, 1 if row.part == ENDS else arrays, config))
-
-    replica = ("replica",) if p.compression.kind == "none" else ()  # else costs/compression.py
-    batch = *replica, *ZERO_AXES
-    for row in rows(config).values():
-        partial = row.is_partial or (row.split_dim is None and p.sequence_parallel)
-        is_replicated = row.part == ENDS and not (row.is_padded and p.vocab_over_pipe)
-        stages = ("pipe",) if is_replicated else ()
-        over = ("tensor",) if partial else ()
-        if p.zero == 0 and execution(config) is Execution.PER_LAYER:  # inside the backward; over tensor once, after it
-            add(BATCH_AXES, "all_reduce", Traffic.GRADIENTS, 1, in_loop)
-            add(over, "all_reduce", Traffic.GRADIENTS, 1, after_loop)
-            continue
-        if p.zero == 0 or not is_sharded(row, config):
-            add((*stages, *batch, *over), "all_reduce", Traffic.GRADIENTS, 1, after_loop)
-            continue
-        uses = 2 if row.used == "both" and execution(config).is_by_hand else 1  # one at each end
-        add(ZERO_AXES, "reduce_scatter", Traffic.GRADIENTS, uses * M if p.zero > 1 else 1, in_loop)
-        shards = zero_devices(config)
-        add((*stages, *replica, *over), "all_reduce", Traffic.GRADIENT_SHARDS, 1, after_loop, shards)
-        if p.zero < 3:
-            add(ZERO_AXES, "all_gather", Traffic.UPDATED_WEIGHTS, 1, after_loop)
-            continue
-        passes = uses if row.part == ENDS else 3 if policy == "block" and not p.prefetch else 2
-        add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, M * passes, in_loop)
-    return buffers
-
-
-def arrays_of_layers(config: Config) -> tuple[int, int]:
-    """Return the number of arrays in which ZeRO sends a parameter of all layers of a device: in the loop over layers,
-    and what is left after it.
-
-    In the loop one per layer, or per block where our own loop sends blocks; after it, the stacked array, unless stages
-    reduce all in their loop. Gradients of stages 0 and 1 are sent after it, unless per layer.
-    """
-    p, remat, is_pipeline = config.parallel, config.memory.rematerialization, execution(config) is Execution.PIPELINE
-    per_layer = reduces_per_layer(config)
-    sends_rows = is_pipeline and (p.prefetch or per_layer)
-    rows = stage_layers(config) // (remat.block if sends_rows and remat.policy == "block" else 1)
-    return rows if p.zero > 1 or per_layer else 1, rows if is_pipeline and per_layer else 1
-
-
-def on_the_wire(buffer: Buffer, row: Parameter, arrays: int, config: Config) -> list[Buffer]:
-    """Return the buffers in which gradients or weights of a row, so many arrays, travel: in 8 bits, or as they are.
-
-    In 8 bits (parallel/communication.py, quantization.py; ZeRO++, arXiv 2306.10209) each array is padded to whole
-    blocks, and an element takes 1 + 4/128 bytes:
-        precision.grad_reduce=int8, float8   reduce-scatter: an all-to-all; all-reduce: an all-to-all and an all-gather
-        precision.gather=int8                all-gather, of matrices of layers
-        precision.gather=float8              the same with 1 byte per element, and 4 per shard of each matrix
-    """
-    N, gather = prod(getattr(config.parallel, axis) for axis in buffer.axes), config.precision.gather
-    is_matrix_of_layer = buffer.what is Traffic.WEIGHTS and row.part != ENDS and len(row.shape) > 1
-    if is_matrix_of_layer and gather == "float8":
-        return [buffer._replace(itemsize=1), buffer._replace(itemsize=4, elements=arrays * N)]
-    is_chosen = is_matrix_of_layer and gather == "int8"
-    if buffer.what.is_gradients:
-        is_chosen = config.precision.grad_reduce in EIGHT_BITS
-    size = buffer.elements / arrays
-    if not is_chosen or not quantization.is_quantized(size, N, config.parallel.persist_below):
-        return [buffer]
-    sent = buffer._replace(itemsize=quantization.BYTES, elements=arrays * quantization.padded(size, N))
-    ops = {"reduce_scatter": ["all_to_all"], "all_reduce": ["all_to_all", "all_gather"], "all_gather": ["all_gather"]}
-    return [sent._replace(op=op) for op in ops[buffer.op]]
-
-
 def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     """Return operation, bytes of the full buffer and kind of what tensor parallelism communicates in a step.
 
@@ -305,7 +182,7 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
         reduce-scatter   4 L + 2
     Recomputation adds: `full` one all-reduce per layer (a reduce-scatter), block:n two (two pairs). With
     parallel.overlap_tensor permutes replace all but the gathers again, 2 L scatters and those of look-up and loss.
-    Gradients of frozen weights do not gather inputs again.
+    Gradients of frozen weights do not gather inputs again, and that of a frozen embedding is not gathered.
     The loss all-reduces 3 scalars per token. Gradients of parameters that every device of the axis stores are summed
     over tensor where they are partial: all of them under sequence parallelism, else those of keys and values with fewer
     heads than t.
@@ -313,6 +190,7 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     p, L, tokens = config.parallel, stage_layers(config), tokens_per_device(config)
     activations = BYTES[config.precision.compute] * tokens * config.model.d_model
     gathers, scatters = tensor_passes(config)
+    of_ends = ends_gathered(config)
     if not p.sequence_parallel:
         return [("all_reduce", (gathers * L + 2) * activations, Traffic.ACTIVATIONS)]
     if p.tensor > 1 and p.overlap_tensor:
@@ -320,11 +198,11 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
         of_layer, regathers = gathers + scatters, 0 if is_full else regathered_inputs(config)
         return [
             ("permute", (of_layer - regathers - 2) * L * activations, Traffic.ACTIVATIONS),
-            ("all_gather", (regathers * L + 2) * activations, Traffic.REGATHERED_ACTIVATIONS),
+            ("all_gather", (regathers * L + of_ends) * activations, Traffic.REGATHERED_ACTIVATIONS),
             ("reduce_scatter", (2 * L + 2) * activations, Traffic.ACTIVATIONS),
         ]
     return [
-        ("all_gather", (gathers * L + 2) * activations, Traffic.REGATHERED_ACTIVATIONS),
+        ("all_gather", (gathers * L + of_ends) * activations, Traffic.REGATHERED_ACTIVATIONS),
         ("reduce_scatter", (scatters * L + 2) * activations, Traffic.ACTIVATIONS),
     ]
 
@@ -348,6 +226,12 @@ def regathered_inputs(config: Config) -> int:
     and of the MLP, unless the weights that they enter are frozen."""
     entering = {path: row for path, row in rows(config).items() if row.is_matmul and row.layout.startswith("D ")}
     return len({path.rpartition("/")[0] for path, row in entering.items() if not row.is_frozen})
+
+
+def ends_gathered(config: Config) -> int:
+    """Return how often sequence parallelism gathers activations at both ends: for the loss, and for the gradient of the
+    embedding, unless that is frozen."""
+    return 1 if rows(config)[EMBEDDING].is_frozen else 2
 
 
 def conditional_rates(config: Config) -> dict[str, Fraction]:

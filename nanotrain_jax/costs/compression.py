@@ -11,8 +11,8 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from nanotrain_jax.config.schema import EIGHT_BITS, Config
-from nanotrain_jax.costs.counts import gradient_bytes, is_sharded, local_elements, rows, stage_layers, zero_devices
-from nanotrain_jax.models.parameters import LAYERS, Parameter
+from nanotrain_jax.costs.counts import gradient_bytes, is_sharded, layers_of, local_elements, rows, zero_devices
+from nanotrain_jax.models.parameters import Parameter
 from nanotrain_jax.parallel.compression import BLOCK, matrices_of
 from nanotrain_jax.parallel.mesh import ZERO_AXES
 from nanotrain_jax.parallel.quantization import BYTES, is_quantized, padded
@@ -76,7 +76,7 @@ def low_rank_sums(row: Parameter, config: Config) -> list[Summed]:
     p = config.parallel
     rank = p.compression.rank
     matrices = matrices_of(row.shape, layout(row, config), stacked=False)
-    layers = stage_layers(config) if row.part == LAYERS else 1
+    layers = layers_of(row, config)
     shards = [prod(getattr(p, axis) for axis in axes) for axes in (matrices.row_axes, matrices.column_axes)]
     num_rows = prod(row.shape[: matrices.columns]) / shards[0]
     num_columns = prod(row.shape[matrices.columns :]) / shards[1]

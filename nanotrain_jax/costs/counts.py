@@ -24,8 +24,9 @@ import numpy as np
 
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import EIGHT_BITS, Config, Model
+from nanotrain_jax.models import vision_table
 from nanotrain_jax.models.decoder_table import frozen_table, table
-from nanotrain_jax.models.parameters import LAYERS, Parameter, Table
+from nanotrain_jax.models.parameters import ENCODER, LAYERS, Parameter, Table
 from nanotrain_jax.parallel import quantization
 from nanotrain_jax.parallel.packed_attention import num_parts
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
@@ -49,6 +50,11 @@ def parameters(model: Model) -> int:
     return sum(row.size * _layers(row, model) for row in table(model).values())
 
 
+def all_parameters(config: Config) -> int:
+    """Return `parameters`, and those of vision."""
+    return parameters(config.model) + sum(row.size * layers_of(row, config) for row in _vision_rows(config).values())
+
+
 def matmul_parameters(model: Model) -> int:
     """Return the number of parameters that multiply every token: with the head, without look-ups, biases and norms."""
     return sum(row.size * _layers(row, model) for row in table(model).values() if row.is_matmul)
@@ -61,9 +67,10 @@ def frozen_matmul_parameters(config: Config) -> int:
 
 
 def frozen_parameters(config: Config) -> int:
-    """Return how many of `parameters` train.freeze freezes."""
+    """Return how many of `all_parameters` train.freeze freezes."""
     marked = frozen_table(config.model, 1, 1, config.train.freeze).values()
-    return sum(row.size * _layers(row, config.model) for row in marked if row.is_frozen)
+    of_vision = [row.size * layers_of(row, config) for row in _vision_rows(config).values() if row.is_frozen]
+    return sum(row.size * _layers(row, config.model) for row in marked if row.is_frozen) + sum(of_vision)
 
 
 def kv_width(model: Model) -> int:
@@ -74,14 +81,27 @@ def kv_width(model: Model) -> int:
 def rows(config: Config) -> Table:
     """Return the parameter table of a config: sizes with padding, frozen rows marked."""
     p = config.parallel
-    return frozen_table(config.model, p.tensor, p.vocab_shards, config.train.freeze)
+    decoder = frozen_table(config.model, p.tensor, p.vocab_shards, config.train.freeze)
+    return decoder | _vision_rows(config) if config.vision else decoder
+
+
+def _vision_rows(config: Config) -> Table:
+    vision, tensor = config.vision, config.parallel.tensor
+    return vision_table.table(vision, config.model.d_model, tensor, config.train.freeze) if vision else {}
 
 
 def local_elements(parameter: Parameter, config: Config) -> float:
     """Return the elements of this row on a device, all its layers, before ZeRO shards them: its share of Psi."""
     p = config.parallel
     split = 1 if parameter.split_dim is None else p.vocab_shards if parameter.is_padded else p.tensor
-    return parameter.size * (stage_layers(config) if parameter.part == LAYERS else 1) / split
+    return parameter.size * layers_of(parameter, config) / split
+
+
+def layers_of(parameter: Parameter, config: Config) -> int:
+    """Return the number of layers in a device's stack of a row; 1 if it is not stacked."""
+    if parameter.part == ENCODER:
+        return config.vision.num_layers
+    return stage_layers(config) if parameter.part == LAYERS else 1
 
 
 def stage_layers(config: Config) -> int:
@@ -138,6 +158,21 @@ def tokens_per_device(config: Config) -> float:
     return config.data.batch_size * config.data.seq_len / (config.parallel.replica * zero_devices(config))
 
 
+def rows_per_device(config: Config) -> float:
+    """Return the rows that a device processes per step, over all microbatches; with context, its share of them."""
+    return tokens_per_device(config) / config.data.seq_len
+
+
+def encodes(config: Config) -> int:
+    """Return how many microbatches a device encodes per step (step/encoded.py): ceil(M / P)."""
+    return -(-config.parallel.microbatches // config.parallel.pipe)
+
+
+def keeps_documents_apart(config: Config) -> bool:
+    """True if attention stays within documents, or after the padding before a picture."""
+    return config.vision is not None or not config.data.attend_across_documents
+
+
 def local_kv_width(config: Config) -> float:
     """Return K H on a tensor-parallel device: the width of its key (or value) heads, at least one."""
     m, t = config.model, config.parallel.tensor
@@ -145,9 +180,11 @@ def local_kv_width(config: Config) -> float:
 
 
 def batch_bytes(config: Config) -> int:
-    """Return the bytes of a device's batch: inputs and targets; of documents that are kept apart, where they start."""
+    """Return the bytes of a device's batch: inputs and targets; of documents that are kept apart, where they start; and
+    pictures."""
     starts = 0 if config.data.attend_across_documents else 4 * config.parallel.context  # of whole rows
-    return (8 + starts) * tokens_per_device(config)
+    pictures = 3 * config.vision.image_size**2 * rows_per_device(config) if config.vision else 0
+    return (8 + starts) * tokens_per_device(config) + pictures
 
 
 def attention_parts(config: Config) -> int:
@@ -158,8 +195,8 @@ def attention_parts(config: Config) -> int:
     """
     if config.parallel.is_blockwise:
         return config.parallel.context
-    across = config.data.attend_across_documents or not fits_flash(config.model, config.precision.compute)
-    return 1 if across else num_parts(config.data.seq_len)
+    is_flash = fits_flash(config.model, config.precision.compute)
+    return num_parts(config.data.seq_len) if is_flash and keeps_documents_apart(config) else 1
 
 
 def last_matmuls_spared(config: Config) -> float:

@@ -7,8 +7,9 @@ recomputation. Only matmuls count, 2 FLOPs per multiply-add. N: parameters that 
 
 from __future__ import annotations
 
+from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import muon
+from nanotrain_jax.costs import muon, vision
 from nanotrain_jax.costs.counts import (
     attention_parts,
     frozen_matmul_parameters,
@@ -18,6 +19,7 @@ from nanotrain_jax.costs.counts import (
     stage_layers,
     tokens_per_device,
 )
+from nanotrain_jax.models.decoder_table import ATTENTION
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 
 
@@ -27,20 +29,24 @@ def flops_per_token(config: Config) -> dict[str, float]:
     full    6 N + 12 L d T   full attention (PaLM, arXiv 2204.02311, appendix B; the convention of most published MFU)
     causal  6 N +  6 L d T   only the half of attention that a causal mask leaves
 
-    Frozen parameters have no gradient: each takes 4 instead of 6.
+    Frozen parameters have no gradient: each takes 4 instead of 6. With vision the FLOPs of a row's picture are added
+    (costs/vision.py), over T.
     """
     m = config.model
     attention = float(m.num_layers * m.d_model * config.data.seq_len)
-    of_weights = 6.0 * matmul_parameters(m) - 2.0 * frozen_matmul_parameters(config)
-    return {"full": of_weights + 12.0 * attention, "causal": of_weights + 6.0 * attention}
+    fixed = 6.0 * matmul_parameters(m) - 2.0 * frozen_matmul_parameters(config)
+    fixed += vision.model_flops(config) / config.data.seq_len
+    return {"full": fixed + 12.0 * attention, "causal": fixed + 6.0 * attention}
 
 
 def step_flops(config: Config) -> float:
-    """Return the hardware FLOPs of one device in one step: full attention, recomputation and Newton-Schulz included."""
+    """Return the hardware FLOPs of one device in one step: full attention, recomputation, the encoder of pictures and
+    Newton-Schulz included."""
     parts = local_flops(config)
     forward = parts["layers"] + parts["head"] + parts["attention"]
     backward = forward + parts["attention"] + parts["weights"]
-    return (forward + backward + parts["recompute"]) * tokens_per_device(config) + muon.flops(config)
+    of_decoder = (forward + backward + parts["recompute"]) * tokens_per_device(config)
+    return of_decoder + vision.step_flops(config) + muon.flops(config)
 
 
 def trained_share(config: Config, part: str) -> float:
@@ -55,7 +61,8 @@ def local_flops(config: Config) -> dict[str, float]:
     layers, head, attention   of the forward, and of the gradients of activations (of attention: twice as many)
     weights                   of the gradients of weights: as layers and head, without frozen ones
     recompute                 on top of 6 N + 12 L d T:
-        selective   4 L d T                          the forward of attention
+        selective   4 L d T                          the forward of attention; half if the matmul after it is frozen,
+                                                     without flash attention
         full        2 N_layers + 4 L d T - 2 L d F   the forward without the last matmul
         block:n     2 N_layers + 4 L d T             the whole forward (`counts.last_matmuls_spared`)
 
@@ -81,9 +88,10 @@ def local_flops(config: Config) -> dict[str, float]:
     layers, attention = flops[LAYERS], 4.0 * L * m.d_model * T / t * ((c + 1) / (2 * c) if c > 1 else 1)
     down = 2.0 * L * m.d_model * m.d_ff / t
     spared = last_matmuls_spared(config) * down
+    spares = rows(config)[f"{ATTENTION}/out_NHD"].is_frozen and not fits_flash(m, config.precision.compute)
     recompute = {
         "none": 0.0,
-        "selective": attention,
+        "selective": attention / 2 if spares else attention,
         "full": layers + attention - down,
         "block": layers + attention - spared,
     }

@@ -28,10 +28,11 @@ GRADIENT = 4  # bytes
 def layer_bytes(config: Config) -> dict[str, float] | None:
     """Return the least bytes of one layer and microbatch on a device: forward, backward, recompute, weights, gradients.
 
-    None where this form does not hold: layers in stages or in host memory, or split over tensor or context.
+    None where this form does not hold: layers in stages or in host memory, split over tensor or context, or beside
+    an encoder.
     """
     m, p = config.model, config.parallel
-    if p.tensor * p.context > 1 or execution(config) not in (Execution.AUTODIFF, Execution.PER_LAYER):
+    if config.vision or p.tensor * p.context > 1 or execution(config) not in (Execution.AUTODIFF, Execution.PER_LAYER):
         return None
     size, tokens = BYTES[config.precision.compute], tokens_per_device(config) / p.microbatches
     D, Q, K, F, g = m.d_model, m.d_model, kv_width(m), m.d_ff, 2 if m.features.gated_mlp else 1

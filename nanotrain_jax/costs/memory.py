@@ -7,6 +7,8 @@ A step reaches its peak in one of four moments; the peak is the largest of their
     embedding activations are freed; the full gradient of the embedding is being scattered (stages 2 and 3)
     update    gradients are complete, and the largest of them, or of the updated weights, is being communicated
 
+and with vision in a fifth, in the backward of its encoder (costs/vision_memory.py).
+
 Bytes per device. Symbols as in costs/counts.py; x is the residual stream, B T D.
 """
 
@@ -18,20 +20,15 @@ from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.execution import reduces_per_layer
 from nanotrain_jax.config.run_sections import Train
 from nanotrain_jax.config.schema import Config, Model, Parallel
-from nanotrain_jax.costs import compression, muon, offload
-from nanotrain_jax.costs.activations import (
-    NO_REMAT,
-    activations,
-    layer_activations,
-    layer_widths,
-    score_bytes,
-    stage_buffers,
-)
+from nanotrain_jax.config.vision import Vision
+from nanotrain_jax.costs import compression, muon, offload, vision_memory
+from nanotrain_jax.costs.activations import activations, layer_activations, stage_buffers, working_set
 from nanotrain_jax.costs.counts import (
     BYTES,
     attention_parts,
     gradient_bytes,
     is_sharded,
+    keeps_documents_apart,
     local_elements,
     local_kv_width,
     message_bytes,
@@ -41,7 +38,7 @@ from nanotrain_jax.costs.counts import (
     tokens_per_device,
     zero_devices,
 )
-from nanotrain_jax.models.parameters import ENDS, LAYERS
+from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION
 
 Parts = dict[str, float]
 
@@ -103,26 +100,19 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     loss        float32 logits and their 16-bit gradient (from capability 10 XLA keeps their float32 exponentials
                 instead), of all tokens or of model.loss_chunk, over t; without chunks and tensor the gradient stays
                 allocated, because XLA computes that of the head last
-    layer       working set of one layer's backward: what `none` would keep of it, and four float32 copies of x (norms
-                and the residual stream); block:n: of n layers
+    layer       of one layer's backward: `working_set`
     buffers     gathered and in flight: weights of the head or of a layer at stage 3, float32 gradients of a layer from
                 stage 2, with stages a layer's gradients in 16 bit and (without W) float32, three full activations
                 under sequence parallelism, with gather attention keys and values of all tokens and their float32
                 gradients, the largest stacked gradient in the dtype on the wire where it is reduced once per step
     """
-    m, p, remat = config.model, config.parallel, config.memory.rematerialization
+    m, p = config.model, config.parallel
     b, D = BYTES[config.precision.compute], m.d_model
     psi, shard = trained_parameters(config)
     layers, sharded_layers = psi[LAYERS], shard[LAYERS]
     tokens, L = tokens_per_device(config) / p.microbatches, stage_layers(config)
     V = padded_vocab(m.vocab_size, p.vocab_shards) / p.vocab_shards
-    split_x = p.tensor if p.sequence_parallel else 1
-
-    residuals, block = b * tokens * activations(config), remat.block
-    like_x, inner = layer_widths(config.replace("parallel", zero=0), NO_REMAT, scores=False)
-    working_set = b * tokens * ((like_x + 8 * D) / split_x + inner / p.tensor) + tokens * score_bytes(config)
-    if block > 1:
-        working_set += (block - 1) * b * tokens * layer_activations(config, NO_REMAT)
+    residuals = b * tokens * activations(config)
     early = bool(m.loss_chunk) or p.vocab_shards > 1  # the loss computes the head's gradient, in float32
     head = (4 if early else b) * V * D
     logits = (4 + (4 if capability >= 10 else b)) * (m.loss_chunk or tokens) * V
@@ -134,14 +124,14 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     current = 0.0 if p.pipe > 1 or p.prefetch else 4 * sharded_layers if p.zero > 1 else b * layers
     once = p.zero < 2 and zero_devices(config) * (1 if p.sync_every else p.replica) > 1
     largest, gathered = _largest(config)
-    ends = b * psi[ENDS] if p.zero < 2 else 4 * shard[ENDS]
+    ends = b * (psi[ENDS] + psi[VISION]) if p.zero < 2 else 4 * (shard[ENDS] + shard[VISION])
     sent = g * sum(psi.values()) if once and p.zero == 0 and not several else 0.0  # all, in the dtype on the wire
 
     found: dict[str, Parts] = {
         "loss": {"gradients": earlier + (head if p.pipe == 1 else 0.0), "activations": residuals, "loss": logits}
         | {"layer": 2 * b * tokens * D, "buffers": (b * V * D if gathers else 0.0) + _transposed_bytes(config)},
         "backward": {"gradients": sums + current + (head if early and p.pipe == 1 else 0.0), "activations": residuals}
-        | {"loss": 0.0 if p.pipe > 1 else logits_gradient, "layer": working_set}
+        | {"loss": 0.0 if p.pipe > 1 else logits_gradient, "layer": working_set(config)}
         | {"buffers": _backward_buffers(config, local_parameters(config)[0][LAYERS] / L, tokens)},
         "embedding": {"gradients": sums + current + ends, "activations": 0.0, "loss": 0.0, "layer": 0.0}
         | {"buffers": _embedding_buffers(config)},
@@ -149,6 +139,8 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
         | {"loss": 0.0 if several else logits_gradient, "layer": 0.0}
         | {"buffers": (0.0 if sent else g * largest if once else gathered) + muon.buffers(config)},
     }
+    if config.vision:
+        found = vision_memory.added(config, found)
     found = {moment: state(config) | parts for moment, parts in found.items()}
     return _with_offload(config, found) if set(offload.modes(config)) != {"none"} else found
 
@@ -187,7 +179,7 @@ def _largest(config: Config) -> tuple[float, float]:
     """Return the elements of the largest stacked weight of a device, and the bytes of two of these, which the update
     gathers at stage 2 (layer by layer, if the optimizer is offloaded)."""
     p = config.parallel
-    stacked = [row for row in rows(config).values() if row.part == LAYERS and not row.is_frozen]
+    stacked = [row for row in rows(config).values() if row.is_stacked and not row.is_frozen]
     elements = max((local_elements(row, config) for row in stacked), default=0.0)
     gathers = p.zero == 2 and zero_devices(config) > 1 and config.memory.offload_optimizer == "none"
     return elements, 2 * BYTES[config.precision.compute] * elements if gathers else 0.0
@@ -215,7 +207,7 @@ def _mask_bytes(config: Config, tokens: float) -> float:
 
     A boolean and a 16-bit bias of each block: those of a part's own keys, and of a hop, half as many.
     """
-    if config.data.attend_across_documents or not fits_flash(config.model, config.precision.compute):
+    if not (keeps_documents_apart(config) and fits_flash(config.model, config.precision.compute)):
         return 0.0
     p = config.parallel
     rows = tokens if p.is_blockwise else tokens * p.context  # ulysses: of whole rows
@@ -296,20 +288,20 @@ def trained_parameters(config: Config) -> tuple[dict[str, float], dict[str, floa
         persist_below=p.persist_below,
         vocab_over_pipe=bool(p.vocab_over_pipe),
     )
-    psi, shard = _trained_parameters(config.model, sizes, config.train.freeze)
+    psi, shard = _trained_parameters(config.model, config.vision, sizes, config.train.freeze)
     return dict(psi), dict(shard)
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same values again and again
 def _trained_parameters(
-    model: Model, sizes: Parallel, freeze: tuple[str, ...]
+    model: Model, vision: Vision | None, sizes: Parallel, freeze: tuple[str, ...]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    config = Config(model=model, parallel=sizes, train=Train(freeze=freeze))
-    psi, shard = {LAYERS: 0.0, ENDS: 0.0}, {LAYERS: 0.0, ENDS: 0.0}
+    config = Config(model=model, vision=vision, parallel=sizes, train=Train(freeze=freeze))
+    psi, shard = ({LAYERS: 0.0, ENDS: 0.0, VISION: 0.0} for _ in range(2))
     for row in rows(config).values():
         if row.is_frozen:
             continue
-        size = local_elements(row, config)
-        psi[row.part] += size
-        shard[row.part] += size / (sizes.data if is_sharded(row, config) else 1)
+        size, part = local_elements(row, config), VISION if row.part == ENCODER else row.part
+        psi[part] += size
+        shard[part] += size / (sizes.data if is_sharded(row, config) else 1)
     return psi, shard

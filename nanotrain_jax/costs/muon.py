@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.compression import layout, shard_elements
-from nanotrain_jax.costs.counts import rows, stage_layers
-from nanotrain_jax.models.parameters import LAYERS, Parameter
+from nanotrain_jax.costs.counts import layers_of, rows
+from nanotrain_jax.models.parameters import Parameter
 from nanotrain_jax.parallel.compression import matrices_of
 from nanotrain_jax.parallel.muon import ITERATIONS
 
@@ -30,7 +30,7 @@ def matrices(config: Config) -> list[Parameter]:
     return [
         row
         for row in rows(config).values()
-        if row.part == LAYERS and len(row.shape) > 1 and row.decay and not row.is_frozen
+        if row.is_stacked and len(row.shape) > 1 and row.decay and not row.is_frozen
     ]
 
 
@@ -41,7 +41,7 @@ def wire_bytes(config: Config) -> int:
 
 def matrices_per_device(row: Parameter, config: Config) -> int:
     """Return how many matrices of a row a device orthogonalizes: ceil(L / k)."""
-    return ceil(stage_layers(config) / prod(_devices(axes, config) for axes in _axes(row, config)))
+    return ceil(layers_of(row, config) / prod(_devices(axes, config) for axes in _axes(row, config)))
 
 
 def exchanges(config: Config) -> list[Exchange]:

@@ -2,7 +2,8 @@
 
 A folder (`write`, `read`) contains
     train/NAME.npy, val/NAME.npy   an array of a batch; its first dim is rows: inputs, targets int32 [R T], ...
-    meta.json                      format, vocab_size, SHA-256 of each file; what else the writer says, e.g. the words
+    meta.json                      format, vocab_size, SHA-256 of each file; what else the writer says, e.g. the words;
+                                   picture_places: the places of a row before its text, if they are for a picture
 
 Targets below 0 are ignored. Arrays that no model asks for may be there.
 """
@@ -44,12 +45,13 @@ class Rows:
 
 
 class Folder(NamedTuple):
-    """What `read` finds. fingerprint identifies the content of all files."""
+    """What `read` finds. fingerprint identifies the content of all files; picture_places: None if not said."""
 
     train: Rows
     val: Rows
     vocab_size: int
     fingerprint: str
+    picture_places: int | None
 
 
 def write(folder: Path, sides: Mapping[str, Mapping[str, np.ndarray]], vocab_size: int, about: dict[str, Any]) -> None:
@@ -84,6 +86,7 @@ def read(folder: Path, seq_len: int, verify: bool = True) -> Folder:
         if meta["format"] != FORMAT:
             raise ValueError(f"format {meta['format']!r}, not {FORMAT!r}")
         vocab_size, sums = int(meta["vocab_size"]), {str(path): str(digest) for path, digest in meta["sha256"].items()}
+        places = int(meta["picture_places"]) if "picture_places" in meta else None
     except FileNotFoundError:
         raise ValueError(f"{source} has no meta.json; {remedy}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
@@ -97,7 +100,7 @@ def read(folder: Path, seq_len: int, verify: bool = True) -> Folder:
     if verify and max(int(side.arrays[name].max(initial=0)) for side in (train, val) for name in TOKENS) >= vocab_size:
         raise ValueError(f"{source} has tokens from vocab_size={vocab_size} on; {remedy}")
     fingerprint = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:16]
-    return Folder(train, val, vocab_size, fingerprint)
+    return Folder(train, val, vocab_size, fingerprint, places)
 
 
 def _open(folder: Path, seq_len: int, name: str, remedy: str) -> Rows:

@@ -98,7 +98,8 @@ Source = Windows | Synthetic | arrays.Rows
 
 
 class Dataset(NamedTuple):
-    """Training and validation sequences (val may be empty). fingerprint identifies them; replaced: see Corpus."""
+    """Training and validation sequences (val may be empty). fingerprint identifies them; replaced: see Corpus;
+    picture_places: see data/arrays.py."""
 
     train: Source
     val: Source
@@ -106,6 +107,7 @@ class Dataset(NamedTuple):
     vocab_size: int | None
     fingerprint: str
     replaced: int = 0
+    picture_places: int | None = None
 
 
 def load(config: Data, vocab_size: int | None = None) -> Dataset:
@@ -127,7 +129,8 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
     if kind == "arrays" and where:
         folder = arrays.read(Path(where), config.seq_len, config.verify)
         fingerprint = f"{folder.fingerprint} seed {config.seed}"
-        return Dataset(folder.train, folder.val, None, folder.vocab_size, fingerprint)
+        of_pictures = folder.picture_places
+        return Dataset(folder.train, folder.val, None, folder.vocab_size, fingerprint, picture_places=of_pictures)
     if kind == "tokens" and where:
         corpus = corpora.read(where, config.verify)
         if config.tokenizer and corpora.tokenizer(config.tokenizer).name != corpus.tokenizer:
@@ -179,6 +182,16 @@ def check(dataset: Dataset, shapes: Any, source: str) -> None:
     missing = sorted(shapes.keys() - {"inputs", "targets", "starts"})
     if missing:
         raise ValueError(f"the model reads {', '.join(missing)}, but data.source={source!r} is text; use arrays:DIR")
+
+
+def check_places(dataset: Dataset, max_tokens: int, source: str) -> None:
+    """Raise ValueError unless the rows of data.source have as many places for a picture as vision.max_tokens, if it
+    says how many."""
+    if dataset.picture_places not in (None, max_tokens):
+        raise ValueError(
+            f"vision.max_tokens={max_tokens}, but rows of data.source={source!r} have {dataset.picture_places} places "
+            f"for a picture; use vision.max_tokens={dataset.picture_places}"
+        )
 
 
 def batches(

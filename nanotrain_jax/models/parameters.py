@@ -10,21 +10,23 @@ from math import prod
 from typing import Literal, NamedTuple
 
 ENDS, LAYERS = "ends", "layers"  # top-level keys of a parameter tree; arrays of layers are stacked
+VISION, ENCODER = "vision", "encoder"  # beside them with the section vision; arrays of the encoder are stacked
 TENSOR = "/tensor"  # marks the dim of a layout that is sharded over the tensor axis
 VOCAB = "/vocab"  # marks the vocabulary, sharded over the axes of `Parallel.vocab_axes`
 
-Use = Literal["layer", "first", "last", "both"]
+Use = Literal["layer", "first", "last", "both", "encode", "encoder"]
 
 
 class Parameter(NamedTuple):
     """One array of a model; in a stack of layers, the array of one layer."""
 
     layout: str  # a word for each dim, after a slash the mesh axis that shards it: "D N/tensor H"
-    used: Use = "layer"  # in each layer; before the first layer, after the last one, or both
+    used: Use = "layer"  # in each layer; before the first layer, after the last one, or both; to encode a picture,
+    # in each layer of its encoder
     init: Literal["normal", "zeros", "ones"] = "normal"
     std: float = 0.0  # of normal
     decay: bool = True  # True: weight decay applies
-    is_matmul: bool = False  # True: it multiplies every token
+    is_matmul: bool = False  # True: it multiplies every token of the decoder
     is_padded: bool = False  # True: its first dim is the vocabulary; where that is sharded, padded with rows of zeros
     is_partial: bool = False  # True: if replicated over tensor, each device uses and differentiates only a part of it
     shape: tuple[int, ...] = ()  # global, with padding; () where sizes are unknown
@@ -32,9 +34,14 @@ class Parameter(NamedTuple):
     is_frozen: bool = False  # True: train.freeze has no gradient of it
 
     @property
-    def part(self) -> Literal["ends", "layers"]:
+    def part(self) -> Literal["ends", "layers", "vision", "encoder"]:
         """Top-level key of the parameter tree."""
-        return LAYERS if self.used == "layer" else ENDS
+        return {"layer": LAYERS, "encode": VISION, "encoder": ENCODER}.get(self.used, ENDS)
+
+    @property
+    def is_stacked(self) -> bool:
+        """True if the tree has a stack of such arrays, one per layer."""
+        return self.part in (LAYERS, ENCODER)
 
     @property
     def size(self) -> int:

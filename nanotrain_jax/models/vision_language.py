@@ -28,27 +28,16 @@ from jax.sharding import Mesh
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.vision import Vision
-from nanotrain_jax.models import decoder, decoder_table
+from nanotrain_jax.models import decoder, decoder_table, vision_table
 from nanotrain_jax.models.contract import Model
-from nanotrain_jax.models.parameters import ENDS
+from nanotrain_jax.models.parameters import ENCODER, ENDS, VISION
 from nanotrain_jax.models.vision import encoder, patches, relevance
 from nanotrain_jax.parallel import tensor
-from nanotrain_jax.parallel.collectives import own_shard
+from nanotrain_jax.parallel.collectives import as_varying, own_shard
 from nanotrain_jax.parallel.sharding import Rules
 
 Tree = Any  # a pytree of arrays
-VISION, ENCODER = "vision", "encoder"  # keys of the weights
 EMBEDDING = decoder_table.EMBEDDING.removeprefix(f"{ENDS}/")
-RULES = [
-    ("patches/embed_PE", "P E"),
-    ("patches/bias_E", "E"),
-    ("patches/position_FE", "F E"),
-    ("relevance/(informative|salient|candidate)_ES", "E S"),
-    ("relevance/(informative|salient)_S", "S"),
-    ("relevance/question_DS", "D S"),
-    ("relevance/balance_Es", "E s"),
-    ("relevance/balance_Ss", "S s"),
-]
 
 
 def build(config: Config, mesh: Mesh) -> Model:
@@ -75,8 +64,8 @@ def build(config: Config, mesh: Mesh) -> Model:
         return with_image(text.first(weights, batch, run), batch["image"], batch["inputs"].shape[1], split_rows)
 
     def is_decayed(path: tuple) -> bool:
-        name = path[-1].key
-        return not name.startswith(("gain", "bias")) if is_of_vision(path) else text.is_decayed(path)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return vision_table.INVENTORY[name].decay if is_of_vision(path) else text.is_decayed(path)
 
     def is_partial(path: tuple) -> bool:
         return not is_of_vision(path) and text.has_partial_gradient(path)
@@ -86,7 +75,7 @@ def build(config: Config, mesh: Mesh) -> Model:
         init=init,
         encode=encode,
         first=first,
-        rules=Rules([*RULES, *encoder.RULES, *text.rules.pairs]),
+        rules=Rules([*vision_table.rules(), *text.rules.pairs]),
         stacks=(ENCODER,),
         used_by_encode=used_by_encode,
         is_decayed=is_decayed,
@@ -178,9 +167,11 @@ def with_image(x: jax.Array, image_BKD: jax.Array, tokens: int, axis: str | None
     """x[B T D], image[B K D] -> x[B T D] with the image in its first K places. tokens: T.
 
     axis: x is x[1 BT/axis D], its tokens split over this mesh axis; None: it is whole. Moves nothing; the backward
-    all-reduces the gradient of the image over axis, as each device has a part of it.
+    all-reduces the gradient of the image over axis, as each device has a part of it: 2 (t-1)/t B K D elements.
     """
     B, K = image_BKD.shape[:2]
+    if axis is not None:
+        image_BKD = as_varying(image_BKD, (axis,))  # here, not where it is padded to B T D
     image = jnp.pad(image_BKD.astype(x.dtype), [(0, 0), (0, tokens - K), (0, 0)])
     is_image = jnp.broadcast_to(jnp.arange(tokens)[None] < K, (B, tokens))[..., None]
     if axis is not None:

@@ -12,7 +12,7 @@ import jax
 from nanotrain_jax.audit import copies, hlo, live_ranges, topology
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import communication, counts, hardware
-from nanotrain_jax.costs.communication import Traffic
+from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.nvme import update as nvme
 from nanotrain_jax.nvme.store import MAX_PENDING_WRITES
 from nanotrain_jax.parallel import mesh as meshes

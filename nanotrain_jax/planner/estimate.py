@@ -20,8 +20,9 @@ from nanotrain_jax.planner.step_time import Transfer, times
 MEMORY_FRACTION = 0.75  # of a GPU's memory, which JAX preallocates (XLA_PYTHON_CLIENT_MEM_FRACTION)
 
 # Margin of the peak estimate, as a fraction of it: no estimated peak in tests/golden/audit.json is further above.
-# The larger one is for layouts that store attention scores, and for ZeRO 3 with jax before 0.12, whose XLA may allocate
-# the gradients of layers before the loss. A margin is needed because a search favours underestimated layouts.
+# The larger one is for layouts that store attention scores, for an encoder of pictures, and for ZeRO 3 with jax before
+# 0.12, whose XLA may allocate the gradients of layers before the loss. A margin is needed because a search favours
+# underestimated layouts.
 MARGIN, LARGE_MARGIN = 0.05, 0.1
 
 Verdict = Literal["fits", "may not fit", "does not fit"]
@@ -79,7 +80,7 @@ def stores_scores(config: Config) -> bool:
 def margin(config: Config, jax_version: tuple[int, ...] = jax.__version_info__) -> float:
     """Return the margin of the peak estimate, as a fraction of it, with the compiler of a jax version."""
     is_early = jax_version < (0, 12) and config.parallel.zero == 3 and not config.parallel.prefetch
-    return LARGE_MARGIN if stores_scores(config) or is_early else MARGIN
+    return LARGE_MARGIN if stores_scores(config) or config.vision or is_early else MARGIN
 
 
 def verdict(peak_bytes: float, margin: float, limit_bytes: float) -> Verdict:

@@ -6,47 +6,25 @@ The numbers of every line are arithmetic that evaluates to its value: the tests 
 from __future__ import annotations
 
 from collections import Counter
-from math import prod
-from typing import NamedTuple
 
 from nanotrain_jax.costs import activations as costs
-from nanotrain_jax.costs import communication, compression, counts, flops, hardware, memory, muon, offload
-from nanotrain_jax.costs.communication import Traffic
+from nanotrain_jax.costs import compression, counts, flops, hardware, memory, muon, offload, vision, vision_memory
+from nanotrain_jax.models import vision_table
 from nanotrain_jax.models.decoder_table import table
-from nanotrain_jax.models.parameters import ENDS, LAYERS, Parameter
+from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION, Parameter
 from nanotrain_jax.planner.estimate import Estimate
-from nanotrain_jax.planner.step_time import Transfer
+from nanotrain_jax.planner.explain_traffic import traffic
+from nanotrain_jax.planner.formula import Line, Section, number
 
-DIMS = "VTDNKHF"  # in printing order: vocabulary, positions, model, query heads, kv heads, head dim, ffn
-
-
-class Line(NamedTuple):
-    """One formula: `what = formula = numbers = value unit`."""
-
-    what: str
-    formula: str
-    numbers: str  # the formula with numbers substituted: digits with commas, + - x / ^ ( )
-    value: float
-    unit: str
-
-
-class Section(NamedTuple):
-    """Formulas of one topic, with their source."""
-
-    title: str
-    source: str
-    lines: list[Line]
+# In printing order: vocabulary, positions, patch, model, encoder, query heads, kv heads, head dim, ffn or features of a
+# position, width of the scorers and their number.
+DIMS = "VTPDENKHFSs"
 
 
 def explain(e: Estimate) -> list[Section]:
     """Return the sections of an estimate; each uses values of those before it."""
-    sections = [parameters(e), compute(e), state(e), activations(e), peak(e), host(e), traffic(e), bubble(e), speed(e)]
-    return [section for section in sections if section.lines]
-
-
-def number(x: float) -> str:
-    """Format a number: whole ones with commas, others with 5 significant digits."""
-    return f"{round(x):,}" if x == round(x) and abs(x) < 1e15 else f"{x:.5g}"
+    sections = [parameters(e), pictures(e), compute(e), state(e), activations(e), peak(e), host(e), traffic(e)]
+    return [section for section in (*sections, bubble(e), speed(e)) if section.lines]
 
 
 def parameters(e: Estimate) -> Section:
@@ -58,17 +36,12 @@ def parameters(e: Estimate) -> Section:
     vectors = _counted("norms and biases, per layer", [row for row in of_layers if not row.is_matmul])
     ends = _counted("ends (before and after the layers)", [row for row in rows if row.part == ENDS])
     head = _counted("head", [row for row in rows if row.part == ENDS and row.is_matmul])
+    decoder = f"{m.num_layers} x ({n(matmuls.value)} + {n(vectors.value)}) + {n(ends.value)}"
     lines = [
         matmuls,
         vectors,
         ends,
-        Line(
-            "total",
-            "L (matmuls + norms and biases) + ends",
-            f"{m.num_layers} x ({n(matmuls.value)} + {n(vectors.value)}) + {n(ends.value)}",
-            counts.parameters(m),
-            "parameters",
-        ),
+        Line("total", "L (matmuls + norms and biases) + ends", decoder, counts.parameters(m), "parameters"),
         Line(
             "N, parameters that multiply every token",
             f"L matmuls + {head.formula}",
@@ -77,6 +50,14 @@ def parameters(e: Estimate) -> Section:
             "parameters",
         ),
     ]
+    if e.config.vision:
+        of_vision = vision_table.table(e.config.vision, m.d_model).values()
+        layer = _counted("encoder of pictures, per layer", [row for row in of_vision if row.part == ENCODER])
+        others = _counted("before and after its layers", [row for row in of_vision if row.part == VISION])
+        count = e.config.vision.num_layers
+        total = f"{n(counts.parameters(m))} + {count} x {n(layer.value)} + {n(others.value)}"
+        formula = "decoder + L layer + others"
+        lines += [layer, others, Line("with vision", formula, total, counts.all_parameters(e.config), "parameters")]
     return Section("Parameters", "GPT-2 (Radford et al. 2019), Llama 3 (arXiv 2407.21783, table 3)", lines)
 
 
@@ -93,26 +74,63 @@ def _counted(what: str, rows: list[Parameter]) -> Line:
     return Line(what, " + ".join(formula), " + ".join(numbers), sum(row.size for row in rows), "parameters")
 
 
+def pictures(e: Estimate) -> Section:
+    """Return the FLOPs of the encoder of pictures."""
+    c, v, n = e.config, e.config.vision, number
+    if v is None:
+        return Section("Encoder of pictures", "", [])
+    whole = c.replace("parallel", tensor=1)
+    forward, backward, _ = vision.picture_flops(whole)
+    layers = f"24 x {v.num_layers} x {v.max_tokens} x {v.width}^2 + 4 x {v.num_layers} x {v.max_tokens}^2 x {v.width}"
+    around = [product.flops for product in vision.outside_layers(c)]
+    shown = f"{layers} + {' + '.join(map(n, around))}"
+    executed = " + ".join(map(n, vision.picture_flops(c)))
+    once = vision.positions(c)
+    positions = counts.encodes(c) * (once.flops + once.backward(vision.trained(c)))
+    encoder = f"{n(vision.pictures(c))} x ({executed}) + {n(positions)}"
+    lines = [
+        Line("forward of a picture", "24 L K E^2 + 4 L K^2 E + matmuls around the layers", shown, forward, "FLOPs"),
+        Line(
+            "picture",
+            "forward + backward to what trains",
+            f"{n(forward)} + {n(backward)}",
+            forward + backward,
+            "FLOPs",
+        ),
+        Line(
+            "encoder, per GPU and step",
+            "pictures (forward + backward + recompute) + positions",
+            encoder,
+            vision.step_flops(c),
+            "FLOPs",
+        ),
+    ]
+    return Section("Encoder of pictures", "costs/vision.py; ViT (arXiv 2010.11929)", lines)
+
+
 def compute(e: Estimate) -> Section:
     """Return model FLOPs per token, and hardware FLOPs per GPU."""
     c, m, n = e.config, e.config.model, number
     L, D, T, N = m.num_layers, m.d_model, c.data.seq_len, counts.matmul_parameters(m)
     frozen = counts.frozen_matmul_parameters(c)
     local, tokens, iterations = flops.local_flops(c), counts.tokens_per_device(c), muon.flops(c)
-    full = flops.flops_per_token(c)["full"]
+    full, picture, encoder = flops.flops_per_token(c)["full"], vision.model_flops(c), vision.step_flops(c)
+    more = {"encoder": encoder, "Newton-Schulz": iterations}
     lines = [
         Line(
             "model FLOPs, per token",
-            "6 N + 12 L D T" + " - 2 frozen" * bool(frozen),
-            f"6 x {n(N)} + 12 x {L} x {n(D)} x {n(T)}" + f" - 2 x {n(frozen)}" * bool(frozen),
+            "6 N + 12 L D T" + " - 2 frozen" * bool(frozen) + " + picture / T" * bool(picture),
+            f"6 x {n(N)} + 12 x {L} x {n(D)} x {n(T)}"
+            + f" - 2 x {n(frozen)}" * bool(frozen)
+            + f" + {n(picture)} / {n(T)}" * bool(picture),
             full,
             "FLOPs",
         ),
         Line(
             "hardware FLOPs, per GPU and step",
-            "(2 (layers + head) + 3 attention + weights + recompute) tokens" + " + Newton-Schulz" * bool(iterations),
+            " + ".join(["(2 (layers + head) + 3 attention + weights + recompute) tokens", *filter(more.get, more)]),
             f"(2 x ({n(local['layers'])} + {n(local['head'])}) + 3 x {n(local['attention'])} + {n(local['weights'])} + "
-            f"{n(local['recompute'])}) x {n(tokens)}" + f" + {n(iterations)}" * bool(iterations),
+            f"{n(local['recompute'])}) x {n(tokens)}" + "".join(f" + {n(part)}" for part in more.values() if part),
             e.flops,
             "FLOPs",
         ),
@@ -127,13 +145,15 @@ def state(e: Estimate) -> Section:
     full, shard = memory.trained_parameters(e.config)
     parts, b = memory.state(e.config), offload.weight_bytes(e.config)
     psi, over = sum(full.values()), sum(shard.values())
-    parts_of_psi = f"{n(full[LAYERS])} + {n(full[ENDS])}"
-    lines = [Line("Psi", "layers / (P t) + ends / t, of split arrays", parts_of_psi, psi, "parameters per GPU")]
+    parts_of_psi, has_vision = [part for part in (LAYERS, ENDS, VISION) if full[part]], bool(e.config.vision)
+    formula = "layers / (P t) + ends / t" + " + vision, its layers / t" * has_vision + ", of split arrays"
+    shown = " + ".join(n(full[part]) for part in parts_of_psi) or "0"
+    lines = [Line("Psi", formula, shown, psi, "parameters per GPU")]
     frozen, w = memory.frozen_elements(e.config), counts.BYTES[e.config.precision.compute]
     if frozen:
         lines[0] = lines[0]._replace(what="Psi, of trained parameters")
     if p.zero and counts.zero_devices(e.config) > 1:
-        sharded = f"{n(shard[LAYERS])} + {n(shard[ENDS])}"
+        sharded = " + ".join(n(shard[part]) for part in parts_of_psi)
         axes = f"{p.data} data" + f" x {p.context} context" * (p.context > 1)
         lines.append(Line("Psi / N", f"N = {axes}, of sharded arrays", sharded, over, "parameters per GPU"))
     optimizer, spared = offload.optimizer_bytes(e.config), muon.spared_bytes(e.config)
@@ -195,7 +215,11 @@ def activations(e: Estimate) -> Section:
         if p.idle == "skip":
             lines.append(Line("all layers of a stage", formula, numbers, stored, "elements per token"))
     size = e.moments["loss"]["activations"] + e.on_host.get("activations", 0.0)
-    lines.append(Line("activations", "bytes tokens elements", f"{b} x {n(tokens)} x {n(stored)}", size, "bytes"))
+    formula, shown = "bytes tokens elements", f"{b} x {n(tokens)} x {n(stored)}"
+    if c.vision:
+        kept = n(vision_memory.kept(c)), n(vision_memory.encoded(c))
+        formula, shown = f"{formula} + of the encoder + encoded pictures", f"{shown} + {kept[0]} + {kept[1]}"
+    lines.append(Line("activations", formula, shown, size, "bytes"))
     return Section("Activations", "Korthikanti et al. 2022 (arXiv 2205.05198, section 4), without dropout", lines)
 
 
@@ -206,7 +230,7 @@ def peak(e: Estimate) -> Section:
         present = {part: size for part, size in parts.items() if size}
         shown = " + ".join(f"{size / 1e9:.5g}" for size in present.values())
         lines.append(Line(moment, " + ".join(present), shown, sum(parts.values()) / 1e9, "GB"))
-    return Section("Peak memory", "the largest of four moments; costs/memory.py describes each part", lines)
+    return Section("Peak memory", "the largest of these moments; costs/memory.py describes each part", lines)
 
 
 def host(e: Estimate) -> Section:
@@ -234,101 +258,6 @@ def host(e: Estimate) -> Section:
         lines += [Line(f"copied to the {to}", formula, shown, sum(t.bytes for t in rows) / 1e9, "GB")] if rows else []
     source = "ZeRO-Offload (2101.06840), ZeRO-Infinity (2104.07857); S: offloaded elements. costs/offload.py"
     return Section("Host memory, per GPU and step", source, lines)
-
-
-def traffic(e: Estimate) -> Section:
-    """Return every transfer: the ring factor times the full buffers."""
-    lines = []
-    for t in e.transfers:
-        group, (formula, numbers) = prod(getattr(e.config.parallel, axis) for axis in t.axis.split(",")), buffers(e, t)
-        if t.op != "permute":
-            factor = 2 if t.op == "all_reduce" else 1
-            formula, numbers = f"(n - 1) / n {formula}", f"({group} - 1) / {group} x {numbers}"
-            formula, numbers = ("2 " + formula, f"{factor} x {numbers}") if factor == 2 else (formula, numbers)
-        lines.append(Line(f"{t.axis} {t.op}", formula, numbers, t.bytes, f"bytes: {t.why}"))
-    source = "rings; volumes: ZeRO (1910.02054, section 7), Megatron-LM (1909.08053, 2205.05198, 2104.04473)"
-    return Section("Communication, per GPU and step", source, lines)
-
-
-def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
-    """Return the full buffers of a transfer as formula and numbers: b bytes of activations, w weights, g gradients."""
-    c, m, p, n = e.config, e.config.model, e.config.parallel, number
-    b, tokens = counts.BYTES[c.precision.compute], counts.tokens_per_device(c)
-    L, M = counts.stage_layers(c), p.microbatches
-    if t.what in (Traffic.ATTENTION, Traffic.HEADS):
-        return attention_buffers(e, t)
-    if t.what is Traffic.BETWEEN_STAGES:
-        split, ticks = p.tensor if p.sequence_parallel else 1, counts.outline(c).ticks
-        shown = f"2 x {ticks} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
-        return "2 ticks b B T D / M" + " / t" * (split > 1), shown
-    if t.what is Traffic.SHARED_BY_STAGES:
-        split, times = p.tensor if p.sequence_parallel else 1, communication.shares_of_ends(c)
-        shown = f"4 x {times} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
-        return ("4 ticks" if p.chunks == 1 else "4 M") + " b B T D / M" + " / t" * (split > 1), shown
-    if t.what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS):
-        gathers, scatters = communication.tensor_passes(c)
-        passes = scatters if t.op == "reduce_scatter" else gathers
-        return f"b B T D ({passes} L + 2)", f"{b} x {n(tokens)} x {n(m.d_model)} x ({passes} x {L} + 2)"
-    if t.what in (Traffic.SYNCHRONIZATION, Traffic.COMPRESSED):
-        return replica_buffers(e, t)
-    if t.what is Traffic.MOMENTUM:
-        size = sum(x.bytes for x in muon.exchanges(c) if ",".join(x.axes) == t.axis) / 2
-        return "2 of matrices, padded to whole matrices per device", f"2 x {n(size)}"
-    if t.what is Traffic.LOSS:
-        return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
-    return parameter_buffers(e, t)
-
-
-def attention_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
-    """Return the full buffers of attention over context; of a ring, the bytes sent. KH: of a tensor-parallel device."""
-    c, p, n = e.config, e.config.parallel, number
-    b, L, size = counts.BYTES[c.precision.compute], counts.stage_layers(c), p.context
-    tokens, width = n(counts.tokens_per_device(c)), n(counts.local_kv_width(c))
-    passes = 3 if counts.repeats_communication(c) else 2
-    if t.op == "permute":
-        shown = f"2 x {L} x {tokens} x {width} x ({passes} x ({size} - 1) x {b} + 4 x {size})"
-        return f"2 L B T KH ({passes} (c - 1) b + 4 c)", shown
-    if t.op == "all_gather":
-        return f"{passes} c b 2 L B T KH", f"{passes} x {size} x {b} x 2 x {L} x {tokens} x {width}"
-    if t.op == "reduce_scatter":
-        return "4 c 2 L B T KH", f"4 x {size} x 2 x {L} x {tokens} x {width}"
-    copies, queries = n(communication.ulysses_copies(c)), f"{n(c.model.d_model)} / {p.tensor}"
-    shown = f"{passes} x {b} x 2 x {L} x {tokens} x ({queries} + {copies} x {width})"
-    return f"{passes} b 2 L B T (D / t + copies KH)", shown
-
-
-def replica_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
-    """Return the full buffers of what is summed over replica apart from other gradients, or of weights after it."""
-    c, p = e.config, e.config.parallel
-    summed = [s.bytes for s in compression.all_sums(c) if (",".join(s.axes), s.op) == (t.axis, t.op)]
-    way = "float32" if p.compression.kind == "none" else p.compress
-    formula, size = f"of the arrays in {way}", number(sum(summed))
-    if not summed:
-        w = counts.BYTES[c.precision.compute]
-        formula, size = "w Psi", f"{w} x {number(communication.sharded_elements(c))}"
-    steps = p.sync_every if t.what is Traffic.SYNCHRONIZATION else 1
-    return (f"{formula} / parallel.sync_every", f"{size} / {steps}") if steps > 1 else (formula, size)
-
-
-def parameter_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
-    """Return the full buffers of gradients or weights of a transfer, from the same table as its bytes."""
-    plain = counts.gradient_bytes(e.config) if t.what.is_gradients else counts.BYTES[e.config.precision.compute]
-    symbols = {plain: "g" if t.what.is_gradients else "w"}
-    by_itemsize: dict[float, dict[tuple[str, int], float]] = {}
-    for buffer in communication.parameter_buffers(e.config):
-        if (",".join(buffer.axes), buffer.op, buffer.what) == (t.axis, t.op, t.what):
-            elements, key = by_itemsize.setdefault(buffer.itemsize, {}), (buffer.part, buffer.times)
-            elements[key] = elements.get(key, 0.0) + buffer.elements
-    formulas, numbers = [], []
-    for itemsize, elements in by_itemsize.items():
-        formula = " + ".join(f"{times} Psi_{name}" for name, times in elements)
-        shown = " + ".join(f"{times} x {number(size)}" for (_, times), size in elements.items())
-        formulas.append(f"{symbols.get(itemsize, itemsize)} ({formula})")
-        numbers.append(f"{itemsize} x ({shown})")
-    formula, shown = (
-        " + ".join(terms) if len(terms) == 1 else f"({' + '.join(terms)})" for terms in (formulas, numbers)
-    )
-    return f"{formula}, of the arrays in this transfer", shown
 
 
 def bubble(e: Estimate) -> Section:

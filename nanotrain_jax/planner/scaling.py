@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import communication, hardware
+from nanotrain_jax.costs import hardware, parameter_traffic
 from nanotrain_jax.models.parameters import LAYERS
 from nanotrain_jax.planner import search, step_time
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate
@@ -88,9 +88,9 @@ def latency(e: Estimate) -> float:
 
 def collectives(config: Config, transfer: Transfer) -> int:
     """Return the least number of collectives of a transfer in a step; 0 unless it moves weights or gradients."""
-    buffers = communication.parameter_buffers(config)
+    buffers = parameter_traffic.parameter_buffers(config)
     moved = [b for b in buffers if (",".join(b.axes), b.op, b.what) == (transfer.axis, transfer.op, transfer.what)]
-    in_loop, _ = communication.arrays_of_layers(config)
+    in_loop, _ = parameter_traffic.arrays_of_layers(config)
     times = {part: max(b.times for b in moved if b.part == part) for part in {b.part for b in moved}}
     return sum(n * (in_loop if part == LAYERS and transfer.when == "microbatch" else 1) for part, n in times.items())
 

@@ -24,9 +24,9 @@ import numpy as np
 
 from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import communication, counts, flops, memory, muon, offload
-from nanotrain_jax.costs.communication import Traffic
+from nanotrain_jax.costs import communication, counts, flops, memory, muon, offload, vision
 from nanotrain_jax.costs.hardware import Gpu
+from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 from nanotrain_jax.parallel.mesh import AXES
 
@@ -54,7 +54,7 @@ class Transfer(NamedTuple):
 
     axis: str
     op: str
-    what: communication.Traffic | offload.HostCopy
+    what: Traffic | offload.HostCopy
     why: str  # `what` as text
     bytes: float  # on the wire
     link: str  # NVLink, network, or network x k: over k adapters at once
@@ -123,6 +123,8 @@ def _overlap(
             return 1.0, "microbatch"
         of_layers = 0 if op == "all_gather" and config.memory.rematerialization.policy == "full" else 2
         return 1 - 2 / (of_layers * counts.stage_layers(config) + 2), "microbatch"
+    if what is Traffic.ENCODER:
+        return HIDDEN_TENSOR, "step"
     if what is Traffic.BETWEEN_STAGES or (what is Traffic.SHARED_BY_STAGES and p.chunks == 1):
         return HIDDEN_PIPE, "microbatch"
     if what is Traffic.SHARED_BY_STAGES:
@@ -196,7 +198,8 @@ def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Trans
     for t in moved:
         by_axis[t.axis] = by_axis.get(t.axis, 0.0) + t.exposed
     copied, exposed = copies(config, gpu, compute)
-    seconds = {"compute": compute, **by_axis, "bubble": total - busy, "update": update_time(config, gpu)}
+    seconds = {"compute": compute, "encoder": encoder_time(config, gpu), **by_axis}
+    seconds |= {"bubble": total - busy, "update": update_time(config, gpu)}
     seconds["host"] = exposed
     return {what: s for what, s in seconds.items() if s > 0}, 1 - busy / total, moved, copied
 
@@ -284,6 +287,19 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     elif t > 1:
         forward, B = forward + 4 * COLLECTIVE, B + 6 * COLLECTIVE
     return L * forward, L * B, L * (inner + down) * flops.trained_share(config, LAYERS)
+
+
+def encoder_time(config: Config, gpu: Gpu) -> float:
+    """Return the seconds in which a device encodes its pictures, forward and backward, without communication: layers as
+    those of a decoder, the matmuls around them at the rate of the matrix units. Textures are not modelled."""
+    if config.vision is None:
+        return 0.0
+    trained = vision.trained(config)
+    F, B, W = layers_time(vision.as_decoder(config), gpu)
+    layers = F + vision.has_backward(config, vision.LAYERS) * (B + W * vision.trained_share(config))
+    outside = sum(product.flops + product.backward(trained) for product in vision.outside_layers(config))
+    rate = gpu.matmul * gpu.peak_flops * (1.0 if counts.BYTES[config.precision.compute] == 2 else 0.5)
+    return counts.encodes(config) * layers + vision.pictures(config) * outside / rate
 
 
 def quantize_time(config: Config, gpu: Gpu) -> float:

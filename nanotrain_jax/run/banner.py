@@ -44,7 +44,7 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
         )
     if config.parallel.zero and mesh.shape["data"] == mesh.shape["context"] == 1:
         lines.append(f"parallel.zero={config.parallel.zero} has no effect: parallel.data and context are 1")
-    on_host = memory.on_host(config) if config.is_decoder and not config.optimizer.factory else {}
+    on_host = memory.on_host(config) if config.is_built_in and not config.optimizer.factory else {}
     if on_host:
         sizes = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in on_host.items())
         lines.append(f"offloaded to host memory, per device: {sizes}")
@@ -64,9 +64,9 @@ def headline(config: Config, mesh: Mesh) -> str:
     device = "simulated CPU device" if config.runtime.simulate else mesh.devices.flat[0].device_kind
     model = config.model.factory or f"{config.model.family} with {counts.parameters(config.model):,} parameters"
     if config.vision:
-        model += (
-            f" behind an encoder of pictures ({config.vision.image_size} pixels, {config.vision.max_tokens} tokens)"
-        )
+        of_encoder = counts.all_parameters(config) - counts.parameters(config.model)
+        model += f" behind an encoder of pictures with {of_encoder:,} ({config.vision.image_size} pixels, "
+        model += f"{config.vision.max_tokens} tokens)"
     return f"{model} on {mesh.size} x {device} ({axes})"
 
 

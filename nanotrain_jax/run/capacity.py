@@ -15,9 +15,9 @@ SLACK = 2.0  # reject a step whose estimated peak exceeds this multiple of the m
 def check(config: Config, mesh: Mesh) -> None:
     """Raise ValueError if the training state exceeds the memory, or a step SLACK times the memory. config: resolved.
 
-    For the built-in decoder and optimizers only: the memory of others is not known.
+    For built-in models and optimizers only: the memory of others is not known.
     """
-    if not config.is_decoder or config.optimizer.factory:
+    if not config.is_built_in or config.optimizer.factory:
         return
     devices = mesh.local_devices
     state = sum(memory.state(config).values()) - offload.nvme_bytes(config)

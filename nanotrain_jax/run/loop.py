@@ -268,13 +268,13 @@ def new_folder(key: str, path: str) -> Path:
 def new_writer(run: Run) -> metrics.Writer:
     """Return the metrics writer of a run. Raises OSError."""
     config, devices = run.config, run.mesh.devices
-    peak = hardware.peak_flops(devices.flat[0].device_kind) if config.is_decoder else None
+    peak = hardware.peak_flops(devices.flat[0].device_kind) if config.is_built_in else None
     return metrics.Writer(config, int(run.state.step), peak and peak * devices.size, run.tokens)
 
 
 def flops_per_step(config: Config) -> float:
     """Return the model FLOPs of a step's global batch; 0 where they are unknown."""
-    if not config.is_decoder:
+    if not config.is_built_in:
         return 0.0
     return flops.flops_per_token(config)["full"] * config.data.batch_size * config.data.seq_len
 

@@ -173,7 +173,7 @@ in_lists = with_init(lambda init, keywords: (w := init(0, **keywords)) | {"ends"
 
 def test_commands_that_need_our_decoder_say_so(config_file, capsys):
     assert plan.main(["--config", str(config_file), "model.factory=plain_model:build"]) == 2
-    assert "the planner supports only the built-in decoder" in capsys.readouterr().err
+    assert "the planner supports only the built-in models" in capsys.readouterr().err
     run(config_file, "plain", "run", "parallel.data=1")
     assert generate.main(["--run", str(config_file.parent / "run"), "--prompt", "a"]) == 2
     assert "only the built-in decoder can generate" in capsys.readouterr().err

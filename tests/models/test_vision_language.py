@@ -126,7 +126,7 @@ def test_right_targets_are_those_with_the_largest_logit():
 @pytest.fixture
 def config_file(tmp_path):
     sides = {"train": rows_of(64), "val": rows_of(20, seed=1)}
-    arrays.write(tmp_path / "shapes", sides, WORDS, {})
+    arrays.write(tmp_path / "shapes", sides, WORDS, {"picture_places": 12})
     train = {"train": {"steps": 4, "eval_every": 2}, "checkpoint": {"every": 2}}
     tree = TREE | train | {"data": TREE["data"] | {"source": f"arrays:{tmp_path / 'shapes'}"}}
     path = tmp_path / "vision.yaml"
@@ -165,6 +165,8 @@ def test_the_command_logs_accuracy_and_resumes(config_file, capsys):
         (["data.source=stdlib", "model.vocab_size=257"], "the model reads images, but data.source='stdlib' is text"),
         (["vision.max_tokens=20"], "data.seq_len=20 has no place for text after vision.max_tokens=20"),
         (["data.seq_len=22"], "inputs.npy has 20 tokens in a row, but data.seq_len=22; use data.seq_len=20"),
+        (["vision.max_tokens=10"], "vision.max_tokens=10, but rows of data.source='arrays:"),
+        (["vision.max_tokens=13"], "have 12 places for a picture; use vision.max_tokens=12"),
         (["vision.image_size=32"], "images.npy is uint8 [64 16 16 3], but the model reads uint8 [rows 32 32 3]"),
         (["parallel.tensor=4", "vision.num_heads=2", "model.num_kv_heads=4"], "use vision.num_heads=4"),
         (["vision.min_tokens=30"], "must be in order"),

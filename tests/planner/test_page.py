@@ -13,7 +13,7 @@ from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.costs import hardware
 from nanotrain_jax.parallel.pipeline.schedule import SCHEDULES
 from nanotrain_jax.planner.estimate import estimate
-from nanotrain_jax.planner.explain import Line, Section
+from nanotrain_jax.planner.formula import Line, Section
 from nanotrain_jax.planner.report import page
 from nanotrain_jax.planner.search import search
 

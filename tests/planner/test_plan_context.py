@@ -9,7 +9,8 @@ from conftest import ROOT
 
 from nanotrain_jax import plan
 from nanotrain_jax.config import load
-from nanotrain_jax.costs import communication, hardware
+from nanotrain_jax.costs import hardware
+from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.planner import search
 from nanotrain_jax.planner.estimate import estimate, on_gpus
 from nanotrain_jax.planner.step_time import LINK, last_hop
@@ -24,7 +25,7 @@ def planned(gpus, *overrides):
 def attention_bytes(kind, context, kv_heads):
     keys = f"parallel.context={context}", f"parallel.context_attention={kind}", f"model.num_kv_heads={kv_heads}"
     e = planned(context, *keys, "memory.remat=selective")
-    traffic = communication.Traffic.ATTENTION, communication.Traffic.HEADS
+    traffic = Traffic.ATTENTION, Traffic.HEADS
     return sum(t.bytes for t in e.transfers if t.what in traffic)
 
 
@@ -79,10 +80,10 @@ def test_the_ring_hides_all_but_the_last_hop_where_a_device_has_enough_tokens():
     """A hop hides if T/c >= 2 K/N FLOP/s / bytes/s: 714 tokens on NVLink at 500 TFLOP/s with 4 query heads per key."""
     for context, tokens in ((8, 131_072), (8, 8 * 2048)):
         e = planned(context, f"parallel.context={context}", f"data.seq_len={tokens}")
-        (hops,) = (t for t in e.transfers if t.what is communication.Traffic.ATTENTION)
+        (hops,) = (t for t in e.transfers if t.what is Traffic.ATTENTION)
         assert hops.exposed == pytest.approx(hops.seconds * last_hop(e.config))
     e = planned(8, "data.seq_len=2048", "model.loss_chunk=0")
-    (hops,) = (t for t in e.transfers if t.what is communication.Traffic.ATTENTION)
+    (hops,) = (t for t in e.transfers if t.what is Traffic.ATTENTION)
     assert hops.exposed > 0.5 * hops.seconds
 
 
@@ -98,6 +99,6 @@ def test_a_ring_across_hosts_waits_for_the_adapter_between_two_of_them():
     network = hardware.find("h100").network
     for tokens, is_hidden in ((64 * 2048, False), (64 * 16_384, True)):
         e = planned(64, "parallel.context=64", f"data.seq_len={tokens}")
-        (hops,) = (t for t in e.transfers if t.what is communication.Traffic.ATTENTION)
+        (hops,) = (t for t in e.transfers if t.what is Traffic.ATTENTION)
         assert hops.seconds == pytest.approx(hops.bytes / (LINK * network))
         assert (hops.exposed == pytest.approx(hops.seconds * last_hop(e.config))) == is_hidden

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from nanotrain_jax.config.load import load
+
 spec = importlib.util.spec_from_file_location("make_shapes", ROOT / "scripts" / "make_shapes.py")
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
@@ -102,6 +104,9 @@ def test_held_out_pairs_are_asked_in_validation_only(tmp_path):
     np.testing.assert_array_equal((targets >= 0).sum(1), 1)
     assert 0.2 < meta["best_guess_without_picture"] < 0.6
     assert meta["vocab_size"] == len(script.WORDS) < 100
+    config = load(ROOT / "configs" / "vision_language.yaml")
+    assert meta["picture_places"] == config.vision.max_tokens
+    assert inputs.shape[1] == config.data.seq_len
 
 
 def test_the_same_seed_makes_the_same_files(tmp_path):

@@ -108,7 +108,15 @@ PRICED = [
 ]
 
 
-@pytest.mark.parametrize("layout_and_pattern", cover(PRICED[::2], PRICED[1:2], lambda case: f"{case[0]} {case[1]}"))
+MORE_PRICED = [
+    (case("data 2 tensor 2", zero=1, microbatches=2), "embedding|/mlp/"),
+    (case("data 2", remat="selective", zero=2, microbatches=2), "attention"),
+]
+
+
+@pytest.mark.parametrize(
+    "layout_and_pattern", cover(PRICED[::2], [PRICED[1], *MORE_PRICED], lambda case: f"{case[0]} {case[1]}")
+)
 def test_bytes_and_flops_of_frozen_parts_equal_the_closed_forms(layout_and_pattern):
     layout, pattern = layout_and_pattern
     tree = tree_of(layout, pattern)

@@ -21,7 +21,7 @@ from conftest import (
 from test_tensor_step import moves_the_bytes_of_the_papers
 
 from nanotrain_jax.audit import hlo
-from nanotrain_jax.costs import communication
+from nanotrain_jax.costs.parameter_traffic import parameter_buffers
 from nanotrain_jax.parallel.quantization import BYTES
 from nanotrain_jax.step import build as steps
 
@@ -88,7 +88,7 @@ def test_gathers_of_int8_move_the_bytes_of_the_closed_form_and_change_losses_lit
     as_they_are, in_8_bits = np.array(losses)
     assert 0 < np.abs(in_8_bits / as_they_are - 1).max() < 0.01
     # XLA:CPU sends 16 bit as float32, and 8 bits as they are.
-    matrices = [b for b in communication.parameter_buffers(config) if b.itemsize == BYTES and b.op == "all_gather"]
+    matrices = [b for b in parameter_buffers(config) if b.itemsize == BYTES and b.op == "all_gather"]
     elements = sum(b.times * b.elements for b in matrices)
     assert moved["bfloat16"] - moved["int8"] == pytest.approx(3 / 4 * elements * (4 - BYTES))
 

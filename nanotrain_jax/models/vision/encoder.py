@@ -17,16 +17,6 @@ from nanotrain_jax.parallel import remat, tensor
 
 Weights = dict[str, jax.Array]
 EPS = 1e-5
-RULES = [  # of a layer, then of the adapter
-    ("encoder/[qkv]_ENH", "L E N/tensor H"),
-    ("encoder/out_NHE", "L N/tensor H E"),
-    ("encoder/up_EF", "L E F/tensor"),
-    ("encoder/down_FE", "L F/tensor E"),
-    ("encoder/gain_.*_E", "L E"),
-    ("adapter/(gain_E|gate_E)", "E"),
-    ("adapter/up_ED", "E D"),
-    ("adapter/down_DD", "D D"),
-]
 
 
 def init(config: Vision, key: jax.Array) -> Weights:

@@ -56,7 +56,7 @@ def as_json(plan: Planned) -> dict[str, Any]:
     c, parts = e.config, e.moments[e.peak]
     out = {
         "model": {
-            "params": counts.parameters(c.model),
+            "params": counts.all_parameters(c),
             "flops_per_token": flops.flops_per_token(c)["full"],
         },
         **_layout(e),

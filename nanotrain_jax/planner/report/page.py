@@ -20,7 +20,7 @@ import matplotlib
 
 from nanotrain_jax.costs import counts, hardware
 from nanotrain_jax.parallel.pipeline import gantt, schedule, schedule_text
-from nanotrain_jax.planner import explain
+from nanotrain_jax.planner import formula
 from nanotrain_jax.planner.compiled import wire_bytes
 from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, verdict
 from nanotrain_jax.planner.report import markup, timeline
@@ -81,7 +81,7 @@ def versions() -> str:
 
 def html(
     plan: Estimate,
-    explained: Sequence[explain.Section],
+    explained: Sequence[formula.Section],
     found: SearchResult | None = None,
     compiled: Mapping[str, Any] | None = None,
     origin: Origin | None = None,
@@ -92,7 +92,7 @@ def html(
     any. origin: config, command line, versions and date to show. All their text is escaped.
     """
     m = plan.config.model
-    name = f"{escape(m.family)} <span>{_short(counts.parameters(m))} parameters</span>"
+    name = f"{escape(m.family)} <span>{_short(counts.all_parameters(plan.config))} parameters</span>"
     title = (f"{origin.config}: " if origin else "") + f"{m.family} on {plan.gpus} x {plan.gpu}"
     body = [_headline(plan, name, compiled), _memory(plan, compiled), _timeline(plan, compiled), _time(plan)]
     body += [_schedule(plan), _communication(plan, compiled), _candidates(plan, found), _formulas(explained)]
@@ -173,7 +173,7 @@ def _memory(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
     flag = f'<div class="flag"><span style="{flag}">limit {_gb(limit)}</span></div>'
     rows = [f'<div class="row"><span></span>{flag}</div>']
     rows += [row(moment, [(k, v, PARTS[k][0]) for k, v in parts.items()]) for moment, parts in moments.items()]
-    lead = f"""Memory of a GPU in the four moments of a step that can be its peak. The line is the limit: JAX
+    lead = f"""Memory of a GPU in the moments of a step that can be its peak. The line is the limit: JAX
     preallocates {limit / capacity:.0%} of the {_gb(capacity)}. While a checkpoint is written, each host holds
     {_gb(plan.host_bytes)} of state."""
     if plan.on_host:
@@ -313,13 +313,13 @@ def _candidates(plan: Estimate, found: SearchResult | None) -> str:
     return markup.section("Candidates", lead, body)
 
 
-def _formulas(explained: Sequence[explain.Section]) -> str:
+def _formulas(explained: Sequence[formula.Section]) -> str:
     body = ""
     for section in explained:
         body += f"<h3>{escape(section.title)} <small>{escape(section.source)}</small></h3>"
         for line in section.lines:
             arithmetic = f"<code>= {escape(line.formula)}</code><code>= {escape(line.numbers)}</code>"
-            value = f"<p><b>{explain.number(line.value)}</b> {escape(line.unit)}</p>"
+            value = f"<p><b>{formula.number(line.value)}</b> {escape(line.unit)}</p>"
             body += f'<div class="formula"><span>{escape(line.what)}</span><div>{arithmetic}</div>{value}</div>'
     return (
         markup.section("Formulas", "Each formula with this plan's numbers substituted, and its source.", body)

@@ -12,7 +12,7 @@ from rich.table import Table
 from nanotrain_jax.costs import counts, hardware
 from nanotrain_jax.planner import compiled as compiler
 from nanotrain_jax.planner.estimate import Estimate, Verdict, margin
-from nanotrain_jax.planner.explain import Section, number
+from nanotrain_jax.planner.formula import Section, number
 from nanotrain_jax.planner.search import SearchResult, describe
 from nanotrain_jax.planner.training_stages import Staged
 
@@ -24,7 +24,7 @@ def _unit(e: Estimate) -> tuple[float, str]:
 def estimated(console: Console, e: Estimate) -> None:
     """Print peak memory, communication, and step time with throughput and MFU."""
     c, m, (unit, name) = e.config, e.config.model, _unit(e)
-    console.print(f"{m.family}, {counts.parameters(m):,} parameters, on {e.gpus} x {e.gpu}: {describe(c)}")
+    console.print(f"{m.family}, {counts.all_parameters(c):,} parameters, on {e.gpus} x {e.gpu}: {describe(c)}")
     console.print(f"global batch: {c.data.batch_size} sequences of {c.data.seq_len} tokens")
     table = Table(title=f"peak memory per GPU, {name}", title_justify="left")
     for moment in ("", *e.moments):
@@ -71,7 +71,7 @@ def training_stages(console: Console, stages: Sequence[Staged]) -> None:
     for column in ("stage", "steps", "trained", f"peak {name}", "step s", "hours"):
         table.add_column(column, justify="left" if column == "stage" else "right")
     for span, e in stages:
-        trained = 1 - counts.frozen_parameters(e.config) / counts.parameters(e.config.model)
+        trained = 1 - counts.frozen_parameters(e.config) / counts.all_parameters(e.config)
         hours = (span.last - span.first) * e.step_seconds / 3600
         steps = f"{span.first + 1:,} to {span.last:,}"
         peak = f"{e.peak_bytes / unit:,.2f}"

@@ -1,0 +1,153 @@
+"""Gradients and weights that travel between devices in a step, one row of the parameter table after another.
+
+For resolved configs. Symbols and sources: costs/communication.py.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from nanotrain_jax.config.execution import Execution, execution, reduces_per_layer
+from nanotrain_jax.config.schema import EIGHT_BITS, Config
+from nanotrain_jax.costs import vision
+from nanotrain_jax.costs.counts import (
+    BYTES,
+    encodes,
+    gradient_bytes,
+    is_sharded,
+    local_elements,
+    rows,
+    stage_layers,
+    zero_devices,
+)
+from nanotrain_jax.costs.traffic import Traffic
+from nanotrain_jax.models.decoder_table import EMBEDDING
+from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION, Parameter
+from nanotrain_jax.parallel import quantization
+from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
+
+
+class Buffer(NamedTuple):
+    """Gradients or weights of one row of the parameter table that a device communicates in a step."""
+
+    axes: tuple[str, ...]  # mesh axes with more than one device
+    op: str
+    what: Traffic
+    part: str  # of the tree of parameters
+    itemsize: float  # bytes per element on the wire
+    times: int  # collectives per step
+    elements: float  # of the full buffer; in 8 bits with the padding to whole blocks
+
+
+def sharded_elements(config: Config) -> float:
+    """Return the elements of a device's weights that ZeRO shards, before it does."""
+    return sum(local_elements(row, config) for row in rows(config).values() if is_sharded(row, config))
+
+
+def parameter_buffers(config: Config) -> list[Buffer]:
+    """Return the full buffers of gradients and weights that `communication` sums, for each row of parameters."""
+    p = config.parallel
+    g, w = gradient_bytes(config), BYTES[config.precision.compute]
+    buffers = []
+
+    def add(axes: tuple[str, ...], op: str, what: Traffic, times: int, arrays: int, divisor: float = 1) -> None:
+        """Append the buffers of the current row. arrays: those in which it travels."""
+        apart = ("replica",) if p.sync_every else ()
+        present = tuple(axis for axis in axes if getattr(p, axis) > 1 and axis not in apart)
+        if present and not (row.is_frozen and what is not Traffic.WEIGHTS):
+            itemsize, elements = g if what.is_gradients else w, local_elements(row, config) / divisor
+            plain = Buffer(present, op, what, row.part, itemsize, times, elements)
+            buffers.extend(on_the_wire(plain, row, arrays, config))
+
+    replica = ("replica",) if p.compression.kind == "none" else ()  # else costs/compression.py
+    batch = *replica, *ZERO_AXES
+    arrays_of = {LAYERS: arrays_of_layers(config), ENCODER: arrays_of_encoder(config)}
+    for path, row in rows(config).items():
+        in_loop, after_loop = arrays_of.get(row.part, (1, 1))
+        is_of_decoder = row.part in (LAYERS, ENDS)
+        partial = row.is_partial or (row.split_dim is None and p.sequence_parallel and is_of_decoder)
+        is_replicated = row.part != LAYERS and not (row.is_padded and p.vocab_over_pipe)
+        stages = ("pipe",) if is_replicated else ()
+        over = ("tensor",) if partial else ()
+        if p.zero == 0 and execution(config) is Execution.PER_LAYER:  # inside the backward; over tensor once, after it
+            add(BATCH_AXES, "all_reduce", Traffic.GRADIENTS, 1, in_loop)
+            add(over, "all_reduce", Traffic.GRADIENTS, 1, after_loop)
+            continue
+        if p.zero == 0 or not is_sharded(row, config):
+            add((*stages, *batch, *over), "all_reduce", Traffic.GRADIENTS, 1, after_loop)
+            continue
+        times = uses(path, row, config)
+        add(ZERO_AXES, "reduce_scatter", Traffic.GRADIENTS, times if p.zero > 1 else 1, in_loop)
+        shards = zero_devices(config)
+        add((*stages, *replica, *over), "all_reduce", Traffic.GRADIENT_SHARDS, 1, after_loop, shards)
+        if p.zero < 3:
+            add(ZERO_AXES, "all_gather", Traffic.UPDATED_WEIGHTS, 1, after_loop)
+            continue
+        add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, times * passes(row, config), in_loop)
+    return buffers
+
+
+def uses(path: str, row: Parameter, config: Config) -> int:
+    """Return how often a step uses a parameter, in forwards: once for each microbatch, or for each that a device
+    encodes. Loops by hand use ends at each end apart, and the embedding again for the question about a picture."""
+    if row.part in (VISION, ENCODER):
+        return encodes(config)
+    is_by_hand, M = execution(config).is_by_hand, config.parallel.microbatches
+    is_asked = is_by_hand and config.vision is not None and path == EMBEDDING
+    return M * (2 if row.used == "both" and is_by_hand else 1) + is_asked * encodes(config)
+
+
+def passes(row: Parameter, config: Config) -> int:
+    """Return how often ZeRO 3 gathers a parameter for each of its `uses`: ends once, layers for the backward again, and
+    once more to recompute a block (not those that are gathered ahead)."""
+    if not row.is_stacked:
+        return 1
+    if row.part == ENCODER and not vision.has_backward(config, vision.LAYERS):
+        return 1
+    is_ahead = config.parallel.prefetch and row.part == LAYERS
+    return 3 if config.memory.rematerialization.policy == "block" and not is_ahead else 2
+
+
+def arrays_of_layers(config: Config) -> tuple[int, int]:
+    """Return the number of arrays in which ZeRO sends a parameter of all layers of a device: in the loop over layers,
+    and what is left after it.
+
+    In the loop one per layer, or per block where our own loop sends blocks; after it, the stacked array, unless stages
+    reduce all in their loop. Gradients of stages 0 and 1 are sent after it, unless per layer.
+    """
+    p, remat, is_pipeline = config.parallel, config.memory.rematerialization, execution(config) is Execution.PIPELINE
+    per_layer = reduces_per_layer(config)
+    sends_rows = is_pipeline and (p.prefetch or per_layer)
+    rows = stage_layers(config) // (remat.block if sends_rows and remat.policy == "block" else 1)
+    return rows if p.zero > 1 or per_layer else 1, rows if is_pipeline and per_layer else 1
+
+
+def arrays_of_encoder(config: Config) -> tuple[int, int]:
+    """Return the same of the encoder of pictures, which JAX differentiates as a loop over its layers everywhere."""
+    is_in_loop = config.parallel.zero > 1 or execution(config) is Execution.PER_LAYER
+    return config.vision.num_layers if config.vision and is_in_loop else 1, 1
+
+
+def on_the_wire(buffer: Buffer, row: Parameter, arrays: int, config: Config) -> list[Buffer]:
+    """Return the buffers in which gradients or weights of a row, so many arrays, travel: in 8 bits, or as they are.
+
+    In 8 bits (parallel/communication.py, quantization.py; ZeRO++, arXiv 2306.10209) each array is padded to whole
+    blocks, and an element takes 1 + 4/128 bytes:
+        precision.grad_reduce=int8, float8   reduce-scatter: an all-to-all; all-reduce: an all-to-all and an all-gather
+        precision.gather=int8                all-gather, of matrices of layers
+        precision.gather=float8              the same with 1 byte per element, and 4 per shard of each matrix
+    """
+    N, gather = prod(getattr(config.parallel, axis) for axis in buffer.axes), config.precision.gather
+    is_matrix_of_layer = buffer.what is Traffic.WEIGHTS and row.is_stacked and len(row.shape) > 1
+    if is_matrix_of_layer and gather == "float8":
+        return [buffer._replace(itemsize=1), buffer._replace(itemsize=4, elements=arrays * N)]
+    is_chosen = is_matrix_of_layer and gather == "int8"
+    if buffer.what.is_gradients:
+        is_chosen = config.precision.grad_reduce in EIGHT_BITS
+    size = buffer.elements / arrays
+    if not is_chosen or not quantization.is_quantized(size, N, config.parallel.persist_below):
+        return [buffer]
+    sent = buffer._replace(itemsize=quantization.BYTES, elements=arrays * quantization.padded(size, N))
+    ops = {"reduce_scatter": ["all_to_all"], "all_reduce": ["all_to_all", "all_gather"], "all_gather": ["all_gather"]}
+    return [sent._replace(op=op) for op in ops[buffer.op]]

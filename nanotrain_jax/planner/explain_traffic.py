@@ -1,0 +1,127 @@
+"""Formulas of an estimate's wire bytes with this run's numbers substituted, as planner/explain.py."""
+
+from __future__ import annotations
+
+from math import prod
+
+from nanotrain_jax.costs import communication, compression, counts, muon, vision
+from nanotrain_jax.costs.parameter_traffic import parameter_buffers, sharded_elements
+from nanotrain_jax.costs.traffic import Traffic
+from nanotrain_jax.planner.estimate import Estimate
+from nanotrain_jax.planner.formula import Line, Section, number
+from nanotrain_jax.planner.step_time import Transfer
+
+
+def traffic(e: Estimate) -> Section:
+    """Return every transfer: the ring factor times the full buffers."""
+    lines = []
+    for t in e.transfers:
+        group, (formula, numbers) = prod(getattr(e.config.parallel, axis) for axis in t.axis.split(",")), buffers(e, t)
+        if t.op != "permute":
+            factor = 2 if t.op == "all_reduce" else 1
+            formula, numbers = f"(n - 1) / n {formula}", f"({group} - 1) / {group} x {numbers}"
+            formula, numbers = ("2 " + formula, f"{factor} x {numbers}") if factor == 2 else (formula, numbers)
+        lines.append(Line(f"{t.axis} {t.op}", formula, numbers, t.bytes, f"bytes: {t.why}"))
+    source = "rings; volumes: ZeRO (1910.02054, section 7), Megatron-LM (1909.08053, 2205.05198, 2104.04473)"
+    return Section("Communication, per GPU and step", source, lines)
+
+
+def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
+    """Return the full buffers of a transfer as formula and numbers: b bytes of activations, w weights, g gradients."""
+    c, m, p, n = e.config, e.config.model, e.config.parallel, number
+    b, tokens = counts.BYTES[c.precision.compute], counts.tokens_per_device(c)
+    L, M = counts.stage_layers(c), p.microbatches
+    if t.what in (Traffic.ATTENTION, Traffic.HEADS):
+        return attention_buffers(e, t)
+    if t.what is Traffic.BETWEEN_STAGES:
+        split, ticks = p.tensor if p.sequence_parallel else 1, counts.outline(c).ticks
+        shown = f"2 x {ticks} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
+        return "2 ticks b B T D / M" + " / t" * (split > 1), shown
+    if t.what is Traffic.SHARED_BY_STAGES:
+        split, times = p.tensor if p.sequence_parallel else 1, communication.shares_of_ends(c)
+        shown = f"4 x {times} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
+        return ("4 ticks" if p.chunks == 1 else "4 M") + " b B T D / M" + " / t" * (split > 1), shown
+    if t.what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS):
+        gathers, scatters = communication.tensor_passes(c)
+        passes = scatters if t.op == "reduce_scatter" else gathers
+        ends = communication.ends_gathered(c) if t.op == "all_gather" else 2
+        return f"b B T D ({passes} L + {ends})", f"{b} x {n(tokens)} x {n(m.d_model)} x ({passes} x {L} + {ends})"
+    if t.what in (Traffic.ENCODER, Traffic.ENCODED):
+        return of_pictures(e, t)
+    if t.what in (Traffic.SYNCHRONIZATION, Traffic.COMPRESSED):
+        return replica_buffers(e, t)
+    if t.what is Traffic.MOMENTUM:
+        size = sum(x.bytes for x in muon.exchanges(c) if ",".join(x.axes) == t.axis) / 2
+        return "2 of matrices, padded to whole matrices per device", f"2 x {n(size)}"
+    if t.what is Traffic.LOSS:
+        return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
+    return of_parameters(e, t)
+
+
+def of_pictures(e: Estimate, t: Transfer) -> tuple[str, str]:
+    """Return the full buffers of the encoder's activations, or of the encoded pictures."""
+    c, v, p, n, D = e.config, e.config.vision, e.config.parallel, number, number(e.config.model.d_model)
+    b, K, encoded = counts.BYTES[c.precision.compute], v.max_tokens, n(vision.pictures(c))
+    if t.what is Traffic.ENCODER:
+        passes = vision.passes(c)
+        return f"b pictures {passes} L K E", f"{b} x {encoded} x {passes} x {v.num_layers} x {K} x {n(v.width)}"
+    if t.axis == "pipe":
+        starts = t.op == "all_gather"  # where attention begins
+        formula, shown = "b K D" + " + 4 T" * starts, f"{b} x {K} x {D}" + f" + 4 x {n(c.data.seq_len)}" * starts
+        return f"P pictures ({formula})", f"{p.pipe} x {encoded} x ({shown})"
+    formula, shown = "Q pictures", f"{vision.text_tokens(c)} x {encoded}"
+    if p.sequence_parallel and vision.has_backward(c):
+        formula, shown = formula + " + K B", shown + f" + {K} x {n(counts.rows_per_device(c))}"
+    return f"b D ({formula})", f"{b} x {D} x ({shown})"
+
+
+def attention_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
+    """Return the full buffers of attention over context; of a ring, the bytes sent. KH: of a tensor-parallel device."""
+    c, p, n = e.config, e.config.parallel, number
+    b, L, size = counts.BYTES[c.precision.compute], counts.stage_layers(c), p.context
+    tokens, width = n(counts.tokens_per_device(c)), n(counts.local_kv_width(c))
+    passes = 3 if counts.repeats_communication(c) else 2
+    if t.op == "permute":
+        shown = f"2 x {L} x {tokens} x {width} x ({passes} x ({size} - 1) x {b} + 4 x {size})"
+        return f"2 L B T KH ({passes} (c - 1) b + 4 c)", shown
+    if t.op == "all_gather":
+        return f"{passes} c b 2 L B T KH", f"{passes} x {size} x {b} x 2 x {L} x {tokens} x {width}"
+    if t.op == "reduce_scatter":
+        return "4 c 2 L B T KH", f"4 x {size} x 2 x {L} x {tokens} x {width}"
+    copies, queries = n(communication.ulysses_copies(c)), f"{n(c.model.d_model)} / {p.tensor}"
+    shown = f"{passes} x {b} x 2 x {L} x {tokens} x ({queries} + {copies} x {width})"
+    return f"{passes} b 2 L B T (D / t + copies KH)", shown
+
+
+def replica_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
+    """Return the full buffers of what is summed over replica apart from other gradients, or of weights after it."""
+    c, p = e.config, e.config.parallel
+    summed = [s.bytes for s in compression.all_sums(c) if (",".join(s.axes), s.op) == (t.axis, t.op)]
+    way = "float32" if p.compression.kind == "none" else p.compress
+    formula, size = f"of the arrays in {way}", number(sum(summed))
+    if not summed:
+        w = counts.BYTES[c.precision.compute]
+        formula, size = "w Psi", f"{w} x {number(sharded_elements(c))}"
+    steps = p.sync_every if t.what is Traffic.SYNCHRONIZATION else 1
+    return (f"{formula} / parallel.sync_every", f"{size} / {steps}") if steps > 1 else (formula, size)
+
+
+def of_parameters(e: Estimate, t: Transfer) -> tuple[str, str]:
+    """Return the full buffers of gradients or weights of a transfer, from the same table as its bytes."""
+    plain = counts.gradient_bytes(e.config) if t.what.is_gradients else counts.BYTES[e.config.precision.compute]
+    symbols = {plain: "g" if t.what.is_gradients else "w"}
+    by_itemsize: dict[float, dict[tuple[str, int], float]] = {}
+    for buffer in parameter_buffers(e.config):
+        if (",".join(buffer.axes), buffer.op, buffer.what) == (t.axis, t.op, t.what):
+            elements, key = by_itemsize.setdefault(buffer.itemsize, {}), (buffer.part, buffer.times)
+            elements[key] = elements.get(key, 0.0) + buffer.elements
+    formulas, numbers = [], []
+    for itemsize, elements in by_itemsize.items():
+        formula = " + ".join(f"{times} Psi_{name}" for name, times in elements)
+        shown = " + ".join(f"{times} x {number(size)}" for (_, times), size in elements.items())
+        formulas.append(f"{symbols.get(itemsize, itemsize)} ({formula})")
+        numbers.append(f"{itemsize} x ({shown})")
+    formula, shown = (
+        " + ".join(terms) if len(terms) == 1 else f"({' + '.join(terms)})" for terms in (formulas, numbers)
+    )
+    return f"{formula}, of the arrays in this transfer", shown
