@@ -33,7 +33,7 @@ from nanotrain_jax.config import training_stages
 from nanotrain_jax.config.load import Parser, describe, load, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.config.training_stages import Span, spans
+from nanotrain_jax.config.training_stages import Span, of_phase, phases, spans
 from nanotrain_jax.data import batches
 from nanotrain_jax.distributed import processes, watchdog
 from nanotrain_jax.distributed.processes import on_all_processes
@@ -134,7 +134,7 @@ def prepare(config: Config) -> Run:
 
 
 def build(config: Config, count: int) -> tuple[Mesh, list[Stage]]:
-    """Build the mesh, and the step of each stage of training. count: number of processes."""
+    """Build the mesh, and the step of each phase of each stage of training. count: number of processes."""
     runtime = config.runtime
     if runtime.simulate % count:
         raise ValueError(f"runtime.simulate={runtime.simulate} is not divisible by {count} processes; use a multiple")
@@ -144,7 +144,9 @@ def build(config: Config, count: int) -> tuple[Mesh, list[Stage]]:
     meshes.configure(runtime.simulate // count, runtime.deterministic, cache)
     mesh = meshes.make(**config.parallel.axes)
     datasets: dict[str, batches.Dataset] = {}
-    stages = [build_stage(training_stages.of_span(config, span), span, mesh, datasets) for span in spans(config)]
+    stages = []
+    for span in spans(config):
+        stages += build_stage(training_stages.of_span(config, span), span, mesh, datasets)
     check_data(stages)
     return mesh, stages
 
@@ -160,8 +162,8 @@ def check_data(stages: list[Stage]) -> None:
             )
 
 
-def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batches.Dataset]) -> Stage:
-    """Build the step of a stage of training, and load its data. datasets: those loaded so far, by source."""
+def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batches.Dataset]) -> list[Stage]:
+    """Build the step of each phase of a stage, and load its data. datasets: those loaded so far, by source."""
     source = config.data.source
     if source not in datasets:
         if jax.process_index() == 0:
@@ -170,11 +172,12 @@ def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batc
     dataset = datasets[source]
     config = resolve(config, mesh.shape, dataset.vocab_size)
     capacity.check(config, mesh)
-    step = steps.build(config, mesh)
+    built = [Stage(part, config, dataset, steps.build(of_phase(config, part), mesh)) for part in phases(config, span)]
+    step = built[-1].step
     batches.check(dataset, step.batch, config.data.source)
     if config.memory.offload_optimizer == "nvme":
         checkpointing.store(config, step)  # validates memory.nvme_dir
-    return Stage(span, config, dataset, step)
+    return built
 
 
 @contextmanager

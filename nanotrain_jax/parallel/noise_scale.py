@@ -99,6 +99,12 @@ def average(noise: Noise, of_small: jax.Array, of_batch: jax.Array, batch: Batch
     return jax.tree.map(add, noise, of_step)
 
 
+def exceeds(noise: Noise, sequences: int) -> bool:
+    """Return whether the noise scale is above a batch: also if the gradient is lost in noise. Waits for the device."""
+    trace, square = jax.device_get(noise)
+    return bool(trace > sequences * square)
+
+
 def scale(noise: Noise) -> jax.Array:
     """-> the noise scale in sequences; nan if the gradient is lost in noise."""
     return jnp.where(noise.square > 0, noise.trace / noise.square, jnp.nan)

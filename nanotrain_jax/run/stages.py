@@ -1,6 +1,7 @@
-"""Stages of training (train.stages): all built before the first step, then run one after another on the same weights.
+"""Stages of training (train.stages) and their phases (train.batch_schedule, train.batch_growth): all built before the
+first step, then run one after another on the same weights.
 
-Without train.stages a run is one stage.
+A run is at least one stage, a stage at least one phase.
 """
 
 from __future__ import annotations
@@ -13,18 +14,51 @@ import jax
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span
 from nanotrain_jax.data.batches import Dataset
+from nanotrain_jax.parallel import noise_scale
 from nanotrain_jax.step import state as states
 from nanotrain_jax.step.build import Step, shardings
 from nanotrain_jax.step.state import State
 
 
 class Stage(NamedTuple):
-    """A stage of training, ready to run."""
+    """A phase of a stage of training, ready to run."""
 
     span: Span
-    config: Config  # resolved
+    config: Config  # resolved, of the whole stage
     dataset: Dataset
-    step: Step
+    step: Step  # with the batch of the phase
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences per step."""
+        return self.step.plan.config.data.batch_size
+
+
+def is_over(stage: Stage, number: int, state: State) -> bool:
+    """Return whether a phase ends after the step of this number, and the next one begins.
+
+    train.batch_growth: the noise scale decides, which is in checkpoints; a phase takes at least a step. Waits for the
+    device at its checks only.
+    """
+    growth, span = stage.config.train.batch_growth, stage.span
+    if number >= span.last:
+        return True
+    if span.batch_size is None or not growth or number % growth.every or number <= span.first:
+        return False
+    return noise_scale.exceeds(state.noise, stage.batch_size)
+
+
+def index_at(stages: list[Stage], number: int, batch_size: int | None) -> int:
+    """Return the index of the phase that took the step of this number, with this batch (None: not known).
+
+    With train.batch_growth: of the first phase of at least this batch.
+    """
+
+    def may_be(stage: Stage) -> bool:
+        is_last = stage.span.batch_size is None or not stage.config.train.batch_growth
+        return number <= stage.span.last and (is_last or stage.batch_size >= (batch_size or 0))
+
+    return next((i for i, stage in enumerate(stages) if may_be(stage)), len(stages) - 1)
 
 
 def begin(stage: Stage, before: State) -> State:
@@ -33,12 +67,20 @@ def begin(stage: Stage, before: State) -> State:
     return jax.jit(begin_on_devices, out_shardings=shardings(stage.step.state), donate_argnums=0)(before)
 
 
-def describe(stage: Stage) -> str:
-    """Return a line about a stage: its steps, what it trains, learning rate and data."""
-    plan, config = stage.step.plan, stage.config
-    sizes = [x.size for x in jax.tree.leaves(plan.model.shapes)]
-    trained = sum(size for size, trains in zip(sizes, jax.tree.leaves(plan.trainable), strict=True) if trains)
-    return (
-        f"stage {stage.span.name}: steps {stage.span.first + 1} to {stage.span.last}, trains {trained:,} of "
-        f"{sum(sizes):,} parameters, lr {config.optimizer.lr:g}, {config.data.source}"
-    )
+def describe(stage: Stage, number: int) -> list[str]:
+    """Return a line about a stage of training: its steps, what it trains, learning rate and data; and one about a phase
+    that goes on after a step of this number."""
+    plan, span, lines = stage.step.plan, stage.span, []
+    lr, p = plan.config.optimizer.lr, plan.config.parallel
+    if span.name:
+        sizes = [x.size for x in jax.tree.leaves(plan.model.shapes)]
+        trained = sum(size for size, trains in zip(sizes, jax.tree.leaves(plan.trainable), strict=True) if trains)
+        lines.append(
+            f"stage {span.name}: steps {span.first + 1} to {span.last}, trains {trained:,} of {sum(sizes):,} "
+            f"parameters, lr {lr:g}, {stage.config.data.source}"
+        )
+    if stage.config.train.batch_schedule or stage.config.train.batch_growth:
+        lines.append(
+            f"after step {number}: {stage.batch_size} sequences per step in {p.microbatches} microbatches, lr {lr:g}"
+        )
+    return lines

@@ -38,7 +38,7 @@ def test_a_step_is_written_when_the_next_one_has_been_dispatched(config, tmp_pat
 
 def test_only_logged_steps_evaluations_and_the_last_step_are_written(config, tmp_path):
     writer = metrics.Writer(config, 0, 1e12)
-    writer.flops = 1e9
+    writer.flops_per_token = 1e9 / (32 * 16)
     writer.start_clock()
     for number in range(1, 11):
         writer.step(number, values(loss=1 / 3, skipped_steps=jnp.int32(number > 4)))
