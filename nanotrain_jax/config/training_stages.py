@@ -61,7 +61,7 @@ def of_span(config: Config, span: Span) -> Config:
 def phases(config: Config, span: Span) -> list[Span]:
     """Return the phases of the batch of a stage. The last has data.batch_size, even if no step is left for it.
 
-    With train.batch_growth each may last until the end of the stage (`run/stages.py` ends it).
+    With train.batch_growth each may last until the end of the stage (`run/phases.py` ends it).
     """
     growth = config.train.batch_growth
     if growth:

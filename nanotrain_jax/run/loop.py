@@ -26,15 +26,15 @@ from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.run import banner, curves, metrics, profile_summary
+from nanotrain_jax.run.phases import Phase, begin, describe, is_over
 from nanotrain_jax.run.profiling import Profile, profiling
-from nanotrain_jax.run.stages import Stage, begin, describe, is_over
 from nanotrain_jax.step import build as steps
 
 
 class Run(NamedTuple):
     """A validated run, ready to start or to go on."""
 
-    stages: list[Stage]  # phases of stages of training: the current one, and later ones
+    phases: list[Phase]  # of stages of training: the current one, and later ones
     mesh: Mesh
     state: steps.State
     position: int  # sequences of the data consumed so far
@@ -47,27 +47,27 @@ class Run(NamedTuple):
     @property
     def span(self) -> Span:
         """The steps of the current phase."""
-        return self.stages[0].span
+        return self.phases[0].span
 
     @property
     def config(self) -> Config:
         """The resolved config of the current stage."""
-        return self.stages[0].config
+        return self.phases[0].config
 
     @property
     def dataset(self) -> data.Dataset:
         """The data of the current stage."""
-        return self.stages[0].dataset
+        return self.phases[0].dataset
 
     @property
     def step(self) -> steps.Step:
         """The step of the current phase."""
-        return self.stages[0].step
+        return self.phases[0].step
 
     @property
     def evaluation(self) -> steps.Step:
         """The step whose `evaluate` all phases of a stage use: the last one's, so that losses can be compared."""
-        return next(stage.step for stage in reversed(self.stages) if stage.span.name == self.span.name)
+        return next(phase.step for phase in reversed(self.phases) if phase.span.name == self.span.name)
 
 
 def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], bool]) -> None:
@@ -85,7 +85,7 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
         writer.say(banner.introduction(config, run.mesh, run.dataset, run.notes))
         if writer.active and int(run.state.step) == config.train.steps:
             writer.latest |= curves.last(folder / "metrics.jsonl", config.train.steps)
-        run = run_stages(run, partial(Loop, folder=folder, files=files, writer=writer, watch=watch), stopped)
+        run = run_phases(run, partial(Loop, folder=folder, files=files, writer=writer, watch=watch), stopped)
         number = int(run.state.step)
         watch.at("end", number)
         bigram = None
@@ -95,28 +95,27 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
         writer.say(banner.summary(config, writer.latest, bigram, number))
 
 
-def run_stages(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[int], bool]) -> Run:
+def run_phases(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[int], bool]) -> Run:
     """Run the steps of each phase that is left, until stopped; -> the run as it ends."""
     while True:
-        if not is_over(run.stages[0], int(run.state.step), run.state):
+        if not is_over(run.phases[0], int(run.state.step), run.state):
             loop = make_loop(run)
             loop.run_steps(stopped)
             run = loop.after()
-        if len(run.stages) == 1 or not is_over(run.stages[0], int(run.state.step), run.state):
+        if len(run.phases) == 1 or not is_over(run.phases[0], int(run.state.step), run.state):
             return run
-        run = next_stage(run)
+        run = next_phase(run)
 
 
-def next_stage(run: Run) -> Run:
+def next_phase(run: Run) -> Run:
     """Return the run at the start of its next phase; a new stage reads on where the last one ended, or other data."""
-    last, stages = run.stages[0], run.stages[1:]
-    if stages[0].span.name == last.span.name:
-        span = stages[0].span._replace(first=int(run.state.step))
-        return run._replace(stages=[stages[0]._replace(span=span), *stages[1:]])
-    is_same_data = stages[0].dataset.fingerprint == last.dataset.fingerprint
-    return run._replace(
-        stages=stages, state=begin(stages[0], run.state), position=run.position if is_same_data else 0, start=None
-    )
+    last, phase, *later = run.phases
+    phase = phase._replace(span=phase.span._replace(first=int(run.state.step)))
+    run = run._replace(phases=[phase, *later])
+    if phase.span.name == last.span.name:
+        return run
+    is_same_data = phase.dataset.fingerprint == last.dataset.fingerprint
+    return run._replace(state=begin(phase, run.state), position=run.position if is_same_data else 0, start=None)
 
 
 class Loop:
@@ -124,16 +123,16 @@ class Loop:
 
     def __init__(self, run: Run, folder: Path, files: Store | None, writer: metrics.Writer, watch: watchdog.Watchdog):
         self.run, self.folder, self.files, self.writer, self.watch = run, folder, files, writer, watch
-        self.stage, self.config, self.state = run.stages[0], run.config, run.state
+        self.phase, self.config, self.state = run.phases[0], run.config, run.state
         self.first = self.number = self.saved = int(run.state.step)
         self.program: Callable[[], str] | None = None  # returns the text of the compiled step
         self.synchronize: Callable[[steps.State], steps.State] | None = None  # compiled; with parallel.sync_every
 
     def run_steps(self, stopped: Callable[[int], bool]) -> None:
         """Run steps until the phase is over or until stopped(step), and save."""
-        self.writer.tokens_per_step = self.stage.batch_size * self.config.data.seq_len
+        self.writer.tokens_per_step = self.phase.batch_size * self.config.data.seq_len
         self.writer.flops_per_token = flops.flops_per_token(self.config)["full"] if self.config.is_decoder else 0.0
-        for line in describe(self.stage, self.number):
+        for line in describe(self.phase, self.number):
             self.writer.say(line)
         every, train_step = self.config.checkpoint.every, self.compile()
         with checkpoint.writing(self.config.checkpoint) if every else nullcontext() as write:
@@ -149,7 +148,7 @@ class Loop:
     @property
     def sequences(self) -> int:
         """Sequences consumed by this loop so far."""
-        return (self.number - self.first) * self.stage.batch_size
+        return (self.number - self.first) * self.phase.batch_size
 
     @property
     def position(self) -> int:
@@ -170,7 +169,7 @@ class Loop:
         )
         with profiling(Profile(profiled, self.folder / "profile", self.writer.say, self.program)) as profile:
             self.writer.start_clock()
-            while not is_over(self.stage, self.number, self.state) and not stopped(self.number):
+            while not is_over(self.phase, self.number, self.state) and not stopped(self.number):
                 self.take_step(train_step, batches, profile)
                 self.between_steps(write)
             self.writer.settle()
@@ -245,7 +244,7 @@ class Loop:
             "tokenizer": run.dataset.tokenizer,
             "data": {"position": self.position, "fingerprint": run.dataset.fingerprint},
             "tokens": self.tokens,
-            "batch_size": self.stage.batch_size,
+            "batch_size": self.phase.batch_size,
             "nvme": files and files.seal(),
         }
         apart = (checkpointing.arrays(files, run.step, run.config), files.nbytes) if files else ()
