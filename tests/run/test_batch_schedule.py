@@ -149,7 +149,7 @@ def test_a_run_resumes_bitwise_from_every_step(config_file, tmp_path, keys):
 @pytest.mark.long
 def test_several_processes_grow_as_one(config_file, tmp_path):
     run(config_file, tmp_path / "one", *GROWTH)
-    finished(launched(2, config_file, f"logging.dir={tmp_path}/two", *KEYS, *GROWTH))
+    finished(launched(2, config_file, f"logging.dir={tmp_path}/two", *KEYS, *GROWTH, "runtime.simulate=2"))
     one, two = (records(tmp_path / name) for name in ("one", "two"))
     assert sizes(two, 8) == sizes(one, 8)
     np.testing.assert_allclose([r["loss"] for r in two], [r["loss"] for r in one], rtol=1e-6)
