@@ -148,18 +148,18 @@ def check_phases(config: Config, axes: Mapping[str, int]) -> None:
     could be that of a run."""
     growth, whole, M = config.train.batch_growth, config.data.batch_size, config.parallel.microbatches
     key = "train.batch_growth" if growth else "train.batch_schedule"
-    given, size_of_one = [growth] if growth else config.train.batch_schedule, whole // M
+    given, microbatch = [growth] if growth else config.train.batch_schedule, whole // M
     if given and config.memory.offload_optimizer == "nvme":
         raise Misfit(
             f"{key} with memory.offload_optimizer=nvme: each phase would begin with new files",
             "use memory.offload_optimizer=host or none",
         )
     for size in (phase.batch_size for phase in given):
-        if size not in range(size_of_one, whole, size_of_one):
-            smaller = f"a multiple of {size_of_one} below {whole}, or " if M > 1 else ""
+        if size not in range(microbatch, whole, microbatch):
+            smaller = f"a multiple of {microbatch} below {whole}, or " if M > 1 else ""
             raise Misfit(
                 f"{key}: batch_size={size} is not a part of data.batch_size={whole} in parallel.microbatches={M} of "
-                f"{size_of_one} sequences",
+                f"{microbatch} sequences",
                 f"use {smaller}more parallel.microbatches",
             )
     *smaller, _ = phases(config, Span("", 0, config.train.steps))

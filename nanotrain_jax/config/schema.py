@@ -312,8 +312,8 @@ class Optimizer(Section):
     decay_fraction: float = key(0.1, "wsd: fraction of decay_steps spent decaying", gt=0, le=1)
     lr_by_batch: Literal["sqrt", "linear", "none"] = key(
         "sqrt",
-        "train.batch_schedule and batch_growth: learning rate of a smaller batch; sqrt: times (batch / batch_size) ** "
-        "0.5, for Adam; linear: times batch / batch_size, for SGD; none: the same",
+        "train.batch_schedule, batch_growth: learning rate of a smaller batch; sqrt: times the root of batch / "
+        "data.batch_size, for Adam; linear: times batch / data.batch_size, for SGD; none: the same",
     )
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Pair] = key(
         (0.9, 0.95), "decay rates of first and second moment"
