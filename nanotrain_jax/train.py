@@ -33,7 +33,7 @@ from nanotrain_jax.config import training_stages
 from nanotrain_jax.config.load import Parser, describe, load, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.config.training_stages import Span, spans
+from nanotrain_jax.config.training_stages import Span, of_phase, spans
 from nanotrain_jax.data import batches
 from nanotrain_jax.distributed import processes, watchdog
 from nanotrain_jax.distributed.processes import on_all_processes
@@ -42,7 +42,7 @@ from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.run import capacity, resume, sinks
 from nanotrain_jax.run.loop import Run, new_folder, train
-from nanotrain_jax.run.stages import Stage
+from nanotrain_jax.run.phases import Phase
 from nanotrain_jax.step import build as steps
 
 
@@ -118,7 +118,7 @@ def prepare(config: Config) -> Run:
     gpus = [] if runtime.simulate else processes.local_gpus(process)
     processes.initialize(process, gpus, runtime.join_timeout)
     requested = config
-    mesh, stages = on_all_processes(lambda: build(requested, process.count))
+    mesh, phases = on_all_processes(lambda: build(requested, process.count))
     checkpoints = restore.agree(config.checkpoint)
     notes = []
     if process.count > 1:
@@ -126,15 +126,15 @@ def prepare(config: Config) -> Run:
         notes.append(f"{process.count} processes on {len(set(hosts))} hosts (from {process.source})")
         notes += [f"warning: {text}" for text in [meshes.cross_host_warning(mesh, hosts)] if text]
     if checkpoints is None:
-        return Run(stages, mesh, stages[0].step.init(), 0, notes, None, None, {}, 0)
-    resumed = resume.resume(checkpoints, requested, stages)
+        return Run(phases, mesh, phases[0].step.init(), 0, notes, None, None, {}, 0)
+    resumed = resume.resume(checkpoints, requested, phases)
     notes += resumed.notes
     origin = resumed.start, resumed.meta, resumed.damaged
-    return Run(resumed.stages, mesh, resumed.state, resumed.position, notes, *origin, resumed.tokens)
+    return Run(resumed.phases, mesh, resumed.state, resumed.position, notes, *origin, resumed.tokens)
 
 
-def build(config: Config, count: int) -> tuple[Mesh, list[Stage]]:
-    """Build the mesh, and the step of each stage of training. count: number of processes."""
+def build(config: Config, count: int) -> tuple[Mesh, list[Phase]]:
+    """Build the mesh, and the step of each phase of each stage of training. count: number of processes."""
     runtime = config.runtime
     if runtime.simulate % count:
         raise ValueError(f"runtime.simulate={runtime.simulate} is not divisible by {count} processes; use a multiple")
@@ -146,24 +146,26 @@ def build(config: Config, count: int) -> tuple[Mesh, list[Stage]]:
     if jax.process_index() == 0:
         sinks.check(config)
     datasets: dict[str, batches.Dataset] = {}
-    stages = [build_stage(training_stages.of_span(config, span), span, mesh, datasets) for span in spans(config)]
-    check_data(stages)
-    return mesh, stages
+    phases = []
+    for span in spans(config):
+        phases += build_stage(training_stages.of_span(config, span), span, mesh, datasets)
+    check_data(phases)
+    return mesh, phases
 
 
-def check_data(stages: list[Stage]) -> None:
+def check_data(phases: list[Phase]) -> None:
     """Raise ValueError unless the data of all stages have the same tokenizer."""
-    first = stages[0]
-    for stage in stages:
-        if stage.dataset.tokenizer != first.dataset.tokenizer:
+    first = phases[0]
+    for phase in phases:
+        if phase.dataset.tokenizer != first.dataset.tokenizer:
             raise ValueError(
-                f"train.stages: the tokenizer of {stage.config.data.source} is {stage.dataset.tokenizer}, that of "
+                f"train.stages: the tokenizer of {phase.config.data.source} is {phase.dataset.tokenizer}, that of "
                 f"{first.config.data.source} is {first.dataset.tokenizer}; use data with the same tokenizer"
             )
 
 
-def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batches.Dataset]) -> Stage:
-    """Build the step of a stage of training, and load its data. datasets: those loaded so far, by source."""
+def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batches.Dataset]) -> list[Phase]:
+    """Build the step of each phase of a stage, and load its data. datasets: those loaded so far, by source."""
     source = config.data.source
     if source not in datasets:
         if jax.process_index() == 0:
@@ -172,13 +174,15 @@ def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batc
     dataset = datasets[source]
     config = resolve(config, mesh.shape, dataset.vocab_size)
     capacity.check(config, mesh)
-    step = steps.build(config, mesh)
+    parts = training_stages.phases(config, span)
+    phases = [Phase(part, config, dataset, steps.build(of_phase(config, part), mesh)) for part in parts]
+    step = phases[-1].step
     batches.check(dataset, step.batch, source)
     if config.vision:
         batches.check_places(dataset, config.vision.max_tokens, source)
     if config.memory.offload_optimizer == "nvme":
         checkpointing.store(config, step)  # validates memory.nvme_dir
-    return Stage(span, config, dataset, step)
+    return phases
 
 
 @contextmanager

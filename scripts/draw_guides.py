@@ -1,10 +1,11 @@
-"""Draw the pictures of the guides: Gantt charts of schedules, who computes which attention, memory of compiled steps.
+"""Draw the pictures of the guides: schedules, who computes which attention, noise scale, memory of compiled steps.
 
 python scripts/draw_guides.py
 
 The last needs the CUDA compiler: pip install 'nanotrain_jax[cuda12]'.
 """
 
+import json
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from matplotlib import pyplot
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "nanotrain_jax" / "parallel" / "pipeline" / "docs"
 ZIGZAG = ROOT / "nanotrain_jax" / "parallel" / "docs" / "zigzag.png"
+NOISE = ROOT / "nanotrain_jax" / "run" / "docs" / "noise_scale.png"  # beside it the measured values, as JSON
 TIMELINES = ROOT / "nanotrain_jax" / "planner" / "docs"
 STEPS = {  # on 8 H100s: picture -> config, overrides
     "gpt2": ("gpt2_124m", ["parallel.zero=1"]),
@@ -94,6 +96,21 @@ def draw_blocks(axes: Axes, owners: np.ndarray, title: str) -> None:
     axes.spines[:].set_visible(False)
 
 
+def draw_noise_scale(path: Path) -> None:
+    """Draw the noise scale of runs with a fixed batch, and the batch of one that grows with it: tokens over steps."""
+    runs = json.loads(path.with_suffix(".json").read_text())
+    figure = pyplot.figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for seed, values in enumerate(runs["noise_scale"]):
+        axes.plot(runs["step"], values, color="C0", linewidth=1, label=None if seed else "noise scale, each seed")
+    axes.axhline(runs["fixed_batch"], color="gray", linestyle="--", linewidth=1, label="fixed batch")
+    axes.plot(runs["step"], runs["growing_batch"], color="C1", drawstyle="steps-pre", label="batch_growth")
+    axes.set(xlabel="step", ylabel="tokens", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=80)
+
+
 def draw_timeline(path: Path, name: str, overrides: list[str]) -> None:
     """Compile the step of a config for 8 H100s and draw its memory timeline."""
     config = on_gpus(load(str(ROOT / "configs" / f"{name}.yaml"), overrides), 8, "h100")
@@ -103,7 +120,7 @@ def draw_timeline(path: Path, name: str, overrides: list[str]) -> None:
 
 
 def main() -> None:
-    """Write PICTURES/<schedule>.png, ZIGZAG and TIMELINES/<step>.svg."""
+    """Write PICTURES/<schedule>.png, ZIGZAG, NOISE and TIMELINES/<step>.svg."""
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in SCHEDULES:
@@ -112,6 +129,8 @@ def main() -> None:
     ZIGZAG.parent.mkdir(exist_ok=True)
     draw_zigzag(ZIGZAG)
     print(ZIGZAG)
+    draw_noise_scale(NOISE)
+    print(NOISE)
     TIMELINES.mkdir(exist_ok=True)
     for name, (config, overrides) in STEPS.items():
         draw_timeline(TIMELINES / f"{name}.svg", config, overrides)

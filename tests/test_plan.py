@@ -165,6 +165,14 @@ def test_a_plan_of_stages_shows_all_and_plans_one(capsys, tmp_path):
     assert "--stage=tail is no stage of training; use head or all" in capsys.readouterr().err
 
 
+def test_a_plan_of_a_batch_that_grows_is_of_the_largest(capsys):
+    config = "--config", ROOT / "configs/gpt2_124m.yaml"
+    assert run(*config, "parallel.microbatches=4", "train.batch_schedule=[{steps: 5, batch_size: 128}]") == 0
+    told = capsys.readouterr().out
+    assert "global batch: 512 sequences" in told
+    assert "this is the largest batch" in told
+
+
 def test_a_layout_that_does_not_fit_exits_with_1_and_prints_the_excess(capsys):
     arguments = "--config", ROOT / "configs/llama3_8b.yaml", "--gpu", "a100-40", "parallel.zero=0"
     assert run(*arguments) == 1

@@ -151,8 +151,8 @@ def test_an_evaluation_keeps_two_batches_in_flight(monkeypatch):
         return sums
 
     monkeypatch.setattr(batches, "evaluation", lambda *_: range(100))
-    run = mock.Mock()
-    run.step.evaluate = evaluate
+    run = mock.MagicMock()
+    run.evaluation.evaluate = evaluate
     run.state.step = 0
     assert loop.Loop(run, None, None, None, mock.Mock()).evaluate() == {"val_loss": 2.0}
     assert (len(most), max(most)) == (100, 2)

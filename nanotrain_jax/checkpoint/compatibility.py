@@ -22,7 +22,7 @@ REPORTED = {  # keys whose change is reported on resume; None: the whole section
     "precision": ("loss_scale", "grad_reduce"),
     "data": ("source", "batch_size", "seq_len", "seed", "val_fraction"),
     "optimizer": None,
-    "train": ("steps",),
+    "train": ("steps", "batch_schedule", "batch_growth"),
 }
 
 
@@ -37,8 +37,8 @@ class Position(BaseModel):
 class Meta(BaseModel):
     """Metadata of a checkpoint.
 
-    config: resolved, as plain data; tokens: consumed so far, None in checkpoints of older versions; nvme: digest of the
-    NVMe files.
+    config: resolved, as plain data; tokens: consumed so far; batch_size: sequences of the last step (both None in
+    checkpoints of older versions); nvme: digest of the NVMe files.
     """
 
     model_config = ConfigDict(strict=True)
@@ -46,6 +46,7 @@ class Meta(BaseModel):
     tokenizer: str | None
     data: Position
     tokens: int | None = Field(default=None, ge=0)
+    batch_size: int | None = Field(default=None, ge=1)
     nvme: str | None = None
 
     @field_validator("config")

@@ -29,7 +29,7 @@ from nanotrain_jax.parallel import local_steps
 
 OUTER, THETA = "outer/", "outer/theta/"  # paths of the state of the outer optimizer
 MASTER, PARAMS = "opt/master/", "params/"  # paths of float32 weights; params: where there are no master weights
-SCALE, FEEDBACK = "scale/", "feedback/"
+SCALE, FEEDBACK, NOISE = "scale/", "feedback/", "noise/"
 OPTIMIZER_STATE = re.compile(r"opt/(master|moments/\d+/\w+)/(?P<weight>.+)")
 Shapes = dict[str, tuple[int, ...]]  # path -> shape
 
@@ -48,6 +48,8 @@ def source(path: str, wanted: jax.ShapeDtypeStruct, have: Shapes) -> Source | No
     optimized = OPTIMIZER_STATE.fullmatch(path)
     if optimized and path not in have and PARAMS + optimized["weight"] in have:  # it was frozen
         return Source(PARAMS + optimized["weight"], wanted) if path.startswith(MASTER) else None
+    if path.startswith(NOISE) and path not in have:  # it was not measured
+        return None
     was_apart = any(name.startswith(OUTER) for name in have)
     if path.startswith(OUTER) and not was_apart:
         weight = path.removeprefix(THETA)

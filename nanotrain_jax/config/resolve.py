@@ -8,6 +8,7 @@ from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import Execution, casts_at_use, execution, reduces_per_layer
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import EIGHT_BITS, Config
+from nanotrain_jax.config.training_stages import Span, of_phase, phases
 from nanotrain_jax.config.update_checks import (
     check_compression,
     check_frozen,
@@ -75,6 +76,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     check_optimizer(config)
     check_blocks(config)
     check_batch(config)
+    check_phases(config, axes)
     return config
 
 
@@ -139,6 +141,33 @@ def check_batch(config: Config) -> None:
             f"model.loss_chunk={chunk} does not divide the {tokens} tokens of a device's microbatch",
             f"use {near_divisors(tokens, chunk)}",
         )
+
+
+def check_phases(config: Config, axes: Mapping[str, int]) -> None:
+    """Raise Misfit unless each smaller batch (train.batch_schedule, train.batch_growth) is of whole microbatches, and
+    could be that of a run."""
+    growth, whole, M = config.train.batch_growth, config.data.batch_size, config.parallel.microbatches
+    key = "train.batch_growth" if growth else "train.batch_schedule"
+    given, microbatch = [growth] if growth else config.train.batch_schedule, whole // M
+    if given and config.memory.offload_optimizer == "nvme":
+        raise Misfit(
+            f"{key} with memory.offload_optimizer=nvme: each phase would begin with new files",
+            "use memory.offload_optimizer=host or none",
+        )
+    for size in (phase.batch_size for phase in given):
+        if size not in range(microbatch, whole, microbatch):
+            smaller = f"a multiple of {microbatch} below {whole}, or " if M > 1 else ""
+            raise Misfit(
+                f"{key}: batch_size={size} is not a part of data.batch_size={whole} in parallel.microbatches={M} of "
+                f"{microbatch} sequences",
+                f"use {smaller}more parallel.microbatches",
+            )
+    *smaller, _ = phases(config, Span("", 0, config.train.steps))
+    for span in smaller:
+        try:
+            resolve(of_phase(config, span), axes)
+        except Misfit as error:
+            raise Misfit(f"{key}: with a batch of {span.batch_size}: {error}", reason=error.reason) from None
 
 
 def check_tensor(config: Config) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from nanotrain_jax.config.section import Pair, Section, key
-from nanotrain_jax.config.values import Count, Path, Positive, Seed, Service, Source
+from nanotrain_jax.config.values import Count, Path, Positive, Seed, Sequences, Service, Source
 
 
 def check_pattern(pattern: str) -> None:
@@ -31,6 +31,20 @@ class TrainStage(Section):
     data: Source | None = key(None, "null: data.source")
 
 
+class BatchPhase(Section):
+    """Some steps with a batch smaller than data.batch_size."""
+
+    steps: Positive = key(..., "optimizer steps of this phase")
+    batch_size: Sequences = key(..., "global batch size, in sequences per step")
+
+
+class BatchGrowth(Section):
+    """A batch that doubles, up to data.batch_size, at each check that finds the gradient noise scale above it."""
+
+    batch_size: Sequences = key(..., "global batch size to begin with, in sequences per step")
+    every: Positive = key(..., "steps between checks")
+
+
 class Train(Section):
     """Length of the run, evaluation and logging intervals."""
 
@@ -44,6 +58,14 @@ class Train(Section):
         (),
         "stages of training, [{name, steps, freeze, lr, data}, ...]: each as a run of its own, with the same weights",
     )
+    batch_schedule: Annotated[tuple[BatchPhase, ...], Pair] = key(
+        (), "smaller batches to begin with, [{steps, batch_size}, ...]; then data.batch_size"
+    )
+    batch_growth: BatchGrowth | None = key(
+        None,
+        "{batch_size, every}: a smaller batch to begin with; every so many steps it doubles if the noise scale is "
+        "above it, up to data.batch_size",
+    )
     eval_every: Count = key(0, "steps between evaluations; 0: never")
     eval_steps: Positive = key(10, "batches per evaluation (fewer if the held-out text is short)")
     log_every: Count = key(1, "steps between log lines; evaluations and the last step are always logged; 0: only these")
@@ -56,6 +78,14 @@ class Train(Section):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:
             raise ValueError(f"train.stages has two stages {twice!r}; give them different names")
+        return self
+
+    @model_validator(mode="after")
+    def _batch(self) -> Train:
+        if self.batch_growth and self.batch_schedule:
+            raise ValueError("train.batch_growth with train.batch_schedule: both choose the batch; leave one out")
+        if self.batch_growth and not self.noise_scale:
+            raise ValueError("train.batch_growth without the noise scale, which decides; use train.noise_scale=true")
         return self
 
 

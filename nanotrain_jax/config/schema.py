@@ -310,6 +310,11 @@ class Optimizer(Section):
     warmup_steps: Count = key(0, "linear warm-up, in steps")
     decay_steps: Positive | None = key(None, "step at which the learning rate reaches min_lr; null: train.steps")
     decay_fraction: float = key(0.1, "wsd: fraction of decay_steps spent decaying", gt=0, le=1)
+    lr_by_batch: Literal["sqrt", "linear", "none"] = key(
+        "sqrt",
+        "train.batch_schedule, batch_growth: learning rate of a smaller batch; sqrt: times the root of batch / "
+        "data.batch_size, for Adam; linear: times batch / data.batch_size, for SGD; none: the same",
+    )
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Pair] = key(
         (0.9, 0.95), "decay rates of first and second moment"
     )

@@ -1,7 +1,9 @@
-"""Stages of training (train.stages): the steps of each, and its config.
+"""Stages of training (train.stages) and phases of the batch (train.batch_schedule, train.batch_growth): the steps of
+each, and its config.
 
 Each stage is as a run of its own that begins with the weights of the stage before it: a new optimizer, learning rate
-schedule and warm-up. Steps are counted through all stages.
+schedule and warm-up. Steps are counted through all stages. A stage has phases, of smaller batches first, which share
+its optimizer and its schedule.
 """
 
 from __future__ import annotations
@@ -10,13 +12,18 @@ from typing import NamedTuple
 
 from nanotrain_jax.config.schema import Config
 
+# Learning rate of a batch, as a power of it. Goyal et al. 2017 (arXiv 1706.02677) for SGD, Malladi et al. 2022
+# (arXiv 2205.10287) for Adam, of whose rule this is the part about the learning rate.
+POWER = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
+
 
 class Span(NamedTuple):
-    """A stage of training takes the steps first + 1 to last. Without train.stages: the whole run, name ""."""
+    """A stage of training, or a phase of it, takes the steps first + 1 to last. Without train.stages: name ""."""
 
     name: str
     first: int
     last: int
+    batch_size: int | None = None  # sequences per step; None: data.batch_size
 
 
 def spans(config: Config) -> list[Span]:
@@ -49,3 +56,33 @@ def of_span(config: Config, span: Span) -> Config:
         decay_steps=optimizer.decay_steps or stage.steps,
     )
     return config.replace("data", source=stage.data or config.data.source)
+
+
+def phases(config: Config, span: Span) -> list[Span]:
+    """Return the phases of the batch of a stage. The last has data.batch_size, even if no step is left for it.
+
+    With train.batch_growth each may last until the end of the stage (`run/phases.py` ends it).
+    """
+    growth = config.train.batch_growth
+    if growth:
+        sizes = [growth.batch_size]
+        while 2 * sizes[-1] < config.data.batch_size:
+            sizes.append(2 * sizes[-1])
+        return [*(span._replace(batch_size=size) for size in sizes), span]
+    found, first = [], span.first
+    for phase in config.train.batch_schedule:
+        last = min(first + phase.steps, span.last)
+        if last > first:
+            found.append(Span(span.name, first, last, phase.batch_size))
+        first = last
+    return [*found, span._replace(first=first)]
+
+
+def of_phase(config: Config, span: Span) -> Config:
+    """Return the config of a run that has the batch of a phase throughout: fewer microbatches, as large as before."""
+    p, o, whole = config.parallel, config.optimizer, config.data.batch_size
+    size = span.batch_size or whole
+    rate = (size / whole) ** POWER[o.lr_by_batch]
+    config = config.replace("data", batch_size=size).replace("parallel", microbatches=p.microbatches * size // whole)
+    config = config.replace("optimizer", lr=o.lr * rate, min_lr=o.min_lr * rate)
+    return config.replace("train", batch_schedule=(), batch_growth=None)

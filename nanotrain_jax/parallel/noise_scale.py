@@ -6,7 +6,10 @@ Of n small batches of b sequences each, with gradients g_i, and G_est their mean
     B     = |G_est|^2
     |G|^2 = (n B - s) / (n - 1)                     without bias
     tr    = b n (s - B) / (n - 1)                   trace of the covariance of one sequence's gradient, without bias
-    noise scale = EMA(tr) / EMA(|G|^2)              in sequences: averages of both, since their ratio is biased
+    noise scale = EMA(tr / B) / EMA(|G|^2 / B)      in sequences: averages of both, since their ratio is biased
+
+Divided by B, all steps count alike: one with a gradient 50 times as large, as in many a warm-up, would decide alone for
+hundreds of steps. The price is a bias of the order of the relative variance of B, small where there are many weights.
 
 A small batch is a microbatch of a device. `measured` gives |g_i|^2 of some weights: the identity, whose backward also
 returns the squared norm of what passes through it, as the gradient of a tap. All-reduces one scalar per step.
@@ -29,8 +32,8 @@ DECAY = 0.99  # of the averages, per step
 class Noise(NamedTuple):
     """Averages over steps, float32 scalars; both begin at zero, which their ratio does not see."""
 
-    trace: jax.Array  # of tr
-    square: jax.Array  # of |G|^2
+    trace: jax.Array  # of tr / B
+    square: jax.Array  # of |G|^2 / B
 
 
 class Batch(NamedTuple):
@@ -89,14 +92,21 @@ def mean_square(squares: jax.Array, batch: Batch) -> jax.Array:
 
 
 def average(noise: Noise, of_small: jax.Array, of_batch: jax.Array, batch: Batch, is_finite: jax.Array) -> Noise:
-    """Add a step to the averages. of_small: s; of_batch: B. Not finite: no change."""
+    """Add a step to the averages. of_small: s; of_batch: B, both times any factor. Not finite, or zero: no change."""
     n, b = batch
-    of_step = Noise(trace=b * n * (of_small - of_batch) / (n - 1), square=(n * of_batch - of_small) / (n - 1))
+    ratio = of_small / of_batch
+    of_step = Noise(trace=b * n * (ratio - 1) / (n - 1), square=(n - ratio) / (n - 1))
 
     def add(old: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.where(is_finite, DECAY * old + (1 - DECAY) * x, old)
+        return jnp.where(is_finite & (of_batch > 0), DECAY * old + (1 - DECAY) * x, old)
 
     return jax.tree.map(add, noise, of_step)
+
+
+def exceeds(noise: Noise, sequences: int) -> bool:
+    """Return whether the noise scale is above a batch: also if the gradient is lost in noise. Waits for the device."""
+    trace, square = jax.device_get(noise)
+    return bool(trace > sequences * square)
 
 
 def scale(noise: Noise) -> jax.Array:

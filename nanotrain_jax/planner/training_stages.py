@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.config.training_stages import Span, of_span, spans
+from nanotrain_jax.config.training_stages import Span, of_phase, of_span, spans
 from nanotrain_jax.planner.estimate import Estimate, estimate
 
 
@@ -17,15 +17,19 @@ class Staged(NamedTuple):
 
 
 def config_of(config: Config, name: str | None) -> Config:
-    """Return the config of a stage of training; None: of the last one. Raises ValueError."""
+    """Return the config of a stage of training, with its largest batch; None: of the last one. Raises ValueError."""
     found = spans(config)
     if name is None:
-        return of_span(config, found[-1])
+        return _with_largest_batch(config, found[-1])
     names = [span.name for span in found if span.name]
     if name not in names:
         remedy = f"use {' or '.join(names)}" if names else "the config has no train.stages; leave --stage out"
         raise ValueError(f"--stage={name} is no stage of training; {remedy}")
-    return of_span(config, found[names.index(name)])
+    return _with_largest_batch(config, found[names.index(name)])
+
+
+def _with_largest_batch(config: Config, span: Span) -> Config:
+    return of_phase(of_span(config, span), span)
 
 
 def all_stages(config: Config, planned: Estimate) -> list[Staged]:
@@ -37,7 +41,7 @@ def all_stages(config: Config, planned: Estimate) -> list[Staged]:
         return []
 
     def in_layout(span: Span) -> Config:
-        of_stage = of_span(config, span)
+        of_stage = _with_largest_batch(config, span)
         return planned.config.model_copy(update={"train": of_stage.train, "optimizer": of_stage.optimizer})
 
     return [Staged(span, estimate(in_layout(span), planned.gpu)) for span in spans(config)]

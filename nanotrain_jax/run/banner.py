@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from nanotrain_jax.checkpoint.directory import latest_step
 from nanotrain_jax.config.derived import padded_vocab
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.training_stages import Span, phases
 from nanotrain_jax.costs import counts, memory
 from nanotrain_jax.data import batches
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
@@ -18,10 +19,13 @@ from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 
 def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: list[str]) -> str:
     """Return the lines printed before training; notes come last. config: resolved."""
+    batch_sizes = [
+        phase.batch_size or config.data.batch_size for phase in phases(config, Span("", 0, config.train.steps))
+    ]
     lines = [
         headline(config, mesh),
         f"{config.data.source}: {len(dataset.train):,} training and {len(dataset.val):,} held-out sequences of "
-        f"{config.data.seq_len} tokens; {config.data.batch_size} sequences per step",
+        f"{config.data.seq_len} tokens; {', '.join(map(str, batch_sizes))} sequences per step",
     ]
     if config.optimizer.warmup_steps > config.train.steps:
         warmup = config.optimizer.warmup_steps

@@ -26,15 +26,15 @@ from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.run import banner, curves, metrics, profile_summary
+from nanotrain_jax.run.phases import Phase, begin, describe, is_over
 from nanotrain_jax.run.profiling import Profile, profiling
-from nanotrain_jax.run.stages import Stage, begin, describe
 from nanotrain_jax.step import build as steps
 
 
 class Run(NamedTuple):
     """A validated run, ready to start or to go on."""
 
-    stages: list[Stage]  # of training: the current one, and later ones
+    phases: list[Phase]  # of stages of training: the current one, and later ones
     mesh: Mesh
     state: steps.State
     position: int  # sequences of the data consumed so far
@@ -46,23 +46,28 @@ class Run(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """The steps of the current stage of training."""
-        return self.stages[0].span
+        """The steps of the current phase."""
+        return self.phases[0].span
 
     @property
     def config(self) -> Config:
         """The resolved config of the current stage."""
-        return self.stages[0].config
+        return self.phases[0].config
 
     @property
     def dataset(self) -> data.Dataset:
         """The data of the current stage."""
-        return self.stages[0].dataset
+        return self.phases[0].dataset
 
     @property
     def step(self) -> steps.Step:
-        """The step of the current stage."""
-        return self.stages[0].step
+        """The step of the current phase."""
+        return self.phases[0].step
+
+    @property
+    def evaluation(self) -> steps.Step:
+        """The step whose `evaluate` all phases of a stage use: the last one's, so that losses can be compared."""
+        return next(phase.step for phase in reversed(self.phases) if phase.span.name == self.span.name)
 
 
 def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], bool]) -> None:
@@ -80,7 +85,7 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
         writer.say(banner.introduction(config, run.mesh, run.dataset, run.notes))
         if writer.active and int(run.state.step) == config.train.steps:
             writer.latest |= curves.last(folder / "metrics.jsonl", config.train.steps)
-        run = run_stages(run, partial(Loop, folder=folder, files=files, writer=writer, watch=watch), stopped)
+        run = run_phases(run, partial(Loop, folder=folder, files=files, writer=writer, watch=watch), stopped)
         number = int(run.state.step)
         watch.at("end", number)
         bigram = None
@@ -90,42 +95,45 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
         writer.say(banner.summary(config, writer.latest, bigram, number))
 
 
-def run_stages(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[int], bool]) -> Run:
-    """Run the steps of each stage of training that is left, until stopped; -> the run as it ends."""
+def run_phases(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[int], bool]) -> Run:
+    """Run the steps of each phase that is left, until stopped; -> the run as it ends."""
     while True:
-        if int(run.state.step) < run.span.last:
+        if not is_over(run.phases[0], int(run.state.step), run.state):
             loop = make_loop(run)
             loop.run_steps(stopped)
             run = loop.after()
-        if int(run.state.step) < run.span.last or len(run.stages) == 1:
+        if len(run.phases) == 1 or not is_over(run.phases[0], int(run.state.step), run.state):
             return run
-        run = next_stage(run)
+        run = next_phase(run)
 
 
-def next_stage(run: Run) -> Run:
-    """Return the run at the start of its next stage, which reads on where the last one ended, or other data."""
-    last, stages = run.stages[0], run.stages[1:]
-    is_same_data = stages[0].dataset.fingerprint == last.dataset.fingerprint
-    return run._replace(
-        stages=stages, state=begin(stages[0], run.state), position=run.position if is_same_data else 0, start=None
-    )
+def next_phase(run: Run) -> Run:
+    """Return the run at the start of its next phase; a new stage reads on where the last one ended, or other data."""
+    last, phase, *later = run.phases
+    phase = phase._replace(span=phase.span._replace(first=int(run.state.step)))
+    run = run._replace(phases=[phase, *later])
+    if phase.span.name == last.span.name:
+        return run
+    is_same_data = phase.dataset.fingerprint == last.dataset.fingerprint
+    return run._replace(state=begin(phase, run.state), position=run.position if is_same_data else 0, start=None)
 
 
 class Loop:
-    """The training steps of a stage, with evaluations and checkpoints between them."""
+    """The training steps of a phase, with evaluations and checkpoints between them."""
 
     def __init__(self, run: Run, folder: Path, files: Store | None, writer: metrics.Writer, watch: watchdog.Watchdog):
         self.run, self.folder, self.files, self.writer, self.watch = run, folder, files, writer, watch
-        self.config, self.state = run.config, run.state
+        self.phase, self.config, self.state = run.phases[0], run.config, run.state
         self.first = self.number = self.saved = int(run.state.step)
         self.program: Callable[[], str] | None = None  # returns the text of the compiled step
         self.synchronize: Callable[[steps.State], steps.State] | None = None  # compiled; with parallel.sync_every
 
     def run_steps(self, stopped: Callable[[int], bool]) -> None:
-        """Run steps until the last one or until stopped(step), and save."""
-        self.writer.flops = flops_per_step(self.config)
-        if self.run.span.name:
-            self.writer.say(describe(self.run.stages[0]))
+        """Run steps until the phase is over or until stopped(step), and save."""
+        self.writer.tokens_per_step = self.phase.batch_size * self.config.data.seq_len
+        self.writer.flops_per_token = flops.flops_per_token(self.config)["full"] if self.config.is_built_in else 0.0
+        for line in describe(self.phase, self.number):
+            self.writer.say(line)
         every, train_step = self.config.checkpoint.every, self.compile()
         with checkpoint.writing(self.config.checkpoint) if every else nullcontext() as write:
             self.take_steps(train_step, stopped, write)
@@ -140,7 +148,7 @@ class Loop:
     @property
     def sequences(self) -> int:
         """Sequences consumed by this loop so far."""
-        return (self.number - self.first) * self.config.data.batch_size
+        return (self.number - self.first) * self.phase.batch_size
 
     @property
     def position(self) -> int:
@@ -153,7 +161,7 @@ class Loop:
         return self.run.tokens + self.sequences * self.config.data.seq_len
 
     def take_steps(self, train_step: Callable, stopped: Callable[[int], bool], write: checkpoint.Save | None) -> None:
-        """Run steps, evaluate and save until the last step or until stopped(step)."""
+        """Run steps, evaluate and save until the phase is over or until stopped(step)."""
         run, num_steps, profiled = self.run, self.run.span.last, self.config.runtime.profile_steps
         profiled = profiled and (profiled[0], min(profiled[1], num_steps))
         batches = data.batches(
@@ -161,7 +169,7 @@ class Loop:
         )
         with profiling(Profile(profiled, self.folder / "profile", self.writer.say, self.program)) as profile:
             self.writer.start_clock()
-            while self.number < num_steps and not stopped(self.number):
+            while not is_over(self.phase, self.number, self.state) and not stopped(self.number):
                 self.take_step(train_step, batches, profile)
                 self.between_steps(write)
             self.writer.settle()
@@ -217,12 +225,11 @@ class Loop:
 
     def evaluate(self) -> dict[str, float]:
         """Return val_loss, the mean per held-out target in nats; of a model that counts it also their accuracy."""
-        run, sums, params = self.run, [], self.run.step.average(self.state.params)
-        for batch in data.evaluation(
-            run.dataset.val, run.step.batch, run.config.train.eval_steps, run.step.token_order
-        ):
+        run, step, sums = self.run, self.run.evaluation, []
+        params = step.average(self.state.params)
+        for batch in data.evaluation(run.dataset.val, step.batch, run.config.train.eval_steps, step.token_order):
             self.watch.at("evaluation", self.number)
-            sums.append(run.step.evaluate(params, batch))
+            sums.append(step.evaluate(params, batch))
             jax.block_until_ready(sums[-2:-1])  # XLA:CPU aborts with too many executions in flight
         loss, targets, *correct = (sum(float(x) for x in of_batches) for of_batches in zip(*sums, strict=True))
         return {"val_loss": loss / targets} | ({"accuracy": correct[0] / targets} if correct else {})
@@ -237,6 +244,7 @@ class Loop:
             "tokenizer": run.dataset.tokenizer,
             "data": {"position": self.position, "fingerprint": run.dataset.fingerprint},
             "tokens": self.tokens,
+            "batch_size": self.phase.batch_size,
             "nvme": files and files.seal(),
         }
         apart = (checkpointing.arrays(files, run.step, run.config), files.nbytes) if files else ()
@@ -270,13 +278,6 @@ def new_writer(run: Run) -> metrics.Writer:
     config, devices = run.config, run.mesh.devices
     peak = hardware.peak_flops(devices.flat[0].device_kind) if config.is_built_in else None
     return metrics.Writer(config, int(run.state.step), peak and peak * devices.size, run.tokens)
-
-
-def flops_per_step(config: Config) -> float:
-    """Return the model FLOPs of a step's global batch; 0 where they are unknown."""
-    if not config.is_built_in:
-        return 0.0
-    return flops.flops_per_token(config)["full"] * config.data.batch_size * config.data.seq_len
 
 
 def watching(run: Run, writer: metrics.Writer) -> AbstractContextManager[watchdog.Watchdog]:

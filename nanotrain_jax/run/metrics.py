@@ -27,14 +27,14 @@ PROCESSES = "processes"  # subfolder of the run's folder: <process>.log
 class Writer:
     """Writes metrics to config.logging.dir and the terminal (process 0 only), and to one log per process.
 
-    peak_flops: of all devices, None if unknown (mfu is null); tokens: consumed before first_step. Set `flops`, those of
-    a step's global batch, before the first step. Raises OSError if the folder cannot be written.
+    peak_flops: of all devices, None if unknown (mfu is null); tokens: consumed before first_step. Set tokens_per_step
+    and flops_per_token before the first step of each phase. Raises OSError if the folder cannot be written.
     """
 
     def __init__(self, config: Config, first_step: int, peak_flops: float | None, tokens: int = 0):
-        self.config, self.flops, self.peak = config, 0.0, peak_flops
-        self.tokens = config.data.batch_size * config.data.seq_len  # per step
-        self.first_step, self.tokens_before = first_step, tokens
+        self.config, self.peak, self.flops_per_token = config, peak_flops, 0.0
+        self.tokens_per_step = config.data.batch_size * config.data.seq_len
+        self.tokens = self.tokens_written = tokens  # consumed so far; until the last record
         self.pending: tuple[int, dict[str, Any]] | None = None
         self.latest: dict[str, Any] = {}  # newest value of each metric
         self.seconds, self.steps = 0.0, 0
@@ -91,6 +91,7 @@ class Writer:
             self.losses.append(float(self.pending[1]["loss"]))
             now = time.perf_counter()
             self.seconds, self.steps, self.clock = self.seconds + now - self.clock, self.steps + 1, now
+            self.tokens += self.tokens_per_step
 
     def write(self, val_loss: float | None = None, accuracy: float | None = None) -> None:
         """Write the metrics of the pending step, if any, with a validation loss and an accuracy, if given."""
@@ -104,14 +105,15 @@ class Writer:
         if val_loss is None and (not every or number % every) and number != self.config.train.steps:
             return
         seconds, losses = self.seconds / self.steps, self.losses
-        self.seconds, self.steps, self.losses = 0.0, 0, []
+        tokens_per_second = (self.tokens - self.tokens_written) / self.seconds
+        self.seconds, self.steps, self.losses, self.tokens_written = 0.0, 0, [], self.tokens
         record = {
             "step": number,
             # the shortest text that parses to the same float32
             **{k: float(str(np.float32(metrics[k]))) for k in ("loss", "grad_norm", "lr")},
-            "tokens": self.tokens_before + (number - self.first_step) * self.tokens,
-            "tokens_per_second": self.tokens / seconds,
-            "mfu": self.flops / seconds / self.peak if self.peak else None,
+            "tokens": self.tokens,
+            "tokens_per_second": tokens_per_second,
+            "mfu": self.flops_per_token * tokens_per_second / self.peak if self.peak else None,
             "step_seconds": seconds,
         }
         if len(losses) > 1:

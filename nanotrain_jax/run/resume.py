@@ -16,7 +16,7 @@ from nanotrain_jax.checkpoint import compatibility
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.compatibility import Meta
 from nanotrain_jax.config.schema import Config, Optimizer
-from nanotrain_jax.run.stages import Stage
+from nanotrain_jax.run.phases import Phase, index_at
 from nanotrain_jax.step import compressed
 from nanotrain_jax.step import optimizer as optim
 from nanotrain_jax.step.build import State, Step, shardings
@@ -25,7 +25,7 @@ from nanotrain_jax.step.build import State, Step, shardings
 class Resumed(NamedTuple):
     """State and position restored from a checkpoint."""
 
-    stages: list[Stage]  # the one that saved it, and later ones
+    phases: list[Phase]  # the one that saved it, and later ones
     state: State
     position: int  # sequences consumed, counted in the current data.seq_len
     tokens: int  # consumed so far
@@ -35,7 +35,7 @@ class Resumed(NamedTuple):
     damaged: dict[int, str]  # step of each newer, damaged checkpoint -> what is wrong with it
 
 
-def resume(folder: Path, requested: Config, stages: list[Stage]) -> Resumed:
+def resume(folder: Path, requested: Config, phases: list[Phase]) -> Resumed:
     """Restore the newest valid checkpoint of a folder. requested: the config before `resolve`.
 
     If data.seq_len changed, the position in tokens is preserved. Raises ValueError if no checkpoint can be read, or if
@@ -43,14 +43,14 @@ def resume(folder: Path, requested: Config, stages: list[Stage]) -> Resumed:
     """
 
     def read(number: int) -> tuple[Meta, State]:
-        saved_by = stages[index_at(stages, number)]
         meta = restore.read_meta(folder, number)
+        saved_by = phases[index_at(phases, number, meta.batch_size)]
         compatibility.check(meta, requested, saved_by.config, saved_by.dataset.tokenizer)
         return meta, _read_state(folder, number, meta, saved_by.config, saved_by.step)
 
     number, (meta, state), damaged = restore.newest(folder, requested.checkpoint.verify, read)
-    stages = stages[index_at(stages, number) :]
-    _, config, dataset, step = stages[0]
+    phases = phases[index_at(phases, number, meta.batch_size) :]
+    _, config, dataset, step = phases[0]
     notes = [f"warning: skipped checkpoint {bad} in {folder}: {problem}" for bad, problem in damaged.items()]
     summary = f"resumed from step {number} in {folder}"
     if meta.data.fingerprint != dataset.fingerprint or meta.seq_len != config.data.seq_len:
@@ -63,12 +63,7 @@ def resume(folder: Path, requested: Config, stages: list[Stage]) -> Resumed:
     notes += _learning_rate_jump(meta, config, number, updates)
     position = meta.data.position * meta.seq_len // config.data.seq_len
     state = step.in_stage_order(state)
-    return Resumed(stages, state, position, meta.tokens_seen, notes, (folder, number), meta, damaged)
-
-
-def index_at(stages: list[Stage], number: int) -> int:
-    """Return the index of the stage of training that took the step of this number."""
-    return next((i for i, stage in enumerate(stages) if number <= stage.span.last), len(stages) - 1)
+    return Resumed(phases, state, position, meta.tokens_seen, notes, (folder, number), meta, damaged)
 
 
 def _read_state(folder: Path, number: int, meta: Meta, config: Config, step: Step) -> State:

@@ -58,11 +58,11 @@ def next_state(
 def next_noise(plan: Plan, state: State, squares: jax.Array, grads: Tree, is_finite: jax.Array) -> Noise:
     """Add a step to the averages of the gradient noise scale. All-reduces two scalars.
 
-    squares: of `Gradients`; grads: reduced. Both are times the loss scale, which the averages are not.
+    squares: of `Gradients`; grads: reduced.
     """
-    batch, of_scale = plan.small_batches, state.scale.value**2 if state.scale else 1.0
-    of_small = noise_scale.mean_square(squares, batch) / of_scale
-    of_batch = global_norm(select(grads, plan.measured)) ** 2 / of_scale
+    batch = plan.small_batches
+    of_small = noise_scale.mean_square(squares, batch)
+    of_batch = global_norm(select(grads, plan.measured)) ** 2
     return noise_scale.average(state.noise, of_small, of_batch, batch, is_finite)
 
 

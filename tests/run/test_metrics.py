@@ -38,7 +38,7 @@ def test_a_step_is_written_when_the_next_one_has_been_dispatched(config, tmp_pat
 
 def test_only_logged_steps_evaluations_and_the_last_step_are_written(config, tmp_path):
     writer = metrics.Writer(config, 0, 1e12)
-    writer.flops = 1e9
+    writer.flops_per_token = 1e9 / (32 * 16)
     writer.start_clock()
     for number in range(1, 11):
         writer.step(number, values(loss=1 / 3, skipped_steps=jnp.int32(number > 4)))
@@ -54,6 +54,22 @@ def test_only_logged_steps_evaluations_and_the_last_step_are_written(config, tmp
     assert found[-1]["tokens"] == 10 * 32 * 16
     assert found[0]["tokens_per_second"] == pytest.approx(32 * 16 / found[0]["step_seconds"])
     assert found[0]["mfu"] == pytest.approx(1e9 / found[0]["step_seconds"] / 1e12)
+
+
+def test_tokens_and_throughput_are_right_where_the_batch_changes_between_two_records(config, tmp_path):
+    writer = metrics.Writer(config, 4, 1e12, tokens=100)
+    writer.flops_per_token = 1e6
+    writer.start_clock()
+    for number, tokens in ((5, 64), (6, 64), (7, 64), (8, 512)):
+        writer.tokens_per_step = tokens
+        writer.step(number, values())
+        writer.settle()
+    writer.finish()
+    writer.close()
+    found = records(tmp_path)
+    assert [r["tokens"] for r in found] == [100 + 2 * 64, 100 + 3 * 64 + 512]
+    assert found[1]["tokens_per_second"] == pytest.approx((64 + 512) / 2 / found[1]["step_seconds"])
+    assert found[1]["mfu"] == pytest.approx(1e6 * found[1]["tokens_per_second"] / 1e12)
 
 
 def test_non_finite_metrics_are_null(config, tmp_path):

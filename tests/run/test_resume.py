@@ -133,8 +133,10 @@ def test_16_bit_runs_resume_where_weights_are_stored_in_another_dtype(tmp_path):
 def test_keys_that_do_not_change_weights_may_change_on_resume(config_file, tmp_path, capsys):
     run = config_file, f"logging.dir={tmp_path}/run", "train.eval_every=0"
     resumes(capsys, *run, "train.steps=2", "model.loss_chunk=64", "parallel.data=2", "parallel.zero=0")
-    out = resumes(capsys, *run, "train.steps=3", "model.max_seq_len=100", "parallel.data=4")
+    out = resumes(capsys, *run, "train.steps=3", "model.max_seq_len=100", "parallel.data=4", "train.noise_scale=true")
     assert "resumed from step 2" in out
+    resumes(capsys, *run, "train.steps=4")
+    assert ["noise_scale" in record for record in records(tmp_path / "run")] == [False, False, True, False]
 
 
 def test_a_llama_resumes_with_longer_sequences_and_reports_it(config_file, tmp_path, capsys):

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, hardware
 from nanotrain_jax.planner import compiled as compiler
 from nanotrain_jax.planner.estimate import Estimate, Verdict, margin
@@ -60,6 +61,14 @@ def estimated(console: Console, e: Estimate) -> None:
     if e.stores_scores:
         console.print("no flash attention: attention scores are stored, and the memory estimate is less accurate")
     console.print(f"host memory while writing a checkpoint: {e.host_bytes / unit:,.1f} {name} of state per host")
+
+
+def smaller_batches(console: Console, config: Config) -> None:
+    """Print which batch is planned, if a config has several."""
+    if config.train.batch_schedule or config.train.batch_growth:
+        console.print(
+            "this is the largest batch (train.batch_schedule, train.batch_growth); smaller ones have fewer microbatches"
+        )
 
 
 def training_stages(console: Console, stages: Sequence[Staged]) -> None:

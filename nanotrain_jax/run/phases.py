@@ -1,0 +1,86 @@
+"""Stages of training (train.stages) and their phases (train.batch_schedule, train.batch_growth): all built before the
+first step, then run one after another on the same weights.
+
+A run is at least one stage, a stage at least one phase.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.training_stages import Span
+from nanotrain_jax.data.batches import Dataset
+from nanotrain_jax.parallel import noise_scale
+from nanotrain_jax.step import state as states
+from nanotrain_jax.step.build import Step, shardings
+from nanotrain_jax.step.state import State
+
+
+class Phase(NamedTuple):
+    """A phase of a stage of training, ready to run."""
+
+    span: Span
+    config: Config  # resolved, of the whole stage
+    dataset: Dataset
+    step: Step  # with the batch of the phase
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences per step."""
+        return self.step.plan.config.data.batch_size
+
+
+def is_over(phase: Phase, number: int, state: State) -> bool:
+    """Return whether a phase ends after the step of this number, and the next one begins.
+
+    train.batch_growth: the noise scale decides, which is in checkpoints; a phase takes at least a step. Waits for the
+    device at its checks only.
+    """
+    growth, span = phase.config.train.batch_growth, phase.span
+    if number >= span.last:
+        return True
+    if span.batch_size is None or not growth or number % growth.every or number <= span.first:
+        return False
+    return noise_scale.exceeds(state.noise, phase.batch_size)
+
+
+def index_at(phases: list[Phase], number: int, batch_size: int | None) -> int:
+    """Return the index of the phase that took the step of this number, with this batch (None: not known).
+
+    With train.batch_growth: of the first phase of at least this batch.
+    """
+
+    def may_be(phase: Phase) -> bool:
+        is_last = phase.span.batch_size is None or not phase.config.train.batch_growth
+        return number <= phase.span.last and (is_last or phase.batch_size >= (batch_size or 0))
+
+    return next((i for i, phase in enumerate(phases) if may_be(phase)), len(phases) - 1)
+
+
+def begin(phase: Phase, before: State) -> State:
+    """Return the state with which a stage begins, from that after the stage before it, which it donates."""
+    begin_on_devices = partial(states.continued, phase.step.plan)
+    return jax.jit(begin_on_devices, out_shardings=shardings(phase.step.state), donate_argnums=0)(before)
+
+
+def describe(phase: Phase, number: int) -> list[str]:
+    """Return a line about a stage of training: its steps, what it trains, learning rate and data; and one about a phase
+    that goes on after a step of this number."""
+    plan, span, lines = phase.step.plan, phase.span, []
+    lr, p = plan.config.optimizer.lr, plan.config.parallel
+    if span.name:
+        sizes = [x.size for x in jax.tree.leaves(plan.model.shapes)]
+        trained = sum(size for size, trains in zip(sizes, jax.tree.leaves(plan.trainable), strict=True) if trains)
+        lines.append(
+            f"stage {span.name}: steps {span.first + 1} to {span.last}, trains {trained:,} of {sum(sizes):,} "
+            f"parameters, lr {lr:g}, {phase.config.data.source}"
+        )
+    if phase.config.train.batch_schedule or phase.config.train.batch_growth:
+        lines.append(
+            f"after step {number}: {phase.batch_size} sequences per step in {p.microbatches} microbatches, lr {lr:g}"
+        )
+    return lines
