@@ -126,11 +126,11 @@ def prepare(config: Config) -> Run:
         notes.append(f"{process.count} processes on {len(set(hosts))} hosts (from {process.source})")
         notes += [f"warning: {text}" for text in [meshes.cross_host_warning(mesh, hosts)] if text]
     if checkpoints is None:
-        return Run(phases, mesh, phases[0].step.init(), 0, notes, None, None, {}, 0)
+        return Run(requested, phases, mesh, phases[0].step.init(), 0, notes, None, None, {}, 0)
     resumed = resume.resume(checkpoints, requested, phases)
     notes += resumed.notes
     origin = resumed.start, resumed.meta, resumed.damaged
-    return Run(resumed.phases, mesh, resumed.state, resumed.position, notes, *origin, resumed.tokens)
+    return Run(requested, resumed.phases, mesh, resumed.state, resumed.position, notes, *origin, resumed.tokens)
 
 
 def build(config: Config, count: int) -> tuple[Mesh, list[Phase]]:

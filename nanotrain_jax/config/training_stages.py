@@ -58,6 +58,17 @@ def of_span(config: Config, span: Span) -> Config:
     return config.replace("data", source=stage.data or config.data.source)
 
 
+def of_run(config: Config, requested: Config) -> Config:
+    """Return the resolved config of a stage with the keys of all stages again: one that runs all of them.
+
+    requested: the config of the run before `resolve`.
+    """
+    if not config.train.stages:
+        return config
+    config = config.replace("train", freeze=requested.train.freeze).replace("data", source=requested.data.source)
+    return config.model_copy(update={"optimizer": requested.optimizer})
+
+
 def phases(config: Config, span: Span) -> list[Span]:
     """Return the phases of the batch of a stage. The last has data.batch_size, even if no step is left for it.
 

@@ -18,7 +18,7 @@ from nanotrain_jax.audit import hlo
 from nanotrain_jax.checkpoint import compatibility, directory, lock
 from nanotrain_jax.checkpoint import write as checkpoint
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.config.training_stages import Span
+from nanotrain_jax.config.training_stages import Span, of_run
 from nanotrain_jax.costs import flops, hardware
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.distributed import processes, watchdog
@@ -34,6 +34,7 @@ from nanotrain_jax.step import build as steps
 class Run(NamedTuple):
     """A validated run, ready to start or to go on."""
 
+    requested: Config  # before `resolve`
     phases: list[Phase]  # of stages of training: the current one, and later ones
     mesh: Mesh
     state: steps.State
@@ -257,7 +258,8 @@ def make_ready(run: Run, folder: Path) -> None:
     if run.config.checkpoint.every:
         new_folder("checkpoint.dir", run.config.checkpoint.dir)
     if jax.process_index() == 0:
-        (folder / "config.yaml").write_text(yaml.safe_dump(run.config.to_dict(), sort_keys=False))
+        config = of_run(run.config, run.requested)
+        (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
         tokenizer = data.tokenizer_file(run.config.data)
         if tokenizer:  # makes the folder self-contained for `generate`
             (folder / data.TOKENIZER).write_bytes(tokenizer.read_bytes())

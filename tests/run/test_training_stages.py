@@ -57,6 +57,11 @@ def test_each_stage_begins_as_a_run_of_its_own(config_file, tmp_path, capsys):
     assert "stage layers: steps 5 to 9, trains " in printed
     assert "done at step 12 of 12" in printed
 
+    again = load.load(tmp_path / "run" / "config.yaml", [])
+    stages = [of_span(again, span) for span in spans(again)]
+    assert [stage.train.freeze for stage in stages] == [("^layers/",), ("^ends/",), ()]
+    assert [(stage.optimizer.lr, stage.optimizer.decay_steps) for stage in stages] == [(2e-3, 4), (1e-3, 5), (1e-3, 3)]
+
 
 @jax.numpy_dtype_promotion("standard")
 @pytest.mark.parametrize("layout", cover(["16 bit"], ["float32", "float32 shards", "host"]))
