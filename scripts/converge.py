@@ -4,9 +4,9 @@
                                [--config FILE] [--out runs/converge] [section.key=value ...]
 
 Each layout trains once per seed (train.seed and data.seed) by `nanotrain_jax.train`: the same tokens per step, the same
-rows in the same order, the same first weights. A layout is a value of the section `parallel`, and of some other keys;
-all else is the config's, by default a small model on simulated devices. Runs that are complete are read, others go on
-from their newest checkpoint, if they save any. Keys given on the command line win over those of layouts. On CPU devices
+rows in the same order, the same first weights. A layout replaces the section `parallel` and sets some other keys; all
+else is the config's, by default a small model on simulated devices. Keys given on the command line win over those of
+layouts. Runs that are complete are read, others go on from their newest checkpoint, if they save any. On CPU devices
 offload copies to and from the same memory, and float8 has the values of float8 but no float8 kernels.
 
 A layout is within the spread if |mean - mean of the control| <= largest - smallest final loss of the control, over
@@ -138,7 +138,7 @@ def run(job: Job) -> bool:
             subprocess.run(job.command, stdout=output, stderr=subprocess.STDOUT)
     done = job.is_complete
     result = f"validation loss {job.loss:.4f}" if done else f"failed; see {job.folder}/output.txt"
-    print(f"{job.layout}, seed {job.seed}: {result}", flush=True)
+    print(f"{job.layout}, seed {job.seed}: {result}\n", end="", flush=True)  # one write: other threads print too
     return done
 
 
@@ -204,7 +204,7 @@ def draw(jobs: Sequence[Job], results: Sequence[Result], path: Path) -> None:
     allowed = spread(results[0].control)
     at_the_end.axvspan(-allowed, allowed, alpha=0.2, label="spread of the control over seeds")
     for row, result in enumerate(results):
-        at_the_end.plot(result.paired, [row] * len(result.paired), "k.", label="_")
+        at_the_end.plot(result.paired, [row] * len(result.paired), "k.", label="_" if row else "one seed")
         at_the_end.plot(result.difference, row, "r|", label="_" if row else "mean over seeds", markersize=12)
     at_the_end.set_yticks(range(len(results)), [result.layout for result in results])
     at_the_end.invert_yaxis()

@@ -35,13 +35,13 @@ def test_a_layout_is_within_the_spread_of_the_control_or_not(losses, verdict, ce
     assert cells in (None, [mean, spread, difference, largest])
 
 
-def jobs(*arguments):
-    asked = converge.parse(arguments)
+def jobs(out, *arguments):
+    asked = converge.parse(["--out", str(out), *arguments])
     return [converge.job(asked, layout, seed) for layout in asked.layouts for seed in range(asked.seeds)]
 
 
-def test_layouts_share_tokens_per_step_model_and_data_and_each_seed_has_its_own():
-    found = jobs("--seeds", "2", "--steps", "40", "optimizer.lr=0.5")
+def test_layouts_share_tokens_per_step_model_and_data_and_each_seed_has_its_own(tmp_path):
+    found = jobs(tmp_path, "--seeds", "2", "--steps", "40", "optimizer.lr=0.5")
     assert len(found) == 2 * len(converge.LAYOUTS) >= 2 * 13
     for seed in range(2):
         same = [(job.config.model, job.config.data, job.config.optimizer, job.config.train) for job in found[seed::2]]
@@ -52,8 +52,9 @@ def test_layouts_share_tokens_per_step_model_and_data_and_each_seed_has_its_own(
     assert {job.config.runtime.simulate for job in found} == {1, 2, 4, 8}
 
 
-def test_a_base_config_for_gpus_trains_on_gpus():
-    (one, *_) = jobs("--layouts", "3d", "--config", str(ROOT / "configs" / "gpt2_124m.yaml"), "data.source=synthetic")
+def test_a_base_config_for_gpus_trains_on_gpus(tmp_path):
+    config = str(ROOT / "configs" / "gpt2_124m.yaml")
+    (one, *_) = jobs(tmp_path, "--layouts", "3d", "--config", config, "data.source=synthetic")
     assert one.config.runtime.simulate == 0
     assert set(one.config.parallel.axes.values()) == {1}
 
