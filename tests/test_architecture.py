@@ -22,7 +22,7 @@ LAYERS = {
     "techniques": {"config.resolve", "parallel", "audit", "data", "checkpoint", "distributed"},
     "models": {"models"},
     "step": {"step", "nvme", "costs", "run"},
-    "commands": {"planner", "plan", "train", "launch", "generate"},
+    "commands": {"planner", "plan", "train", "launch", "generate", "compare"},
 }  # fmt: skip
 HEIGHT = {name: height for height, names in enumerate(LAYERS.values()) for name in names}
 COLLECTIVES = {

@@ -105,6 +105,15 @@ def _another_config(path: Path) -> str:
     return f"give a YAML file; {folder} has {', '.join(names)}"
 
 
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested data as section.key -> value."""
+    found: dict[str, Any] = {}
+    for name, keys in tree.items():
+        section = keys if isinstance(keys, dict) else {}
+        found |= {f"{name}.{key}": value for key, value in section.items()}
+    return found
+
+
 def nested(overrides: Sequence[str], tree: dict[str, Any] | None = None) -> dict[str, Any]:
     """Apply `section.key=value` overrides to a tree (default: an empty one). Raises ValueError."""
     tree = {} if tree is None else tree

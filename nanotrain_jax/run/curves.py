@@ -1,14 +1,24 @@
-"""Read metrics.jsonl and draw loss.png."""
+"""Read metrics.jsonl; draw loss.png, and curves of several runs."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import matplotlib.figure
+from matplotlib import cycler, rcParams
+from matplotlib.axes import Axes
+
+Point = tuple[float, float]
+AGAINST = {  # what curves may be drawn against -> metric that it takes, label
+    "tokens": ("tokens", "tokens"),
+    "steps": ("step", "step"),
+    "seconds": ("step_seconds", "seconds of training steps"),
+}
 
 
 def read(jsonl: Path) -> tuple[list[dict[str, Any]], int]:
@@ -41,6 +51,40 @@ def last(jsonl: Path, until: int) -> dict[str, Any]:
         if record["step"] <= until:
             values |= {key: value for key, value in record.items() if value is not None}
     return values
+
+
+def series(records: Sequence[dict[str, Any]], metric: str, against: str) -> list[Point]:
+    """Return the points of a metric of records, where it is a finite number. against: a key of AGAINST.
+
+    loss is the mean since the previous record. Seconds are the sum of those of steps: without compilation,
+    evaluations and checkpoints.
+    """
+    needed, _ = AGAINST[against]
+    records = [record for record in records if number(record, needed) is not None]
+    places = [record[needed] for record in records]
+    if against == "seconds":
+        steps = (step - before for before, step in pairwise([0, *(record["step"] for record in records)]))
+        places = accumulate(count * seconds for count, seconds in zip(steps, places, strict=True))
+    if metric == "loss":
+        records = [record | {"loss": record.get("mean_loss", record.get("loss"))} for record in records]
+    points = ((x, number(record, metric)) for x, record in zip(places, records, strict=True))
+    return [(x, y) for x, y in points if y is not None]
+
+
+def number(record: Mapping[str, Any], metric: str) -> float | None:
+    """Return a metric of a record, None unless it is a finite number."""
+    value = record.get(metric)
+    return value if type(value) in (int, float) and math.isfinite(value) else None
+
+
+def draw_lines(axes: Axes, lines: Mapping[str, Sequence[Point]]) -> None:
+    """Draw named lines, up to 30 of them unlike each other, with a legend; a line of one point is a dot."""
+    axes.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * rcParams["axes.prop_cycle"])
+    for name, points in lines.items():
+        axes.plot(*zip(*points, strict=True), label=name, linewidth=1, marker="." if len(points) == 1 else "")
+    axes.grid(alpha=0.3)
+    for text in axes.legend(fontsize="small").get_texts():
+        text.set_parse_math(False)
 
 
 def draw(jsonl: Path, png: Path, title: str, bigram: float | None) -> int:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import tensorboardX
 
+from nanotrain_jax.config.load import flat
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.run import curves
 
@@ -117,10 +118,7 @@ class MLflow:
         mlflow.set_experiment(project(config.logging.mlflow))
         run = mlflow.start_run(kept.read_text() if kept.exists() else None, run_name=folder.name)
         kept.write_text(run.info.run_id)
-        keys = {
-            f"{name}.{key}": value for name, part in config.to_dict().items() for key, value in (part or {}).items()
-        }
-        texts, known = {key: str(value) for key, value in keys.items()}, run.data.params
+        texts, known = {key: str(value) for key, value in flat(config.to_dict()).items()}, run.data.params
         mlflow.log_params({key: text for key, text in texts.items() if key not in known})
         mlflow.set_tags({key: text for key, text in texts.items() if known.get(key, text) != text})
 
