@@ -34,6 +34,7 @@ from nanotrain_jax import plan
 from nanotrain_jax.config.load import Parser, load, path_argument, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.training_stages import spans
 from nanotrain_jax.run import curves
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +83,11 @@ class Job(NamedTuple):
     folder: Path
 
     @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        return spans(self.config)[-1].last
+
+    @property
     def request(self) -> Path:
         """File with the config as asked for, so that no run of another config is taken for this one."""
         return self.folder / "request.json"
@@ -99,13 +105,13 @@ class Job(NamedTuple):
     def is_complete(self) -> bool:
         """True if the last step was evaluated."""
         records, _ = curves.read(self.folder / "metrics.jsonl")
-        return bool(records) and records[-1]["step"] == self.config.train.steps and "val_loss" in records[-1]
+        return bool(records) and records[-1]["step"] == self.steps and "val_loss" in records[-1]
 
     @property
     def loss(self) -> float:
         """The validation loss after the last step; nan if there is none, or it is not finite."""
         step, loss = (self.curve() or [(0, nan)])[-1]
-        return loss if step == self.config.train.steps else nan
+        return loss if step == self.steps else nan
 
 
 def job(asked: argparse.Namespace, layout: str, seed: int) -> Job:
@@ -122,7 +128,8 @@ def job(asked: argparse.Namespace, layout: str, seed: int) -> Job:
     if not config.train.eval_every or not config.data.val_fraction:
         raise ValueError("train.eval_every=0 or data.val_fraction=0: there would be no validation losses; set both")
     folder = asked.out / f"{layout}_{seed}"
-    command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(file), *overrides, f"logging.dir={folder}"]
+    overrides += [f"logging.dir={folder}", f"checkpoint.dir={folder / 'checkpoints'}"]
+    command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(file), *overrides]
     found = Job(layout, seed, config, command, folder)
     if found.request.exists() and found.request.read_text() != found.text:
         raise ValueError(f"{folder} has a run of another config; remove it, or give another --out")

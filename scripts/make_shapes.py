@@ -75,6 +75,16 @@ class Questions(NamedTuple):
     valid: np.ndarray
 
 
+def all_pairs() -> np.ndarray:
+    """Return the numbers of all pairs of colour and shape."""
+    return np.arange(len(COLOURS) * len(SHAPES))
+
+
+def held_out_pairs() -> np.ndarray:
+    """Return the numbers of the pairs that are not in the training rows."""
+    return np.array([COLOUR_NAMES.index(colour) * len(SHAPES) + SHAPES.index(shape) for colour, shape in HELD_OUT])
+
+
 def draw_scenes(rng: np.random.Generator, count: int, pairs: np.ndarray) -> Scenes:
     """Draw scenes of these pairs of colour and shape."""
     cells = CELLS**2
@@ -294,13 +304,11 @@ def check(asked: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Write the folder; 2 if the request is wrong."""
     asked = arguments(argv)
-    held_out = [COLOUR_NAMES.index(colour) * len(SHAPES) + SHAPES.index(shape) for colour, shape in HELD_OUT]
-    every = np.arange(len(COLOURS) * len(SHAPES))
     try:
         check(asked)
         rng = np.random.default_rng(asked.seed)
-        train = make_rows(rng, asked.train, np.setdiff1d(every, held_out), QUESTIONS)
-        val = make_rows(rng, asked.val, every, 1)
+        train = make_rows(rng, asked.train, np.setdiff1d(all_pairs(), held_out_pairs()), QUESTIONS)
+        val = make_rows(rng, asked.val, all_pairs(), 1)
         is_right = best_guess(train, val)
         guess = float(is_right.mean())
         about = {"words": WORDS, "kinds": list(KINDS), "held_out_pairs": HELD_OUT, "best_guess_without_picture": guess}

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nanotrain_jax import plan
-from nanotrain_jax.config.load import load
+from nanotrain_jax.config.load import Parser, load, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.data import batches
@@ -182,7 +182,7 @@ def draw(rows: dict[str, list[Row]], title: str, path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the tables, and write the files; -> 2 if the request is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True)
     parser.add_argument("--gpu", help="model this GPU instead of measuring: h100, ..., or a YAML file as for plan")
     parser.add_argument("--devices", help=f"numbers of devices (default: powers of 2; modelled: {GPUS})")
@@ -206,8 +206,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = modelled(asked, config) if asked.gpu else measured(asked, config)
         asked.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return refuse(error)
     for kind, of_kind in rows.items():
         console.print(show_modelled(kind, of_kind) if asked.gpu else show_measured(kind, of_kind, way))
     rests_on = scaling.assumptions(asked.gpu) if asked.gpu else []

@@ -23,7 +23,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax.config.load import load, nested
+from nanotrain_jax.config.load import Parser, load, nested, refuse
+from nanotrain_jax.config.training_stages import spans
 from nanotrain_jax.run import curves
 
 LR, MIN_LR = "optimizer.lr", "optimizer.min_lr"
@@ -83,7 +84,7 @@ def train(asked: argparse.Namespace, values: dict[str, str], seed: int) -> tuple
     name = "_".join([*(f"{key}={value}" for key, value in values.items()), f"seed={seed}"])
     folder = asked.out / re.sub(r"[^\w.=+-]", "-", name)
     overrides = [*overrides_of(values, asked), f"train.seed={seed}", f"data.seed={seed}"]
-    steps = load(asked.config, overrides).train.steps
+    steps = spans(load(asked.config, overrides))[-1].last
     loss, code = final_loss(folder, steps), 0
     if loss is None:
         overrides += [f"logging.dir={folder}", f"checkpoint.dir={folder / 'checkpoints'}"]
@@ -106,9 +107,9 @@ def check(asked: argparse.Namespace, grid: Grid) -> None:
     if OWN & (given | grid.keys()):
         raise ValueError(f"{min(OWN & (given | grid.keys()))} is set for each run; use --seeds and --out")
     for values in combinations(grid):
-        train_keys = load(asked.config, overrides_of(values, asked)).train
-        if not train_keys.eval_every:
-            raise ValueError("train.eval_every=0: a sweep compares validation losses; write e.g. train.eval_every=100")
+        config = load(asked.config, overrides_of(values, asked))
+        if not config.train.eval_every or not config.data.val_fraction:
+            raise ValueError("train.eval_every=0 or data.val_fraction=0: a sweep compares validation losses; set both")
     settings = json.dumps(load(asked.config, [*asked.overrides, "logging.dir=."]).to_dict(), indent=1)
     kept = asked.out / "settings.json"
     if kept.exists() and kept.read_text() != settings:
@@ -149,7 +150,7 @@ def table(ranked: list[Result], grid: Grid) -> Table:
 
 def main(argv: list[str] | None = None) -> int:
     """Train, and print the table; -> 2 if the request is wrong, 1 if a run did not end."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--over", action="append", required=True, metavar="section.key=v1,v2", help="again: a grid")
     parser.add_argument("--seeds", type=int, default=1)
@@ -160,8 +161,7 @@ def main(argv: list[str] | None = None) -> int:
         grid = grid_of(asked.over)
         check(asked, grid)
     except (ValueError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return refuse(error)
     results = []
     for values in combinations(grid):
         runs = [train(asked, values, seed) for seed in range(asked.seeds)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.schema import Config, Optimizer
 
 # Learning rate of a batch, as a power of it. Goyal et al. 2017 (arXiv 1706.02677) for SGD, Malladi et al. 2022
 # (arXiv 2205.10287) for Adam, of whose rule this is the part about the learning rate.
@@ -89,11 +89,16 @@ def phases(config: Config, span: Span) -> list[Span]:
     return [*found, span._replace(first=first)]
 
 
+def rate_of_batch(optimizer: Optimizer, share: float) -> float:
+    """Return the factor of the learning rate of a batch of this share of data.batch_size (optimizer.lr_by_batch)."""
+    return share ** POWER[optimizer.lr_by_batch]
+
+
 def of_phase(config: Config, span: Span) -> Config:
     """Return the config of a run that has the batch of a phase throughout: fewer microbatches, as large as before."""
     p, o, whole = config.parallel, config.optimizer, config.data.batch_size
     size = span.batch_size or whole
-    rate = (size / whole) ** POWER[o.lr_by_batch]
+    rate = rate_of_batch(o, size / whole)
     config = config.replace("data", batch_size=size).replace("parallel", microbatches=p.microbatches * size // whole)
     config = config.replace("optimizer", lr=o.lr * rate, min_lr=o.min_lr * rate)
     return config.replace("train", batch_schedule=(), batch_growth=None)

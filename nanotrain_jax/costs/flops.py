@@ -20,7 +20,7 @@ from nanotrain_jax.costs.counts import (
     tokens_per_device,
 )
 from nanotrain_jax.models.decoder_table import ATTENTION
-from nanotrain_jax.models.parameters import ENDS, LAYERS
+from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS
 
 
 def flops_per_token(config: Config) -> dict[str, float]:
@@ -50,8 +50,9 @@ def step_flops(config: Config) -> float:
 
 
 def trained_share(config: Config, part: str) -> float:
-    """Return the share of matmul parameters, of the layers or of the ends, that is not frozen."""
-    matmuls = [row for row in rows(config).values() if row.is_matmul and row.part == part]
+    """Return the share of matmul parameters, of the layers, the ends or the encoder, that is not frozen."""
+    found = [row for row in rows(config).values() if row.part == part]
+    matmuls = [row for row in found if row.is_matmul or (part == ENCODER and len(row.shape) > 1)]
     return sum(row.size for row in matmuls if not row.is_frozen) / sum(row.size for row in matmuls)
 
 

@@ -156,7 +156,7 @@ def _gradient_sums(config: Config, psi: Parts, shard: Parts) -> tuple[float, flo
     if p.pipe == 1 or not reduces_per_layer(config):
         return sums, sums
     reduced = gradient_bytes(config) * (shard if p.zero else psi)[LAYERS]
-    return sums + reduced, 4 * psi[ENDS] + reduced
+    return sums + reduced, 4 * (psi[ENDS] + psi[VISION]) + reduced
 
 
 def _backward_buffers(config: Config, layer: float, tokens: float) -> float:

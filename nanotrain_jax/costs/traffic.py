@@ -24,6 +24,7 @@ class Traffic(Enum):
     MOMENTUM = "momentum, shards for whole matrices"
     ENCODER = "activations of the encoder of pictures"
     ENCODED = "encoded pictures and their gradients"
+    QUESTION = "embeddings of the text, for the relevance of patches"
 
     @property
     def is_gradients(self) -> bool:

@@ -71,12 +71,6 @@ def has_backward(config: Config, of: Paths = ENCODED) -> bool:
     return bool(of & trained(config))
 
 
-def trained_share(config: Config) -> float:
-    """Return the share of the parameters in matmuls of the encoder's layers that is not frozen."""
-    matmuls = [row for row in rows(config).values() if row.part == ENCODER and len(row.shape) > 1]
-    return sum(row.size for row in matmuls if not row.is_frozen) / sum(row.size for row in matmuls)
-
-
 def text_tokens(config: Config) -> int:
     """Return Q."""
     return config.data.seq_len - config.vision.max_tokens
@@ -173,18 +167,18 @@ def model_flops(config: Config) -> float:
 
 
 def as_decoder(config: Config) -> Config:
-    """Return a decoder whose layers are as those of the encoder, of K tokens without flash attention: the closed forms
-    of a layer's activations and time hold for both."""
+    """Return a decoder whose layers are as those of the encoder, of K tokens, without flash attention and FP8: closed
+    forms of a layer's activations and time hold for both."""
     v = config.vision
     family = next(name for name, features in FAMILIES.items() if not features.gated_mlp)
     sizes = {"num_layers": v.num_layers, "d_model": v.width, "num_heads": v.num_heads, "num_kv_heads": v.num_heads}
     config = config.replace("model", family=family, attention="xla", d_ff=4 * v.width, loss_chunk=0, **sizes)
     one_stage = {"pipe": 1, "chunks": 1, "sequence_parallel": False, "overlap_tensor": False}
-    config = config.replace("data", seq_len=v.max_tokens).replace("train", freeze=())
+    config = config.replace("data", seq_len=v.max_tokens).replace("train", freeze=()).replace("precision", matmul=None)
     return config.replace("parallel", **one_stage).model_copy(update={"vision": None})
 
 
-def passes(config: Config) -> int:
+def all_reduces_per_layer(config: Config) -> int:
     """Return how often tensor all-reduces the activations of a layer of the encoder, K E (`buffers`)."""
     if not has_backward(config, LAYERS):
         return 2
@@ -195,26 +189,26 @@ def buffers(config: Config) -> list[tuple[str, str, float, Traffic]]:
     """Return mesh axis, operation, bytes of the full buffer and kind of what a step communicates of pictures. Weights
     and their gradients: as those of ends, for each microbatch that a device encodes (costs/parameter_traffic.py).
 
-    In w b, for each of these microbatches:
+    Bytes for each of these microbatches:
 
-    tensor   all-reduce       2 L K E forward, 2 L K E backward; `full` L K E more, block:n 2 L K E
-             all-reduce       Q D, the embedding of the question; K D, with sequence parallelism the gradient of the
-                              picture, for each of the M microbatches
-    pipe     all-gather       K D, and where attention begins, 4 T bytes, of all stages together
-             reduce-scatter   K D, the gradient of the picture
+    tensor   all-reduce       w b 2 L K E forward, as much backward; `full` w b L K E more, block:n w b 2 L K E
+             all-reduce       w b Q D, the embeddings of the question
+             all-reduce       w b K D, with sequence parallelism: the gradient of the picture, for each of all M
+    pipe     all-gather       P (w b K D + 4 b T): pictures, and where attention begins
+             reduce-scatter   P w b K D, the gradient of the pictures
 
-    Without anything to train in the encoder, and before its layers, no backward (`has_backward`).
+    No backward is counted where nothing trains on which the value depends (`has_backward`).
     """
     if config.vision is None:
         return []
     p, v, w, D = config.parallel, config.vision, BYTES[config.precision.compute], config.model.d_model
     K, encoded, found = v.max_tokens, pictures(config), []
     if p.tensor > 1:
-        of_layers = passes(config) * v.num_layers * K * v.width
+        of_layers = all_reduces_per_layer(config) * v.num_layers * K * v.width
         found.append(("tensor", "all_reduce", w * encoded * of_layers, Traffic.ENCODER))
-        of_question = encoded * text_tokens(config)
+        found.append(("tensor", "all_reduce", w * D * encoded * text_tokens(config), Traffic.QUESTION))
         of_gradient = rows_per_device(config) * K if p.sequence_parallel and has_backward(config) else 0.0
-        found.append(("tensor", "all_reduce", w * D * (of_question + of_gradient), Traffic.ENCODED))
+        found.append(("tensor", "all_reduce", w * D * of_gradient, Traffic.ENCODED))
     if p.pipe > 1:
         picture = w * K * D * p.pipe * encoded
         starts = 4 * config.data.seq_len * p.pipe * encoded

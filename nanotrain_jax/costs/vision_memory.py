@@ -18,14 +18,15 @@ Parts = dict[str, float]
 def added(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
     """Return the moments of `memory.moments` with the encoder's activations, and one more:
 
-    encoder     the decoder's activations are freed; the encoder's, and the working set of one of its layers
+    encoder     the decoder's activations are freed; the encoder's, the encoded pictures with their gradients, and the
+                working set of one of its layers
     """
     alive = kept(config)
     for moment in ("loss", "backward"):
         found[moment]["activations"] += alive + encoded(config)
     if not vision.has_backward(config):
         return found
-    parts = {"activations": alive, "loss": 0.0, "layer": 0.0, "buffers": 0.0}
+    parts = {"activations": alive + encoded(config), "loss": 0.0, "layer": 0.0, "buffers": 0.0}
     if vision.has_backward(config, vision.LAYERS):
         parts |= {"layer": working_set(vision.as_decoder(config)), "buffers": _in_flight(config)}
     return found | {"encoder": {"gradients": found["embedding"]["gradients"]} | parts}
@@ -36,12 +37,15 @@ def kept(config: Config) -> float:
     schedule, else of one.
 
     layers    as those of a decoder (`activations`)
-    others    C (6 E + 4 S) + K (2 E + 2 D) elements: candidates and their surroundings, the scorers, the adapter
+    others    C (6 E + 4 S) elements, if the kept patches have a backward: candidates, their surroundings, the scorers;
+              K (2 E + 2 D) of the adapter
     """
     if not vision.has_backward(config):
         return 0.0
     v, D, p = config.vision, config.model.d_model, config.parallel
-    of_picture = v.num_candidates * (6 * v.width + 4 * v.scorer_width) + v.max_tokens * (2 * v.width + 2 * D)
+    of_picture = v.max_tokens * (2 * v.width + 2 * D)
+    if vision.has_backward(config, vision.KEPT):
+        of_picture += v.num_candidates * (6 * v.width + 4 * v.scorer_width)
     if vision.has_backward(config, vision.LAYERS):
         of_picture += v.max_tokens * activations(vision.as_decoder(config))
     microbatches = encodes(config) if execution(config).is_by_hand else 1

@@ -129,8 +129,9 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
     if kind == "arrays" and where:
         folder = arrays.read(Path(where), config.seq_len, config.verify)
         fingerprint = f"{folder.fingerprint} seed {config.seed}"
-        of_pictures = folder.picture_places
-        return Dataset(folder.train, folder.val, None, folder.vocab_size, fingerprint, picture_places=of_pictures)
+        return Dataset(
+            folder.train, folder.val, None, folder.vocab_size, fingerprint, picture_places=folder.picture_places
+        )
     if kind == "tokens" and where:
         corpus = corpora.read(where, config.verify)
         if config.tokenizer and corpora.tokenizer(config.tokenizer).name != corpus.tokenizer:

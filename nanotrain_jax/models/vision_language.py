@@ -10,8 +10,9 @@ as in rows of several documents, starts say that no later token looks back at it
 patch. Which patches are kept depends on the text of the row, but not on the tokens that the model predicts.
 
 Weights: "vision/patches", "vision/relevance", "vision/adapter", the stack "encoder", and the decoder's "ends" and
-"layers". The encoder runs on whole rows on each device along tensor; all-reduces are those of its layers, and one of
-the embeddings of the text for the relevance, 2 (t-1)/t B T D elements.
+"layers". The encoder runs on whole rows on each device along tensor; all-reduces are those of its layers, one of the
+embeddings of the text for the relevance, 2 (t-1)/t B (T - K) D elements, and with sequence parallelism that of the
+picture's gradient (`with_image`).
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ DECAY = 0.99  # of the averages, per step
 class Noise(NamedTuple):
     """Averages over steps, float32 scalars; both begin at zero, which their ratio does not see."""
 
-    trace: jax.Array  # of tr / B
-    square: jax.Array  # of |G|^2 / B
+    relative_trace: jax.Array  # of tr / B
+    relative_square: jax.Array  # of |G|^2 / B
 
 
 class Batch(NamedTuple):
@@ -95,7 +95,7 @@ def average(noise: Noise, of_small: jax.Array, of_batch: jax.Array, batch: Batch
     """Add a step to the averages. of_small: s; of_batch: B, both times any factor. Not finite, or zero: no change."""
     n, b = batch
     ratio = of_small / of_batch
-    of_step = Noise(trace=b * n * (ratio - 1) / (n - 1), square=(n - ratio) / (n - 1))
+    of_step = Noise(relative_trace=b * n * (ratio - 1) / (n - 1), relative_square=(n - ratio) / (n - 1))
 
     def add(old: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.where(is_finite & (of_batch > 0), DECAY * old + (1 - DECAY) * x, old)
@@ -111,4 +111,4 @@ def exceeds(noise: Noise, sequences: int) -> bool:
 
 def scale(noise: Noise) -> jax.Array:
     """-> the noise scale in sequences; nan if the gradient is lost in noise."""
-    return jnp.where(noise.square > 0, noise.trace / noise.square, jnp.nan)
+    return jnp.where(noise.relative_square > 0, noise.relative_trace / noise.relative_square, jnp.nan)

@@ -20,7 +20,8 @@ from nanotrain_jax.planner.step_time import Transfer, times
 MEMORY_FRACTION = 0.75  # of a GPU's memory, which JAX preallocates (XLA_PYTHON_CLIENT_MEM_FRACTION)
 
 # Margin of the peak estimate, as a fraction of it: no estimated peak in tests/golden/audit.json is further above.
-# The larger one is for layouts that store attention scores, for an encoder of pictures, and for ZeRO 3 with jax before
+# The larger one is for layouts that store attention scores, for an encoder of pictures (held by
+# tests/audit/test_vision_compiled.py), and for ZeRO 3 with jax before
 # 0.12, whose XLA may allocate the gradients of layers before the loss. A margin is needed because a search favours
 # underestimated layouts.
 MARGIN, LARGE_MARGIN = 0.05, 0.1

@@ -46,7 +46,7 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
         passes = scatters if t.op == "reduce_scatter" else gathers
         ends = communication.ends_gathered(c) if t.op == "all_gather" else 2
         return f"b B T D ({passes} L + {ends})", f"{b} x {n(tokens)} x {n(m.d_model)} x ({passes} x {L} + {ends})"
-    if t.what in (Traffic.ENCODER, Traffic.ENCODED):
+    if t.what in (Traffic.ENCODER, Traffic.ENCODED, Traffic.QUESTION):
         return of_pictures(e, t)
     if t.what in (Traffic.SYNCHRONIZATION, Traffic.COMPRESSED):
         return replica_buffers(e, t)
@@ -63,16 +63,15 @@ def of_pictures(e: Estimate, t: Transfer) -> tuple[str, str]:
     c, v, p, n, D = e.config, e.config.vision, e.config.parallel, number, number(e.config.model.d_model)
     b, K, encoded = counts.BYTES[c.precision.compute], v.max_tokens, n(vision.pictures(c))
     if t.what is Traffic.ENCODER:
-        passes = vision.passes(c)
-        return f"b pictures {passes} L K E", f"{b} x {encoded} x {passes} x {v.num_layers} x {K} x {n(v.width)}"
+        times = vision.all_reduces_per_layer(c)
+        return f"b pictures {times} L K E", f"{b} x {encoded} x {times} x {v.num_layers} x {K} x {n(v.width)}"
     if t.axis == "pipe":
         starts = t.op == "all_gather"  # where attention begins
         formula, shown = "b K D" + " + 4 T" * starts, f"{b} x {K} x {D}" + f" + 4 x {n(c.data.seq_len)}" * starts
         return f"P pictures ({formula})", f"{p.pipe} x {encoded} x ({shown})"
-    formula, shown = "Q pictures", f"{vision.text_tokens(c)} x {encoded}"
-    if p.sequence_parallel and vision.has_backward(c):
-        formula, shown = formula + " + K B", shown + f" + {K} x {n(counts.rows_per_device(c))}"
-    return f"b D ({formula})", f"{b} x {D} x ({shown})"
+    if t.what is Traffic.QUESTION:
+        return "b D Q pictures", f"{b} x {D} x {vision.text_tokens(c)} x {encoded}"
+    return "b D K B", f"{b} x {D} x {K} x {n(counts.rows_per_device(c))}"
 
 
 def attention_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:

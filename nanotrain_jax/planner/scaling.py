@@ -7,11 +7,11 @@ Efficiency is tokens per second and GPU over those of the first number of GPUs t
 weak scaling, T1 / (N T_N) with strong scaling. Every layout is the best of `search`, which may differ between numbers.
 
 The planner's step time (step_time.py) has no latency that grows with a group. Here it is added to collectives of
-weights and gradients, and the layout is the first of the search whose step with it is within 1% of the shortest. The
-latency is that of NCCL's own cost model (src/graph/tuning.cc, protocol Simple): a ring of n GPUs in d NVLink domains
-takes n - d hops over NVLink and d - 1 over the network; a tree of an all-reduce n/d - 1 and log2 d, twice. Counted is
-at least one collective for each layer that communicates in a loop, and one of each kind after it; as much of it is
-hidden as of the bytes.
+weights and gradients. The layout is the first, of the search's best of each mesh and schedule (ranked without latency),
+whose step is within 1% of the shortest. The latency is that of NCCL's own cost model (src/graph/tuning.cc, protocol
+Simple): a ring of n GPUs in d NVLink domains takes n - d hops over NVLink and d - 1 over the network; a tree of an
+all-reduce n/d - 1 and log2 d, twice. Counted is at least one collective for each layer that communicates in a loop, and
+one of each kind after it; as much of it is hidden as of the bytes.
 
 Not modelled: input, evaluations, checkpoints, congestion, stragglers, failures.
 """
@@ -83,7 +83,7 @@ def parts(e: Estimate) -> dict[str, float]:
 def latency(e: Estimate) -> float:
     """Return the exposed seconds of latency in a step, of collectives of weights and gradients."""
     exposed = ((t, t.exposed / t.seconds) for t in e.transfers if t.seconds)
-    return sum(collectives(e.config, t) * hops_time(e, t) * share for t, share in exposed)
+    return sum(collectives(e.config, t) * collective_latency(e, t) * share for t, share in exposed)
 
 
 def collectives(config: Config, transfer: Transfer) -> int:
@@ -95,7 +95,7 @@ def collectives(config: Config, transfer: Transfer) -> int:
     return sum(n * (in_loop if part == LAYERS and transfer.when == "microbatch" else 1) for part, n in times.items())
 
 
-def hops_time(e: Estimate, transfer: Transfer) -> float:
+def collective_latency(e: Estimate, transfer: Transfer) -> float:
     """Return the seconds of latency of one collective: of a ring, or of a tree for an all-reduce."""
     axes = tuple(transfer.axis.split(","))
     group, local = step_time.link(axes, tuple(e.config.parallel.axes.values()), hardware.find(e.gpu).joined)

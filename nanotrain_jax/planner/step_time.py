@@ -27,7 +27,7 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import communication, counts, flops, memory, muon, offload, vision
 from nanotrain_jax.costs.hardware import Gpu
 from nanotrain_jax.costs.traffic import Traffic
-from nanotrain_jax.models.parameters import ENDS, LAYERS
+from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS
 from nanotrain_jax.parallel.mesh import AXES
 
 # Fractions of peak memory and link bandwidth that good kernels reach; for matrix units see hardware.Gpu.matmul.
@@ -291,12 +291,12 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
 
 def encoder_time(config: Config, gpu: Gpu) -> float:
     """Return the seconds in which a device encodes its pictures, forward and backward, without communication: layers as
-    those of a decoder, the matmuls around them at the rate of the matrix units. Textures are not modelled."""
+    those of a decoder, the matmuls around them at the rate of the matrix units. Of textures only the matmul."""
     if config.vision is None:
         return 0.0
     trained = vision.trained(config)
     F, B, W = layers_time(vision.as_decoder(config), gpu)
-    layers = F + vision.has_backward(config, vision.LAYERS) * (B + W * vision.trained_share(config))
+    layers = F + vision.has_backward(config, vision.LAYERS) * (B + W * flops.trained_share(config, ENCODER))
     outside = sum(product.flops + product.backward(trained) for product in vision.outside_layers(config))
     rate = gpu.matmul * gpu.peak_flops * (1.0 if counts.BYTES[config.precision.compute] == 2 else 0.5)
     return counts.encodes(config) * layers + vision.pictures(config) * outside / rate

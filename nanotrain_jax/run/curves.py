@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,7 @@ def draw(jsonl: Path, png: Path, title: str, bigram: float | None) -> int:
     Raises OSError.
     """
     records, bad = read(jsonl)
-    train = _finite((r["step"], r.get("mean_loss", r.get("loss"))) for r in records)
-    val = _finite((r["step"], r.get("val_loss")) for r in records)
+    train, val, noise = (series(records, metric, "steps") for metric in ("loss", "val_loss", "noise_scale"))
     if not train + val:
         return bad
     figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
@@ -108,7 +107,6 @@ def draw(jsonl: Path, png: Path, title: str, bigram: float | None) -> int:
             axes.plot(*zip(*points, strict=True), **style)
     if bigram is not None:
         axes.axhline(bigram, color="gray", linestyle="--", linewidth=1, label=f"bigram model ({bigram:.4f})")
-    noise = _finite((r["step"], r.get("noise_scale")) for r in records)
     if noise:
         right = axes.twinx()
         right.plot(*zip(*noise, strict=True), color="tab:green", linewidth=1, linestyle=":")
@@ -119,8 +117,3 @@ def draw(jsonl: Path, png: Path, title: str, bigram: float | None) -> int:
     axes.legend()
     figure.savefig(png, dpi=120)
     return bad
-
-
-def _finite(points: Iterable[tuple[int, float | None]]) -> list[tuple[int, float]]:
-    """Keep the points (step, value) whose value is a finite number."""
-    return [(step, value) for step, value in points if value is not None and math.isfinite(value)]

@@ -103,7 +103,8 @@ def run_phases(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[in
             loop = make_loop(run)
             loop.run_steps(stopped)
             run = loop.after()
-        if len(run.phases) == 1 or not is_over(run.phases[0], int(run.state.step), run.state):
+        number = int(run.state.step)
+        if len(run.phases) == 1 or not is_over(run.phases[0], number, run.state) or stopped(number):
             return run
         run = next_phase(run)
 
@@ -279,7 +280,7 @@ def new_writer(run: Run) -> metrics.Writer:
     """Return the metrics writer of a run. Raises OSError."""
     config, devices = run.config, run.mesh.devices
     peak = hardware.peak_flops(devices.flat[0].device_kind) if config.is_built_in else None
-    return metrics.Writer(config, int(run.state.step), peak and peak * devices.size, run.tokens)
+    return metrics.Writer(of_run(config, run.requested), int(run.state.step), peak and peak * devices.size, run.tokens)
 
 
 def watching(run: Run, writer: metrics.Writer) -> AbstractContextManager[watchdog.Watchdog]:

@@ -68,16 +68,16 @@ def begin(phase: Phase, before: State) -> State:
 
 
 def describe(phase: Phase, number: int) -> list[str]:
-    """Return a line about a stage of training: its steps, what it trains, learning rate and data; and one about a phase
-    that goes on after a step of this number."""
+    """Return lines about what follows the step of this number: the stage of training, what it trains, learning rate and
+    data; the batch, if it changes."""
     plan, span, lines = phase.step.plan, phase.span, []
     lr, p = plan.config.optimizer.lr, plan.config.parallel
     if span.name:
         sizes = [x.size for x in jax.tree.leaves(plan.model.shapes)]
         trained = sum(size for size, trains in zip(sizes, jax.tree.leaves(plan.trainable), strict=True) if trains)
         lines.append(
-            f"stage {span.name}: steps {span.first + 1} to {span.last}, trains {trained:,} of {sum(sizes):,} "
-            f"parameters, lr {lr:g}, {phase.config.data.source}"
+            f"stage {span.name}: steps {number + 1} to {span.last}, trains {trained:,} of {sum(sizes):,} parameters, "
+            f"lr {lr:g}, {phase.config.data.source}"
         )
     if phase.config.train.batch_schedule or phase.config.train.batch_growth:
         lines.append(

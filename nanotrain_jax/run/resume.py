@@ -16,6 +16,7 @@ from nanotrain_jax.checkpoint import compatibility
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.compatibility import Meta
 from nanotrain_jax.config.schema import Config, Optimizer
+from nanotrain_jax.config.training_stages import rate_of_batch
 from nanotrain_jax.run.phases import Phase, index_at
 from nanotrain_jax.step import compressed
 from nanotrain_jax.step import optimizer as optim
@@ -60,7 +61,7 @@ def resume(folder: Path, requested: Config, phases: list[Phase]) -> Resumed:
     if changed:
         notes.append(f"changed since the checkpoint: {changed}")
     updates = min(int(np.min(shard.data)) for shard in optim.num_updates(state).addressable_shards)
-    notes += _learning_rate_jump(meta, config, number, updates)
+    notes += _learning_rate_jump(meta, step.plan.config, number, updates)
     position = meta.data.position * meta.seq_len // config.data.seq_len
     state = step.in_stage_order(state)
     return Resumed(phases, state, position, meta.tokens_seen, notes, (folder, number), meta, damaged)
@@ -111,11 +112,15 @@ def _learning_rate_jump(meta: Meta, config: Config, number: int, update: int) ->
 
 
 def _optimizer_of(meta: Meta) -> Optimizer | None:
-    """Return the optimizer section of a checkpoint's config; None if this version does not support its values."""
+    """Return the optimizer section with which a checkpoint's last step ran; None if this version does not support its
+    values."""
     known: dict[str, Any] = {
         key: value for key, value in meta.config["optimizer"].items() if key in Optimizer.model_fields
     }
     try:
-        return Optimizer.model_validate(known)
+        optimizer = Optimizer.model_validate(known)
     except ValidationError:
         return None
+    whole = meta.config["data"]["batch_size"]
+    rate = rate_of_batch(optimizer, (meta.batch_size or whole) / whole)
+    return optimizer.model_copy(update={"lr": optimizer.lr * rate, "min_lr": optimizer.min_lr * rate})

@@ -1,9 +1,10 @@
 """Where the records of a run go: metrics.jsonl, TensorBoard, Weights & Biases, MLflow.
 
-A sink has two methods: `write(record)`, which returns at once, and `close(failed)`. `opened` opens those of a config,
-on process 0. The clients of Weights & Biases and MLflow send in the background; where to, and with which key, is in
-their own environment (WANDB_MODE, WANDB_API_KEY, MLFLOW_TRACKING_URI, ...). The id of a run is kept in its folder, so
-that a resumed run goes on there. A step that runs again after a resume is written again, as in metrics.jsonl.
+A sink has two methods: `write(record)`, which waits for no network, and `close(failed)`. `opened` opens those of a
+config, on process 0. The clients of Weights & Biases and MLflow send in the background; where to, and with which key,
+is in their own environment (WANDB_MODE, WANDB_API_KEY, MLFLOW_TRACKING_URI, ...). The id of a run is kept in its
+folder, so that a resumed run goes on there. A step that runs again after a resume is written again, as in
+metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ from nanotrain_jax.run import curves
 
 JSONL, TENSORBOARD = "metrics.jsonl", "tensorboard"
 Record = dict[str, Any]
+FINISH = 60  # seconds
 
 
 class Sink(Protocol):
@@ -67,7 +70,8 @@ class TensorBoard:
 
     def close(self, failed: bool) -> None:
         """Write what is left."""
-        self.board.close()
+        with suppress(OSError):
+            self.board.close()
 
 
 class WeightsAndBiases:
@@ -90,7 +94,7 @@ class WeightsAndBiases:
             dir=str(folder),
             config=config.to_dict(),
             allow_val_change=True,  # a resumed run may have changed keys
-            settings=wandb.Settings(console="off"),
+            settings=wandb.Settings(console="off", finish_timeout=FINISH),
         )
         kept.write_text(self.run.id)
         self.run.define_metric("step", hidden=True)
@@ -103,7 +107,7 @@ class WeightsAndBiases:
         self.run.log({"step": record["step"]} | scalars(record))
 
     def close(self, failed: bool) -> None:
-        """Wait until all is sent."""
+        """Wait until all is sent, at most FINISH seconds: the rest stays in the folder."""
         self.run.finish(exit_code=int(failed))
 
 
@@ -114,7 +118,7 @@ class MLflow:
     def __init__(self, config: Config, folder: Path):
         import mlflow
 
-        self.client, kept = mlflow, folder / "mlflow_id"
+        self.client, self.sent, kept = mlflow, None, folder / "mlflow_id"
         mlflow.set_experiment(project(config.logging.mlflow))
         run = mlflow.start_run(kept.read_text() if kept.exists() else None, run_name=folder.name)
         kept.write_text(run.info.run_id)
@@ -124,12 +128,14 @@ class MLflow:
 
     def write(self, record: Record) -> None:
         """Hand the record to the client's thread."""
-        self.client.log_metrics(scalars(record), step=record["step"], synchronous=False)
+        self.sent = self.client.log_metrics(scalars(record), step=record["step"], synchronous=False)
 
     def close(self, failed: bool) -> None:
-        """Wait until all is sent."""
+        """Wait until all is sent, or the client gives up."""
         self.client.flush_async_logging()
         self.client.end_run("FAILED" if failed else "FINISHED")
+        if self.sent:
+            self.sent.wait()  # raises what the newest record met
 
 
 SERVICES: dict[str, Callable[[Config, Path], Sink]] = {"wandb": WeightsAndBiases, "mlflow": MLflow}
@@ -138,7 +144,7 @@ SERVICES: dict[str, Callable[[Config, Path], Sink]] = {"wandb": WeightsAndBiases
 class Lenient:
     """A sink whose first failure is a warning, and its end: a run does not depend on a service."""
 
-    def __init__(self, name: str, sink: Sink, say: Callable[[str], None]):
+    def __init__(self, name: str, sink: Sink | None, say: Callable[[str], None]):
         self.name, self.sink, self.say = name, sink, say
 
     def write(self, record: Record) -> None:
@@ -177,8 +183,23 @@ def opened(config: Config, folder: Path, say: Callable[[str], None]) -> list[Sin
         sinks.append(TensorBoard(folder))
     for name, service in SERVICES.items():
         if getattr(config.logging, name):
-            sinks.append(Lenient(name, started(name, service, config, folder), say))
+            start = partial(started, name, service, config, folder)
+            sinks.append(Lenient(name, start() if is_first(name, folder) else unless_it_fails(start, say), say))
     return sinks
+
+
+def is_first(name: str, folder: Path) -> bool:
+    """True if no run of this service was started before."""
+    return not (folder / f"{name}_id").exists()
+
+
+def unless_it_fails(start: Callable[[], Sink], say: Callable[[str], None]) -> Sink | None:
+    """Return what starts; None, and a warning, if it does not: a restart does not depend on a service."""
+    try:
+        return start()
+    except OSError as error:
+        say(f"warning: {error}; this start goes on without it")
+        return None
 
 
 def started(name: str, service: Callable[[Config, Path], Sink], config: Config, folder: Path) -> Sink:
@@ -187,7 +208,7 @@ def started(name: str, service: Callable[[Config, Path], Sink], config: Config, 
         return service(config, folder)
     except Exception as error:  # the errors of the clients and of their libraries have no common type
         kept = folder / f"{name}_id"
-        gone = f", delete {kept} if its run is gone" if kept.exists() else ""
+        gone = "" if is_first(name, folder) else f", delete {kept} if its run is gone"
         raise OSError(
             f"logging.{name}={getattr(config.logging, name)}: {name} does not start ({type(error).__name__}: {error}); "
             f"set it up{gone}, or leave logging.{name} out"

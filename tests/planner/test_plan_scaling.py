@@ -44,7 +44,7 @@ def test_latency_of_zero_3_is_that_of_a_ring_for_each_layer_and_pass():
         ("reduce_scatter", "gradients"): 3 * (8 + 1),
     }
     ring = 14 * 3.4e-6 + 14e-6
-    assert [scaling.hops_time(e, t) for t in e.transfers] == pytest.approx([ring, ring])
+    assert [scaling.collective_latency(e, t) for t in e.transfers] == pytest.approx([ring, ring])
     assert 0 < scaling.latency(e) <= 3 * (3 * 8 + 2) * ring
 
 
@@ -53,7 +53,7 @@ def test_latency_of_an_all_reduce_is_that_of_a_tree_and_hardly_grows():
         e = estimate(small(batch=gpus, data=gpus), "h100")
         (transfer,) = e.transfers
         assert (transfer.op, scaling.collectives(e.config, transfer)) == ("all_reduce", 2)  # layers, ends
-        return scaling.hops_time(e, transfer)
+        return scaling.collective_latency(e, transfer)
 
     assert of(8) == pytest.approx(2 * 7 * 4e-6)
     assert of(1024) - of(512) == pytest.approx(2 * 14e-6)

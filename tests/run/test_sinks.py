@@ -97,6 +97,17 @@ def test_a_service_that_does_not_start_is_an_error_in_one_line(tmp_path, monkeyp
         metrics.Writer(config_of(tmp_path, mlflow="mine"), 0, None)
 
 
+def test_a_restart_does_not_depend_on_a_service(tmp_path, capsys, monkeypatch):
+    def unreachable(config, folder):
+        raise RuntimeError("unreachable")
+
+    monkeypatch.setitem(sinks.SERVICES, "mlflow", unreachable)
+    (tmp_path / "mlflow_id").write_text("of an earlier start")
+    write(config_of(tmp_path, mlflow=True), {1: 2.0, 2: 1.0})
+    assert "mlflow does not start (RuntimeError: unreachable); set it up, delete " in capsys.readouterr().out
+    assert [record["loss"] for record in records(tmp_path)] == [2.0, 1.0]
+
+
 def test_sinks_are_told_whether_the_run_failed(tmp_path, monkeypatch):
     told = []
     service = types.SimpleNamespace(write=lambda record: None, close=lambda failed: told.append(failed))

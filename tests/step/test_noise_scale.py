@@ -87,6 +87,8 @@ def squared_norm(params, rows):
 @pytest.mark.parametrize("layout", cover(LAYOUTS, MORE, str))
 def test_every_layout_measures_the_same(layout, expected):
     noise, metric = averages(layout)
-    np.testing.assert_allclose(noise.trace, expected.trace, rtol=1e-5)
-    np.testing.assert_allclose(noise.square, expected.square, atol=1e-5 * expected.trace / 32)  # a difference of two
-    assert np.isnan(metric) == (expected.square <= 0)  # of random tokens, nothing but noise
+    np.testing.assert_allclose(noise.relative_trace, expected.relative_trace, rtol=1e-5)
+    np.testing.assert_allclose(
+        noise.relative_square, expected.relative_square, atol=1e-5 * expected.relative_trace / 32
+    )  # a difference of two
+    assert np.isnan(metric) == (expected.relative_square <= 0)  # of random tokens, nothing but noise

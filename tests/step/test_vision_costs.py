@@ -35,6 +35,7 @@ LAYOUTS = {
     "zero 2": {"data": 2, "zero": 2, "microbatches": 2},
     "zero 3": {"data": 2, "zero": 3},
     "per layer": {"data": 2, "zero": 1, "grad_reduce": "per_layer", "microbatches": 2},
+    "pipe per layer": {"pipe": 2, "data": 2, "zero": 1, "grad_reduce": "per_layer", "microbatches": 2},
     "prefetch": {"data": 2, "zero": 3, "prefetch": True, "microbatches": 2},
     "tensor": {"tensor": 2},
     "whole rows": {"tensor": 2, "sequence_parallel": False},

@@ -46,6 +46,7 @@ PARTS = {  # of peak memory
 }
 TIMES = {  # parts of a step's time; others: several mesh axes together
     "compute": (BLUE, "matmuls, attention, norms, recomputation"),
+    "encoder": (SLATE, "pictures are encoded, forward and backward"),
     "bubble": (WAITS, "pipeline stages are idle"),
     "update": (PURPLE, "the optimizer reads and writes its state"),
     "tensor": (YELLOW, EXPOSED),
