@@ -145,6 +145,7 @@ def test_the_command_prints_prompt_and_text_of_the_oracle(runs, capsys):
     assert printed(capsys, *again) == printed(capsys, *again)
 
 
+@pytest.mark.long
 def test_a_run_with_pipeline_tensor_and_zero_3_generates_the_same_text(runs, capsys):
     layout = ["parallel.data=2", "parallel.tensor=2", "parallel.pipe=2", "parallel.zero=3", "parallel.microbatches=2"]
     layout += ["parallel.schedule=interleaved", "parallel.chunks=2", "parallel.persist_below=0"]

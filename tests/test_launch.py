@@ -224,6 +224,7 @@ def test_a_root_cause_that_exits_after_the_processes_waiting_for_it_is_named(tmp
     assert "continuing with 2 of 4 processes" in err
 
 
+@pytest.mark.long
 def test_an_elastic_run_drops_no_process_that_only_waited(tmp_path):
     plan = {(0, 0): "sys.exit(3)", (0, 1): "sys.exit(3)", (1, 0): "os.abort()", (1, 1): HANG}
     codes, _, err = (run := Launched(tmp_path, plan, "--processes", "2", "--elastic")).wait_for_exit()

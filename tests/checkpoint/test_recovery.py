@@ -83,6 +83,7 @@ def test_only_vocabulary_padding_is_truncated_or_padded_on_restore(tmp_path):
             read(head, q)
 
 
+@pytest.mark.long
 def test_another_run_can_start_from_a_checkpoint_by_its_path(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/a", "train.steps=10") == 0
     assert main(config_file, f"logging.dir={tmp_path}/b", f"checkpoint.resume={tmp_path}/a/checkpoints") == 0
@@ -233,6 +234,7 @@ def test_a_checkpoint_without_checksums_is_used(config_file, tmp_path, capsys):
     assert "resumed from step 10" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_hundred_flipped_bits_are_detected(config_file, tmp_path):
     assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=10") == 0
     good, bad, rng = tmp_path / "run" / "checkpoints", tmp_path / "bad", random.Random(1)

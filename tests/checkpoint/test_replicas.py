@@ -16,6 +16,7 @@ APART = "parallel.data=2", "parallel.replica=2", "parallel.sync_every=4", "paral
 close = np.testing.assert_allclose
 
 
+@pytest.mark.long
 def test_a_resume_between_two_synchronizations_is_bitwise(config_file, tmp_path, capsys):
     apart = config_file, *APART, "parallel.zero=1", "train.eval_every=6"
     assert main(*apart, f"logging.dir={tmp_path}/whole", "train.steps=12") == 0

@@ -90,6 +90,7 @@ def test_a_user_model_equals_one_device(config_file, on_one_device, case):
     assert one["val_loss"] < on_one_device[kind][0]["loss"]
 
 
+@pytest.mark.long
 def test_checkpoints_of_a_user_model_resume_on_another_layout(config_file, on_one_device):
     keys = "checkpoint.every=2", "checkpoint.async=false"
     whole = run(config_file, "Linen", "whole", "parallel.data=2", *keys)

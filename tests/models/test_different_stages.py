@@ -80,6 +80,7 @@ def test_training_equals_one_device(config_file, on_one_device, name):
     equals_one_device(config_file, on_one_device, run(config_file, "many", *LAYOUTS[name]))
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_four_stages_resumes_on_one(config_file, on_one_device):
     keys = "checkpoint.every=2", "optimizer.decay_steps=4"
     run(config_file, "cut", *PIPE_4, ZERO_BUBBLE, "parallel.zero=3", "train.steps=2", *keys)

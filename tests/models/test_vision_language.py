@@ -134,6 +134,7 @@ def config_file(tmp_path):
     return path
 
 
+@pytest.mark.long
 def test_the_command_logs_accuracy_and_resumes(config_file, capsys):
     keys = "parallel.data=2", "checkpoint.async=false"
     folder = config_file.parent

@@ -254,6 +254,7 @@ BASE = [
 PIPED = "parallel.pipe=2", "parallel.schedule=interleaved", "parallel.chunks=2", "parallel.microbatches=2"
 
 
+@pytest.mark.long
 def test_checkpoints_resume_in_either_mode_and_files_are_reused_only_if_they_match(tmp_path, capsys):
     disk = "memory.offload_optimizer=nvme", f"memory.nvme_dir={tmp_path}/disk"
 

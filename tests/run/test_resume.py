@@ -112,6 +112,7 @@ def test_a_checkpoint_with_other_arrays_is_reported_and_kept(tmp_path):
 
 
 @jax.numpy_dtype_promotion("standard")
+@pytest.mark.long
 def test_16_bit_runs_resume_where_weights_are_stored_in_another_dtype(tmp_path):
     built = {}
     for zero in (1, 3):

@@ -67,6 +67,7 @@ def test_what_does_not_fit_into_the_minutes_is_skipped_with_a_reason(tmp_path):
     assert all("of --minutes are left" in row["result"] for row in results["stages"].values())
 
 
+@pytest.mark.long
 def test_an_interrupt_keeps_the_results_and_the_same_command_goes_on(tmp_path):
     process = subprocess.Popen(command(tmp_path, "--only", "float32,tensor"), stdout=subprocess.PIPE, text=True)
     for line in process.stdout:

@@ -141,6 +141,7 @@ def test_failed_compilation_and_unknown_groups_give_notes(monkeypatch):
     ]
 
 
+@pytest.mark.long
 def test_the_script_prints_a_table_and_one_json_line(tmp_path, capsys):
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(two_microbatches()))
     assert compare_jit.main(["--config", f"{tmp_path}/x.yaml", "--stages", "3", "--steps", "2"]) == 0

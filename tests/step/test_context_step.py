@@ -34,7 +34,6 @@ def tree(case, **memory):
 GATHER, ULYSSES = {"context_attention": "gather"}, {"context_attention": "ulysses"}
 COVER = [
     split("data 2 context 4", "llama", 2, "selective", zero=3, microbatches=2),
-    split("replica 2 context 2 tensor 2", "gpt2", 2, loss_chunk=16, zero=2, **GATHER),
     split("context 2 tensor 4", "llama", 2, "selective", zero=1, sequence_parallel=False, microbatches=2, **ULYSSES),
     split("context 8", "gpt2", 1, zero=3, **ULYSSES),
 ]
@@ -46,6 +45,7 @@ MORE = [
     split("context 4 tensor 2", "gpt2", 1, "selective", zero=2, sequence_parallel=False),
     split("data 2 context 2 tensor 2", "llama", 8, "block:2", zero=3),
     split("data 2 context 2", "llama", 2, "full", zero=3, prefetch=True, microbatches=2),
+    split("replica 2 context 2 tensor 2", "gpt2", 2, loss_chunk=16, zero=2, **GATHER),
     split("context 8", "llama", 8, "full", zero=2, **GATHER),
     split("data 2 context 4", "llama", 1, zero=3, **GATHER),
     split("replica 2 data 2 context 2", "gpt2", 8, "selective", zero=3, **GATHER),

@@ -121,11 +121,12 @@ def equals_independent_runs(tree):
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, step.state)
 
 
-@pytest.mark.parametrize("case", cover(COVER[1:4], [COVER[0], COVER[4], *MORE], str))
+@pytest.mark.parametrize("case", cover(COVER[1:3], [COVER[0], *COVER[3:], *MORE], str))
 def test_rounds_equal_independent_runs_and_an_outer_step(case):
     equals_independent_runs(tree(case))
 
 
+@pytest.mark.long
 def test_each_replica_counts_its_own_targets():
     equals_independent_runs(tree(split("replica 2 data 2", zero=1), data={"attend_across_documents": False}))
 

@@ -210,6 +210,7 @@ def test_newton_schulz_brings_singular_values_near_1(shape, dtype):
 RUN = "optimizer.name=muon", "parallel.persist_below=64", "train.eval_every=0", "data.seq_len=16"
 
 
+@pytest.mark.long
 def test_a_run_resumes_bitwise_and_on_another_mesh_but_not_with_adamw(config_file, tmp_path, capsys):
     def train(folder, last, *layout):
         return main(config_file, *RUN, *layout, f"logging.dir={tmp_path}/{folder}", f"train.steps={last}")

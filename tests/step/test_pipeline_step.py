@@ -90,7 +90,11 @@ def test_the_decoder_equals_the_oracle_and_moves_the_bytes_of_the_papers(layout,
     ("layout", "more"),
     [
         (Layout(pipe=2, data=2, schedule="zb_h1", zero=2), {"replica": 2, "bucket_mb": 0.0}),
-        (Layout(pipe=2, tensor=4, schedule="interleaved", chunks=2, zero=3), {"sequence_parallel": False}),
+        pytest.param(
+            Layout(pipe=2, tensor=4, schedule="interleaved", chunks=2, zero=3),
+            {"sequence_parallel": False},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_replicas_and_no_sequence_parallelism_work_with_stages(layout, more, expected):
@@ -154,7 +158,12 @@ def test_chunked_losses_and_clipping_work_with_stages():
     "layout",
     [
         Layout(pipe=4, data=2, microbatches=8, zero=3),
-        Layout(pipe=2, data=2, tensor=2, schedule="interleaved", chunks=2, family="llama", remat="full", idle="mask"),
+        pytest.param(
+            Layout(
+                pipe=2, data=2, tensor=2, schedule="interleaved", chunks=2, family="llama", remat="full", idle="mask"
+            ),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_evaluation_gives_the_loss_of_training_and_counts_targets(layout):

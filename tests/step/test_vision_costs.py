@@ -46,7 +46,7 @@ LAYOUTS = {
     "pipe zero 3": {"pipe": 2, "data": 2, "zero": 3, "microbatches": 2, "schedule": "zero_bubble"},
     "pipe tensor": {"pipe": 2, "tensor": 2, "data": 2, "zero": 1, "microbatches": 2},
 }
-COVER = [("zero 3", "all", "none"), ("pipe tensor", "decoder frozen", "full")]
+COVER = [("pipe tensor", "decoder frozen", "full")]
 MORE = [
     *(("one device", frozen, "selective") for frozen in FROZEN),
     *(("one device", "all", remat) for remat in ("none", "full", "block:2")),
