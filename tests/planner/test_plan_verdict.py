@@ -158,6 +158,7 @@ def test_a_search_stops_at_its_limit_and_is_incomplete():
     assert (few.complete, 50 < few.tried < 100) == (False, True)
 
 
+@pytest.mark.long
 def test_a_search_with_a_very_large_batch_terminates():
     config = small(batch=2**18)
     found = search.search(config, "h100", 8, fixed={"parallel.tensor": 1, "parallel.zero": 1})
