@@ -6,7 +6,7 @@
 Each layout trains once per seed (train.seed and data.seed) by `nanotrain_jax.train`: the same tokens per step, the same
 rows in the same order, the same first weights. A layout replaces the section `parallel` and sets some other keys; all
 else is the config's, by default a small model on simulated devices. Keys given on the command line win over those of
-layouts. Runs that are complete are read, others go on from their newest checkpoint, if they save any. On CPU devices
+layouts. Runs that are complete are read, others continue from their newest checkpoint, if they save any. On CPU devices
 offload copies to and from the same memory, and float8 has the values of float8 but no float8 kernels.
 
 A layout is within the spread if |mean - mean of the control| <= largest - smallest final loss of the control, over

@@ -3,9 +3,9 @@
     python scripts/sweep.py --config configs/quickstart.yaml --over optimizer.lr=1e-3,3e-3,1e-2 [--seeds 3]
                             [--over optimizer.weight_decay=0,0.1] [--out runs/sweep] [section.key=value ...]
 
-Each combination of values trains once per seed by `nanotrain_jax.train`, in a folder of --out. The same command goes on
-where it was stopped: complete runs are read, others resume. With optimizer.lr, optimizer.min_lr keeps its ratio to it
-unless it is given too. Prints a table, best first, and the command that draws the runs.
+Each combination of values trains once per seed by `nanotrain_jax.train`, in a folder of --out. The same command
+continues where it stopped: complete runs are read, others resume. With optimizer.lr, optimizer.min_lr keeps its ratio
+to it unless it is given too. Prints a table, best first, and the command that draws the runs.
 """
 
 import argparse
@@ -91,8 +91,8 @@ def train(asked: argparse.Namespace, values: dict[str, str], seed: int) -> tuple
         command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(asked.config), *overrides]
         code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
         loss = final_loss(folder, steps)
-    told = f"no final validation loss (exit code {code})" if loss is None else f"{loss:.4f}"
-    print(f"{folder}: {told}", flush=True)
+    result = f"no final validation loss (exit code {code})" if loss is None else f"{loss:.4f}"
+    print(f"{folder}: {result}", flush=True)
     return folder, loss
 
 

@@ -3,7 +3,7 @@
 A sink has two methods: `write(record)`, which waits for no network, and `close(failed)`. `opened` opens those of a
 config, on process 0. The clients of Weights & Biases and MLflow send in the background; where to, and with which key,
 is in their own environment (WANDB_MODE, WANDB_API_KEY, MLFLOW_TRACKING_URI, ...). The id of a run is kept in its
-folder, so that a resumed run goes on there. A step that runs again after a resume is written again, as in
+folder, so that a resumed run continues there. A step that runs again after a resume is written again, as in
 metrics.jsonl.
 """
 
@@ -198,7 +198,7 @@ def unless_it_fails(start: Callable[[], Sink], say: Callable[[str], None]) -> Si
     try:
         return start()
     except OSError as error:
-        say(f"warning: {error}; this start goes on without it")
+        say(f"warning: {error}; this start continues without it")
         return None
 
 
