@@ -1,27 +1,31 @@
 """Train with gradients that travel small, and compare validation losses: a table, a picture, one JSON line. Resumable.
 
     python scripts/compare_compression.py [--config configs/quickstart.yaml] [--ways float8,topk:0.05] [--seeds 3]
-                                          [--out runs/compression] [section.key=value ...]
+                                          [--jobs 1] [--out runs/compression] [section.key=value ...]
 
 Each way trains the config with 4 replicas once per seed, by `nanotrain_jax.train` in folders of --out; runs that are
-there already are read. Ways are values of parallel.compress, sync:H for parallel.sync_every=H, or both as in
-sync:20+topk:0.1; none, the control, is always one. Bytes are those of closed forms, per device and step.
+complete are read, others continue from their newest checkpoint. Ways are values of parallel.compress, sync:H for
+parallel.sync_every=H, or both as in sync:20+topk:0.1; none, the control, is always one. Bytes are those of closed
+forms, per device and step.
 """
 
 import argparse
 import json
 import statistics
-import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.figure
+from converge import Job, checked, mean_curve, run
 from rich.console import Console
 from rich.table import Table
 
 from nanotrain_jax import plan
-from nanotrain_jax.config.load import load
+from nanotrain_jax.config.load import Parser, load, path_argument, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.communication import communication, synchronization
@@ -40,12 +44,8 @@ class Result(NamedTuple):
 
     way: str
     megabytes: float  # between replicas, per device and step
-    curves: list[list[tuple[int, float]]]  # (step, validation loss) of each seed
-
-    @property
-    def losses(self) -> list[float]:
-        """Last validation loss of each seed."""
-        return [points[-1][1] for points in self.curves]
+    curve: list[curves.Point]  # (step, validation loss), mean over seeds
+    losses: list[float]  # after the last step, one per seed; nan: the run failed
 
 
 def overrides_of(way: str) -> list[str]:
@@ -66,27 +66,15 @@ def megabytes(config: Config) -> float:
     return sum(row["bytes_per_device"] / steps for rows, steps in once_in for row in rows) / 1e6
 
 
-def run(config: Path, overrides: list[str], folder: Path, steps: int) -> list[tuple[int, float]]:
-    """Train unless the folder has all steps -> (step, validation loss)."""
-    metrics = folder / "metrics.jsonl"
-    if not any(record["step"] == steps for record in curves.read(metrics)[0]):
-        command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(config), *overrides]
-        subprocess.run([*command, f"logging.dir={folder}"], check=True, stdout=subprocess.DEVNULL)
-    return [(record["step"], record["val_loss"]) for record in curves.read(metrics)[0] if record.get("val_loss")]
-
-
-def measure(asked: argparse.Namespace, way: str) -> Result:
-    """Train one way with all seeds."""
-    overrides = [*LAYOUT, *TRAINING, *asked.overrides, *overrides_of(way)]
+def job(asked: argparse.Namespace, way: str, seed: int) -> Job:
+    """Return the run of a way with a seed, checked. Raises ValueError or OSError."""
+    of_seed = f"train.seed={seed}", f"data.seed={seed}"
+    overrides = [*LAYOUT, *TRAINING, *asked.overrides, *overrides_of(way), *of_seed]
     config = load(asked.config, overrides)
-    found = []
-    for seed in range(asked.seeds):
-        folder = asked.out / f"{way.replace(':', '_')}_{seed}"
-        found.append(
-            run(asked.config, [*overrides, f"train.seed={seed}", f"data.seed={seed}"], folder, config.train.steps)
-        )
-        print(f"{way}, seed {seed}: {found[-1][-1][1]:.4f}", flush=True)
-    return Result(way, megabytes(config), found)
+    folder = asked.out / f"{way.replace(':', '_')}_{seed}"
+    overrides += [f"logging.dir={folder}", f"checkpoint.dir={folder / 'checkpoints'}"]
+    command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(asked.config), *overrides]
+    return checked(Job(way, seed, config, command, folder))
 
 
 def table(results: list[Result]) -> Table:
@@ -104,42 +92,50 @@ def draw(results: list[Result], path: Path) -> None:
     """Draw the mean validation loss of each way over steps, and the final losses beside their bytes."""
     figure = matplotlib.figure.Figure(figsize=(10, 4.5), layout="constrained")
     over_steps, over_bytes = figure.subplots(1, 2)
+    curves.draw_lines(over_steps, {result.way: result.curve for result in results})
+    over_steps.set(xlabel="step", ylabel="validation loss (nats per token), mean over seeds")
     for result in results:
-        steps = [step for step, _ in result.curves[0]]
-        means = [statistics.mean(losses) for losses in zip(*([y for _, y in c] for c in result.curves), strict=True)]
-        over_steps.plot(steps, means, label=result.way, linewidth=1)
         over_bytes.plot([result.megabytes] * len(result.losses), result.losses, "o", label=result.way)
-    over_steps.set(xlabel="step", ylabel="validation loss (nats per token)", yscale="log")
     over_bytes.set(xlabel="MB between replicas, per device and step", ylabel="at the end, each seed", xscale="log")
-    for axes in over_steps, over_bytes:
-        axes.grid(alpha=0.3)
-    over_steps.legend()
-    figure.savefig(path, dpi=100)
+    over_bytes.grid(alpha=0.3)
+    figure.savefig(path, dpi=80)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train, and print the table; 2 if the request is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
-    parser.add_argument("--ways", default=WAYS, help=f"default: {WAYS}")
-    parser.add_argument("--seeds", type=int, default=3)
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options. Exits with 2 on an error; raises ValueError."""
+    parser = Parser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", type=path_argument, default=ROOT / "configs" / "quickstart.yaml")
+    parser.add_argument("--ways", default=WAYS, help="default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each way (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/compression"), help="folder of runs and picture")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     asked = parser.parse_intermixed_args(argv)
+    asked.ways = list(dict.fromkeys([CONTROL, *asked.ways.split(",")]))
+    for name in "seeds", "jobs":
+        if getattr(asked, name) < 1:
+            raise ValueError(f"--{name}={getattr(asked, name)}: must be at least 1")
+    return asked
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what is left, and print the table; 2 if the request is wrong, 1 if a run fails."""
     try:
-        if asked.seeds < 1:
-            raise ValueError(f"--seeds={asked.seeds}: must be at least 1")
-        ways = [CONTROL, *(way for way in asked.ways.split(",") if way != CONTROL)]
-        for way in ways:  # before the first of them trains
-            megabytes(load(asked.config, [*LAYOUT, *TRAINING, *asked.overrides, *overrides_of(way)]))
-        results = [measure(asked, way) for way in ways]
+        asked = parse(argv)
+        jobs = {way: [job(asked, way, seed) for seed in range(asked.seeds)] for way in asked.ways}
+        moved = {way: megabytes(of_seeds[0].config) for way, of_seeds in jobs.items()}
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        done = list(pool.map(run, chain.from_iterable(jobs.values())))
+    results = [
+        Result(way, moved[way], mean_curve([job.curve() for job in of_seeds]), [job.loss for job in of_seeds])
+        for way, of_seeds in jobs.items()
+    ]
     draw(results, asked.out / "losses.png")
     Console().print(table(results))
     print(json.dumps([{"way": r.way, "megabytes": r.megabytes, "losses": r.losses} for r in results]))
-    return 0
+    return 0 if all(done) else 1
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ SMALL = (  # overrides of QUICKSTART: a fifth of its parameters
 class Job(NamedTuple):
     """A run of a layout with a seed."""
 
-    layout: str
+    layout: str  # a name
     seed: int
     config: Config
     command: list[str]
@@ -130,10 +130,14 @@ def job(asked: argparse.Namespace, layout: str, seed: int) -> Job:
     folder = asked.out / f"{layout}_{seed}"
     overrides += [f"logging.dir={folder}", f"checkpoint.dir={folder / 'checkpoints'}"]
     command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(file), *overrides]
-    found = Job(layout, seed, config, command, folder)
-    if found.request.exists() and found.request.read_text() != found.text:
-        raise ValueError(f"{folder} has a run of another config; remove it, or give another --out")
-    return found
+    return checked(Job(layout, seed, config, command, folder))
+
+
+def checked(job: Job) -> Job:
+    """Return a job. Raises ValueError if its folder has a run of another config."""
+    if job.request.exists() and job.request.read_text() != job.text:
+        raise ValueError(f"{job.folder} has a run of another config; remove it, or give another --out")
+    return job
 
 
 def run(job: Job) -> bool:
