@@ -14,6 +14,10 @@ Replicas that step apart (parallel/local_steps.py): in a checkpoint of a run wit
 Weights in 16 bits are those of the mean of the master weights. Of step counts and of the loss scale the smallest is
 taken instead of the mean. The outer step is linear in the mean of weights,
 so a resume within H steps loses nothing of them.
+
+Residuals of parallel.compress have a last dim of size R in every run, and of another number of replicas are read one
+array at a time. Those of gradients, which are summed over replicas, are added up and divided among all; with
+parallel.sync_every every replica has their mean, since differences of weights are averaged.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from nanotrain_jax.parallel import local_steps
 
 OUTER, THETA = "outer/", "outer/theta/"  # paths of the state of the outer optimizer
 MASTER, PARAMS = "opt/master/", "params/"  # paths of float32 weights; params: where there are no master weights
-SCALE, FEEDBACK, NOISE = "scale/", "feedback/", "noise/"
+SCALE, FEEDBACK, RESIDUAL, NOISE = "scale/", "feedback/", "feedback/residual/", "noise/"
 OPTIMIZER_STATE = re.compile(r"opt/(master|moments/\d+/\w+)/(?P<weight>.+)")
 Shapes = dict[str, tuple[int, ...]]  # path -> shape
 
@@ -39,18 +43,22 @@ class Source(NamedTuple):
 
     path: str
     array: jax.ShapeDtypeStruct  # as saved; each device holds its part of all replicas
+    was_apart: bool = False  # replicas stepped apart
 
 
 def source(path: str, wanted: jax.ShapeDtypeStruct, have: Shapes) -> Source | None:
     """Return what to read for an array of the state; None: it is zero. have: the arrays of the checkpoint."""
+    was_apart = any(name.startswith(OUTER) for name in have)
     if path.startswith(FEEDBACK):  # `compressed.to_read` knows what to read
-        return Source(path, wanted)
+        same = not path.startswith(RESIDUAL) or have[path][-1] == wanted.shape[-1]
+        return Source(path, wanted if same else _of_replicas(wanted, have[path][-1:]), was_apart and not same)
     optimized = OPTIMIZER_STATE.fullmatch(path)
     if optimized and path not in have and PARAMS + optimized["weight"] in have:  # it was frozen
-        return Source(PARAMS + optimized["weight"], wanted) if path.startswith(MASTER) else None
+        if not path.startswith(MASTER):
+            return None
+        path = PARAMS + optimized["weight"]
     if path.startswith(NOISE) and path not in have:  # it was not measured
         return None
-    was_apart = any(name.startswith(OUTER) for name in have)
     if path.startswith(OUTER) and not was_apart:
         weight = path.removeprefix(THETA)
         if weight == path:
@@ -60,21 +68,27 @@ def source(path: str, wanted: jax.ShapeDtypeStruct, have: Shapes) -> Source | No
     is_apart = _has_replicas(wanted)
     if saved == (wanted.shape[-1:] if is_apart else ()):
         return Source(path, wanted)
-    shape = wanted.shape[:-1] if is_apart else wanted.shape
-    spec = wanted.sharding.spec[: len(shape)]
-    sharding = NamedSharding(wanted.sharding.mesh, PartitionSpec(*spec))
-    array = jax.ShapeDtypeStruct((*shape, *saved), wanted.dtype, sharding=sharding)
+    array = _of_replicas(wanted, saved)
     master = path.replace(PARAMS, MASTER, 1)
     if saved and path.startswith(PARAMS) and master in have:
         return Source(master, array.update(dtype=jnp.float32))
     return Source(path, array)
 
 
-def convert(path: str, x: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+def _of_replicas(wanted: jax.ShapeDtypeStruct, replicas: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """Return an array like wanted, but with this last dim of replicas, or none; every device holds all of them."""
+    shape = wanted.shape[:-1] if _has_replicas(wanted) else wanted.shape
+    sharding = NamedSharding(wanted.sharding.mesh, PartitionSpec(*wanted.sharding.spec[: len(shape)]))
+    return jax.ShapeDtypeStruct((*shape, *replicas), wanted.dtype, sharding=sharding)
+
+
+def convert(path: str, x: jax.Array, wanted: jax.ShapeDtypeStruct, was_apart: bool = False) -> jax.Array:
     """Return the array of the state from that of its `source`. Each device computes its own part: moves nothing."""
     is_apart = _has_replicas(wanted)
 
     def change(x: jax.Array) -> jax.Array:
+        if path.startswith(RESIDUAL):
+            return local_steps.copies(x.sum(-1) / (x if was_apart else wanted).shape[-1], wanted.shape[-1])
         if x.ndim > wanted.ndim - is_apart:
             smallest = path.startswith(SCALE) or not jnp.issubdtype(x.dtype, jnp.floating)
             x = x.min(-1) if smallest else x.mean(-1, dtype=jnp.float32).astype(wanted.dtype)

@@ -200,7 +200,7 @@ def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable
             f"checkpoint {step} in {folder} has other arrays: {differences}; resume with the same model, or start "
             "again in another logging.dir"
         )
-    as_saved = {path: x for path, x in wanted.items() if sources[path] == (path, x)}
+    as_saved = {path: x for path, x in wanted.items() if sources[path] == conversions.Source(path, x)}
     arrays: dict[str, Any] = {}
     for where, tree in stored.items():
         with _readable(folder, step):
@@ -252,7 +252,7 @@ def _convert(
     read = {}
     for where, tree in stored.items():
         read |= _restore(where, tree, {source.path: source.array})
-    return conversions.convert(path, read[source.path], wanted)
+    return conversions.convert(path, read[source.path], wanted, source.was_apart)
 
 
 def _differences(

@@ -114,8 +114,8 @@ class Compression(NamedTuple):
         if kind == "powersgd" and re.fullmatch(r"[1-9]\d{0,3}", amount):
             return cls(kind, rank=int(amount))
         raise ValueError(
-            f"parallel.compress={text!r} must be none, float8, int8, topk:RATIO, randomk:RATIO (0 < RATIO <= 1) or "
-            "powersgd:RANK"
+            f"parallel.compress={text!r} must be none, float8, int8, topk:RATIO, randomk:RATIO (1/1024 <= RATIO <= 1) "
+            "or powersgd:RANK"
         )
 
     @property
@@ -126,7 +126,7 @@ class Compression(NamedTuple):
 
 def _is_ratio(text: str) -> bool:
     try:
-        return 0 < float(text) <= 1
+        return 1 / 1024 <= float(text) <= 1  # parallel/compression.py sends at least 1 of each block of 1,024
     except ValueError:
         return False
 

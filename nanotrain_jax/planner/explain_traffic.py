@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+from nanotrain_jax.config.schema import EIGHT_BITS
 from nanotrain_jax.costs import communication, compression, counts, muon, vision
 from nanotrain_jax.costs.parameter_traffic import parameter_buffers, sharded_elements
 from nanotrain_jax.costs.traffic import Traffic
@@ -40,7 +41,7 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     if t.what is Traffic.SHARED_BY_STAGES:
         split, times = p.tensor if p.sequence_parallel else 1, communication.shares_of_ends(c)
         shown = f"4 x {times} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
-        return ("4 ticks" if p.chunks == 1 else "4 M") + " b B T D / M" + " / t" * (split > 1), shown
+        return ("4 M" if times == M else "4 ticks") + " b B T D / M" + " / t" * (split > 1), shown
     if t.what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS):
         gathers, scatters = communication.tensor_passes(c)
         passes = scatters if t.op == "reduce_scatter" else gathers
@@ -96,7 +97,8 @@ def replica_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     """Return the full buffers of what is summed over replica apart from other gradients, or of weights after it."""
     c, p = e.config, e.config.parallel
     summed = [s.bytes for s in compression.all_sums(c) if (",".join(s.axes), s.op) == (t.axis, t.op)]
-    way = "float32" if p.compression.kind == "none" else p.compress
+    is_whole = t.op == "all_reduce" and p.compression.kind in ("none", "topk", *EIGHT_BITS)
+    way = "float32" if is_whole else p.compress
     formula, size = f"of the arrays in {way}", number(sum(summed))
     if not summed:
         w = counts.BYTES[c.precision.compute]

@@ -30,6 +30,9 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
     if config.optimizer.warmup_steps > config.train.steps:
         warmup = config.optimizer.warmup_steps
         lines.append(f"warning: the run ends during warm-up: optimizer.warmup_steps={warmup} > train.steps")
+    if config.parallel.sync_every > config.train.steps:
+        every = config.parallel.sync_every
+        lines.append(f"warning: the run ends before replicas are joined: parallel.sync_every={every} > train.steps")
     if dataset.replaced:
         lines.append(f"warning: {dataset.replaced:,} invalid UTF-8 sequences in the text were replaced by U+FFFD")
     p, vocab = config.parallel, config.model.vocab_size

@@ -74,7 +74,9 @@ def _read_state(folder: Path, number: int, meta: Meta, config: Config, step: Ste
     """
     saved = step.saved
     if saved.feedback:
-        stored = restore.saved_shapes(folder, number)
+        was_apart = bool(meta.config["parallel"].get("sync_every"))
+        is_same = was_apart == bool(config.parallel.sync_every)  # else residuals are of gradients, not of weights
+        stored = restore.saved_shapes(folder, number) if is_same else {}
         saved = saved._replace(feedback=compressed.to_read(saved.feedback, stored))
     scales = config.precision.loss_scale, meta.config["precision"].get("loss_scale")
     if scales != ("dynamic", "dynamic"):
@@ -82,7 +84,8 @@ def _read_state(folder: Path, number: int, meta: Meta, config: Config, step: Ste
     state = restore.read_state(folder, number, saved, step.plan.is_padded)
     if step.saved.feedback:
         adopt = partial(compressed.adopted, step.plan)
-        state = state._replace(feedback=jax.jit(adopt, out_shardings=shardings(step.saved.feedback))(state.feedback))
+        adopt = jax.jit(adopt, out_shardings=shardings(step.saved.feedback), donate_argnums=0)
+        state = state._replace(feedback=adopt(state.feedback))
     if saved.scale is None:
         first_scale = partial(_first_scale, config, step.state.scale)
         state = state._replace(scale=jax.jit(first_scale, out_shardings=shardings(step.state.scale))())

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
 
 from nanotrain_jax.config.schema import EIGHT_BITS
@@ -38,27 +39,34 @@ class Feedback(NamedTuple):
     basis: Tree | None
 
 
-def init(plan: Plan, params: Tree) -> Feedback | None:
-    """Return residuals of zeros and random bases; None without error feedback."""
+def init(plan: Plan, params: Tree, in_model_order: bool = False) -> Feedback | None:
+    """Return residuals of zeros and random bases; None without error feedback.
+
+    params: weights or their shapes, layers in stage order unless in_model_order.
+    """
     how = plan.compression
     if not how.has_residual:
         return None
     replicas = plan.mesh.shape[AXIS]
     residual = jax.tree.map(lambda w: jnp.zeros((*w.shape, replicas), jnp.float32), select(params, plan.compressed))
-    return Feedback(residual, bases(plan, params, how.rank) if how.kind == "powersgd" else None)
+    order = None if in_model_order else plan.layer_order
+    return Feedback(residual, bases(plan, params, order) if how.kind == "powersgd" else None)
 
 
-def bases(plan: Plan, params: Tree, rank: int) -> Tree:
-    """Return the random bases from which low-rank sums start, the same in every layout."""
+def bases(plan: Plan, params: Tree, order: np.ndarray | None) -> Tree:
+    """Return the random bases from which low-rank sums start, the same in every layout. order: of rows of layers."""
+    rank, L = plan.compression.rank, plan.config.model.num_layers
     structure = jax.tree.structure(params)
     keys = jax.random.split(jax.random.key(plan.config.train.seed), structure.num_leaves)
 
-    def basis(w: jax.Array, key: jax.Array, matrices: Matrices | None) -> jax.Array | None:
+    def basis(path: tuple, w: jax.Array, key: jax.Array, matrices: Matrices | None) -> jax.Array | None:
         if matrices is None:
             return None
-        return jax.random.normal(key, (*w.shape[: matrices.rows], *w.shape[matrices.columns :], rank))
+        found = jax.random.normal(key, (*w.shape[: matrices.rows], *w.shape[matrices.columns :], rank))
+        is_reordered = order is not None and path[0].key == LAYERS
+        return found[np.minimum(order, L - 1)] if is_reordered else found  # nothing uses rows of padding
 
-    return jax.tree.map(basis, params, structure.unflatten(list(keys)), of_matrices(plan))
+    return tree_map_with_path(basis, params, structure.unflatten(list(keys)), of_matrices(plan))
 
 
 def of_matrices(plan: Plan) -> Tree:
@@ -98,18 +106,11 @@ def specs(plan: Plan, opt_specs: Tree) -> Feedback | None:
 def to_read(feedback: Feedback, stored: Mapping[str, tuple[int, ...]]) -> Feedback:
     """Return what to read of a checkpoint: ShapeDtypeStructs, and None for what it does not have in this form.
 
-    feedback: shapes and shardings of this run. stored: path -> shape. Of another number of replicas all residuals are
-    read by every device.
+    feedback: shapes and shardings of this run. stored: path -> shape.
     """
 
     def residual(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
-        shape = stored.get(f"feedback/residual/{keystr(path, simple=True, separator='/')}")
-        if shape is None:
-            return None
-        if shape[-1] == x.shape[-1]:
-            return x
-        whole = NamedSharding(x.sharding.mesh, PartitionSpec(*x.sharding.spec[: x.ndim - 1]))
-        return jax.ShapeDtypeStruct((*x.shape[:-1], shape[-1]), x.dtype, sharding=whole)
+        return x if f"feedback/residual/{keystr(path, simple=True, separator='/')}" in stored else None
 
     def basis(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
         shape = stored.get(f"feedback/basis/{keystr(path, simple=True, separator='/')}")
@@ -119,25 +120,12 @@ def to_read(feedback: Feedback, stored: Mapping[str, tuple[int, ...]]) -> Feedba
 
 
 def adopted(plan: Plan, read: Feedback) -> Feedback:
-    """Return the feedback with which to resume from what was read (`to_read`).
+    """Return the feedback with which to resume from what was read (`to_read`), layers in model order.
 
-    Residuals of another number of replicas are added up, and divided among all: what is still to be sent stays the
-    same. Arrays that were not read begin as in a new run.
+    Arrays that were not read begin as in a new run.
     """
-    start = init(plan, with_rows(plan.model.shapes, len(layers_of_rows(plan.config))))
-    replicas = plan.mesh.shape[AXIS]
-
-    def residual(x: jax.Array, old: jax.Array | None) -> jax.Array:
-        if old is None:
-            return x
-        if old.shape == x.shape:
-            return old
-        return jnp.broadcast_to(old.sum(-1, keepdims=True) / replicas, x.shape)
-
-    def basis(x: jax.Array, old: jax.Array | None) -> jax.Array:
-        return x if old is None else old
-
-    return Feedback(jax.tree.map(residual, start.residual, read.residual), jax.tree.map(basis, start.basis, read.basis))
+    start = init(plan, with_rows(plan.model.shapes, len(layers_of_rows(plan.config))), in_model_order=True)
+    return jax.tree.map(lambda new, old: new if old is None else old, start, read)
 
 
 def sum_kept(plan: Plan, grads: Tree, feedback: Feedback | None, step: jax.Array) -> tuple[Tree, Feedback | None]:

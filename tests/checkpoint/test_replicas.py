@@ -115,6 +115,34 @@ def test_replicas_start_apart_from_a_checkpoint_without(stored, tmp_path):
     assert not any(x.any() for x in jax.tree.leaves(found.outer.moments))
 
 
+@jax.numpy_dtype_promotion("standard")
+def test_replicas_start_apart_from_weights_that_were_frozen(tmp_path):
+    bfloat16 = {"compute": "bfloat16"}
+    state = trained(built({"data": 2}, precision=bfloat16, train={"freeze": ["/mlp/"]}))
+    saved(tmp_path, state)
+    frozen = jax.device_get(state).params["layers"]["mlp"]
+    found = restored(tmp_path, built(APART_2, precision=bfloat16))
+    same(found.outer.theta["layers"]["mlp"], jax.tree.map(lambda w: w.astype(np.float32), frozen))
+    for i in range(2):
+        same(own(found.opt.master, i), found.outer.theta)
+
+
+def test_residuals_of_differences_keep_their_mean(tmp_path):
+    apart = {"replica": 2, "data": 2, "zero": 1, "sync_every": 1, "compress": "topk:0.1"}
+    step = built(apart)
+    (tokens,) = random_tokens(step.plan.config)
+    state, *_ = step.train(step.init(), on_devices(tokens, step))
+    state = jax.device_get(step.synchronize(state))
+    saved(tmp_path, state)
+    found = restored(tmp_path, built(apart | {"replica": 4, "zero": 3}))
+
+    def is_mean(old, new):
+        assert np.abs(old).max() > 0
+        close(new, np.broadcast_to(old.mean(-1, keepdims=True), new.shape), rtol=1e-5, atol=1e-8)
+
+    jax.tree.map(is_mean, state.feedback.residual, found.feedback.residual)
+
+
 def test_the_same_layout_and_stages_restore_bitwise(tmp_path):
     parallel = {"replica": 2, "pipe": 2, "data": 2, "sync_every": 5, "microbatches": 2, "zero": 3}
     step = built(parallel | {"schedule": "interleaved", "chunks": 2}, model={"num_layers": 4})

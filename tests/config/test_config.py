@@ -172,11 +172,12 @@ def test_a_warm_up_longer_than_the_decay_is_refused(tmp_path):
         resolve(load(tmp_path, "", *steps, remedy), AXES, 257)
 
 
-def test_a_short_trial_may_end_during_warm_up_with_a_warning(text_files):
+def test_a_short_trial_may_end_during_warm_up_and_before_a_synchronization_with_warnings(text_files):
     changes = {"optimizer": {"warmup_steps": 30}, "train": {"steps": 3}, "data": {"source": f"text:{text_files}"}}
-    config, mesh = resolved(small(**changes))
+    config, mesh = resolved(small(parallel={"replica": 2, "data": 2, "sync_every": 4}, **changes))
     lines = banner.introduction(config, mesh, batches.load(config.data), [])
     assert "warning: the run ends during warm-up: optimizer.warmup_steps=30 > train.steps" in lines
+    assert "warning: the run ends before replicas are joined: parallel.sync_every=4 > train.steps" in lines
 
 
 def test_near_divisors_are_the_nearest_and_fast_for_huge_numbers():

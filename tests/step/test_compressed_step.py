@@ -73,6 +73,24 @@ def test_low_rank_sums_are_the_same_in_every_layout(layout, low_rank_updates):
     jax.tree.map(lambda a, b: close(a[: len(b)], b, **STATE), found.params, low_rank_updates.params)
 
 
+def test_low_rank_sums_start_from_the_same_bases_whatever_the_order_of_layers():
+    bases = []
+    for layout in (
+        small("replica 2 data 2", model={"num_layers": 4}, compress="powersgd:2"),
+        small(
+            "replica 2 pipe 2",
+            model={"num_layers": 4},
+            microbatches=2,
+            schedule="interleaved",
+            chunks=2,
+            compress="powersgd:2",
+        ),
+    ):
+        step = steps.build(*resolved(layout.tree()))
+        bases.append(jax.device_get(step.in_layer_order(step.init())).feedback.basis)
+    same(*bases)
+
+
 FEW = [
     small("replica 2 data 2 tensor 2", zero=3, microbatches=2, compress="topk:0.05"),
     small("replica 4 data 2", "gpt2", zero=1, compress="int8"),
@@ -132,6 +150,10 @@ def test_residuals_move_to_another_mesh(config_file, tmp_path, capsys):
         total[: len(old)] = old.sum(-1)  # tensor pads the vocabulary
         close(new, np.broadcast_to(total[..., None] / 4, new.shape), rtol=1e-5, atol=1e-8)
         assert np.abs(total).max() > 0
+    apart = "parallel.compress=powersgd:2", "parallel.sync_every=2"  # differences of weights, not gradients
+    feedback = train.prepare(load.load(run[0], [*run[1:], *apart])).state.feedback
+    assert not any(x.any() for x in jax.tree.leaves(feedback.residual))
+    assert any(x.any() for x in jax.tree.leaves(feedback.basis))
     capsys.readouterr()
     assert main(*run, "parallel.compress=none", "train.steps=4") == 0
     assert "parallel.compress powersgd:2 -> none" in capsys.readouterr().out
