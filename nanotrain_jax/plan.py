@@ -296,7 +296,10 @@ def keys(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def vocabulary(config: Config) -> int | None:
     """Return the tokenizer's vocabulary size if known without reading the data. Raises ValueError, OSError."""
-    if not config.data.source.startswith(("stdlib", "text:")):
+    kind, _, folder = config.data.source.partition(":")
+    if kind == "tokens" and Path(folder).exists():
+        return corpus.read(folder, verify=False).vocab_size
+    if kind not in ("stdlib", "text"):
         return None
     return corpus.tokenizer(config.data.tokenizer or "bytes").vocab_size
 
@@ -307,7 +310,9 @@ def neutral(config: Config, vocab: int | None) -> Config:
     one = dict.fromkeys(config.parallel.axes, 1)
     on_device = {"offload_params": "none", "offload_activations": "none"}  # they require ZeRO 3 and a remat policy
     together = {"sync_every": 0, "compress": "none"}  # they require several replicas
+    batches = {"noise_scale": False, "batch_schedule": (), "batch_growth": None}  # they require several microbatches
     plainest = config.replace("parallel", **plain, **together).replace("memory", remat="none", **on_device)
+    plainest = plainest.replace("train", **batches)
     resolved = resolve(plainest.replace("model", loss_chunk=0), one, vocab)
     resolved = resolved.replace("parallel", **{key: getattr(config.parallel, key) for key in together})
     return resolved.replace("memory", **{key: getattr(config.memory, key) for key in on_device})

@@ -154,13 +154,19 @@ def build(config: Config, count: int) -> tuple[Mesh, list[Phase]]:
 
 
 def check_data(phases: list[Phase]) -> None:
-    """Raise ValueError unless the data of all stages have the same tokenizer."""
+    """Raise ValueError unless the data of all stages have the same tokenizer, and vocabularies of the same size."""
     first = phases[0]
     for phase in phases:
         if phase.dataset.tokenizer != first.dataset.tokenizer:
             raise ValueError(
                 f"train.stages: the tokenizer of {phase.config.data.source} is {phase.dataset.tokenizer}, that of "
                 f"{first.config.data.source} is {first.dataset.tokenizer}; use data with the same tokenizer"
+            )
+        sizes = phase.config.model.vocab_size, first.config.model.vocab_size
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"train.stages: the vocabulary of {phase.config.data.source} has {sizes[0]} ids, that of "
+                f"{first.config.data.source} has {sizes[1]}; set model.vocab_size={max(sizes)}"
             )
 
 

@@ -48,7 +48,8 @@ def of_span(config: Config, span: Span) -> Config:
         return config
     optimizer = config.optimizer
     lr = stage.lr or optimizer.lr
-    config = config.replace("train", steps=spans(config)[-1].last, freeze=stage.freeze)
+    freeze = tuple(dict.fromkeys((*config.train.freeze, *stage.freeze)))
+    config = config.replace("train", steps=spans(config)[-1].last, freeze=freeze)
     config = config.replace(
         "optimizer",
         lr=lr,

@@ -104,9 +104,10 @@ def average(noise: Noise, of_small: jax.Array, of_batch: jax.Array, batch: Batch
 
 
 def exceeds(noise: Noise, sequences: int) -> bool:
-    """Return whether the noise scale is above a batch: also if the gradient is lost in noise. Waits for the device."""
+    """Return whether the noise scale is above a batch: also if it is not known, as where the gradient is lost in noise.
+    Waits for the device."""
     trace, square = jax.device_get(noise)
-    return bool(trace > sequences * square)
+    return not square > 0 or bool(trace > sequences * square)
 
 
 def scale(noise: Noise) -> jax.Array:

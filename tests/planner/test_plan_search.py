@@ -131,3 +131,9 @@ def test_without_a_fit_the_error_has_the_excess_and_remedies():
     assert not found.best
     text = search.why_nothing_fits(found, "h100", 8, 0.75, {})
     assert re.search(r"needs \d+\.\d GB of 63\.7, most of it .*; would fit with .*GPUs \(", text)
+
+
+def test_a_batch_that_grows_may_be_searched():
+    keys = "train.noise_scale=true", "train.batch_growth={batch_size: 4, every: 25}", "data.batch_size=64"
+    config = load.load(ROOT / "configs/gpt2_124m.yaml", keys)
+    assert search.search(plan.neutral(config, 50304), "h100", 8).best

@@ -1,11 +1,14 @@
 """Stages of training and frozen weights through the command: one run, resumed anywhere, thawed with fresh moments."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 from command import config_file, main, same, saved_state
 from conftest import cover, records
 
+from nanotrain_jax import train
 from nanotrain_jax.config import load
 from nanotrain_jax.config.training_stages import Span, of_span, spans
 
@@ -101,6 +104,20 @@ def test_spans_are_cut_at_train_steps():
     assert first.optimizer.min_lr == pytest.approx(2e-4)
     assert (first.train.freeze, first.train.steps) == (("^layers/",), 12)
     assert of_span(first, spans(first)[0]) == first
+    both = of_span(config_of(STAGES, "train.freeze=[/mlp/]"), spans(config)[0])
+    assert both.train.freeze == ("/mlp/", "^layers/")
+
+
+def test_stages_need_one_vocabulary():
+    def phase(source, ids):
+        data, model = SimpleNamespace(source=source), SimpleNamespace(vocab_size=ids)
+        return SimpleNamespace(dataset=SimpleNamespace(tokenizer=None), config=SimpleNamespace(data=data, model=model))
+
+    with pytest.raises(
+        ValueError, match=r"arrays:b has 1200 ids, that of arrays:a has 1000; set model.vocab_size=1200"
+    ):
+        train.check_data([phase("arrays:a", 1000), phase("arrays:b", 1200)])
+    train.check_data([phase("arrays:a", 1200), phase("arrays:b", 1200)])
 
 
 @pytest.mark.parametrize(

@@ -92,3 +92,10 @@ def test_every_layout_measures_the_same(layout, expected):
         noise.relative_square, expected.relative_square, atol=1e-5 * expected.relative_trace / 32
     )  # a difference of two
     assert np.isnan(metric) == (expected.relative_square <= 0)  # of random tokens, nothing but noise
+
+
+def test_a_noise_scale_that_is_not_known_is_above_every_batch():
+    assert noise_scale.exceeds(noise_scale.start(), 4)
+    assert noise_scale.exceeds(noise_scale.Noise(1.0, -1.0), 4)
+    assert noise_scale.exceeds(noise_scale.Noise(5.0, 1.0), 4)
+    assert not noise_scale.exceeds(noise_scale.Noise(3.0, 1.0), 4)
