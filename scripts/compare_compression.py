@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nanotrain_jax import plan
-from nanotrain_jax.config.load import Parser, load, path_argument, refuse
+from nanotrain_jax.config.load import Parser, folder_argument, load, path_argument, path_override, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.communication import communication, synchronization
@@ -72,7 +72,7 @@ def job(asked: argparse.Namespace, way: str, seed: int) -> Job:
     overrides = [*LAYOUT, *TRAINING, *asked.overrides, *overrides_of(way), *of_seed]
     config = load(asked.config, overrides)
     folder = asked.out / f"{way.replace(':', '_')}_{seed}"
-    overrides += [f"logging.dir={folder}", f"checkpoint.dir={folder / 'checkpoints'}"]
+    overrides += [path_override("logging.dir", folder), path_override("checkpoint.dir", folder / "checkpoints")]
     command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(asked.config), *overrides]
     return checked(Job(way, seed, config, command, folder))
 
@@ -108,7 +108,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ways", default=WAYS, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each way (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/compression"), help="folder of runs and picture")
+    parser.add_argument(
+        "--out", type=folder_argument, default=Path("runs/compression"), help="folder of runs and picture"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     asked = parser.parse_intermixed_args(argv)
     asked.ways = list(dict.fromkeys([CONTROL, *asked.ways.split(",")]))

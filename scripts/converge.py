@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nanotrain_jax import plan
-from nanotrain_jax.config.load import Parser, load, path_argument, refuse
+from nanotrain_jax.config.load import Parser, folder_argument, load, path_argument, path_override, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import spans
@@ -128,7 +128,7 @@ def job(asked: argparse.Namespace, layout: str, seed: int) -> Job:
     if not config.train.eval_every or not config.data.val_fraction:
         raise ValueError("train.eval_every=0 or data.val_fraction=0: there would be no validation losses; set both")
     folder = asked.out / f"{layout}_{seed}"
-    overrides += [f"logging.dir={folder}", f"checkpoint.dir={folder / 'checkpoints'}"]
+    overrides += [path_override("logging.dir", folder), path_override("checkpoint.dir", folder / "checkpoints")]
     command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(file), *overrides]
     return checked(Job(layout, seed, config, command, folder))
 
@@ -239,7 +239,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="train.steps (default: the config's; of the small model 300)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default: %(default)s)")
     parser.add_argument("--config", type=path_argument, help="default: quickstart.yaml with a smaller model")
-    parser.add_argument("--out", type=Path, default=Path("runs/converge"), help="folder of runs, table and picture")
+    parser.add_argument(
+        "--out", type=folder_argument, default=Path("runs/converge"), help="folder of runs, table and picture"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     asked = parser.parse_intermixed_args(argv)
     asked.layouts = list(dict.fromkeys([asked.control, *asked.layouts.split(",")]))

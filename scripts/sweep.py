@@ -23,7 +23,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax.config.load import Parser, load, nested, refuse
+from nanotrain_jax.config.load import Parser, folder_argument, load, nested, path_argument, path_override, refuse
 from nanotrain_jax.config.training_stages import spans
 from nanotrain_jax.run import curves
 
@@ -51,7 +51,7 @@ def grid_of(texts: list[str]) -> Grid:
     grid: Grid = {}
     for text in texts:
         key, _, values = text.partition("=")
-        split = re.split(r",(?![^\[{]*[\]}])", values)
+        split = split_values(values)
         if not re.fullmatch(r"\w+\.\w+", key) or "" in split or key in grid or len(set(split)) < len(split):
             raise ValueError(
                 f"--over {text}: must be section.key=value,value,... with each key and value once; write e.g. --over "
@@ -59,6 +59,18 @@ def grid_of(texts: list[str]) -> Grid:
             )
         grid[key] = split
     return grid
+
+
+def split_values(text: str) -> list[str]:
+    """Split at the commas that are in no brackets."""
+    values, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and not depth:
+            values.append("")
+        else:
+            values[-1] += character
+    return values
 
 
 def overrides_of(values: dict[str, str], asked: argparse.Namespace) -> list[str]:
@@ -79,15 +91,20 @@ def final_loss(folder: Path, steps: int) -> float | None:
     return None
 
 
+def folder_of(asked: argparse.Namespace, values: dict[str, str], seed: int) -> Path:
+    """Return the folder of the runs of a combination with a seed: characters with a meaning in paths are replaced."""
+    name = "_".join([*(f"{key}={value}" for key, value in values.items()), f"seed={seed}"])
+    return asked.out / re.sub(r"[^\w.=+-]", "-", name)
+
+
 def train(asked: argparse.Namespace, values: dict[str, str], seed: int) -> tuple[Path, float | None]:
     """Train unless the run is complete -> its folder, and the final validation loss."""
-    name = "_".join([*(f"{key}={value}" for key, value in values.items()), f"seed={seed}"])
-    folder = asked.out / re.sub(r"[^\w.=+-]", "-", name)
+    folder = folder_of(asked, values, seed)
     overrides = [*overrides_of(values, asked), f"train.seed={seed}", f"data.seed={seed}"]
     steps = spans(load(asked.config, overrides))[-1].last
     loss, code = final_loss(folder, steps), 0
     if loss is None:
-        overrides += [f"logging.dir={folder}", f"checkpoint.dir={folder / 'checkpoints'}"]
+        overrides += [path_override("logging.dir", folder), path_override("checkpoint.dir", folder / "checkpoints")]
         command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(asked.config), *overrides]
         code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
         loss = final_loss(folder, steps)
@@ -106,6 +123,10 @@ def check(asked: argparse.Namespace, grid: Grid) -> None:
         raise ValueError(f"{min(given & grid.keys())} is swept and given; leave one of them out")
     if OWN & (given | grid.keys()):
         raise ValueError(f"{min(OWN & (given | grid.keys()))} is set for each run; use --seeds and --out")
+    folders = [folder_of(asked, values, 0) for values in combinations(grid)]
+    if len(set(folders)) < len(folders):
+        twice = next(folder for folder in folders if folders.count(folder) > 1)
+        raise ValueError(f"--over: two combinations would share {twice}; sweep them apart, each with its own --out")
     for values in combinations(grid):
         config = load(asked.config, overrides_of(values, asked))
         if not config.train.eval_every or not config.data.val_fraction:
@@ -128,7 +149,7 @@ def at_edges(best: Result, grid: Grid) -> list[str]:
     lines = []
     for key, texts in grid.items():
         numbers = [nested([f"x.y={text}"])["x"]["y"] for text in texts]
-        if len(texts) < 2 or not all(isinstance(number, int | float) for number in numbers):
+        if len(texts) < 2 or not {type(number) for number in numbers} <= {int, float}:
             continue
         value = numbers[texts.index(best.values[key])]
         edge = {min(numbers): "smallest", max(numbers): "largest"}.get(value)
@@ -151,10 +172,12 @@ def table(ranked: list[Result], grid: Grid) -> Table:
 def main(argv: list[str] | None = None) -> int:
     """Train, and print the table; -> 2 if the request is wrong, 1 if a run did not end."""
     parser = Parser(description=__doc__.split("\n")[0])
-    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--config", type=path_argument, required=True)
     parser.add_argument("--over", action="append", required=True, metavar="section.key=v1,v2", help="again: a grid")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="folder of the runs (default: runs/sweep)")
+    parser.add_argument(
+        "--out", type=folder_argument, default=Path("runs/sweep"), help="folder of the runs (default: runs/sweep)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     asked = parser.parse_intermixed_args(argv)
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import reprlib
 import sys
@@ -43,6 +44,16 @@ def path_argument(text: str) -> str:
         return expanded(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def folder_argument(text: str) -> Path:
+    """Expand `~` in a path argument (for `type=`). Raises ArgumentTypeError."""
+    return Path(path_argument(text))
+
+
+def path_override(key: str, path: Path) -> str:
+    """Return `section.key=path` as an override: quoted, so that no character of the path has a meaning in YAML."""
+    return f"{key}={json.dumps(str(path))}"
 
 
 def refuse(error: Exception) -> int:

@@ -1,5 +1,7 @@
 """Configs: parsing, defaults, validation and error messages."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 from conftest import ROOT, resolved, small
@@ -162,6 +164,11 @@ def test_a_tilde_is_the_home_directory_in_every_path(tmp_path, monkeypatch):
     assert request.load("~/name.yaml", ["data.source=tokens:~/x"]).data.source == f"tokens:{tmp_path}/x"
     plan.main(["--config", "~/name.yaml", "--write", "~/w.yaml", "--json", "~/j.json", "--report", "~/report"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["j.json", "name.yaml", "report", "w.yaml"]
+
+
+def test_a_path_travels_as_an_override_whatever_its_name():
+    path = Path("~/runs/lr #2: é, 'x'")
+    assert request.nested([request.path_override("logging.dir", path)]) == {"logging": {"dir": str(path)}}
 
 
 def test_a_warm_up_longer_than_the_decay_is_refused(tmp_path):

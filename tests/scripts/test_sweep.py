@@ -72,6 +72,18 @@ def instead_of_training(monkeypatch):
     return replace
 
 
+def test_commas_in_brackets_do_not_separate():
+    schedule = "[{steps: 1, batch_size: 4}, {steps: 2, batch_size: 8}]"
+    grid = sweep.grid_of([f"train.batch_schedule={schedule},[]", "optimizer.lr=1e-3,3e-3"])
+    assert grid == {"train.batch_schedule": [schedule, "[]"], "optimizer.lr": ["1e-3", "3e-3"]}
+
+
+def test_only_numbers_have_edges():
+    best = sweep.Result({"parallel.prefetch": "true", "train.steps": "8"}, [], [1.0])
+    lines = sweep.at_edges(best, {"parallel.prefetch": ["true", "false"], "train.steps": ["4", "8"]})
+    assert lines == ["train.steps=8 is the largest tried: the best may lie beyond; add values there"]
+
+
 def test_the_best_is_marked_and_an_edge_is_told(request_of, instead_of_training, tmp_path, capsys):
     losses = {"1e-3": 2.0, "3e-3": 1.5, "1e-2": 1.0, "1e-1": math.nan}
     commands = instead_of_training(lambda keys: losses[keys["optimizer.lr"]] + int(keys["train.seed"]) / 10)
@@ -129,6 +141,7 @@ def test_runs_of_other_settings_are_not_compared(request_of, instead_of_training
         [*LRS, "--seeds", "0"],
         [*LRS, "train.eval_every=0"],
         [*LRS, "--config", "none.yaml"],
+        ["--over", "data.source=text:a/*.txt,text:a-*.txt"],
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(request_of, instead_of_training, tmp_path, capsys, wrong):
