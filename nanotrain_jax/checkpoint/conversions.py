@@ -12,8 +12,8 @@ Replicas that step apart (parallel/local_steps.py): in a checkpoint of a run wit
     [...]      [... Q]    every replica has the same; theta is the float32 weights, its momentum zero
 
 Weights in 16 bits are those of the mean of the master weights. Of step counts and of the loss scale the smallest is
-taken instead of the mean. The outer step is linear in the mean of weights,
-so a resume within H steps loses nothing of them.
+taken instead of the mean. The outer step is linear in the mean of weights, so a resume within H steps loses nothing of
+them.
 
 Residuals of parallel.compress have a last dim of size R in every run, and of another number of replicas are read one
 array at a time. Those of gradients, which are summed over replicas, are added up and divided among all; with

@@ -24,7 +24,7 @@ class TrainStage(Section):
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = key(..., "shown in output")
     steps: Positive = key(..., "optimizer steps of this stage")
-    freeze: Annotated[tuple[str, ...], Pair] = key((), "as train.freeze")
+    freeze: Annotated[tuple[str, ...], Pair] = key((), "as train.freeze, in addition to it")
     lr: Annotated[float, Field(gt=0)] | None = key(
         None, "peak learning rate, and min_lr in proportion; null: optimizer.lr"
     )
