@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 from command import config_file, losses, main, same, saved_state
 from conftest import LOSS, STATE, cover, on_devices, random_tokens, records, resolved, small
+from jax.sharding import PartitionSpec
 
 import nanotrain_jax
-from nanotrain_jax.checkpoint import read, write
+from nanotrain_jax.checkpoint import conversions, read, write
 from nanotrain_jax.config import schema as configs
+from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.step import build as steps
 
 __all__ = ["config_file"]  # a fixture
@@ -115,6 +117,30 @@ def test_replicas_start_apart_from_a_checkpoint_without(stored, tmp_path):
     assert not any(x.any() for x in jax.tree.leaves(found.outer.moments))
 
 
+def replicated(R):
+    """The wanted array of a state of R replicas, and the mesh of it."""
+    mesh = meshes.make(replica=R)
+    return jax.ShapeDtypeStruct((3, R), np.float32, sharding=jax.NamedSharding(mesh, PartitionSpec(None, "replica")))
+
+
+def test_weights_that_were_frozen_are_read_without_replicas():
+    source = conversions.source("opt/master/layers/w", replicated(2), {"params/layers/w": (3,)})
+    assert (source.path, source.array.shape) == ("params/layers/w", (3,))
+    assert conversions.source("opt/moments/0/mu/layers/w", replicated(2), {"params/layers/w": (3,)}) is None
+
+
+@pytest.mark.parametrize("was_apart", [True, False])
+def test_residuals_of_other_replicas_keep_their_mean_or_their_sum(was_apart):
+    path, wanted = "feedback/residual/layers/w", replicated(4)
+    have = {path: (3, 2)} | ({"outer/theta/layers/w": (3,)} if was_apart else {})
+    source = conversions.source(path, wanted, have)
+    assert (source.path, source.array.shape) == (path, (3, 2))
+    old = np.arange(6, dtype=np.float32).reshape(3, 2)
+    new = conversions.convert(path, old, wanted, source.was_apart)
+    close(new, np.broadcast_to(old.sum(-1, keepdims=True) / (2 if was_apart else 4), (3, 4)))
+
+
+@pytest.mark.long
 @jax.numpy_dtype_promotion("standard")
 def test_replicas_start_apart_from_weights_that_were_frozen(tmp_path):
     bfloat16 = {"compute": "bfloat16"}
@@ -127,6 +153,7 @@ def test_replicas_start_apart_from_weights_that_were_frozen(tmp_path):
         same(own(found.opt.master, i), found.outer.theta)
 
 
+@pytest.mark.long
 def test_residuals_of_differences_keep_their_mean(tmp_path):
     apart = {"replica": 2, "data": 2, "zero": 1, "sync_every": 1, "compress": "topk:0.1"}
     step = built(apart)

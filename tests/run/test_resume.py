@@ -235,6 +235,7 @@ UNREADABLE = {
 }
 
 
+@pytest.mark.long
 def test_resume_falls_back_from_an_unreadable_checkpoint_without_checksums(config_file, tmp_path, capsys):
     overrides = [f"logging.dir={tmp_path}/run", "train.eval_every=0"]
     assert main(config_file, *overrides, "train.steps=10") == 0

@@ -65,7 +65,7 @@ def training(monkeypatch):
     trained, losses = [], {"one": 2.0, "zero1": 2.05, "topk": 2.2}
 
     def run(command, **streams):
-        folder = next(text.removeprefix("logging.dir=") for text in command if text.startswith("logging.dir="))
+        folder = next(json.loads(text.partition("=")[2]) for text in command if text.startswith("logging.dir="))
         layout, seed = folder.rsplit("/", 1)[1].split("_")
         trained.append((layout, int(seed)))
         if losses[layout] is not None:

@@ -59,7 +59,7 @@ def instead_of_training(monkeypatch):
             keys = dict(text.split("=", 1) for text in command if "=" in text)
             commands.append(keys)
             loss = final_loss(keys)
-            folder = sweep.Path(keys["logging.dir"])
+            folder = sweep.Path(json.loads(keys["logging.dir"]))
             folder.mkdir(parents=True)
             if loss is not None:
                 record = {"step": 4, "loss": 1.0, "val_loss": loss if math.isfinite(loss) else None}
