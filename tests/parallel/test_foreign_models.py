@@ -160,6 +160,7 @@ def test_a_foreign_model_trains_on_eight_devices_as_on_one(model):
                 assert x.addressable_shards[0].data.size == x.size // 8
 
 
+@pytest.mark.long
 def test_the_example_that_shards_a_foreign_model_runs(capsys):
     path = ROOT / "scripts" / "shard_your_model.py"
     spec = importlib.util.spec_from_file_location("shard_your_model", path)

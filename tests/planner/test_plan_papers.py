@@ -137,7 +137,7 @@ PAPER = {
 }
 
 
-@pytest.mark.parametrize("model", cover(["1T"], ["175B"]))
+@pytest.mark.parametrize("model", cover([], ["1T", "175B"]))
 def test_the_first_choice_shown_in_the_guides_is_as_good_as_the_paper_s_layout(model):
     config, gpus, axes = PAPER[model]
     found = search.search(config, "a100-80", gpus)

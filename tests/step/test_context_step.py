@@ -68,10 +68,9 @@ def piped(layout, kv_heads, **parallel):
 @pytest.mark.parametrize(
     "case",
     cover(
+        [],
         [
             piped("pipe 2 context 2 tensor 2", 4, schedule="zb_h1", microbatches=4, zero=3, **GATHER),
-        ],
-        [
             piped("pipe 2 data 2 context 2", 2, remat="full", microbatches=4, zero=1, idle="mask"),
             piped("pipe 4 context 2", 4, schedule="interleaved", chunks=2, microbatches=8, zero=2, **ULYSSES),
             piped("pipe 2 context 4", 4, remat="selective", schedule="zero_bubble", microbatches=8, idle="mask"),

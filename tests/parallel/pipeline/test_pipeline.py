@@ -154,6 +154,7 @@ def test_gradients_of_replicated_parameters_are_summed_over_data():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), tuple(grads), true_grads)
 
 
+@pytest.mark.long
 def test_the_example_script_equals_one_device(capsys):
     path = ROOT / "scripts" / "pipeline_your_model.py"
     spec = importlib.util.spec_from_file_location("pipeline_your_model", path)
