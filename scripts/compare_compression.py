@@ -96,7 +96,7 @@ def draw(results: list[Result], path: Path) -> None:
     over_steps.set(xlabel="step", ylabel="validation loss (nats per token), mean over seeds")
     for result in results:
         over_bytes.plot([result.megabytes] * len(result.losses), result.losses, "o", label=result.way)
-    over_bytes.set(xlabel="MB between replicas, per device and step", ylabel="at the end, each seed", xscale="log")
+    over_bytes.set(xlabel="MB between replicas, per device and step", ylabel="at the end, each seed")
     over_bytes.grid(alpha=0.3)
     figure.savefig(path, dpi=80)
 
