@@ -309,7 +309,7 @@ def neutral(config: Config, vocab: int | None) -> Config:
     plain = {"microbatches": 1, "chunks": 1, "schedule": "1f1b", "prefetch": False, "grad_reduce": "after_backward"}
     one = dict.fromkeys(config.parallel.axes, 1)
     on_device = {"offload_params": "none", "offload_activations": "none"}  # they require ZeRO 3 and a remat policy
-    together = {"sync_every": 0, "compress": "none"}  # they require several replicas
+    together = {"sync_every": 0, "compress": "none", "full_sync_steps": 0}  # they require several replicas
     batches = {"noise_scale": False, "batch_schedule": (), "batch_growth": None}  # they require several microbatches
     plainest = config.replace("parallel", **plain, **together).replace("memory", remat="none", **on_device)
     plainest = plainest.replace("train", **batches)

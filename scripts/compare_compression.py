@@ -5,8 +5,8 @@
 
 Each way trains the config with 4 replicas once per seed, by `nanotrain_jax.train` in folders of --out; runs that are
 complete are read, others continue from their newest checkpoint. Ways are values of parallel.compress, sync:H for
-parallel.sync_every=H, or both as in sync:20+topk:0.1; none, the control, is always one. Bytes are those of closed
-forms, per device and step.
+parallel.sync_every=H, or both as in sync:20+topk:0.1; after:N beside them is parallel.full_sync_steps=N. none, the
+control, is always one. Bytes are those of closed forms, per device and step, on average over the run.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from nanotrain_jax import plan
 from nanotrain_jax.config.load import Parser, folder_argument, load, path_argument, path_override, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.training_stages import Span, of_phase, phases
 from nanotrain_jax.costs.communication import communication, synchronization
 from nanotrain_jax.run import curves
 
@@ -36,6 +37,7 @@ CONTROL = "none"
 WAYS = "float8,int8,topk:0.05,topk:0.01,randomk:0.1,powersgd:4,sync:20"
 LAYOUT = "parallel.replica=4", "parallel.data=1"
 # A learning rate at which a run does not depend on rounding: at that of the config, the loss jumps in the first steps.
+KEYS = {"sync": "sync_every", "after": "full_sync_steps"}  # other parts of a way are values of compress
 TRAINING = "optimizer.lr=1e-3", "optimizer.min_lr=1e-4", "optimizer.warmup_steps=100"
 
 
@@ -43,7 +45,7 @@ class Result(NamedTuple):
     """The runs of one way."""
 
     way: str
-    megabytes: float  # between replicas, per device and step
+    megabytes: float  # between replicas, per device and step, on average
     curve: list[curves.Point]  # (step, validation loss), mean over seeds
     losses: list[float]  # after the last step, one per seed; nan: the run failed
 
@@ -52,13 +54,21 @@ def overrides_of(way: str) -> list[str]:
     """Return the overrides of a way."""
     overrides = []
     for part in way.split("+"):
-        key = "sync_every" if part.startswith("sync:") else "compress"
-        overrides.append(f"parallel.{key}={part.removeprefix('sync:')}")
+        name, _, value = part.partition(":")
+        overrides.append(f"parallel.{KEYS[name]}={value}" if name in KEYS else f"parallel.compress={part}")
     return overrides
 
 
 def megabytes(config: Config) -> float:
-    """Return the bytes per device and step between replicas, of a config as written."""
+    """Return the bytes per device and step between replicas, on average over a run, of a config as written."""
+    whole_run = Span("", 0, config.train.steps)
+    spans = phases(config, whole_run)
+    sizes = [(span.last - span.first) * megabytes_of_step(of_phase(config, span)) for span in spans]
+    return sum(sizes) / config.train.steps
+
+
+def megabytes_of_step(config: Config) -> float:
+    """Return the bytes per device and step between replicas, of a config without phases."""
     axes = config.parallel.axes
     config = resolve(config, {axis: max(size, 1) for axis, size in axes.items()}, plan.vocabulary(config))
     rows = [row for row in communication(config) if "replica" in row["axis"]]

@@ -18,7 +18,7 @@ Plain = dict[str, dict[str, Any]]  # section -> key -> value, from `Config.to_di
 SAME_RESULT = {"attention", "loss_chunk"}  # model keys that do not change the result
 REPORTED = {  # keys whose change is reported on resume; None: the whole section
     "model": ("rope_theta",),
-    "parallel": ("sync_every", "compress"),
+    "parallel": ("sync_every", "compress", "full_sync_steps"),
     "precision": ("loss_scale", "grad_reduce"),
     "data": ("source", "batch_size", "seq_len", "seed", "val_fraction"),
     "optimizer": None,

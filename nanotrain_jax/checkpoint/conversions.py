@@ -46,9 +46,14 @@ class Source(NamedTuple):
     was_apart: bool = False  # replicas stepped apart
 
 
+def were_apart(have: Shapes) -> bool:
+    """True if replicas stepped apart in the run that saved these arrays, when it did."""
+    return any(path.startswith(OUTER) for path in have)
+
+
 def source(path: str, wanted: jax.ShapeDtypeStruct, have: Shapes) -> Source | None:
     """Return what to read for an array of the state; None: it is zero. have: the arrays of the checkpoint."""
-    was_apart = any(name.startswith(OUTER) for name in have)
+    was_apart = were_apart(have)
     if path.startswith(FEEDBACK):  # `compressed.to_read` knows what to read
         same = not path.startswith(RESIDUAL) or have[path][-1] == wanted.shape[-1]
         return Source(path, wanted if same else _of_replicas(wanted, have[path][-1:]), was_apart and not same)

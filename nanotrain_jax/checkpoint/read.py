@@ -316,12 +316,13 @@ def _weights(folder: str | Path, step: int) -> tuple[Any, Config]:
     meta = read_meta(folder, step)
     where = Path(folder).absolute() / str(step) / "state"
     with _readable(folder, step), ocp.PyTreeCheckpointer() as files:
-        params = {"params": _metadata(where)["params"]}
+        saved = _metadata(where)
+        params = {"params": saved["params"]}
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), params)
         requested = ocp.args.PyTreeRestore(params, restore_args=as_numpy, partial_restore=True)
         weights = files.restore(where, args=requested)["params"]
     config = load.parse(meta.config)
-    if config.parallel.sync_every:
+    if conversions.were_apart(shapes(saved)):
         weights = jax.tree.map(lambda w: w.mean(-1, dtype=np.float32).astype(w.dtype), weights)
     weights[LAYERS] = jax.tree.map(lambda w: w[: config.model.num_layers], weights[LAYERS])  # without padding
     return weights, config

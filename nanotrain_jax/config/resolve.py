@@ -144,14 +144,15 @@ def check_batch(config: Config) -> None:
 
 
 def check_phases(config: Config, axes: Mapping[str, int]) -> None:
-    """Raise Misfit unless each smaller batch (train.batch_schedule, train.batch_growth) is of whole microbatches, and
-    could be that of a run."""
+    """Raise Misfit unless a stage can have its phases: each smaller batch (train.batch_schedule, train.batch_growth) is
+    of whole microbatches, and could be that of a run."""
     growth, whole, M = config.train.batch_growth, config.data.batch_size, config.parallel.microbatches
     key = "train.batch_growth" if growth else "train.batch_schedule"
     given, microbatch = [growth] if growth else config.train.batch_schedule, whole // M
-    if given and config.memory.offload_optimizer == "nvme":
+    if (given or config.parallel.full_sync_steps) and config.memory.offload_optimizer == "nvme":
+        phased = key if given else "parallel.full_sync_steps"
         raise Misfit(
-            f"{key} with memory.offload_optimizer=nvme: each phase would begin with new files",
+            f"{phased} with memory.offload_optimizer=nvme: each phase would begin with new files",
             "use memory.offload_optimizer=host or none",
         )
     for size in (phase.batch_size for phase in given):
@@ -163,7 +164,7 @@ def check_phases(config: Config, axes: Mapping[str, int]) -> None:
                 f"use {smaller}more parallel.microbatches",
             )
     *smaller, _ = phases(config, Span("", 0, config.train.steps))
-    for span in smaller:
+    for span in (span for span in smaller if span.batch_size):
         try:
             resolve(of_phase(config, span), axes)
         except Misfit as error:

@@ -154,6 +154,9 @@ class Parallel(Section):
         "with replica > 1: sum gradients over replica compressed; none | float8 | int8 | with error feedback "
         "topk:RATIO | randomk:RATIO | powersgd:RANK",
     )
+    full_sync_steps: Count = key(
+        0, "with compress or sync_every: the first so many steps are without them, gradients are summed whole"
+    )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -188,6 +191,11 @@ class Parallel(Section):
             raise ValueError(
                 f"parallel.prefetch=true with parallel.zero={self.zero}: only zero=3 gathers weights layer by layer; "
                 "use parallel.zero=3, or remove parallel.prefetch"
+            )
+        if self.full_sync_steps and not self.sync_every and self.compress == "none":
+            raise ValueError(
+                f"parallel.full_sync_steps={self.full_sync_steps} has no effect without parallel.compress or "
+                "sync_every; remove it"
             )
         for axis, size in self.axes.items():
             if size < 1 and size != -1:

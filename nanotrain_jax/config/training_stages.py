@@ -1,9 +1,9 @@
-"""Stages of training (train.stages) and phases of the batch (train.batch_schedule, train.batch_growth): the steps of
-each, and its config.
+"""Stages of training (train.stages) and their phases (train.batch_schedule, train.batch_growth,
+parallel.full_sync_steps): the steps of each, and its config.
 
 Each stage is as a run of its own that begins with the weights of the stage before it: a new optimizer, learning rate
-schedule and warm-up. Steps are counted through all stages. A stage has phases, of smaller batches first, which share
-its optimizer and its schedule.
+schedule and warm-up. Steps are counted through all stages. A stage has phases, which share its optimizer and its
+schedule: of smaller batches first, and first with gradients summed whole.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Span(NamedTuple):
     first: int
     last: int
     batch_size: int | None = None  # sequences per step; None: data.batch_size
+    full_sync: bool = False  # without parallel.compress and sync_every
 
 
 def spans(config: Config) -> list[Span]:
@@ -71,7 +72,7 @@ def of_run(config: Config, requested: Config) -> Config:
 
 
 def phases(config: Config, span: Span) -> list[Span]:
-    """Return the phases of the batch of a stage. The last has data.batch_size, even if no step is left for it.
+    """Return the phases of a stage. The last has data.batch_size, even if no step is left for it.
 
     With train.batch_growth each may last until the end of the stage (`run/phases.py` ends it).
     """
@@ -87,7 +88,16 @@ def phases(config: Config, span: Span) -> list[Span]:
         if last > first:
             found.append(Span(span.name, first, last, phase.batch_size))
         first = last
-    return [*found, span._replace(first=first)]
+    found.append(span._replace(first=first))
+    return [part for whole in found for part in _split(whole, span.first + config.parallel.full_sync_steps)]
+
+
+def _split(span: Span, step: int) -> list[Span]:
+    """Return a phase in two parts, the first of them without compression and local steps, up to this step."""
+    if step <= span.first:
+        return [span]
+    before, after = span._replace(last=min(step, span.last), full_sync=True), span._replace(first=step)
+    return [before, after] if step < span.last else [before]
 
 
 def rate_of_batch(optimizer: Optimizer, share: float) -> float:
@@ -96,10 +106,12 @@ def rate_of_batch(optimizer: Optimizer, share: float) -> float:
 
 
 def of_phase(config: Config, span: Span) -> Config:
-    """Return the config of a run that has the batch of a phase throughout: fewer microbatches, as large as before."""
+    """Return the config of a run that is as a phase throughout. A smaller batch has fewer microbatches, as large."""
     p, o, whole = config.parallel, config.optimizer, config.data.batch_size
     size = span.batch_size or whole
     rate = rate_of_batch(o, size / whole)
-    config = config.replace("data", batch_size=size).replace("parallel", microbatches=p.microbatches * size // whole)
+    without = {"compress": "none", "sync_every": 0} if span.full_sync else {}
+    layout = {"microbatches": p.microbatches * size // whole, "full_sync_steps": 0, **without}
+    config = config.replace("data", batch_size=size).replace("parallel", **layout)
     config = config.replace("optimizer", lr=o.lr * rate, min_lr=o.min_lr * rate)
     return config.replace("train", batch_schedule=(), batch_growth=None)

@@ -19,9 +19,8 @@ from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 
 def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: list[str]) -> str:
     """Return the lines printed before training; notes come last. config: resolved."""
-    batch_sizes = [
-        phase.batch_size or config.data.batch_size for phase in phases(config, Span("", 0, config.train.steps))
-    ]
+    found = phases(config, Span("", 0, config.train.steps))
+    batch_sizes = dict.fromkeys(phase.batch_size or config.data.batch_size for phase in found)
     lines = [
         headline(config, mesh),
         f"{config.data.source}: {len(dataset.train):,} training and {len(dataset.val):,} held-out sequences of "
@@ -30,7 +29,13 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
     if config.optimizer.warmup_steps > config.train.steps:
         warmup = config.optimizer.warmup_steps
         lines.append(f"warning: the run ends during warm-up: optimizer.warmup_steps={warmup} > train.steps")
-    if config.parallel.sync_every > config.train.steps:
+    if config.parallel.full_sync_steps >= config.train.steps:
+        first = config.parallel.full_sync_steps
+        lines.append(
+            f"warning: the run ends before parallel.compress or sync_every begin: full_sync_steps={first} >= "
+            "train.steps"
+        )
+    elif config.parallel.sync_every > config.train.steps:
         every = config.parallel.sync_every
         lines.append(f"warning: the run ends before replicas are joined: parallel.sync_every={every} > train.steps")
     if dataset.replaced:

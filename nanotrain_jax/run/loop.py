@@ -113,11 +113,11 @@ def next_phase(run: Run) -> Run:
     """Return the run at the start of its next phase; a new stage reads on where the last one ended, or other data."""
     last, phase, *later = run.phases
     phase = phase._replace(span=phase.span._replace(first=int(run.state.step)))
-    run = run._replace(phases=[phase, *later])
+    run = run._replace(phases=[phase, *later], state=begin(phase, last, run.state))
     if phase.span.name == last.span.name:
         return run
     is_same_data = phase.dataset.fingerprint == last.dataset.fingerprint
-    return run._replace(state=begin(phase, run.state), position=run.position if is_same_data else 0, start=None)
+    return run._replace(position=run.position if is_same_data else 0, start=None)
 
 
 class Loop:
@@ -228,7 +228,7 @@ class Loop:
     def evaluate(self) -> dict[str, float]:
         """Return val_loss, the mean per held-out target in nats; of a model that counts it also their accuracy."""
         run, step, sums = self.run, self.run.evaluation, []
-        params = step.average(self.state.params)
+        params = run.step.average(self.state.params)
         for batch in data.evaluation(run.dataset.val, step.batch, run.config.train.eval_steps, step.token_order):
             self.watch.at("evaluation", self.number)
             sums.append(step.evaluate(params, batch))

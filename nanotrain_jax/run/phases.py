@@ -1,5 +1,5 @@
-"""Stages of training (train.stages) and their phases (train.batch_schedule, train.batch_growth): all built before the
-first step, then run one after another on the same weights.
+"""Stages of training (train.stages) and their phases (train.batch_schedule, train.batch_growth,
+parallel.full_sync_steps): all built before the first step, then run one after another on the same weights.
 
 A run is at least one stage, a stage at least one phase.
 """
@@ -26,7 +26,7 @@ class Phase(NamedTuple):
     span: Span
     config: Config  # resolved, of the whole stage
     dataset: Dataset
-    step: Step  # with the batch of the phase
+    step: Step  # of the phase
 
     @property
     def batch_size(self) -> int:
@@ -61,15 +61,21 @@ def index_at(phases: list[Phase], number: int, batch_size: int | None) -> int:
     return next((i for i, phase in enumerate(phases) if may_be(phase)), len(phases) - 1)
 
 
-def begin(phase: Phase, before: State) -> State:
-    """Return the state with which a stage begins, from that after the stage before it, which it donates."""
-    begin_on_devices = partial(states.continued, phase.step.plan)
-    return jax.jit(begin_on_devices, out_shardings=shardings(phase.step.state), donate_argnums=0)(before)
+def begin(phase: Phase, last: Phase, state: State) -> State:
+    """Return the state with which a phase begins, from that after the last phase, which it donates."""
+    if phase.span.name != last.span.name:
+        change = states.continued
+    elif last.span.full_sync and not phase.span.full_sync:
+        change = states.with_synchronization
+    else:
+        return state
+    change_on_devices = partial(change, phase.step.plan)
+    return jax.jit(change_on_devices, out_shardings=shardings(phase.step.state), donate_argnums=0)(state)
 
 
 def describe(phase: Phase, number: int) -> list[str]:
     """Return lines about what follows the step of this number: the stage of training, what it trains, learning rate and
-    data; the batch, if it changes."""
+    data; the batch, and what travels between replicas, if they change."""
     plan, span, lines = phase.step.plan, phase.span, []
     lr, p = plan.config.optimizer.lr, plan.config.parallel
     if span.name:
@@ -83,4 +89,7 @@ def describe(phase: Phase, number: int) -> list[str]:
         lines.append(
             f"after step {number}: {phase.batch_size} sequences per step in {p.microbatches} microbatches, lr {lr:g}"
         )
+    if phase.config.parallel.full_sync_steps:
+        how = "gradients are summed whole" if span.full_sync else f"compress={p.compress}, sync_every={p.sync_every}"
+        lines.append(f"after step {number}, between replicas: {how}")
     return lines

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import ValidationError
 
-from nanotrain_jax.checkpoint import compatibility
+from nanotrain_jax.checkpoint import compatibility, conversions
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.compatibility import Meta
 from nanotrain_jax.config.schema import Config, Optimizer
@@ -74,10 +74,9 @@ def _read_state(folder: Path, number: int, meta: Meta, config: Config, step: Ste
     """
     saved = step.saved
     if saved.feedback:
-        was_apart = bool(meta.config["parallel"].get("sync_every"))
-        is_same = was_apart == bool(config.parallel.sync_every)  # else residuals are of gradients, not of weights
-        stored = restore.saved_shapes(folder, number) if is_same else {}
-        saved = saved._replace(feedback=compressed.to_read(saved.feedback, stored))
+        stored = restore.saved_shapes(folder, number)
+        is_same = conversions.were_apart(stored) == bool(saved.outer)  # else residuals are of gradients, not of weights
+        saved = saved._replace(feedback=compressed.to_read(saved.feedback, stored if is_same else {}))
     scales = config.precision.loss_scale, meta.config["precision"].get("loss_scale")
     if scales != ("dynamic", "dynamic"):
         saved = saved._replace(scale=None)

@@ -67,8 +67,7 @@ def with_weights(plan: Plan, make: Callable[..., Tree]) -> State:
     counts = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
     noise = noise_scale.start() if plan.noise_axes else None
     state = State(*counts, params, opt, optimizer.loss_scale(plan.config.precision), noise=noise)
-    state = with_replicas(plan, state) if plan.outer_optimizer else state
-    return state._replace(feedback=compressed.init(plan, params))
+    return with_synchronization(plan, state)
 
 
 def continued(plan: Plan, before: State) -> State:
@@ -87,6 +86,14 @@ def continued(plan: Plan, before: State) -> State:
         return join_layers(place(host_offload.to_device(ends)), layers)
 
     return with_weights(plan, make)._replace(step=before.step, skipped=before.skipped)
+
+
+def with_synchronization(plan: Plan, state: State) -> State:
+    """Return the state of equal replicas (parallel.sync_every), with residuals of zeros (parallel.compress), from one
+    without either. The rest of it stays."""
+    feedback = compressed.init(plan, state.params)
+    state = with_replicas(plan, state) if plan.outer_optimizer else state
+    return state._replace(feedback=feedback)
 
 
 def with_replicas(plan: Plan, state: State) -> State:

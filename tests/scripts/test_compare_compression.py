@@ -18,14 +18,15 @@ def test_every_way_is_trained_once_and_compared(tmp_path, text_files, capsys):
     tree["train"] = {"steps": 6, "eval_every": 3, "eval_steps": 1}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(tree))
     request = ["--config", str(tmp_path / "x.yaml"), "--seeds", "1", "--out", str(tmp_path / "runs")]
-    request += ["--ways", "int8,sync:2+topk:0.5", "parallel.persist_below=100", "optimizer.warmup_steps=2"]
+    request += ["--ways", "int8,sync:2+topk:0.5,int8+after:2", "parallel.persist_below=100", "optimizer.warmup_steps=2"]
     rows = []
     for _ in range(2):  # the second reads the runs of the first
         assert compare_compression.main(request) == 0, capsys.readouterr().err
         rows.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert rows[0] == rows[1]
-    plain, int8, local = rows[0]
-    assert [row["way"] for row in rows[0]] == ["none", "int8", "sync:2+topk:0.5"]
+    plain, int8, local, later = rows[0]
+    assert [row["way"] for row in rows[0]] == ["none", "int8", "sync:2+topk:0.5", "int8+after:2"]
+    assert later["megabytes"] == pytest.approx((2 * plain["megabytes"] + 4 * int8["megabytes"]) / 6)
     assert int8["megabytes"] < 0.5 * plain["megabytes"]
     assert local["megabytes"] < plain["megabytes"]
     for row in rows[0]:
