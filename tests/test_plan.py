@@ -297,6 +297,9 @@ def test_fixed_keys_are_kept_and_the_written_config_is_valid(tmp_path, capsys):
     fixed = "memory.remat=block:4", "parallel.pipe=2"
     assert run("--config", config, "--gpus", 8, "--choose", *fixed, "--write", chosen) == 0
     assert run("--config", chosen) == 0
+    apart = "parallel={replica: 2, data: 4, zero: 3, sync_every: 20, full_sync_steps: 5}", "model.num_layers=8"
+    assert run("--config", config, "--gpus", 8, *apart, "--write", chosen) == 0
+    assert load.load(chosen).parallel.full_sync_steps == 5
     simulated = ROOT / "configs/quickstart.yaml"
     assert run("--config", simulated, "--gpu", "h100", "--gpus", 8, "--choose", "--write", chosen) == 0
     assert run("--config", chosen) == 0

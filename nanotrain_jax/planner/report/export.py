@@ -38,7 +38,9 @@ def config_text(tree: dict[str, Any], e: Estimate, origin: str) -> str:
     layout = {key.split(".")[1]: getattr(p, key.split(".")[1]) for key in SEARCHED if key.startswith("parallel")}
     if p.pipe == 1:
         del layout["vocab_over_pipe"]
-    others = {k: getattr(p, k) for k in tree.get("parallel", {}) if f"parallel.{k}" not in SEARCHED}
+    given = tree.get("parallel", {})
+    others = {k: getattr(p, k) for k in given if f"parallel.{k}" not in SEARCHED}
+    others |= {k: v for k, v in given.items() if k == "full_sync_steps"}  # a plan is of the steps after them
     tree["parallel"] = {k: v for k, v in layout.items() if defaults.get(k) != v} | others
     tree["memory"] = tree.get("memory", {}) | {"remat": c.memory.remat}
     tree["data"] = tree.get("data", {}) | {"batch_size": c.data.batch_size}
