@@ -1,9 +1,9 @@
-"""Stages of training (train.stages) and their phases (train.batch_schedule, train.batch_growth,
-parallel.full_sync_steps): the steps of each, and its config.
+"""Stages of training and their phases: the steps of each, and its config.
 
 Each stage is as a run of its own that begins with the weights of the stage before it: a new optimizer, learning rate
 schedule and warm-up. Steps are counted through all stages. A stage has phases, which share its optimizer and its
-schedule: of smaller batches first, and first with gradients summed whole.
+schedule: of smaller batches first (train.batch_schedule, train.batch_growth), and first with gradients summed whole
+(parallel.full_sync_steps).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Stages of training (train.stages) and their phases (train.batch_schedule, train.batch_growth,
-parallel.full_sync_steps): all built before the first step, then run one after another on the same weights.
+"""Run stages of training and their phases one after another on the same weights; all are built before the first step.
 
-A run is at least one stage, a stage at least one phase.
+A run is at least one stage (train.stages), a stage at least one phase (train.batch_schedule, train.batch_growth,
+parallel.full_sync_steps).
 """
 
 from __future__ import annotations
