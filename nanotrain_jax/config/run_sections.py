@@ -16,7 +16,7 @@ def check_pattern(pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"freeze: {pattern!r} is not a regular expression ({error}); write e.g. ^vision/") from None
+        raise ValueError(f"freeze: {pattern!r} is not a regular expression ({error}); write e.g. ^layers/") from None
 
 
 class TrainStage(Section):
@@ -52,7 +52,7 @@ class Train(Section):
     seed: Seed = key(0, "random seed of the parameter initialization")
     noise_scale: bool = key(False, "log the gradient noise scale, in tokens: how large a batch still pays")
     freeze: Annotated[tuple[str, ...], Pair] = key(
-        (), "regular expressions: weights in whose path one is found ('^vision/encoder') are frozen"
+        (), "regular expressions: weights in whose path one is found ('^layers/') are frozen"
     )
     stages: Annotated[tuple[TrainStage, ...], Pair] = key(
         (),

@@ -146,7 +146,7 @@ class Parallel(Section):
     )
     persist_below: Count = key(10_000, "zero 1-3: do not shard parameters with fewer elements than this (per layer)")
     microbatches: Sequences = key(
-        1, "microbatches per step (gradient accumulation); gradients are reduced once per step"
+        1, "microbatches per step (gradient accumulation); zero 0 and 1 reduce gradients once per step"
     )
 
     compress: str = key(

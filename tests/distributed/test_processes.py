@@ -1,5 +1,6 @@
 """Process bootstrap: rank and world size from flags or environment, GPUs of a process, meshes across processes."""
 
+import math
 import re
 
 import numpy as np
@@ -8,6 +9,7 @@ import yaml
 from launching import ROOT
 
 from nanotrain_jax import launch
+from nanotrain_jax.config import load
 from nanotrain_jax.distributed import processes
 from nanotrain_jax.distributed.processes import Process
 from nanotrain_jax.parallel import mesh as meshes
@@ -149,11 +151,15 @@ def test_the_jobset_gives_host_indices_and_runs_the_launcher():
         process = processes.detect(GIVEN, env | {"JOB_COMPLETION_INDEX": str(pod)})
         # JobSet pods are named <set>-<job>-<replica>-<pod>, in the domain <set>.
         assert process == Process(
-            "JOB_COMPLETION_INDEX", pod, 2, f"{spec['metadata']['name']}-workers-0-0.nanotrain:29500"
+            "JOB_COMPLETION_INDEX", pod, 8, f"{spec['metadata']['name']}-workers-0-0.nanotrain:29500"
         )
     assert container["ports"] == [{"containerPort": processes.PORT}]
     assert job["parallelism"] == job["completions"]
     assert container["command"][:3] == ["python", "-m", "nanotrain_jax.launch"]
     options, run = launch.parse(container["command"][3:] + container["args"])
     assert options.processes == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert (ROOT / run.config).exists()
+    sizes = load.load(ROOT / run.config).parallel.axes.values()
+    assert math.prod(sizes) == job["completions"] * options.processes
+    script = (ROOT / "scripts" / "slurm.sbatch").read_text()
+    assert f"#SBATCH --nodes={job['completions']}\n" in script  # of the same config
+    assert run.config in script
