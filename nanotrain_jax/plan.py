@@ -124,7 +124,7 @@ def plan(options: argparse.Namespace, console: Console) -> int:
         topology.check_compiler(gpu)
     planned = choose(options, config, gpu, tree) if chooses else as_given(options, config, gpu, console)
     terminal.estimated(console, planned.estimate)
-    terminal.smaller_batches(console, given)
+    terminal.phases(console, given)
     terminal.training_stages(console, training_stages.all_stages(given, planned.estimate))
     if planned.found:
         terminal.candidates(console, planned.found)

@@ -36,8 +36,8 @@ ROOT = Path(__file__).parents[1]
 CONTROL = "none"
 WAYS = "float8,int8,topk:0.05,topk:0.01,randomk:0.1,powersgd:4,sync:20"
 LAYOUT = "parallel.replica=4", "parallel.data=1"
-# A learning rate at which a run does not depend on rounding: at that of the config, the loss jumps in the first steps.
 KEYS = {"sync": "sync_every", "after": "full_sync_steps"}  # other parts of a way are values of compress
+# A learning rate at which a run does not depend on rounding: at that of the config, the loss jumps in the first steps.
 TRAINING = "optimizer.lr=1e-3", "optimizer.min_lr=1e-4", "optimizer.warmup_steps=100"
 
 
@@ -52,6 +52,8 @@ class Result(NamedTuple):
 
 def overrides_of(way: str) -> list[str]:
     """Return the overrides of a way."""
+    if way == CONTROL:
+        return ["parallel.compress=none", "parallel.sync_every=0", "parallel.full_sync_steps=0"]
     overrides = []
     for part in way.split("+"):
         name, _, value = part.partition(":")

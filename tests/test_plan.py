@@ -300,6 +300,9 @@ def test_fixed_keys_are_kept_and_the_written_config_is_valid(tmp_path, capsys):
     apart = "parallel={replica: 2, data: 4, zero: 3, sync_every: 20, full_sync_steps: 5}", "model.num_layers=8"
     assert run("--config", config, "--gpus", 8, *apart, "--write", chosen) == 0
     assert load.load(chosen).parallel.full_sync_steps == 5
+    on_disk = "memory.offload_optimizer=nvme", "memory.nvme_dir=x", "parallel.compress=int8", "parallel.sync_every=0"
+    assert run("--config", config, "--gpus", 8, *apart, *on_disk) == 2
+    assert "each phase would begin with new files" in capsys.readouterr().err
     simulated = ROOT / "configs/quickstart.yaml"
     assert run("--config", simulated, "--gpu", "h100", "--gpus", 8, "--choose", "--write", chosen) == 0
     assert run("--config", chosen) == 0

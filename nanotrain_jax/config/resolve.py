@@ -11,6 +11,7 @@ from nanotrain_jax.config.schema import EIGHT_BITS, Config
 from nanotrain_jax.config.training_stages import Span, of_phase, phases
 from nanotrain_jax.config.update_checks import (
     check_compression,
+    check_files_of_phases,
     check_frozen,
     check_local_steps,
     check_muon,
@@ -149,12 +150,7 @@ def check_phases(config: Config, axes: Mapping[str, int]) -> None:
     growth, whole, M = config.train.batch_growth, config.data.batch_size, config.parallel.microbatches
     key = "train.batch_growth" if growth else "train.batch_schedule"
     given, microbatch = [growth] if growth else config.train.batch_schedule, whole // M
-    if (given or config.parallel.full_sync_steps) and config.memory.offload_optimizer == "nvme":
-        phased = key if given else "parallel.full_sync_steps"
-        raise Misfit(
-            f"{phased} with memory.offload_optimizer=nvme: each phase would begin with new files",
-            "use memory.offload_optimizer=host or none",
-        )
+    check_files_of_phases(config)
     for size in (phase.batch_size for phase in given):
         if size not in range(microbatch, whole, microbatch):
             smaller = f"a multiple of {microbatch} below {whole}, or " if M > 1 else ""
@@ -164,7 +160,7 @@ def check_phases(config: Config, axes: Mapping[str, int]) -> None:
                 f"use {smaller}more parallel.microbatches",
             )
     *smaller, _ = phases(config, Span("", 0, config.train.steps))
-    for span in (span for span in smaller if span.batch_size):
+    for span in [span for span in smaller if span.batch_size]:
         try:
             resolve(of_phase(config, span), axes)
         except Misfit as error:

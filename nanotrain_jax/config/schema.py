@@ -155,7 +155,7 @@ class Parallel(Section):
         "topk:RATIO | randomk:RATIO | powersgd:RANK",
     )
     full_sync_steps: Count = key(
-        0, "with compress or sync_every: the first so many steps are without them, gradients are summed whole"
+        0, "with compress or sync_every: the first so many steps of a stage are without, gradients are summed whole"
     )
 
     @property

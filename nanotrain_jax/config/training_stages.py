@@ -74,7 +74,8 @@ def of_run(config: Config, requested: Config) -> Config:
 def phases(config: Config, span: Span) -> list[Span]:
     """Return the phases of a stage. The last has data.batch_size, even if no step is left for it.
 
-    With train.batch_growth each may last until the end of the stage (`run/phases.py` ends it).
+    With train.batch_growth each may last until the end of the stage (`run/phases.py` ends it). That needs the noise
+    scale, which goes with neither parallel.compress nor sync_every.
     """
     growth = config.train.batch_growth
     if growth:

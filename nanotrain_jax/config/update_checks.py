@@ -99,6 +99,22 @@ def check_local_steps(config: Config) -> None:
         )
 
 
+def check_files_of_phases(config: Config) -> None:
+    """Raise Misfit if a stage has phases, and files that only one of them would hold."""
+    train, parallel = config.train, config.parallel
+    phases = {
+        "train.batch_growth": train.batch_growth,
+        "train.batch_schedule": train.batch_schedule,
+        "parallel.full_sync_steps": parallel.full_sync_steps,
+    }
+    key = next((key for key, given in phases.items() if given), None)
+    if key and config.memory.offload_optimizer == "nvme":
+        raise Misfit(
+            f"{key} with memory.offload_optimizer=nvme: each phase would begin with new files",
+            "use memory.offload_optimizer=host or none",
+        )
+
+
 def check_muon(config: Config) -> None:
     """Raise Misfit unless whole matrices can be orthogonalized (optimizer.name=muon)."""
     o, m = config.optimizer, config.memory

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_phase, of_span, spans
+from nanotrain_jax.config.update_checks import check_files_of_phases
 from nanotrain_jax.planner.estimate import Estimate, estimate
 
 
@@ -17,18 +18,19 @@ class Staged(NamedTuple):
 
 
 def config_of(config: Config, name: str | None) -> Config:
-    """Return the config of a stage of training, with its largest batch; None: of the last one. Raises ValueError."""
+    """Return the config of a stage of training, after its other phases; None: of the last one. Raises ValueError."""
     found = spans(config)
     if name is None:
-        return _with_largest_batch(config, found[-1])
+        return _after_phases(config, found[-1])
     names = [span.name for span in found if span.name]
     if name not in names:
         remedy = f"use {' or '.join(names)}" if names else "the config has no train.stages; leave --stage out"
         raise ValueError(f"--stage={name} is no stage of training; {remedy}")
-    return _with_largest_batch(config, found[names.index(name)])
+    return _after_phases(config, found[names.index(name)])
 
 
-def _with_largest_batch(config: Config, span: Span) -> Config:
+def _after_phases(config: Config, span: Span) -> Config:
+    check_files_of_phases(config)
     return of_phase(of_span(config, span), span)
 
 
@@ -41,7 +43,7 @@ def all_stages(config: Config, planned: Estimate) -> list[Staged]:
         return []
 
     def in_layout(span: Span) -> Config:
-        of_stage = _with_largest_batch(config, span)
+        of_stage = _after_phases(config, span)
         return planned.config.model_copy(update={"train": of_stage.train, "optimizer": of_stage.optimizer})
 
     return [Staged(span, estimate(in_layout(span), planned.gpu)) for span in spans(config)]

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from nanotrain_jax.checkpoint.directory import latest_step
 from nanotrain_jax.config.derived import padded_vocab
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.config.training_stages import Span, phases
+from nanotrain_jax.config.training_stages import Span, phases, spans
 from nanotrain_jax.costs import counts, memory
 from nanotrain_jax.data import batches
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
@@ -29,15 +29,7 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
     if config.optimizer.warmup_steps > config.train.steps:
         warmup = config.optimizer.warmup_steps
         lines.append(f"warning: the run ends during warm-up: optimizer.warmup_steps={warmup} > train.steps")
-    if config.parallel.full_sync_steps >= config.train.steps:
-        first = config.parallel.full_sync_steps
-        lines.append(
-            f"warning: the run ends before parallel.compress or sync_every begin: full_sync_steps={first} >= "
-            "train.steps"
-        )
-    elif config.parallel.sync_every > config.train.steps:
-        every = config.parallel.sync_every
-        lines.append(f"warning: the run ends before replicas are joined: parallel.sync_every={every} > train.steps")
+    lines += without_effect(config)
     if dataset.replaced:
         lines.append(f"warning: {dataset.replaced:,} invalid UTF-8 sequences in the text were replaced by U+FFFD")
     p, vocab = config.parallel, config.model.vocab_size
@@ -68,6 +60,19 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
             "learning; use precision.loss_scale=dynamic, or bfloat16"
         )
     return "\n".join(lines + notes)
+
+
+def without_effect(config: Config) -> list[str]:
+    """Return a warning if parallel.compress or sync_every never acts."""
+    every, first, steps = config.parallel.sync_every, config.parallel.full_sync_steps, config.train.steps
+    longest = max(span.last - span.first for span in spans(config))
+    if first >= longest:
+        keys = f"parallel.full_sync_steps={first}, steps={longest}"
+        return [f"warning: the run ends before parallel.compress or sync_every begins: {keys}"]
+    if every and steps - steps % every <= first:
+        keys = f"parallel.sync_every={every}, full_sync_steps={first}, train.steps={steps}"
+        return [f"warning: the run ends before replicas are joined: {keys}"]
+    return []
 
 
 def headline(config: Config, mesh: Mesh) -> str:

@@ -65,7 +65,7 @@ def begin(phase: Phase, last: Phase, state: State) -> State:
     """Return the state with which a phase begins, from that after the last phase, which it donates."""
     if phase.span.name != last.span.name:
         change = states.continued
-    elif last.span.full_sync and not phase.span.full_sync:
+    elif jax.tree.structure(phase.step.state) != jax.tree.structure(last.step.state):
         change = states.with_synchronization
     else:
         return state
@@ -75,7 +75,7 @@ def begin(phase: Phase, last: Phase, state: State) -> State:
 
 def describe(phase: Phase, number: int) -> list[str]:
     """Return lines about what follows the step of this number: the stage of training, what it trains, learning rate and
-    data; the batch, and what travels between replicas, if they change."""
+    data; the batch, and what replicas send, if a phase of the stage changes them."""
     plan, span, lines = phase.step.plan, phase.span, []
     lr, p = plan.config.optimizer.lr, plan.config.parallel
     if span.name:
@@ -90,6 +90,7 @@ def describe(phase: Phase, number: int) -> list[str]:
             f"after step {number}: {phase.batch_size} sequences per step in {p.microbatches} microbatches, lr {lr:g}"
         )
     if phase.config.parallel.full_sync_steps:
-        how = "gradients are summed whole" if span.full_sync else f"compress={p.compress}, sync_every={p.sync_every}"
-        lines.append(f"after step {number}, between replicas: {how}")
+        given = [f"parallel.{key}={getattr(p, key)}" for key in ("sync_every", "compress")]
+        how = "gradients are summed whole over replica" if span.full_sync else ", ".join(given)
+        lines.append(f"after step {number}: {how}")
     return lines

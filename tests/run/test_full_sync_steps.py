@@ -10,6 +10,7 @@ from conftest import cover, records
 import nanotrain_jax
 from nanotrain_jax.config import load
 from nanotrain_jax.config.training_stages import Span, of_phase, phases
+from nanotrain_jax.run import banner
 
 __all__ = ["config_file"]  # a fixture
 KEYS = (
@@ -61,8 +62,8 @@ def test_a_run_equals_one_without_that_resumes_with_the_keys(config_file, tmp_pa
     capsys.readouterr()
     run(config_file, one, *keys, "train.steps=7", f"parallel.full_sync_steps={FIRST}")
     printed = capsys.readouterr().out
-    assert "after step 0, between replicas: gradients are summed whole" in printed
-    assert f"after step {FIRST}, between replicas: compress=" in printed
+    assert "after step 0: gradients are summed whole over replica" in printed
+    assert f"after step {FIRST}: parallel.sync_every=" in printed
     assert measured(one) == measured(two)
     same(saved_state(one), saved_state(two))
     for number in FIRST, 7:  # with replicas apart only the second has several of each weight
@@ -89,8 +90,7 @@ def test_the_steps_may_change_on_resume(config_file, tmp_path, capsys):
     run(config_file, tmp_path, *keys, "train.steps=5", "parallel.full_sync_steps=2")  # saved with whole sums
     assert "parallel.full_sync_steps 4 -> 2" in capsys.readouterr().out
     run(config_file, tmp_path, *keys, "train.steps=6", "parallel.full_sync_steps=8")  # saved by replicas apart
-    out = capsys.readouterr().out
-    assert "warning: the run ends before parallel.compress or sync_every begin: full_sync_steps=8 >= train.steps" in out
+    assert "the run ends before parallel.compress or sync_every begins: parallel.full_sync" in capsys.readouterr().out
     found = records(tmp_path)
     assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6]
     assert np.isfinite([record["loss"] for record in found]).all()
@@ -119,6 +119,27 @@ def test_phases_are_split_after_the_steps():
         Span("", 40, 70, 16),
         Span("", 70, 100),
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        ([], ""),
+        (["train.steps=120"], ""),
+        (["train.steps=119"], "are joined: parallel.sync_every=20, full_sync_steps=100, train.steps=119"),
+        (["train.steps=100"], "sync_every begins: parallel.full_sync_steps=100, steps=100"),
+        (["parallel.full_sync_steps=0", "train.steps=19"], "are joined: parallel.sync_every=20, full_sync_steps=0"),
+        (
+            ["parallel={compress: int8, full_sync_steps: 100}", "train.stages=[{name: a, steps: 90}]"],
+            "begins: parallel.full_sync_steps=100, steps=90",
+        ),
+    ],
+)
+def test_what_never_acts_is_a_warning(overrides, warning):
+    config = config_of("parallel={replica: 2, sync_every: 20, full_sync_steps: 100}", "train.steps=200", *overrides)
+    lines = banner.without_effect(config)
+    assert len(lines) == bool(warning)
+    assert warning in "".join(lines)
 
 
 @pytest.mark.parametrize(

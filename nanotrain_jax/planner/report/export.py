@@ -40,7 +40,8 @@ def config_text(tree: dict[str, Any], e: Estimate, origin: str) -> str:
         del layout["vocab_over_pipe"]
     given = tree.get("parallel", {})
     others = {k: getattr(p, k) for k in given if f"parallel.{k}" not in SEARCHED}
-    others |= {k: v for k, v in given.items() if k == "full_sync_steps"}  # a plan is of the steps after them
+    if "full_sync_steps" in given:
+        others["full_sync_steps"] = given["full_sync_steps"]  # a plan is of the steps after them
     tree["parallel"] = {k: v for k, v in layout.items() if defaults.get(k) != v} | others
     tree["memory"] = tree.get("memory", {}) | {"remat": c.memory.remat}
     tree["data"] = tree.get("data", {}) | {"batch_size": c.data.batch_size}

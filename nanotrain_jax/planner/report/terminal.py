@@ -63,12 +63,14 @@ def estimated(console: Console, e: Estimate) -> None:
     console.print(f"host memory while writing a checkpoint: {e.host_bytes / unit:,.1f} {name} of state per host")
 
 
-def smaller_batches(console: Console, config: Config) -> None:
-    """Print which batch is planned, if a config has several."""
+def phases(console: Console, config: Config) -> None:
+    """Print which phase of a stage is planned, if it has several."""
     if config.train.batch_schedule or config.train.batch_growth:
         console.print(
             "this is the largest batch (train.batch_schedule, train.batch_growth); smaller ones have fewer microbatches"
         )
+    if config.parallel.full_sync_steps:
+        console.print("this is after parallel.full_sync_steps; before, gradients are summed whole over replica")
 
 
 def training_stages(console: Console, stages: Sequence[Staged]) -> None:
