@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from command import config_file, main, same, saved_state
 from conftest import cover, records
+from launching import finished, launched
 
 import nanotrain_jax
 from nanotrain_jax.config import load
@@ -80,6 +81,16 @@ def test_a_run_resumes_bitwise_before_at_and_after_the_change(config_file, tmp_p
     for steps in 2, FIRST, 4, 6:
         run(config_file, tmp_path / "parts", *keys, f"train.steps={steps}")
     same(saved_state(tmp_path / "parts"), saved_state(tmp_path / "whole"))
+
+
+@pytest.mark.long
+def test_several_processes_change_as_one(config_file, tmp_path):
+    keys = [*WAYS["apart, compressed"], f"parallel.full_sync_steps={FIRST}", "train.steps=7"]
+    run(config_file, tmp_path / "one", *keys)
+    finished(launched(2, config_file, f"logging.dir={tmp_path}/two", *KEYS, *keys, "runtime.simulate=4"))
+    one, two = ([r["val_loss"] for r in records(tmp_path / name) if "val_loss" in r] for name in ("one", "two"))
+    np.testing.assert_allclose(two, one, rtol=1e-6)  # losses of steps are those of the replicas of process 0
+    assert len(one) == 5
 
 
 @pytest.mark.long
