@@ -61,7 +61,8 @@ class TensorBoard:
     """Files for TensorBoard."""
 
     def __init__(self, folder: Path):
-        self.board = tensorboardX.SummaryWriter(str(folder / TENSORBOARD))
+        # Its thread ends at the first error, e.g. of a full disk; a bounded queue would then block the run.
+        self.board = tensorboardX.SummaryWriter(str(folder / TENSORBOARD), max_queue=0)
 
     def write(self, record: Record) -> None:
         """Add a scalar for each value."""

@@ -86,6 +86,19 @@ def test_a_service_that_fails_is_one_warning_and_the_run_goes_on(tmp_path, capsy
     assert not service.closed
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_under_tensorboard_does_not_block(tmp_path):
+    board = sinks.TensorBoard(tmp_path)
+
+    def fail(event):
+        raise OSError(28, "No space left on device")
+
+    board.board.file_writer.event_writer._ev_writer.write_event = fail
+    for step in range(100):
+        board.write({"step": step, "loss": 1.0})
+    board.close(failed=False)
+
+
 def test_a_service_that_does_not_start_is_an_error_in_one_line(tmp_path, monkeypatch):
     def refuse(config, folder):
         raise RuntimeError("no key")
