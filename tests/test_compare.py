@@ -93,6 +93,13 @@ def test_a_step_that_ran_twice_counts_once(tmp_path):
     assert curves.series(found, "loss", "seconds") == [(1.0, 3.0), (6.0, 1)]
 
 
+def test_of_an_attempt_that_a_run_went_back_before_nothing_counts(tmp_path):
+    diverged = [{"step": step, "loss": 3.0} for step in (5, 10, 15, 20)]
+    again = [{"step": step, "loss": 2.0} for step in (8, 12)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*diverged, *again]))
+    assert curves.read(tmp_path / "metrics.jsonl") == ([diverged[0], *again], 0)
+
+
 def test_a_run_that_diverged_or_was_not_evaluated_says_so(tmp_path):
     run = compare.read(write(tmp_path / "a", [4.0, 3.0]))
     assert (run.final("loss"), run.final("val_loss"), run.final("accuracy")) == ("3.5000", "3.1000", "-")

@@ -24,12 +24,17 @@ AGAINST = {  # what curves may be drawn against -> metric that it takes, label
 def read(jsonl: Path) -> tuple[list[dict[str, Any]], int]:
     """Read metrics.jsonl -> (records ordered by step, number of unreadable lines).
 
-    If a step ran twice, its last record counts. Lines damaged by a crash (NULs, a partial line, other JSON) are
+    A run that went back to an earlier step wrote the rest again: of the attempt before only what precedes that step
+    counts. Lines damaged by a crash (NULs, a partial line, other JSON) are
     skipped. Raises OSError if the file exists and cannot be read.
     """
     parsed = [_record(line) for line in jsonl.read_bytes().splitlines()] if jsonl.exists() else []
-    records = {record["step"]: record for record in parsed if record is not None}
-    return [records[step] for step in sorted(records)], parsed.count(None)
+    records: list[dict[str, Any]] = []
+    for record in parsed:
+        while record and records and records[-1]["step"] >= record["step"]:
+            records.pop()
+        records += [record] if record else []
+    return records, parsed.count(None)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
