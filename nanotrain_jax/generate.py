@@ -125,8 +125,10 @@ def load(run: Path, step: int | None) -> tuple[Any, Config, corpus.Tokenizer]:
     if saved.runtime.simulate:
         jax.config.update("jax_platforms", "cpu")
     tokenizer = tokenizer_of(run, saved)
+    is_inside = Path(saved.checkpoint.dir) == Path(saved.logging.dir) / "checkpoints"
     moved = run / "checkpoints"  # valid also if the run's folder was moved
-    params, config = load_params(moved if latest_step(moved) is not None else saved.checkpoint.dir, step)
+    is_inside = is_inside and latest_step(moved) is not None
+    params, config = load_params(moved if is_inside else saved.checkpoint.dir, step)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids, but the model has {config.model.vocab_size}: it was "

@@ -168,6 +168,18 @@ def test_a_run_keeps_its_tokenizer_and_may_be_moved(runs, capsys, tmp_path):
     assert out == bpe.decode(prompt + oracle_tokens(params, prompt, 12, 32)) + "\n"
 
 
+def test_checkpoints_elsewhere_win_over_older_ones_in_the_folder(runs, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(runs(*ONE), folder)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["checkpoint"]["dir"] = str(tmp_path / "elsewhere")
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ValueError, match="elsewhere holds no finished checkpoint"):
+        generate.load(folder, None)
+    (folder / "checkpoints").rename(tmp_path / "elsewhere")
+    generate.load(folder, None)
+
+
 def test_the_tokenizer_file_of_a_source_is_found(tmp_path):
     def found(**keys):
         return batches.tokenizer_file(Data(**keys))
