@@ -14,6 +14,7 @@ if __name__ == "__main__":
     loading.announce(sys.argv[1:])
 
 import argparse
+import hashlib
 import logging
 import os
 import signal
@@ -36,7 +37,7 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_phase, spans
 from nanotrain_jax.data import batches
 from nanotrain_jax.distributed import processes, watchdog
-from nanotrain_jax.distributed.processes import on_all_processes
+from nanotrain_jax.distributed.processes import on_all_processes, raise_on_all
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
@@ -119,6 +120,7 @@ def prepare(config: Config) -> Run:
     processes.initialize(process, gpus, runtime.join_timeout)
     requested = config
     mesh, phases = on_all_processes(lambda: build(requested, process.count))
+    check_same_data(phases)
     checkpoints = restore.agree(config.checkpoint)
     notes = []
     if process.count > 1:
@@ -151,6 +153,16 @@ def build(config: Config, count: int) -> tuple[Mesh, list[Phase]]:
         phases += build_stage(training_stages.of_span(config, span), span, mesh, datasets)
     check_data(phases)
     return mesh, phases
+
+
+def check_same_data(phases: list[Phase]) -> None:
+    """Raise OSError on all processes unless all of them read the same data."""
+    own = hashlib.sha256(repr([phase.dataset.fingerprint for phase in phases]).encode()).hexdigest()
+    first, *others = processes.all_gather_text(own)
+    rank = next((rank for rank, other in enumerate(others, 1) if other != first), None)
+    if rank:
+        source = phases[0].config.data.source
+        raise_on_all(f"process {rank} reads other data than process 0 from {source}; give all hosts the same files")
 
 
 def check_data(phases: list[Phase]) -> None:
