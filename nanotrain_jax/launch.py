@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if this_host.count > 1 and this_host.coordinator is None:
             raise ValueError(f"{this_host.source} does not give the address of host 0; give {', '.join(flags)}")
         config = load(run.config, run.overrides)
+        check_ranks(config)
         slots = divide(options.processes, config.runtime.simulate, this_host.count)
         place, _, port = (this_host.coordinator if this_host.count > 1 else f"{LOOPBACK}:0").rpartition(":")
         listener = (
@@ -100,6 +101,14 @@ def _at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def check_ranks(config: Config) -> None:
+    """Raise ValueError if the config sets what the launcher gives each process."""
+    for key in "coordinator", "processes", "process":
+        value = getattr(config.runtime, key)
+        if value is not None:
+            raise ValueError(f"runtime.{key}={value} with the launcher, which sets it for each process; leave it out")
 
 
 def divide(count: int | None, simulate: int, hosts: int) -> list[list[str]]:

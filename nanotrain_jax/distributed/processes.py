@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from glob import glob
+from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
@@ -121,7 +122,8 @@ def visible_gpus(env: Mapping[str, str] = os.environ) -> list[str]:
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(i) for i in range(len(glob("/dev/nvidia[0-9]*")))]
-    return [name for name in visible.split(",") if name.strip()]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return list(takewhile(lambda name: not name.startswith("-"), names))  # CUDA sees none from the first negative on
 
 
 def local_gpus(process: Process, env: Mapping[str, str] = os.environ) -> list[int]:

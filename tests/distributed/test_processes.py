@@ -2,13 +2,14 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
 from launching import ROOT
 
-from nanotrain_jax import launch
+from nanotrain_jax import launch, train
 from nanotrain_jax.config import load
 from nanotrain_jax.distributed import processes
 from nanotrain_jax.distributed.processes import Process
@@ -85,6 +86,8 @@ def test_an_incomplete_or_invalid_rank_is_an_error(given, env, message):
 def test_visible_gpus_are_those_of_cuda_visible_devices():
     assert processes.visible_gpus({"CUDA_VISIBLE_DEVICES": "2,GPU-5f"}) == ["2", "GPU-5f"]
     assert processes.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+    assert processes.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
+    assert processes.visible_gpus({"CUDA_VISIBLE_DEVICES": "0, 1,-1,2"}) == ["0", "1"]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +136,20 @@ def test_a_tensor_axis_across_hosts_gives_a_warning_with_a_remedy():
     assert text.startswith("parallel.tensor=8 spans 2 hosts")
     assert "use a divisor of 4," in text
     assert "use a divisor of 2," in meshes.cross_host_warning(Mesh(tensor=8), ["a", "a", "a", "b"])
+
+
+def test_processes_that_read_other_data_are_an_error(monkeypatch):
+    phase = SimpleNamespace(dataset=SimpleNamespace(fingerprint="a"), config=SimpleNamespace(data=load.parse({}).data))
+    train.check_same_data([phase])
+    monkeypatch.setattr(processes, "all_gather_text", lambda text: [text, text, "other"])
+    with pytest.raises(ValueError, match="process 2 reads other data than process 0 from stdlib; give all hosts the"):
+        train.check_same_data([phase])
+
+
+def test_ranks_are_left_to_the_launcher(tmp_path, capsys):
+    (tmp_path / "x.yaml").write_text("runtime: {processes: 2}")
+    assert launch.main(["--", "--config", str(tmp_path / "x.yaml")]) == 2
+    assert "runtime.processes=2 with the launcher, which sets it for each process" in capsys.readouterr().err
 
 
 def test_a_mesh_that_leaves_a_process_without_devices_is_an_error():
