@@ -136,10 +136,16 @@ def nested(overrides: Sequence[str], tree: dict[str, Any] | None = None) -> dict
 def parse(tree: Mapping[str, Any]) -> Config:
     """Validate plain nested data. Raises ValueError (one line: value, rule, remedy)."""
     try:
-        # An empty section in YAML (`train:`) is None: use the defaults.
-        return Config.model_validate({k: {} if v is None else v for k, v in tree.items()})
+        # An empty section in YAML (`train:`) is None: use the defaults. `vision: null` is no section.
+        empty = {k: {} for k, v in tree.items() if v is None and not is_optional(k)}
+        return Config.model_validate({**tree, **empty})
     except ValidationError as error:
         raise ValueError(_one_line(error)) from None
+
+
+def is_optional(section: str) -> bool:
+    """True if a config may have no such section."""
+    return section in Config.model_fields and Config.model_fields[section].default is None
 
 
 def describe() -> str:
@@ -212,6 +218,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             tree[section] = {}
         tree = tree[section]
     tree[name] = _yaml(value, _shown(override)[1:-1])
+    if value.count("#") > str(tree[name]).count("#"):
+        raise ValueError(f"override {_shown(override)}: YAML reads a comment after #; quote the value: {key}='\"...\"'")
 
 
 def _one_line(error: ValidationError) -> str:

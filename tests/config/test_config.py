@@ -43,6 +43,13 @@ def test_omitted_keys_have_their_defaults(text, tmp_path):
     assert load(tmp_path, text).train == configs.Train()
 
 
+def test_a_section_may_be_left_out_by_null(tmp_path):
+    text = "vision: {image_size: 64}\n"
+    assert load(tmp_path, text).vision.image_size == 64
+    assert request.parse(request.nested(["vision=null"], yaml.safe_load(text))).vision is None
+    assert load(tmp_path, "vision:\n").vision is None
+
+
 def test_a_run_is_named_after_its_config_file(tmp_path):
     found = load(tmp_path, "")
     assert (found.logging.dir, found.checkpoint.dir) == ("runs/name", "runs/name/checkpoints")
@@ -184,7 +191,10 @@ def test_a_short_trial_may_end_during_warm_up_and_before_a_synchronization_with_
     config, mesh = resolved(small(parallel={"replica": 2, "data": 2, "sync_every": 4}, **changes))
     lines = banner.introduction(config, mesh, batches.load(config.data), [])
     assert "warning: the run ends during warm-up: optimizer.warmup_steps=30 > train.steps" in lines
-    assert "warning: the run ends before replicas are joined: parallel.sync_every=4 > train.steps" in lines
+    assert (
+        "warning: the run ends before replicas are joined: parallel.sync_every=4, full_sync_steps=0, train.steps=3"
+        in lines
+    )
 
 
 def test_near_divisors_are_the_nearest_and_fast_for_huge_numbers():

@@ -16,6 +16,7 @@ BAD = [
     (["optimizer.lr=fast"], "optimizer.lr='fast': input should be a valid number"),
     (["model.family=bert"], "'llama' or 'gpt2'"),
     (["train.steps"], "must be section.key=value"),
+    (["logging.dir=runs/exp #1"], "YAML reads a comment after #; quote the value"),
     (["data.source=text:nowhere/*.txt"], "matches no file"),
     (["data.source=tokens:nowhere"], "prepare_data.py"),
     (["data.tokenizer=nowhere.json"], "nowhere.json"),
