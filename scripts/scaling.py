@@ -84,7 +84,7 @@ def of_point(point: scaling.Point, base: scaling.Point) -> Row:
 def measured(asked: argparse.Namespace, config: Config) -> dict[str, list[Row]]:
     """Time the steps of weak and strong scaling on the first devices of this machine. Raises ValueError or OSError."""
     meshes.configure(config.runtime.simulate, config.runtime.deterministic)
-    others = math.prod(size for axis, size in config.parallel.axes.items() if axis != "data")
+    others = math.prod(other_axes(config).values())
     doubled = (others * 2**k for k in range(32))
     default = ",".join(str(n) for n in doubled if n <= max(len(jax.devices()), others))
     vocab = None if config.model.vocab_size else batches.load(config.data).vocab_size
@@ -100,6 +100,15 @@ def measured(asked: argparse.Namespace, config: Config) -> dict[str, list[Row]]:
         rows[kind].append(row | {"work": work / case.data.batch_size})
         rows[kind][-1]["efficiency"] = rows[kind][0]["work"] / rows[kind][-1]["work"]
     return rows
+
+
+def other_axes(config: Config) -> dict[str, int]:
+    """Return the sizes of all axes but data. Raises ValueError."""
+    others = {axis: size for axis, size in config.parallel.axes.items() if axis != "data"}
+    for axis, size in others.items():
+        if size < 1:
+            raise ValueError(f"parallel.{axis}={size}: only the data axis grows with the devices; give a size")
+    return others
 
 
 def scaled(config: Config, devices: int, batch: int, others: int, vocab: int | None) -> Case:

@@ -29,6 +29,7 @@ from nanotrain_jax.run import curves
 
 LR, MIN_LR = "optimizer.lr", "optimizer.min_lr"
 OWN = {"train.seed", "data.seed", "logging.dir", "checkpoint.dir"}  # set for each run
+MAX_NAME = 240  # bytes of the name of a folder
 Grid = dict[str, list[str]]
 
 
@@ -106,11 +107,30 @@ def train(asked: argparse.Namespace, values: dict[str, str], seed: int) -> tuple
     if loss is None:
         overrides += [path_override("logging.dir", folder), path_override("checkpoint.dir", folder / "checkpoints")]
         command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(asked.config), *overrides]
-        code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+        code = finished(command)
         loss = final_loss(folder, steps)
     result = f"no final validation loss (exit code {code})" if loss is None else f"{loss:.4f}"
     print(f"{folder}: {result}", flush=True)
     return folder, loss
+
+
+def train_all(asked: argparse.Namespace, grid: Grid) -> list[Result]:
+    """Train every combination with every seed."""
+    results = []
+    for values in combinations(grid):
+        runs = [train(asked, values, seed) for seed in range(asked.seeds)]
+        results.append(Result(values, *map(list, zip(*runs, strict=True))))
+    return results
+
+
+def finished(command: list[str]) -> int:
+    """Run a command to its end -> exit code. After Ctrl-C, which also stops the command, wait until it has saved."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
 
 
 def check(asked: argparse.Namespace, grid: Grid) -> None:
@@ -124,6 +144,9 @@ def check(asked: argparse.Namespace, grid: Grid) -> None:
     if OWN & (given | grid.keys()):
         raise ValueError(f"{min(OWN & (given | grid.keys()))} is set for each run; use --seeds and --out")
     folders = [folder_of(asked, values, 0) for values in combinations(grid)]
+    longest = max(folders, key=lambda folder: len(folder.name))
+    if len(longest.name.encode()) > MAX_NAME:
+        raise ValueError(f"--over: a run would have a folder named {longest.name}, which is too long; sweep fewer keys")
     if len(set(folders)) < len(folders):
         twice = next(folder for folder in folders if folders.count(folder) > 1)
         raise ValueError(f"--over: two combinations would share {twice}; sweep them apart, each with its own --out")
@@ -185,11 +208,11 @@ def main(argv: list[str] | None = None) -> int:
         check(asked, grid)
     except (ValueError, OSError) as error:
         return refuse(error)
-    results = []
-    for values in combinations(grid):
-        runs = [train(asked, values, seed) for seed in range(asked.seeds)]
-        results.append(Result(values, *map(list, zip(*runs, strict=True))))
-    ranked = sorted(results, key=lambda result: result.mean)
+    try:
+        ranked = sorted(train_all(asked, grid), key=lambda result: result.mean)
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        return 130
     console = Console(width=120, soft_wrap=True, markup=False, highlight=False)
     console.print(table(ranked, grid))
     if math.isfinite(ranked[0].mean):
@@ -197,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
             console.print(line)
     folders = [str(folder) for result in ranked for folder in result.folders]
     console.print("draw them: " + shlex.join(["python", "-m", "nanotrain_jax.compare", *folders]))
-    return int(any(None in result.losses for result in results))
+    return int(any(None in result.losses for result in ranked))
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ def test_without_several_gpus_nothing_is_measured_and_one_line_says_so(request_o
         ["--devices", "x"],
         ["--devices", "0,8"],
         ["--rounds", "0"],
+        ["parallel.tensor=-1", "parallel.data=4"],
         ["--devices", "3", "parallel.tensor=2", "parallel.data=4"],
         ["--gpu", "h1000"],
         ["--gpu", "h100", "--devices", "12"],

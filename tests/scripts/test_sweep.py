@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import math
+import os
+import signal
 import subprocess
-from types import SimpleNamespace
+import sys
 
 import pytest
 import yaml
@@ -55,7 +57,7 @@ def instead_of_training(monkeypatch):
     def replace(final_loss):
         commands = []
 
-        def run(command, **how):
+        def run(command):
             keys = dict(text.split("=", 1) for text in command if "=" in text)
             commands.append(keys)
             loss = final_loss(keys)
@@ -64,12 +66,28 @@ def instead_of_training(monkeypatch):
             if loss is not None:
                 record = {"step": 4, "loss": 1.0, "val_loss": loss if math.isfinite(loss) else None}
                 (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-            return SimpleNamespace(returncode=int(loss is None))
+            return int(loss is None)
 
-        monkeypatch.setattr(subprocess, "run", run)
+        monkeypatch.setattr(sweep, "finished", run)
         return commands
 
     return replace
+
+
+SAVES = "import signal, sys, time; signal.signal(2, lambda *_: (time.sleep(0.6), print('saved', file=sys.stderr), sys.exit(7))); "
+SAVES += "print('ready', file=sys.stderr, flush=True); time.sleep(60)"
+
+
+def test_after_ctrl_c_a_run_may_save():
+    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import sweep; "
+    code += f"sweep.finished([sys.executable, '-c', {SAVES!r}])"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True) as started:
+        assert started.stderr.readline() == "ready\n"
+        os.killpg(started.pid, signal.SIGINT)
+        saved, *traceback = started.stderr.read().splitlines()
+    assert saved == "saved"
+    assert traceback[-1] == "KeyboardInterrupt"
 
 
 def test_commas_in_brackets_do_not_separate():
@@ -142,6 +160,7 @@ def test_runs_of_other_settings_are_not_compared(request_of, instead_of_training
         [*LRS, "train.eval_every=0"],
         [*LRS, "--config", "none.yaml"],
         ["--over", "data.source=text:a/*.txt,text:a-*.txt"],
+        ["--over", f"data.source=text:{'a' * 300},stdlib"],
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(request_of, instead_of_training, tmp_path, capsys, wrong):
