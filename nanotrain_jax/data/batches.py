@@ -301,8 +301,10 @@ def _to_devices(local_batch: dict[str, np.ndarray], rows: np.ndarray, shapes: An
     return {name: place(local, shapes[name]) for name, local in local_batch.items()}
 
 
-def bigram_loss(dataset: Dataset, max_sequences: int, alpha: float = 0.1) -> float | None:
-    """Return the loss (nats per token) of a bigram model of all training text on the sequences of `evaluation`.
+def bigram_loss(
+    dataset: Dataset, max_sequences: int, across_documents: bool = True, alpha: float = 0.1
+) -> float | None:
+    """Return the loss (nats per token) of a bigram model of all training text on the targets of `evaluation`.
 
     P(b | a) = (count(a, b) + alpha) / (count(a) + alpha V). A model that beats it uses context beyond the previous
     token. None without validation text, for arrays, or with more than 1024 ids (a large table).
@@ -316,5 +318,10 @@ def bigram_loss(dataset: Dataset, max_sequences: int, alpha: float = 0.1) -> flo
         counts += np.bincount(tokens[:-1] * V + tokens[1:], minlength=V * V)
     smooth = counts.reshape(V, V) + alpha
     losses = -np.log(smooth / smooth.sum(1, keepdims=True))
-    sequences = (dataset.val[i] for i in held_out(dataset.val, max_sequences))
-    return float(np.mean([losses[w[:-1], w[1:]].mean() for w in sequences]))
+    total, count = 0.0, 0
+    for i in held_out(dataset.val, max_sequences):
+        tokens, starts = dataset.val[i], dataset.val.document_starts(i)
+        is_target = across_documents | (starts[1:] == starts[:-1])
+        total += (losses[tokens[:-1], tokens[1:]] * is_target).sum()
+        count += is_target.sum()
+    return total / count if count else None

@@ -261,7 +261,10 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
     for file, expected in sums.items() if verify else ():
         if _digest(folder / file) != expected:
             raise ValueError(f"{folder}/{file} does not match the SHA-256 in its header: it was modified; {remedy}")
-    documents = np.load(folder / "documents.npy")
+    try:
+        documents = np.load(folder / "documents.npy")
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{folder}/documents.npy is damaged ({error}); {remedy}") from None
     tokens = np.memmap(folder / "tokens.bin", dtype, "r", shape=(count,))
     if verify and tokens.max(initial=0) >= vocab:
         raise ValueError(f"{folder}/tokens.bin has id {tokens.max()}, but its header says vocab_size={vocab}; {remedy}")

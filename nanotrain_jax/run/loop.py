@@ -15,7 +15,7 @@ import yaml
 from jax.sharding import Mesh
 
 from nanotrain_jax.audit import hlo
-from nanotrain_jax.checkpoint import compatibility, directory, lock
+from nanotrain_jax.checkpoint import compatibility, directory, durable, lock
 from nanotrain_jax.checkpoint import write as checkpoint
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_run
@@ -91,7 +91,8 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
         watch.at("end", number)
         bigram = None
         if "val_loss" in writer.latest:  # computed on all processes, so that none waits for another at the end
-            bigram = data.bigram_loss(run.dataset, config.train.eval_steps * config.data.batch_size)
+            most = config.train.eval_steps * config.data.batch_size
+            bigram = data.bigram_loss(run.dataset, most, config.data.attend_across_documents)
         writer.finish(banner.title(config, run.mesh), bigram)
         writer.say(banner.summary(config, writer.latest, bigram, number))
 
@@ -260,10 +261,10 @@ def make_ready(run: Run, folder: Path) -> None:
         new_folder("checkpoint.dir", run.config.checkpoint.dir)
     if jax.process_index() == 0:
         config = of_run(run.config, run.requested)
-        (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+        durable.write(folder / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
         tokenizer = data.tokenizer_file(run.config.data)
         if tokenizer:  # makes the folder self-contained for `generate`
-            (folder / data.TOKENIZER).write_bytes(tokenizer.read_bytes())
+            durable.write(folder / data.TOKENIZER, tokenizer.read_bytes())
 
 
 def new_folder(key: str, path: str) -> Path:

@@ -132,6 +132,18 @@ def test_bigram_loss_equals_that_of_counted_pairs():
     assert data.bigram_loss(dataset, 100) == pytest.approx(np.mean(losses), rel=1e-12)
 
 
+def test_bigram_loss_without_the_first_tokens_of_documents():
+    found = corpus.build([b"ab", b"abc", b"b"] * 30, corpus.byte_tokenizer())
+    windows = data.Windows(found, np.arange(90), 16)
+    dataset = data.Dataset(windows, windows, "bytes", 257, "")
+    stream = windows.slice(0, windows.total)
+    table = np.full((257, 257), 0.1)
+    np.add.at(table, (stream[:-1], stream[1:]), 1)
+    first, second = (stream[i : len(windows) * 16 + i] for i in range(2))
+    losses = -np.log(table[first, second] / table[first].sum(1))[first != 256]
+    assert data.bigram_loss(dataset, 100, across_documents=False) == pytest.approx(losses.mean(), rel=1e-12)
+
+
 def test_several_processes_read_the_same_batches_as_one():
     found = corpus.build(DOCUMENTS, corpus.byte_tokenizer())
     order = grain.MapDataset.source(data.Windows(found, np.arange(60), 16)).seed(0).shuffle().repeat(None)
@@ -214,6 +226,13 @@ def test_a_damaged_token_folder_is_refused(damage, message, token_folder):
     damage(token_folder)
     with pytest.raises(ValueError, match=message):
         load(source=f"tokens:{token_folder}", seq_len=16, val_fraction=0.2)
+
+
+@pytest.mark.parametrize("content", [b"", b"no array"])
+def test_damaged_documents_are_refused_also_unverified(content, token_folder):
+    (token_folder / "documents.npy").write_bytes(content)
+    with pytest.raises(ValueError, match=r"documents.npy is damaged .*; create it again"):
+        load(source=f"tokens:{token_folder}", seq_len=16, val_fraction=0.2, verify=False)
 
 
 @pytest.mark.parametrize(
