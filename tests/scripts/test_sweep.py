@@ -74,8 +74,15 @@ def instead_of_training(monkeypatch):
     return replace
 
 
-SAVES = "import signal, sys, time; signal.signal(2, lambda *_: (time.sleep(0.6), print('saved', file=sys.stderr), sys.exit(7))); "
-SAVES += "print('ready', file=sys.stderr, flush=True); time.sleep(60)"
+SAVES = """import signal, sys, time
+def save(*_):
+    time.sleep(0.6)
+    print("saved", file=sys.stderr)
+    sys.exit(7)
+signal.signal(signal.SIGINT, save)
+print("ready", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
 
 
 def test_after_ctrl_c_a_run_may_save():
