@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from gpu_stages import STAGES, Stage
 HERE = Path(__file__).parent
 TINY_DEVICES = 4
 FAST = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"  # compile fast, on CPUs
+GRACE = 15  # seconds
 SLACK = 4  # a stage that takes this many times as long as expected hangs
 DONE = "ok", "failed"
 
@@ -49,6 +51,8 @@ class Runner:
         """Run a stage for at most limit seconds -> its figures, with status ok or failed."""
         command = [sys.executable, HERE / "gpu_stages.py", name, *self.arguments, "--devices", str(devices)]
         environment = self.environment | {"XLA_FLAGS": f"{self.flags} {flags}".strip()}
+        if name.startswith("flags:"):  # kernels chosen with other flags would be taken from the cache
+            environment["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started = time.monotonic()
         process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
@@ -61,11 +65,30 @@ class Runner:
         seconds = round(time.monotonic() - started, 1)
         if process.returncode:
             return {"status": "failed", "result": reason(process.returncode, errors), "seconds": seconds}
-        return {"status": "ok", "seconds": seconds} | json.loads(out.strip().splitlines()[-1])
+        figures = last_object(out)
+        if figures is None:
+            return {"status": "failed", "result": "it printed no figures", "seconds": seconds}
+        return {"status": "ok", "seconds": seconds} | figures
+
+
+def last_object(out: str) -> dict[str, Any] | None:
+    """Return the last line that is a JSON object: libraries print to the same stream."""
+    for line in reversed(out.splitlines()):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            return found
+    return None
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Kill a stage and the processes it started, if it still runs."""
+    """End a stage, if it still runs, and the processes it started: a launcher ends its own when it is asked to."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

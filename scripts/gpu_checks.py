@@ -5,6 +5,7 @@ The reference is the oracle of the tests (tests/oracle.py): one device, plain JA
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from nanotrain_jax.audit import hlo
 from nanotrain_jax.config.load import nested, parse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.distributed import processes
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.step import build as steps
 
@@ -79,6 +81,8 @@ def trained(config: Config, mesh: jax.sharding.Mesh) -> dict:
         run = runnable(stack, config, step, train)
         for tokens in batches(config):
             batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+            if "starts" in shardings:  # each row is one document
+                batch["starts"] = np.zeros_like(batch["inputs"])
             if step.token_order is not None:
                 batch = {name: rows[:, step.token_order] for name, rows in batch.items()}
             state, metrics, _ = run(state, jax.device_put(batch, shardings))
@@ -123,7 +127,10 @@ def command(machine: Machine, folder: str, module: list[str], *overrides: str) -
     keys = [f"logging.dir={folder}/run", "logging.progress=lines", "logging.tensorboard=false", "train.eval_every=0"]
     keys += ["data.source=stdlib", "data.batch_size=8", "train.log_every=1"]
     arguments = [sys.executable, "-m", *module, "--config", str(path), *keys, *overrides]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    if not machine.simulate:  # what follows is written for at most two
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(processes.visible_gpus()[:2])
+    done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[-1])
     lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()

@@ -37,12 +37,11 @@ FLAGS = {  # what XLA does by default, the other way
     "triton gemm off": "--xla_gpu_enable_triton_gemm=false",
     "command buffers off": "--xla_gpu_enable_command_buffer=",
     "cudnn gemm fusion": "--xla_gpu_cudnn_gemm_fusion_level=2",
-    "latency hiding off": "--xla_gpu_enable_latency_hiding_scheduler=false",
     "loops double-buffered": "--xla_gpu_enable_while_loop_double_buffering=true",
     "exhaustive tiling": "--xla_gpu_exhaustive_tiling_search=true",
     "nccl user buffers": "--xla_gpu_enable_nccl_user_buffers=true",
 }
-OF_COMMUNICATION = "latency hiding off", "nccl user buffers"
+OF_COMMUNICATION = ("nccl user buffers",)
 
 
 def device(machine: Machine) -> dict:
@@ -122,6 +121,7 @@ STAGES = {
     "offload": offload("optimizer", "all", "nvme", seconds=150),
     "llama-3b": model("llama-3b", 130),
     "float16": check(*FLOAT16),
+    "documents": check(*BFLOAT16, "data.attend_across_documents=false"),
     "float8": check(*BFLOAT16, "precision.matmul=float8"),
     "zero 3": check(*SHARDED, devices=TWO),
     "zero 3 in float8": check(*SHARDED, *BFLOAT16, "precision.gather=float8", devices=TWO),
