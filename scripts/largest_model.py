@@ -17,6 +17,7 @@ from nanotrain_jax.audit import topology
 from nanotrain_jax.config import load
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts
+from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner.compiled import compile_step
 from nanotrain_jax.planner.estimate import Estimate, estimate, on_gpus
 
@@ -88,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host-gb", type=float, default=2000, help="host memory of the GPU, GB (default: 2000)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_args(argv)
+    meshes.configure(simulate=1)  # leaves GPUs alone
     table = Table("offloaded", "layers", "parameters", "GB on the GPU", "GB on the host", "GB on NVMe")
     try:
         for mode in MODES:
