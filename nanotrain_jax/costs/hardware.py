@@ -180,6 +180,14 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def name_of(device_kind: str) -> str | None:
-    """Return the name in GPUS of a `jax.Device.device_kind`, the first that fits; None if it is not there."""
+    """Return the name in GPUS of a `jax.Device.device_kind`; None if it is not there.
+
+    Of those with several sizes of memory the one whose size the kind has, else the first. Parts of a GPU (MIG), and
+    slower cards of the same name, are none of them.
+    """
     words = re.split(r"[ -]", device_kind)
-    return next((name for name in GPUS if name.split("-")[0].upper() in words), None)
+    if "MIG" in words or ("H100" in words and {"PCIe", "NVL"} & set(words)):
+        return None
+    fitting = [name for name in GPUS if name.split("-")[0].upper() in words]
+    of_size = [name for name in fitting if f"{name.split('-')[-1]}GB" in words]
+    return next(iter(of_size + fitting), None)

@@ -14,6 +14,10 @@ def test_peak_flops_of_a_device_kind():
     assert hardware.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert hardware.peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
     assert hardware.peak_flops("cpu") is None
+    assert hardware.peak_flops("NVIDIA H100 PCIe") is None
+    assert hardware.peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+    kinds = "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+    assert [hardware.name_of(kind) for kind in kinds] == ["a100-40", "a100-80", "h100", "h200"]
 
 
 @pytest.mark.parametrize(
