@@ -170,7 +170,8 @@ class Loop:
         batches = data.batches(
             run.dataset.train, run.step.batch, self.config.data.seed, run.position, run.step.token_order
         )
-        with profiling(Profile(profiled, self.folder / "profile", self.writer.say, self.program)) as profile:
+        own = str(jax.process_index()) if jax.process_count() > 1 else ""  # processes of a host name theirs alike
+        with profiling(Profile(profiled, self.folder / "profile" / own, self.writer.say, self.program)) as profile:
             self.writer.start_clock()
             while not is_over(self.phase, self.number, self.state) and not stopped(self.number):
                 self.take_step(train_step, batches, profile)
