@@ -22,7 +22,7 @@ from typing import NamedTuple
 import matplotlib.figure
 from converge import Job, checked, mean_curve, run
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from nanotrain_jax import plan
 from nanotrain_jax.config.load import Parser, folder_argument, load, path_argument, path_override, refuse
@@ -92,7 +92,9 @@ def job(asked: argparse.Namespace, way: str, seed: int) -> Job:
 def table(results: list[Result]) -> Table:
     """Return bytes and losses of each way, beside the control."""
     control = results[0]
-    shown = Table("travels", "MB per step", "validation loss, mean", "beside none", "single seeds")
+    shown = Table(
+        Column("travels", overflow="fold"), "MB per step", "validation loss, mean", "beside none", "single seeds"
+    )
     for result in results:
         mean, base = statistics.mean(result.losses), statistics.mean(control.losses)
         ratios = (f"{loss / other - 1:+.2%}" for loss, other in zip(result.losses, control.losses, strict=True))
