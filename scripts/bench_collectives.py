@@ -98,12 +98,17 @@ def measure(programs: list[tuple[Callable, jax.Array]], rounds: int) -> list[flo
     for turn in range(rounds + 1):
         for i in (np.arange(len(programs)) + turn) % len(programs):
             program, x = programs[i]
-            started = time.perf_counter()
-            for _ in range(in_flight):
-                last = program(x)
-            jax.block_until_ready(last)
-            times[i].append((time.perf_counter() - started) / in_flight)
+            times[i].append(seconds_of(program, x, in_flight))
     return [statistics.median(seconds[1:]) for seconds in times]
+
+
+def seconds_of(program: Callable, x: jax.Array, in_flight: int) -> float:
+    """Return the seconds of one execution of a program, of several in flight."""
+    started = time.perf_counter()
+    for _ in range(in_flight):
+        last = program(x)
+    jax.block_until_ready(last)
+    return (time.perf_counter() - started) / in_flight
 
 
 def with_bandwidths(row: Row, seconds: float, N: int) -> Row:

@@ -19,7 +19,7 @@ KEYS = (
     "parallel.data=2",
     "optimizer.decay_steps=9",
     "train.eval_every=2",
-    "checkpoint.every=1",
+    "checkpoint.every=3",
     "checkpoint.keep=9",
     "checkpoint.async=false",
 )
