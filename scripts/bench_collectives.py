@@ -1,4 +1,4 @@
-"""Time collectives and the all-reduce algorithms of parallel/all_reduce.py: a table, a picture, one JSON line.
+"""Time collectives and the all-reduce algorithms of gradients/all_reduce.py: a table, a picture, one JSON line.
 
     python scripts/bench_collectives.py [--simulate 8] [--sizes 4K,1M,64M] [--rounds 5] [--picture FILE]
     python scripts/bench_collectives.py --gpu h100 --gpus 8     compile for GPUs that are not here: steps and bytes only
@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from nanotrain_jax.audit import hlo, topology
-from nanotrain_jax.parallel import all_reduce
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.collectives import all_gather, all_to_all, reduce_scatter
+from nanotrain_jax.parallel.gradients import all_reduce
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 AXIS = "data"

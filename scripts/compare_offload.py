@@ -34,7 +34,7 @@ from nanotrain_jax.costs import memory
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as nvme
 from nanotrain_jax.parallel import mesh as meshes
-from nanotrain_jax.parallel.host_offload import HOST
+from nanotrain_jax.parallel.offload.host_offload import HOST
 from nanotrain_jax.step import build as steps
 
 OPTIMIZER = {"offload_optimizer": "host"}

@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from nanotrain_jax.config.load import load
-from nanotrain_jax.parallel.context import zigzag_order
+from nanotrain_jax.parallel.context.context import zigzag_order
 from nanotrain_jax.planner.compiled import compile_step
 from nanotrain_jax.planner.estimate import estimate, on_gpus
 from nanotrain_jax.planner.report import timeline

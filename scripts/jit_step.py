@@ -20,9 +20,9 @@ from nanotrain_jax.config import schema as configs
 from nanotrain_jax.config.derived import padded_vocab
 from nanotrain_jax.models import decoder
 from nanotrain_jax.parallel import remat
-from nanotrain_jax.parallel.optimizer_step import Opt
 from nanotrain_jax.parallel.sharding import layout
 from nanotrain_jax.parallel.xla_options import gpu_options
+from nanotrain_jax.parallel.zero.optimizer_step import Opt
 from nanotrain_jax.step import build as steps
 from nanotrain_jax.step import optimizer as optim
 

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from nanotrain_jax.parallel import attention_block
+from nanotrain_jax.parallel.context import attention_block
 
 
 def use(monkeypatch):

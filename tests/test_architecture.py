@@ -24,6 +24,10 @@ LAYERS = {
     "step": {"step", "nvme", "costs", "run"},
     "commands": {"planner", "plan", "train", "launch", "generate", "compare"},
 }  # fmt: skip
+# The wings of parallel/, lowest first: a wing imports the ground (the files beside them) and the wings before it. The
+# ground imports no wing.
+WINGS = "offload", "tensor", "context", "gradients", "zero", "pipeline"
+MAX_GROUND_FILES = 12
 HEIGHT = {name: height for height, names in enumerate(LAYERS.values()) for name in names}
 COLLECTIVES = {
     "psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pshuffle", "pcast",
@@ -50,7 +54,7 @@ SEARCHES = {"startswith", "endswith", "partition", "find", "index", "search", "m
 TOP_LEVEL_KEYS = {"ends", "layers"}  # of a parameter tree; models.parameters defines constants for them
 MAY_NAME_KEYS = {
     "costs.flops", "generate", "models.parameters", "nvme.checkpointing", "nvme.update",
-    "parallel.pipeline.schedule_text", "parallel.optimizer_step", "parallel.zero", "planner.explain",
+    "parallel.pipeline.schedule_text", "parallel.zero.optimizer_step", "parallel.zero.zero", "planner.explain",
     "scripts/jit_step.py", "scripts/largest_model.py", "scripts/your_model.py",
 }  # fmt: skip
 FAMILIES = {"llama", "gpt2"}
@@ -271,6 +275,20 @@ def test_imports_go_down():
     assert_none(upward_imports(FILES))
     assert_none(import_cycles(FILES))
     assert_none(f"{place}: a relative import" for place, _, node in nodes(FILES, ast.ImportFrom) if node.level)
+
+
+def wing(name):
+    """Return the place of a file of parallel/ in WINGS; -1 for the ground."""
+    folder = name.split(".")[1]
+    return WINGS.index(folder) if name.count(".") > 1 else -1
+
+
+def test_wings_import_the_ground_and_the_wings_before_them():
+    files = {name: tree for name, tree in FILES.items() if name.startswith("parallel.")}
+    assert len([name for name in files if wing(name) < 0]) <= MAX_GROUND_FILES
+    for name, tree in files.items():
+        higher = [other for other in imports(tree) if other in files and wing(other) > wing(name)]
+        assert not higher, f"{name} imports {', '.join(higher)}: of a later wing; the order is {', '.join(WINGS)}"
 
 
 def test_techniques_and_audit_do_not_import_config_models_or_step():

@@ -3,8 +3,8 @@
 Optimizer state of weights that were frozen when it was saved (train.freeze) is not in a checkpoint: float32 weights are
 made of the saved ones, moments are zeros.
 
-Replicas that step apart (parallel/local_steps.py): in a checkpoint that they save every array but `step`, those of
-`outer` and of `feedback` has a last dim of size R.
+Replicas that step apart (parallel/gradients/local_steps.py): in a checkpoint that they save every array but `step`,
+those of `outer` and of `feedback` has a last dim of size R.
 
     saved      wanted     new arrays
     [... R]    [... Q]    every replica has the mean over the saved ones; theta and momentum as saved
@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from nanotrain_jax.parallel import local_steps
+from nanotrain_jax.parallel.gradients import local_steps
 
 OUTER, THETA = "outer/", "outer/theta/"  # paths of the state of the outer optimizer
 MASTER, PARAMS = "opt/master/", "params/"  # paths of float32 weights; params: where there are no master weights

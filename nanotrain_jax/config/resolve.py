@@ -283,7 +283,7 @@ def check_float8(config: Config) -> None:
     if m.factory:
         raise Misfit(
             "precision.matmul=float8 with model.factory: the model decides how it multiplies",
-            "use parallel/float8.py in it, and leave precision.matmul out",
+            "use parallel/tensor/float8.py in it, and leave precision.matmul out",
         )
     t, head = p.tensor, m.d_model // m.num_heads
     tokens = config.data.batch_size * config.data.seq_len // (p.replica * p.data * p.context * p.microbatches)

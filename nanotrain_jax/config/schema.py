@@ -181,7 +181,7 @@ class Parallel(Section):
 
     @property
     def is_blockwise(self) -> bool:
-        """True if attention is computed block by block, over tokens in zig-zag order (`parallel.context.ZIGZAG`)."""
+        """True if attention is computed block by block, over tokens in zig-zag order (parallel/context/)."""
         return self.context > 1 and self.context_attention != "ulysses"
 
     @model_validator(mode="after")

@@ -97,7 +97,7 @@ class Remat(NamedTuple):
 
 
 class Compression(NamedTuple):
-    """How gradients are summed over the axis replica (parallel/compression.py, parallel/quantization.py)."""
+    """How gradients are summed over the axis replica (compression.py, quantization.py in parallel/gradients/)."""
 
     kind: Literal["none", "float8", "int8", "topk", "randomk", "powersgd"]
     ratio: float = 1.0  # of the entries that travel: topk, randomk
@@ -126,7 +126,7 @@ class Compression(NamedTuple):
 
 def _is_ratio(text: str) -> bool:
     try:
-        return 1 / 1024 <= float(text) <= 1  # parallel/compression.py sends at least 1 of each block of 1,024
+        return 1 / 1024 <= float(text) <= 1  # parallel/gradients/compression.py sends at least 1 of each block of 1,024
     except ValueError:
         return False
 

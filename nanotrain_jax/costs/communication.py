@@ -139,7 +139,7 @@ def shares_of_ends(config: Config) -> int:
 def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     """Return operation, bytes and kind of what attention over context communicates in a step, over all layers.
 
-    For each layer and token of a device, with K key heads and N query heads of width H (parallel/context.py):
+    For each layer and token of a device, with K key heads and N query heads of width H (parallel/context/context.py):
         ring      permutes      2 (c-1) w K H each way, and 8 c K H of float32 gradients
         gather    all-gather    the same                reduce-scatter   8 (c-1) K H
         ulysses   all-to-all    2 (c-1)/c w (N + K) H each way

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 from nanotrain_jax.config.schema import EIGHT_BITS, Config
 from nanotrain_jax.costs.counts import gradient_bytes, is_sharded, layers_of, local_elements, rows, zero_devices
 from nanotrain_jax.models.parameters import Parameter
-from nanotrain_jax.parallel.compression import BLOCK, matrices_of
+from nanotrain_jax.parallel.gradients.compression import BLOCK, matrices_of
+from nanotrain_jax.parallel.gradients.quantization import BYTES, is_quantized, padded
 from nanotrain_jax.parallel.mesh import ZERO_AXES
-from nanotrain_jax.parallel.quantization import BYTES, is_quantized, padded
 
 REPLICA = ("replica",)
 

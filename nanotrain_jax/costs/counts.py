@@ -27,8 +27,8 @@ from nanotrain_jax.config.schema import EIGHT_BITS, Config, Model
 from nanotrain_jax.models import vision_table
 from nanotrain_jax.models.decoder_table import frozen_table, table
 from nanotrain_jax.models.parameters import ENCODER, LAYERS, Parameter, Table
-from nanotrain_jax.parallel import quantization
-from nanotrain_jax.parallel.packed_attention import num_parts
+from nanotrain_jax.parallel.context.packed_attention import num_parts
+from nanotrain_jax.parallel.gradients import quantization
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -191,7 +191,7 @@ def attention_parts(config: Config) -> int:
     """Return the parts of a row between which attention is computed block by block: 1 if a kernel takes whole rows.
 
     Devices along context, with ring and gather; else, with flash attention within documents, those of
-    parallel/packed_attention.py.
+    parallel/context/packed_attention.py.
     """
     if config.parallel.is_blockwise:
         return config.parallel.context

@@ -12,8 +12,8 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.compression import layout, shard_elements
 from nanotrain_jax.costs.counts import layers_of, rows
 from nanotrain_jax.models.parameters import Parameter
-from nanotrain_jax.parallel.compression import matrices_of
-from nanotrain_jax.parallel.muon import ITERATIONS
+from nanotrain_jax.parallel.gradients.compression import matrices_of
+from nanotrain_jax.parallel.zero.muon import ITERATIONS
 
 
 class Exchange(NamedTuple):

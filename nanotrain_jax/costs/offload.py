@@ -14,8 +14,8 @@ from nanotrain_jax.config.execution import Execution, casts_at_use, execution, g
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.counts import BYTES, is_sharded, local_elements, local_rows, rows, stage_layers, zero_devices
 from nanotrain_jax.models.parameters import LAYERS, Parameter
-from nanotrain_jax.parallel.host_offload import num_slices
-from nanotrain_jax.parallel.optimizer_step import SLICES_PER_LAYER
+from nanotrain_jax.parallel.offload.host_offload import num_slices
+from nanotrain_jax.parallel.zero.optimizer_step import SLICES_PER_LAYER
 
 
 class HostCopy(Enum):
@@ -169,7 +169,7 @@ def _fetched(parameters: list[Offloaded], chunks: dict[Parameter, int]) -> float
 
 
 def update_chunks(config: Config) -> dict[Parameter, int]:
-    """Return the number of chunks in which the update streams each array (parallel/optimizer_step.py)."""
+    """Return the number of chunks in which the update streams each array (parallel/zero/optimizer_step.py)."""
     parameters, L = updated(config), stage_layers(config)
     stacked = [x for x in parameters if x.in_layers]
     per_layer = next(

@@ -24,7 +24,7 @@ from nanotrain_jax.costs.counts import (
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.decoder_table import EMBEDDING
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION, Parameter
-from nanotrain_jax.parallel import quantization
+from nanotrain_jax.parallel.gradients import quantization
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 
 
@@ -132,7 +132,7 @@ def arrays_of_encoder(config: Config) -> tuple[int, int]:
 def on_the_wire(buffer: Buffer, row: Parameter, arrays: int, config: Config) -> list[Buffer]:
     """Return the buffers in which gradients or weights of a row, so many arrays, travel: in 8 bits, or as they are.
 
-    In 8 bits (parallel/communication.py, quantization.py; ZeRO++, arXiv 2306.10209) each array is padded to whole
+    In 8 bits (parallel/zero/communication.py, quantization.py; ZeRO++, arXiv 2306.10209) each array is padded to whole
     blocks, and an element takes 1 + 4/128 bytes:
         precision.grad_reduce=int8, float8   reduce-scatter: an all-to-all; all-reduce: an all-to-all and an all-gather
         precision.gather=int8                all-gather, of matrices of layers

@@ -10,7 +10,7 @@ A model is a stack of identical layers, with a computation before and one after 
 The functions run inside `shard_map` (check_vma=True) on this device's shards and one of its microbatches, in the dtype
 of precision.compute. batch is {"inputs", "targets"}, both int32 [B T]; negative targets are ignored (padding of
 evaluation, the first token of another document). The sum of losses is a float32 scalar; training divides it by the
-number of targets of the global batch. `parallel.tensor.cross_entropy` does all of this. With
+number of targets of the global batch. `cross_entropy` of parallel/tensor/tensor.py does all of this. With
 data.attend_across_documents=false batch has also {"starts"}: int32 [B T], for each token the position in its row of its
 document's first token; under parallel.context of the whole row, in natural order. A layer that mixes tokens must not
 look further back, and positions count from there. Functions are pure: weights are their only state; no random numbers
@@ -76,7 +76,7 @@ class Model:
                 is a partial sum: then it is summed once per step. If False, JAX sums it at each use
     is_padded   path of a weight ("params/ends/head_VD") -> True if its rows are padded to a multiple of tensor
     splits_context   True if the model works on the tokens of one device along context: its attention is one of
-                `parallel.context`, and positions are those of `parallel.context.own_positions`
+                `parallel.context`, and positions are those of `own_positions` of parallel/context/context.py
     splits_documents   True if the model heeds batch["starts"]
     splits_vocab   True if all pipeline stages run first and last together, each with its part of the ends
                 (`LayeredModel.split_ends`); rules may shard ends over pipe. Equal to parallel.vocab_over_pipe

@@ -37,9 +37,10 @@ from nanotrain_jax.models import contract, decoder_table
 from nanotrain_jax.models.decoder_layer import ONE_DEVICE, Layer, Norm, Split, fill
 from nanotrain_jax.models.ops import add, project
 from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, VOCAB, under
-from nanotrain_jax.parallel import accuracy, float8, remat, tensor
+from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import own_shard, position
 from nanotrain_jax.parallel.sharding import Rules
+from nanotrain_jax.parallel.tensor import accuracy, float8, tensor
 
 PARAMETERS = {path.rpartition("/")[2]: row for path, row in decoder_table.every_parameter().items()}  # by name
 

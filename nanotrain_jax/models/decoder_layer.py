@@ -12,8 +12,10 @@ from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import decoder_table
 from nanotrain_jax.models.ops import add, gelu, normalize, rotate, swiglu
 from nanotrain_jax.models.parameters import Parameter, Table, under
-from nanotrain_jax.parallel import context, remat, tensor
+from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import position
+from nanotrain_jax.parallel.context import context
+from nanotrain_jax.parallel.tensor import tensor
 
 
 class Split(NamedTuple):

@@ -33,9 +33,9 @@ from nanotrain_jax.models import decoder, decoder_table, vision_table
 from nanotrain_jax.models.contract import Model
 from nanotrain_jax.models.parameters import ENCODER, ENDS, VISION
 from nanotrain_jax.models.vision import encoder, patches, relevance
-from nanotrain_jax.parallel import tensor
 from nanotrain_jax.parallel.collectives import as_varying, own_shard
 from nanotrain_jax.parallel.sharding import Rules
+from nanotrain_jax.parallel.tensor import tensor
 
 Tree = Any  # a pytree of arrays
 EMBEDDING = decoder_table.EMBEDDING.removeprefix(f"{ENDS}/")

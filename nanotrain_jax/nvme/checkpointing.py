@@ -19,8 +19,8 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.nvme.update import Group, groups, lower
-from nanotrain_jax.parallel.host_offload import HOST
-from nanotrain_jax.parallel.optimizer_step import merge, select
+from nanotrain_jax.parallel.offload.host_offload import HOST
+from nanotrain_jax.parallel.zero.optimizer_step import merge, select
 from nanotrain_jax.step.build import Step
 from nanotrain_jax.step.plan import layers_of_rows
 from nanotrain_jax.step.state import State

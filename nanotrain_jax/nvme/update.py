@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 
 from nanotrain_jax.models.contract import join_layers, split_layers
-from nanotrain_jax.parallel import host_offload, optimizer_step
-from nanotrain_jax.parallel.optimizer_step import Opt, merge, select, without_counts
+from nanotrain_jax.parallel.offload import host_offload
+from nanotrain_jax.parallel.zero import optimizer_step
+from nanotrain_jax.parallel.zero.optimizer_step import Opt, merge, select, without_counts
 from nanotrain_jax.step.build import on_mesh, pending_specs, shardings
 from nanotrain_jax.step.plan import Plan, layers_of_rows
 from nanotrain_jax.step.state import REPLICATED, abstract, moments_like

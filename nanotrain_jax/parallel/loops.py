@@ -1,4 +1,4 @@
-"""Helpers for hand-written loops: conditional work, and ring buffers as stacked arrays. Nothing here communicates."""
+"""Helpers for hand-written loops: conditional work, and stacked arrays. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from nanotrain_jax.parallel.collectives import as_varying, varying_axes
-from nanotrain_jax.parallel.host_offload import on_host, to_host
+from nanotrain_jax.parallel.collectives import as_varying
 
 Tree = Any  # a pytree of arrays
 
@@ -60,19 +59,3 @@ def zeros_after(first: Tree, shape: tuple[int, ...], dtype: jnp.dtype, axes: Col
     """Return zeros, varying over axes, that XLA cannot allocate before `first` is computed."""
     zero, _ = lax.optimization_barrier((as_varying(jnp.zeros((), dtype), sorted(axes)), first))
     return jnp.broadcast_to(zero, shape)
-
-
-def zeros(like: Tree, axis: str, count: int | None = None, dtype: Any = None) -> Tree:
-    """Return zeros [count ...] of each type of a tree, varying also over axis. count=None: without that dim.
-
-    Types in host memory: zeros are copied there one by one, so the device never holds all of them.
-    """
-    return jax.tree.map(lambda x: _zeros(x, axis, count, dtype), like)
-
-
-def _zeros(like: Any, axis: str, count: int | None, dtype: Any) -> jax.Array:
-    shape = like.shape if count is None or on_host(like) else (count, *like.shape)
-    x = as_varying(jnp.zeros(shape, dtype or like.dtype), sorted(varying_axes(like) | {axis}))
-    if not on_host(like):
-        return x
-    return lax.scan(lambda x, _: (x, to_host(x)), x, length=count)[1]

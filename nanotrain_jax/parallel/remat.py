@@ -26,12 +26,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from nanotrain_jax.config.values import Remat
-from nanotrain_jax.parallel import context, packed_attention, tensor
-from nanotrain_jax.parallel.pipeline import heterogeneous
 
 INPUT = "input"  # of a layer, or of a block of them
+# Names of values of the techniques. A layer that saves them does not communicate again to recompute them.
+BLOCKWISE = "context_out", "context_lse"  # of ring and gather attention: with these it does not attend again either
+ULYSSES = "ulysses_q", "ulysses_kv", "ulysses_out"  # what each all-to-all returns
+PACKED = "packed_out", "packed_lse"  # of attention within documents: with these it does not attend again
+HOPS = "columns", "row"  # results of collective matmuls
+MODULE = ("residuals_of_module",)  # what the forward of a pipeline stage that is a different module stores
 # Matmul outputs of a layer that its backward needs, and what attention over a mesh axis has communicated.
-SAVED = ("q", "k", "v", "attention_out", "gate", "up", *context.SAVED)
+SAVED = ("q", "k", "v", "attention_out", "gate", "up", *BLOCKWISE, *ULYSSES)
 
 # Includes reductions over devices: otherwise their full-size inputs, partial sums, would be saved and reduced again.
 EXPENSIVE = ("dot_general", "dot_product_attention_fwd_wrapper", "reduce_scatter", "psum", "psum_invariant")
@@ -60,9 +64,7 @@ def _is_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
 # Save the outputs of matmuls, attention and reductions, not what is gathered or cheap.
 _expensive = jax.checkpoint_policies.save_from_both_policies(
     _is_expensive,
-    jax.checkpoint_policies.save_only_these_names(
-        *context.SAVED, *packed_attention.SAVED, *tensor.OVERLAPPED, *heterogeneous.SAVED
-    ),
+    jax.checkpoint_policies.save_only_these_names(*BLOCKWISE, *ULYSSES, *PACKED, *HOPS, *MODULE),
 )
 
 
@@ -83,7 +85,7 @@ def checkpointed(body: Callable[[Tree, Tree], Tree], policy: Policy) -> tuple[Ca
         return jax.checkpoint(run, policy=keep)
 
     if policy.remat.policy == "full":
-        return checkpoint(body, context.BLOCKWISE_SAVED), None
+        return checkpoint(body, BLOCKWISE), None
     if policy.remat.policy == "selective":
         return checkpoint(body, SAVED), None
     if policy.regather:

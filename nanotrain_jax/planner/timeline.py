@@ -133,7 +133,7 @@ class _Kinds:
         if not origin.opcode:
             return "outputs"
         dims, phase, operation = _sorted(_dims(origin.type)), phase_of(origin), origin.op_name.split("/")[-1]
-        if dims in self.weights or any(frame.file.endswith("parallel/zero.py") for frame in origin.frames):
+        if dims in self.weights or any(frame.file.endswith("parallel/zero/zero.py") for frame in origin.frames):
             is_copy = "gather" in operation or operation == "while" or "rematted_computation" in origin.op_name
             return "buffers" if is_copy or phase == PHASES.index("forward") else "gradients"
         if self.vocabulary & set(dims):

@@ -14,7 +14,7 @@ import jax
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span
 from nanotrain_jax.data.batches import Dataset
-from nanotrain_jax.parallel import noise_scale
+from nanotrain_jax.parallel.gradients import noise_scale
 from nanotrain_jax.step import state as states
 from nanotrain_jax.step.build import Step, shardings
 from nanotrain_jax.step.state import State

@@ -20,14 +20,15 @@ from jax.sharding import Mesh
 from nanotrain_jax.config.execution import Execution, reduces_per_layer
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models.contract import Model
-from nanotrain_jax.parallel import context, local_steps
 from nanotrain_jax.parallel.collectives import all_reduce
+from nanotrain_jax.parallel.context import context
+from nanotrain_jax.parallel.gradients import local_steps
 from nanotrain_jax.parallel.mesh import BATCH_AXES
-from nanotrain_jax.parallel.optimizer_step import clip_by_global_norm, select
 from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline.executor import run_forward
 from nanotrain_jax.parallel.sharding import layout
 from nanotrain_jax.parallel.xla_options import FLOAT8_OPTIONS, gpu_options
+from nanotrain_jax.parallel.zero.optimizer_step import clip_by_global_norm, select
 from nanotrain_jax.step import forward
 from nanotrain_jax.step import plan as plans
 from nanotrain_jax.step import state as states

@@ -1,7 +1,7 @@
 """Gradients summed over replicas compressed (parallel.compress), and what error feedback keeps of them.
 
 ZeRO reduces gradients inside a replica as ever; each device then holds its gradient, or shard of it, of its replica's
-rows. `sum_over_replicas` sums these: large arrays compressed (`parallel/compression.py`), small ones whole.
+rows. `sum_over_replicas` sums these: large arrays compressed (`parallel/gradients/compression.py`), small ones whole.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jax.tree_util import keystr, tree_map_with_path
 
 from nanotrain_jax.config.schema import EIGHT_BITS
 from nanotrain_jax.models.contract import LAYERS
-from nanotrain_jax.parallel import compression
 from nanotrain_jax.parallel.collectives import all_reduce, as_varying, varying_axes
-from nanotrain_jax.parallel.compression import BLOCK, Matrices, Sum
-from nanotrain_jax.parallel.local_steps import AXIS
+from nanotrain_jax.parallel.gradients import compression
+from nanotrain_jax.parallel.gradients.compression import BLOCK, Matrices, Sum
+from nanotrain_jax.parallel.gradients.local_steps import AXIS
 from nanotrain_jax.parallel.mesh import AXES
-from nanotrain_jax.parallel.optimizer_step import merge, select
+from nanotrain_jax.parallel.zero.optimizer_step import merge, select
 from nanotrain_jax.step.plan import Plan, layers_of_rows, with_rows
 
 Tree = Any  # a pytree of arrays

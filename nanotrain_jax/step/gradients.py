@@ -19,14 +19,14 @@ from jax import lax
 
 from nanotrain_jax.config.execution import Execution
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
-from nanotrain_jax.parallel import host_offload, offloaded_layers
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.mesh import BATCH_AXES
-from nanotrain_jax.parallel.optimizer_step import select
+from nanotrain_jax.parallel.offload import host_offload, offloaded_layers
 from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline.executor import run_schedule
-from nanotrain_jax.parallel.zero import PER_LAYER, accumulate_on_host
+from nanotrain_jax.parallel.zero.optimizer_step import select
+from nanotrain_jax.parallel.zero.zero import PER_LAYER, accumulate_on_host
 from nanotrain_jax.step import forward
 from nanotrain_jax.step.encoded import before_schedule
 from nanotrain_jax.step.forward import Inputs, Weights

@@ -11,8 +11,8 @@ import optax
 
 from nanotrain_jax.config.schema import Config, Optimizer, Precision
 from nanotrain_jax.models.factory import load_function
-from nanotrain_jax.parallel import muon
-from nanotrain_jax.parallel.optimizer_step import map_moments
+from nanotrain_jax.parallel.zero import muon
+from nanotrain_jax.parallel.zero.optimizer_step import map_moments
 
 Tree = Any  # a pytree of arrays
 
@@ -74,8 +74,8 @@ def build(
     """Return the optimizer of a config, with decoupled weight decay (arXiv 1711.05101).
 
     is_decayed: tree path of a parameter -> True if weight decay applies. stacks: what Muon orthogonalizes
-    (`parallel/muon.py`). AdamW is element-wise and runs unchanged on shards, as that of optimizer.factory must. Does
-    not clip: the global norm depends on the sharding of the gradients (parallel/optimizer_step.py).
+    (parallel/zero/muon.py). AdamW is element-wise and runs unchanged on shards, as that of optimizer.factory must. Does
+    not clip: the global norm depends on the sharding of the gradients (parallel/zero/optimizer_step.py).
     """
     o, rate = config.optimizer, schedule(config.optimizer)
 

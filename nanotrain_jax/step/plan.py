@@ -19,13 +19,15 @@ from nanotrain_jax.config.values import Compression
 from nanotrain_jax.costs import counts
 from nanotrain_jax.models import factory
 from nanotrain_jax.models.contract import LAYERS, Model, join_layers, split_layers
-from nanotrain_jax.parallel import local_steps, muon, noise_scale, remat
-from nanotrain_jax.parallel.communication import Communication
+from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel.gradients import local_steps, noise_scale
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
-from nanotrain_jax.parallel.optimizer_step import select
 from nanotrain_jax.parallel.pipeline.schedule import row_order
 from nanotrain_jax.parallel.sharding import specs
-from nanotrain_jax.parallel.zero import UNSHARDED, ZERO, Shards, Zero, shard_dims
+from nanotrain_jax.parallel.zero import muon
+from nanotrain_jax.parallel.zero.communication import Communication
+from nanotrain_jax.parallel.zero.optimizer_step import select
+from nanotrain_jax.parallel.zero.zero import UNSHARDED, ZERO, Shards, Zero, shard_dims
 from nanotrain_jax.step import frozen
 from nanotrain_jax.step import optimizer as optim
 

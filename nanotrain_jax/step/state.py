@@ -14,8 +14,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax.config.execution import casts_at_use
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
-from nanotrain_jax.parallel import host_offload, local_steps, noise_scale
-from nanotrain_jax.parallel.optimizer_step import Opt, map_moments, merge, select
+from nanotrain_jax.parallel.gradients import local_steps, noise_scale
+from nanotrain_jax.parallel.offload import host_offload
+from nanotrain_jax.parallel.zero.optimizer_step import Opt, map_moments, merge, select
 from nanotrain_jax.step import compressed, optimizer
 from nanotrain_jax.step.compressed import Feedback
 from nanotrain_jax.step.plan import Plan

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nanotrain_jax.parallel import local_steps, noise_scale
-from nanotrain_jax.parallel.noise_scale import Noise
-from nanotrain_jax.parallel.optimizer_step import Clip, Opt, global_norm, merge, select, update, without_arrays
+from nanotrain_jax.parallel.gradients import local_steps, noise_scale
+from nanotrain_jax.parallel.gradients.noise_scale import Noise
+from nanotrain_jax.parallel.zero.optimizer_step import Clip, Opt, global_norm, merge, select, update, without_arrays
 from nanotrain_jax.step import optimizer
 from nanotrain_jax.step.compressed import Feedback, sum_over_replicas
 from nanotrain_jax.step.plan import Plan

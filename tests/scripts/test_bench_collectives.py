@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from nanotrain_jax.parallel import all_reduce
+from nanotrain_jax.parallel.gradients import all_reduce
 
 SCRIPT = ROOT / "scripts" / "bench_collectives.py"
 

@@ -16,7 +16,7 @@ from conftest import (
 )
 from test_tensor_step import moves_the_bytes_of_the_papers
 
-from nanotrain_jax.parallel import context
+from nanotrain_jax.parallel.context import context
 from nanotrain_jax.step import build as steps
 
 

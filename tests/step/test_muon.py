@@ -18,7 +18,7 @@ from test_tensor_step import moves_the_bytes_of_the_papers
 
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.costs import communication, flops, memory
-from nanotrain_jax.parallel.muon import newton_schulz
+from nanotrain_jax.parallel.zero.muon import newton_schulz
 from nanotrain_jax.planner import explain
 from nanotrain_jax.planner.estimate import estimate
 from nanotrain_jax.step import build as steps

@@ -8,8 +8,8 @@ import pytest
 from cases import case
 from conftest import cover, on_devices, random_tokens, resolved
 
-from nanotrain_jax.parallel import noise_scale
-from nanotrain_jax.parallel.noise_scale import Batch
+from nanotrain_jax.parallel.gradients import noise_scale
+from nanotrain_jax.parallel.gradients.noise_scale import Batch
 from nanotrain_jax.step import build as steps
 
 

@@ -22,7 +22,7 @@ from test_tensor_step import moves_the_bytes_of_the_papers
 
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.costs.parameter_traffic import parameter_buffers
-from nanotrain_jax.parallel.quantization import BYTES
+from nanotrain_jax.parallel.gradients.quantization import BYTES
 from nanotrain_jax.step import build as steps
 
 PER_LAYER = {"grad_reduce": "per_layer"}

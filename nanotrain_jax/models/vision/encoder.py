@@ -13,7 +13,8 @@ import numpy as np
 
 from nanotrain_jax.config.vision import Vision
 from nanotrain_jax.models.ops import gelu, normalize
-from nanotrain_jax.parallel import remat, tensor
+from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel.tensor import tensor
 
 Weights = dict[str, jax.Array]
 EPS = 1e-5

@@ -22,7 +22,7 @@ from nanotrain_jax.parallel import loops
 from nanotrain_jax.parallel.collectives import as_varying, position, varying_axes
 from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
 from nanotrain_jax.parallel.layered_model import LayeredModel
-from nanotrain_jax.parallel.pipeline import both_ends, schedule_text
+from nanotrain_jax.parallel.pipeline import both_ends, ring_buffers, schedule_text
 from nanotrain_jax.parallel.pipeline.schedule import Schedule, make
 from nanotrain_jax.parallel.pipeline.slots import EndUnits, arrivals, buffers, end_units, ticks_of
 from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Shared, Stage, Sums, Tick
@@ -75,7 +75,7 @@ def run_forward(
     """
     stage = _stage(schedule, model, microbatches, axis, idle)
     ticks = tuple(_column(table, stage.index) for table in (schedule.forward, arrivals(schedule)[0]))
-    zeros = partial(loops.zeros, axis=axis)
+    zeros = partial(ring_buffers.zeros, axis=axis)
     carry = (
         zeros(stage.x_type),
         zeros(stage.x_type, count=stage.buffers["inputs"].count + 1),
@@ -158,7 +158,7 @@ def _nothing_shared(stage: Stage) -> Shared | None:
     """Zeros, before the first tick with split ends."""
     if not stage.model.split_ends:
         return None
-    return Shared(*(loops.zeros(stage.x_type, stage.axis) for _ in Shared._fields))
+    return Shared(*(ring_buffers.zeros(stage.x_type, stage.axis) for _ in Shared._fields))
 
 
 def _final_units(schedule: Schedule) -> np.ndarray:
@@ -219,7 +219,7 @@ def _type_of_last(stage: Stage) -> Tree:
 
 def _initial_carry(stage: Stage) -> Carry:
     """Zeros: empty buffers and sums."""
-    zeros, x_type = partial(loops.zeros, axis=stage.axis), stage.x_type
+    zeros, x_type = partial(ring_buffers.zeros, axis=stage.axis), stage.x_type
 
     def ring(buffer: str, types: list) -> list:
         slots = stage.buffers[buffer].count + (stage.idle == "mask")

@@ -33,13 +33,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
-from nanotrain_jax.parallel.packing import Buffers, Packing, by_dtype, by_type, empty, largest, packing_of
+from nanotrain_jax.parallel.pipeline.packing import Buffers, Packing, by_dtype, by_type, empty, largest, packing_of
+from nanotrain_jax.parallel.remat import MODULE
 from nanotrain_jax.parallel.split_vjp import SplitVjp, split_vjp
 
 Tree = Any  # a pytree of arrays
 
 NUMBER = "number"  # in x, beside its buffers: of the module that runs next, a float
-SAVED = ("residuals_of_module",)  # what the forward stores, for rematerialization policies
 ONE_ROW = "weights"
 
 
@@ -252,7 +252,7 @@ def _forward(
         return types.packings[i + 1].pack(y, types.x), packings[i].pack(residuals, like)
 
     y, residuals = _switch(number, branch, len(stages.modules), rows, x, microbatch)
-    return y, (rows, microbatch, number, checkpoint_name(residuals, *SAVED))
+    return y, (rows, microbatch, number, checkpoint_name(residuals, *MODULE))
 
 
 def _backward(stages: DifferentStages, saved: tuple, g: Buffers) -> tuple[Buffers, Buffers, None, None]:

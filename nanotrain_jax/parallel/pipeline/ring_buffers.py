@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.host_offload import on_host, to_device
+from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.offload.host_offload import on_host, to_device, to_host
 from nanotrain_jax.parallel.pipeline.stage import Residuals, Stage
+
+Tree = Any  # a pytree of arrays
 
 
 def index(stage: Stage, buffer: str, unit: jax.Array, i: jax.Array) -> jax.Array:
@@ -59,3 +65,19 @@ def _entries(
         rings = zip(indices[name], getattr(buffers, name), strict=True)
         entries |= {k: (ring, entry) for k, ring in rings}
     return entries
+
+
+def zeros(like: Tree, axis: str, count: int | None = None, dtype: Any = None) -> Tree:
+    """Return zeros [count ...] of each type of a tree, varying also over axis. count=None: without that dim.
+
+    Types in host memory: zeros are copied there one by one, so the device never holds all of them.
+    """
+    return jax.tree.map(lambda x: _zeros(x, axis, count, dtype), like)
+
+
+def _zeros(like: Any, axis: str, count: int | None, dtype: Any) -> jax.Array:
+    shape = like.shape if count is None or on_host(like) else (count, *like.shape)
+    x = as_varying(jnp.zeros(shape, dtype or like.dtype), sorted(varying_axes(like) | {axis}))
+    if not on_host(like):
+        return x
+    return lax.scan(lambda x, _: (x, to_host(x)), x, length=count)[1]

@@ -278,5 +278,5 @@ def _with_total(stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums, total: 
 def _of_padding(stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums, inputs: Tree) -> Tree:
     """What a row that is no layer sends, of the types that a layer does."""
     if stage.model.scatter:
-        return loops.zeros(inputs, stage.axis)
+        return ring_buffers.zeros(inputs, stage.axis)
     return loops.get(sums.layers, stage.row(unit, i))

@@ -16,12 +16,12 @@ from small_layers import D, V, a_model, layer, one_device, some_tokens
 from test_pipeline import Case, a_mesh
 
 from nanotrain_jax import LayeredModel, run_schedule
-from nanotrain_jax.parallel import tensor
 from nanotrain_jax.parallel.collectives import as_varying, position
 from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline import schedule_text
 from nanotrain_jax.parallel.pipeline.schedule import FUSED, IDLE, layers_of_chunks, row_order
 from nanotrain_jax.parallel.pipeline.slots import end_units
+from nanotrain_jax.parallel.tensor import tensor
 
 LOSS = Fraction(4, 5)
 

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.models import decoder
 from nanotrain_jax.parallel.collectives import buckets
-from nanotrain_jax.parallel.zero import UNSHARDED, shard_dims, zero_specs
+from nanotrain_jax.parallel.zero.zero import UNSHARDED, shard_dims, zero_specs
 from nanotrain_jax.step import build as steps
 
 # Covers every stage with every number of devices and microbatches, policy and family (stage 0 with remat none:

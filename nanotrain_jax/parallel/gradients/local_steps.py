@@ -78,7 +78,7 @@ def differences(outer: Outer, weights: Tree, axis: str = AXIS) -> Tree:
     """weights[...] {varying over axis}, float32, of this device's replica -> theta[...] - weights[...].
 
     weights and theta may be shards over other axes. Differences are summed over replicas, which rounds less than a sum
-    of weights: 2 (R-1)/R x 4 bytes per element, or less (parallel/compression.py).
+    of weights: 2 (R-1)/R x 4 bytes per element, or less (parallel/gradients/compression.py).
     """
     return jax.tree.map(lambda theta, w: as_varying(theta, (axis,)) - w, outer.theta, weights)
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax.parallel import compression
 from nanotrain_jax.parallel.collectives import all_reduce
-from nanotrain_jax.parallel.compression import BLOCK, Matrices, Sum, matrices_of
+from nanotrain_jax.parallel.gradients import compression
+from nanotrain_jax.parallel.gradients.compression import BLOCK, Matrices, Sum, matrices_of
 
 KEY = jax.random.key(0)
 WHOLE = Matrices(1, 2, (), ())

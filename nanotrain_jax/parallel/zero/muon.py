@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import tree_map_with_path
 
 from nanotrain_jax.parallel.collectives import Axis, all_to_all
-from nanotrain_jax.parallel.compression import Matrices, matrices_of
-from nanotrain_jax.parallel.optimizer_step import merge
+from nanotrain_jax.parallel.gradients.compression import Matrices, matrices_of
+from nanotrain_jax.parallel.zero.optimizer_step import merge
 
 Tree = Any  # a pytree of arrays
 

@@ -8,9 +8,10 @@ from conftest import on_devices, random_tokens, resolved, small
 from jax.sharding import PartitionSpec as P
 
 from nanotrain_jax.audit import hlo
-from nanotrain_jax.parallel import float8, tensor, zero
 from nanotrain_jax.parallel import mesh as meshes
-from nanotrain_jax.parallel.communication import Communication
+from nanotrain_jax.parallel.tensor import float8, tensor
+from nanotrain_jax.parallel.zero import zero
+from nanotrain_jax.parallel.zero.communication import Communication
 from nanotrain_jax.step import build as steps
 
 

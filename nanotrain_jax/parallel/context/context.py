@@ -15,13 +15,13 @@ another device j need exactly two blocks of C x C, without a mask:
     j < i   both chunks of queries see all of the early chunk of j, and nothing of the late one
     j > i   the late chunk of queries sees both chunks of j, the early one sees nothing
 
-so a hop is one call on a batch of two blocks, the same program on every device. parallel/attention_block.py computes a
-block; blocks are merged by their log-sum-exp (lse) in float32.
+so a hop is one call on a batch of two blocks, the same program on every device. attention_block.py computes a block;
+blocks are merged by their log-sum-exp (lse) in float32.
 
 Rows of several documents: with starts[B T], the position in the row of the first token of each token's document,
 attention does not leave a document. starts are of the whole row, in its natural order, the same along axis: nothing
 more is communicated. Each block takes a mask, to "cudnn" a bias of its size; one device and ulysses compute in blocks
-then (parallel/packed_attention.py). Barriers tie starts to the queries: JAX moves what depends on loop constants alone
+then (packed_attention.py). Barriers tie starts to the queries: JAX moves what depends on loop constants alone
 out of a loop over layers, here the masks of all blocks at once.
 
 In suffixes, P is the pair of key and value, Z the two chunks of a device, early and late, and C the tokens of a chunk.
@@ -41,18 +41,14 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from nanotrain_jax.parallel.attention_block import Kernel
 from nanotrain_jax.parallel.collectives import all_to_all, as_varying, position, varying_axes
-from nanotrain_jax.parallel.context_blocks import LSE, OUT, gather, ring
-from nanotrain_jax.parallel.packed_attention import packed_attention
+from nanotrain_jax.parallel.context.attention_block import Kernel
+from nanotrain_jax.parallel.context.context_blocks import gather, ring
+from nanotrain_jax.parallel.context.packed_attention import packed_attention
+from nanotrain_jax.parallel.remat import ULYSSES
 
 Kind = Literal["ring", "gather", "ulysses"]
 ZIGZAG = ("ring", "gather")  # kinds of attention that take tokens in zig-zag order
-
-# Names for remat policies. A layer that saves these does not communicate again to recompute them: output and lse of
-# ring and gather (with them it does not attend again either); of ulysses what each all-to-all returns.
-BLOCKWISE_SAVED = (OUT, LSE)
-SAVED = (*BLOCKWISE_SAVED, "ulysses_q", "ulysses_kv", "ulysses_out")
 
 
 def zigzag_order(tokens: int, size: int) -> np.ndarray:
@@ -156,10 +152,10 @@ def ulysses_attention(
         )
     q_BTNH, k_BTKH, v_BTKH = _aligned((axis,), q_BTNH, k_BTKH, v_BTKH)
     kv_PBTKH = jnp.repeat(jnp.stack([k_BTKH, v_BTKH]), max(1, size // K), axis=3)
-    q_BTNH = checkpoint_name(all_to_all(q_BTNH, axis, split=2, concatenate=1), "ulysses_q")
-    k_BTKH, v_BTKH = checkpoint_name(all_to_all(kv_PBTKH, axis, split=3, concatenate=2), "ulysses_kv")
+    q_BTNH = checkpoint_name(all_to_all(q_BTNH, axis, split=2, concatenate=1), ULYSSES[0])
+    k_BTKH, v_BTKH = checkpoint_name(all_to_all(kv_PBTKH, axis, split=3, concatenate=2), ULYSSES[1])
     y_BTNH = one_device(q_BTNH, k_BTKH, v_BTKH, kernel, starts_BT)
-    return checkpoint_name(all_to_all(y_BTNH, axis, split=1, concatenate=2), "ulysses_out")
+    return checkpoint_name(all_to_all(y_BTNH, axis, split=1, concatenate=2), ULYSSES[2])
 
 
 ATTENTION = {"ring": ring_attention, "gather": gather_attention, "ulysses": ulysses_attention}

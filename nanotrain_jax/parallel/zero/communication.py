@@ -9,8 +9,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nanotrain_jax.parallel import collectives, quantization
-from nanotrain_jax.parallel.quantization import Kind
+from nanotrain_jax.parallel import collectives
+from nanotrain_jax.parallel.gradients import quantization
+from nanotrain_jax.parallel.gradients.quantization import Kind
 
 
 class Communication(NamedTuple):

@@ -8,9 +8,9 @@ from jax.sharding import PartitionSpec as P
 
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.parallel import mesh as meshes
-from nanotrain_jax.parallel import quantization
-from nanotrain_jax.parallel.communication import Communication
-from nanotrain_jax.parallel.quantization import BLOCK, dequantize, quantize
+from nanotrain_jax.parallel.gradients import quantization
+from nanotrain_jax.parallel.gradients.quantization import BLOCK, dequantize, quantize
+from nanotrain_jax.parallel.zero.communication import Communication
 
 KINDS = pytest.mark.parametrize("kind", ["int8", "float8"])
 MESHES = {  # data, context: the axes reduced over

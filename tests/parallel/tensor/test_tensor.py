@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.parallel import mesh as meshes
-from nanotrain_jax.parallel import tensor
 from nanotrain_jax.parallel.sharding import layout
+from nanotrain_jax.parallel.tensor import tensor
 
 B, T, D, F, V = 4, 16, 8, 32, 64
 

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nanotrain_jax.parallel import collectives, float8
+from nanotrain_jax.parallel import collectives
 from nanotrain_jax.parallel.collectives import Axis
+from nanotrain_jax.parallel.tensor import float8
 
 Kind = Literal["int8", "float8"]
 BLOCK = 128  # elements

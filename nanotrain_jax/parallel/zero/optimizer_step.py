@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from nanotrain_jax.parallel import host_offload
 from nanotrain_jax.parallel.collectives import all_reduce, varying_axes
 from nanotrain_jax.parallel.mesh import AXES
+from nanotrain_jax.parallel.offload import host_offload
 
 Tree = Any  # a pytree of arrays
 

@@ -1,6 +1,6 @@
 """The blocks of ring and gather attention: hops over the keys and values of other devices, and their backward.
 
-parallel/context.py has the public functions, the order of tokens and the names. Tokens are in zig-zag order; arguments
+context.py has the public functions and the order of tokens. Tokens are in zig-zag order; arguments
 vary over all axes that any of them varies over.
 """
 
@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from nanotrain_jax.parallel.attention_block import Kernel, Residuals, attend, attend_backward
 from nanotrain_jax.parallel.collectives import all_gather, position, reduce_scatter, shift
-
-OUT, LSE = "context_out", "context_lse"  # names for remat policies
+from nanotrain_jax.parallel.context.attention_block import Kernel, Residuals, attend, attend_backward
+from nanotrain_jax.parallel.remat import BLOCKWISE
 
 Gradients = tuple[jax.Array, jax.Array]  # of q and of kv, float32
 
@@ -241,7 +240,7 @@ def finished(
     return Saved(Residuals(q_BTNH, k_BTKH, v_BTKH, _tokens(out_ZBCNH).astype(q_BTNH.dtype), lse_BTN), starts_BT)
 
 
-def named(saved: Saved, out: str = OUT, lse: str = LSE) -> tuple[jax.Array, Saved]:
+def named(saved: Saved, out: str = BLOCKWISE[0], lse: str = BLOCKWISE[1]) -> tuple[jax.Array, Saved]:
     """The output, and saved, both with names for remat policies."""
     out_BTNH, lse_BTN = checkpoint_name(saved.residuals.out, out), checkpoint_name(saved.residuals.lse, lse)
     return out_BTNH, saved._replace(residuals=saved.residuals._replace(out=out_BTNH, lse=lse_BTN))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel.collectives import as_varying, position, shift, varying_axes
-from nanotrain_jax.parallel.float8 import PLAIN, Matmul
+from nanotrain_jax.parallel.tensor.float8 import PLAIN, Matmul
 
 
 def gather_matmuls(
@@ -35,7 +35,7 @@ def gather_matmuls(
 
         for r in 0 .. t-1: y[rows of device i-r] = x w;  x = shift(x)     (t-1)/t B T D elements, each behind a matmul
     matmul: how to multiply; x travels in its own dtype. is_gradient: x is the gradient of a result. Needs no gradient
-    itself: used in `custom_vjp` (parallel/tensor.py).
+    itself: used in `custom_vjp` (parallel/tensor/tensor.py).
     """
     t, here, T = lax.axis_size(axis), position(axis), x_BTD.shape[1]
     axes = sorted(frozenset({axis}).union(varying_axes(x_BTD), *map(varying_axes, weights)))
@@ -72,7 +72,7 @@ def matmul_scatter(h_BTF: jax.Array, w_FD: jax.Array, axis: str, matmul: Matmul 
 
         y = h[rows of device i-1] w
         for r in 2 .. t: y = shift(y) + h[rows of device i-r] w     (t-1)/t B T D elements, each behind a matmul
-    Needs no gradient: used in `custom_vjp` (parallel/tensor.py).
+    Needs no gradient: used in `custom_vjp` (parallel/tensor/tensor.py).
     """
     t, here = lax.axis_size(axis), position(axis)
     T = h_BTF.shape[1] // t

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nanotrain_jax.parallel.attention_block import Kernel
-from nanotrain_jax.parallel.context_blocks import (
+from nanotrain_jax.parallel.context.attention_block import Kernel
+from nanotrain_jax.parallel.context.context_blocks import (
     Attended,
     Gradients,
     Hop,
@@ -34,9 +34,9 @@ from nanotrain_jax.parallel.context_blocks import (
     pull_own,
     unpack,
 )
+from nanotrain_jax.parallel.remat import PACKED
 
 CHUNK = 1024  # tokens of a chunk, at most
-SAVED = "packed_out", "packed_lse"  # names for remat policies: with these the backward does not attend again
 
 
 def packed_attention(
@@ -81,7 +81,7 @@ def _forward(
 
     own = attend_own(q_RTNH, k_RTKH, v_RTKH, _own_visible(size, starts_RT), kernel)
     (_, attended), _ = lax.scan(body, (pack(k_RTKH, v_RTKH), own), jnp.arange(1, size))
-    return named(finished(q_RTNH, k_RTKH, v_RTKH, starts_RT, attended), *SAVED)
+    return named(finished(q_RTNH, k_RTKH, v_RTKH, starts_RT, attended), *PACKED)
 
 
 def _backward(size: int, kernel: Kernel, saved: Saved, g_RTNH: jax.Array) -> tuple[jax.Array | None, ...]:

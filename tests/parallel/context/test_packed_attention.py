@@ -27,7 +27,7 @@ from test_context import (
 
 from nanotrain_jax.audit import hlo, topology
 from nanotrain_jax.parallel import mesh as meshes
-from nanotrain_jax.parallel.packed_attention import packed_attention
+from nanotrain_jax.parallel.context.packed_attention import packed_attention
 
 CUTS = 3, 4, 15, 16, 27  # where documents begin after the first, in and between chunks; one has a single token
 STARTS = np.maximum.accumulate([t if t in CUTS else 0 for t in range(T)]).astype(np.int32)

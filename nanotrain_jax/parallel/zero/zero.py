@@ -44,7 +44,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from nanotrain_jax.parallel import host_offload
 from nanotrain_jax.parallel.collectives import (
     all_gather,
     all_reduce,
@@ -53,9 +52,10 @@ from nanotrain_jax.parallel.collectives import (
     own_shard,
     varying_axes,
 )
-from nanotrain_jax.parallel.communication import Communication
 from nanotrain_jax.parallel.mesh import AXES, BATCH_AXES
+from nanotrain_jax.parallel.offload import host_offload
 from nanotrain_jax.parallel.sharding import abstract
+from nanotrain_jax.parallel.zero.communication import Communication
 
 Tree = Any  # a pytree of arrays
 UNSHARDED = -1  # in a tree of dims: the leaf is replicated over ZeRO's axes

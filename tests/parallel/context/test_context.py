@@ -12,9 +12,11 @@ from conftest import cover, needs_cuda_compiler
 from jax.sharding import PartitionSpec as P
 
 from nanotrain_jax.audit import hlo, topology
-from nanotrain_jax.parallel import attention_block, context, tensor
 from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel.context import attention_block, context
 from nanotrain_jax.parallel.sharding import layout
+from nanotrain_jax.parallel.tensor import tensor
 
 B, T, N, H = 2, 32, 8, 4
 ATTENTION = {
@@ -211,7 +213,7 @@ D, L = 8, 2
 WEIGHTS = {"q": "L D N/tensor H", "k": "L D K/tensor H", "v": "L D K/tensor H", "out": "L N/tensor H D"}
 POLICIES = {
     "everything": None,
-    "saved": jax.checkpoint_policies.save_only_these_names(*context.SAVED),
+    "saved": jax.checkpoint_policies.save_only_these_names(*remat.BLOCKWISE, *remat.ULYSSES),
     "nothing": jax.checkpoint_policies.nothing_saveable,
 }
 

@@ -32,8 +32,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from nanotrain_jax.parallel import float8
-from nanotrain_jax.parallel.collective_matmul import gather_matmuls, matmul_scatter
 from nanotrain_jax.parallel.collectives import (
     all_gather,
     all_max,
@@ -43,7 +41,10 @@ from nanotrain_jax.parallel.collectives import (
     reduce_scatter,
     varying_axes,
 )
-from nanotrain_jax.parallel.float8 import Matmul
+from nanotrain_jax.parallel.remat import HOPS
+from nanotrain_jax.parallel.tensor import float8
+from nanotrain_jax.parallel.tensor.collective_matmul import gather_matmuls, matmul_scatter
+from nanotrain_jax.parallel.tensor.float8 import Matmul
 
 
 def enter(x_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool = True) -> jax.Array:
@@ -95,13 +96,11 @@ class MatmulOptions(NamedTuple):
     """Options of `columns` and `row`."""
 
     regather: bool = True  # `columns` stores x[B T/tensor D] and gathers it again in the backward, else x[B T D]
-    overlap: bool = False  # with sequence_parallel: communicate in hops behind matmuls (parallel/collective_matmul.py)
+    overlap: bool = False  # with sequence_parallel: communicate in hops behind matmuls (collective_matmul.py)
     matmul: Matmul = float8.PLAIN  # or float8.FLOAT8
 
 
 PLAIN_MATMULS = MatmulOptions()
-# Names for remat policies, of results of collective matmuls: a layer that saves these does not repeat the hops.
-OVERLAPPED = ("columns", "row")
 
 
 def columns(
@@ -133,7 +132,7 @@ def columns(
     def forward(x_BTD: jax.Array, weights: list) -> tuple[list, tuple]:
         if overlap:
             results, entered_BTD = gather_matmuls(x_BTD, weights, axis, matmul)
-            results = [checkpoint_name(y_BTF, "columns") for y_BTF in results]
+            results = [checkpoint_name(y_BTF, HOPS[0]) for y_BTF in results]
             return results, (x_BTD if regather else matmul.operand(entered_BTD), weights)
         entered_BTD = matmul.operand(enter(x_BTD, axis, sequence_parallel))
         results = [matmul.contract(entered_BTD, matmul.operand(w_DF), 1, False) for w_DF in weights]
@@ -189,7 +188,7 @@ def _overlapped_row_forward(
 ) -> tuple[jax.Array, tuple]:
     concatenated_BTF = x_BTF.reshape(rows, -1, *x_BTF.shape[2:])
     _check_rows(concatenated_BTF, axis)
-    y_BTD = checkpoint_name(matmul_scatter(concatenated_BTF, w_FD, axis, matmul), "row")
+    y_BTD = checkpoint_name(matmul_scatter(concatenated_BTF, w_FD, axis, matmul), HOPS[1])
     return y_BTD, (x_BTF, w_FD)
 
 

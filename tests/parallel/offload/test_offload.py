@@ -8,7 +8,7 @@ from cases import ACTIVATIONS, ALL, OPTIMIZER, PARAMS, WORDS
 from conftest import ROOT, STATE, cover, on_devices, random_tokens, records, resolved, run, small
 
 from nanotrain_jax import train
-from nanotrain_jax.parallel import host_offload
+from nanotrain_jax.parallel.offload import host_offload
 from nanotrain_jax.run import loop
 from nanotrain_jax.step import build as steps
 

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from nanotrain_jax.audit import hlo
-from nanotrain_jax.parallel import all_reduce
-from nanotrain_jax.parallel.all_reduce import ALGORITHMS
+from nanotrain_jax.parallel.gradients import all_reduce
+from nanotrain_jax.parallel.gradients.all_reduce import ALGORITHMS
 
 SIZES = 1, 2, 3, 4, 6, 8
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax.parallel import accuracy
 from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.parallel.tensor import accuracy
 
 B, T, D, V, WORDS = 4, 6, 8, 64, 61
 
