@@ -27,7 +27,7 @@ from matplotlib import pyplot
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "nanotrain_jax" / "parallel" / "pipeline" / "docs"
-ZIGZAG = ROOT / "nanotrain_jax" / "parallel" / "docs" / "zigzag.png"
+ZIGZAG = ROOT / "nanotrain_jax" / "parallel" / "context" / "docs" / "zigzag.png"
 NOISE = ROOT / "nanotrain_jax" / "run" / "docs" / "noise_scale.png"  # beside it the measured values, as JSON
 TIMELINES = ROOT / "nanotrain_jax" / "planner" / "docs"
 STEPS = {  # on 8 H100s: picture -> config, overrides
