@@ -1,7 +1,6 @@
 """nanotrain_jax: explicit, readable, proven parallel training of transformers in JAX.
 
-Commands: python -m nanotrain_jax.train, .plan, .launch, .generate, .compare. The public names follow; each is imported
-when it is first used.
+`python -m nanotrain_jax` lists the commands. The public names follow; each is imported when it is first used.
 """
 
 from importlib import import_module

@@ -64,7 +64,9 @@ def command_line() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=CODES,
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML config file; examples in configs/")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="YAML config file, or the name of an example: quickstart"
+    )
     kinds = ", ".join(hardware.GPUS)
     other = "a YAML file that describes another (fields of hardware.Gpu; `like: h100` sets the defaults)"
     parser.add_argument(

@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="config keys, with defaults (override as section.key=value):\n\n" + describe(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML config file; examples in configs/")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="YAML config file, or the name of an example: quickstart"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key of the config")
     arguments = parser.parse_intermixed_args(argv)
     with stop_signals() as stopped:

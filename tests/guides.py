@@ -1,6 +1,6 @@
-"""Estimates that the guides show, held to golden/estimates.json, which `python scripts/tables.py` turns into tables.
+"""Estimates in the guides, held to golden/estimates.json, which `python scripts/draw/tables.py` turns into tables.
 
-After a change to the estimates: REWRITE_GOLDEN=1 pytest -n 0 -k shown_in_the_guides, then python scripts/tables.py
+After a change to the estimates: REWRITE_GOLDEN=1 pytest -n 0 -k shown_in_the_guides, then python scripts/draw/tables.py
 """
 
 import json

@@ -27,7 +27,9 @@ MAX_BYTES = 1 << 18  # of a config file
 BRIEF = reprlib.Repr()  # shortens values in messages
 BRIEF.maxlevel = 2
 BRIEF.maxstring = BRIEF.maxother = BRIEF.maxlong = 120
-CONFIGS = Path(__file__).parents[2] / "configs"  # exists in a checkout of the repository only
+PACKAGE = Path(__file__).parents[1]
+# The folder of example configs: installed inside the package, in a checkout beside it.
+CONFIGS = next((folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir()), PACKAGE)
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,13 +84,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def read(path: str | Path, overrides: Sequence[str] = (), option: str = "--config") -> dict[str, Any]:
     """Read a YAML file and overrides as plain nested data, not validated. Raises ValueError or OSError.
 
+    path: a file, or where there is none the name of an example config: quickstart, or configs/quickstart.yaml.
     option: the command-line option that gave the path, for messages.
 
     Sections that begin with _ are dropped: they are templates for YAML merges (`_base: &base {...}`, `<<: *base`).
     """
     path = Path(expanded(str(path)))
     try:
-        with open(path, "rb") as file:
+        with open(_found(path), "rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ValueError(f"{path}: a config must be at most {MAX_BYTES} bytes; give a YAML file")
@@ -102,6 +105,13 @@ def read(path: str | Path, overrides: Sequence[str] = (), option: str = "--confi
     if not isinstance(tree, dict):
         raise ValueError(f"{option} {path} is a {type(tree).__name__}; write a mapping")
     return nested(overrides, {key: section for key, section in tree.items() if not str(key).startswith("_")})
+
+
+def _found(path: Path) -> Path:
+    """Return path, or the example config of that name where there is no such file."""
+    example = CONFIGS / f"{path.stem}.yaml"
+    names = {path.stem, example.name, f"configs/{example.name}"}
+    return example if not path.exists() and path.as_posix() in names and example.is_file() else path
 
 
 def _another_config(path: Path) -> str:

@@ -273,7 +273,7 @@ class Data(Section):
 
     source: Source = key(
         "stdlib",
-        "stdlib (source code of Python's standard library) | text:GLOB | tokens:DIR (of scripts/prepare_data.py) | "
+        "stdlib (source code of Python's standard library) | text:GLOB | tokens:DIR (of nanotrain_jax.prepare) | "
         "arrays:DIR (data/arrays.py) | synthetic",
     )
     tokenizer: Path | None = key(

@@ -38,7 +38,7 @@ def _expanded_source(source: str) -> str:
 
 def _factory(name: str) -> str:
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
-        raise ValueError(f"{name!r} must be package.module:function; write e.g. scripts.your_model:build")
+        raise ValueError(f"{name!r} must be package.module:function; write e.g. scripts.examples.your_model:build")
     return name
 
 

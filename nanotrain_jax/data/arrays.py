@@ -80,7 +80,7 @@ def write(folder: Path, sides: Mapping[str, Mapping[str, np.ndarray]], vocab_siz
 
 def read(folder: Path, seq_len: int, verify: bool = True) -> Folder:
     """Memory-map a folder. Raises ValueError if it is incomplete, was modified (with verify), or does not fit."""
-    source, remedy = f"data.source='arrays:{folder}'", "create it again (scripts/make_shapes.py is an example)"
+    source, remedy = f"data.source='arrays:{folder}'", "create it again (scripts/examples/make_shapes.py is an example)"
     try:
         meta = json.loads((folder / "meta.json").read_text())
         if meta["format"] != FORMAT:

@@ -237,9 +237,9 @@ def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) 
 def read(folder: str | Path, verify: bool = True) -> Corpus:
     """Memory-map a token folder. Raises ValueError if it is incomplete or (with verify) was modified, or OSError."""
     folder = Path(folder)
-    remedy = "create it again with scripts/prepare_data.py"
+    remedy = "create it with python -m nanotrain_jax.prepare"
     if not (folder / "header.json").is_file():
-        raise ValueError(f"data.source='tokens:{folder}' has no header.json; create it with scripts/prepare_data.py")
+        raise ValueError(f"data.source='tokens:{folder}' has no header.json; {remedy}")
     try:
         header = json.loads((folder / "header.json").read_text())
         if header["format"] != FORMAT:

@@ -161,7 +161,7 @@ def test_the_guides_show_no_other_estimates():
 @needs_cuda_compiler
 @pytest.mark.long
 def test_more_host_memory_fits_a_larger_model(capsys):
-    spec = importlib.util.spec_from_file_location("largest_model", ROOT / "scripts" / "largest_model.py")
+    spec = importlib.util.spec_from_file_location("largest_model", ROOT / "scripts" / "measure" / "largest_model.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # the defaults of users

@@ -6,18 +6,16 @@ nothing is compiled, no process started. Each has LIMIT seconds of this process'
 
 import contextlib
 import gzip
-import importlib.util
 import json
 import shutil
 import signal
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanotrain_jax import launch, plan, train
+from nanotrain_jax import launch, plan, prepare, train
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.parallel.pipeline.schedule import SCHEDULES
 
@@ -56,9 +54,6 @@ def limited():
 @pytest.fixture
 def here(tmp_path, monkeypatch, capsys):
     """A folder with files of all kinds; commands run in it stop where they would start a run."""
-    spec = importlib.util.spec_from_file_location("prepare_data", ROOT / "scripts" / "prepare_data.py")
-    prepare_data = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(prepare_data)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
@@ -75,7 +70,7 @@ def here(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train.restore, "agree", accept)
     monkeypatch.setattr(launch, "Coordinator", accept)
     monkeypatch.setattr(launch, "Agent", accept)
-    mains = {"train": train.main, "plan": plan.main, "launch": launch.main, "prepare_data": prepare_data.main}
+    mains = {"train": train.main, "plan": plan.main, "launch": launch.main, "prepare": prepare.main}
 
     def ask(command, *arguments):
         """-> exit code, what stderr says; "accepted" where the run would start."""
@@ -171,14 +166,14 @@ def wrong_paths():
     for tokenizer in NO_TOKENIZER:
         yield "train", *OF_RUN, "data.source=text:*.txt", f"data.tokenizer={tokenizer}"
         yield "plan", *OF_RUN, "data.source=text:*.txt", f"data.tokenizer={tokenizer}"
-        yield "prepare_data", "text.txt", "--out", "out", "--tokenizer", tokenizer
+        yield "prepare", "text.txt", "--out", "out", "--tokenizer", tokenizer
     for option in "--write", "--report", "--json":
         yield "plan", *OF_RUN, option, "~nosuchuser/x"
         yield "plan", *OF_RUN, option, "base.yaml/x"
     for file in NO_FILES:
-        yield "prepare_data", file, "--out", "out"
+        yield "prepare", file, "--out", "out"
     for out in "~nosuchuser/out", "text.txt/out", "\0", "folder.yaml":
-        yield "prepare_data", "text.txt", "--out", out
+        yield "prepare", "text.txt", "--out", out
 
 
 def wrong_options():
@@ -186,13 +181,13 @@ def wrong_options():
     for count in "0", "-1", "x", "", HUGE[0], HUGE[3], "1e3", "\u00b2", "9\n9":
         yield "plan", *OF_RUN, "--gpus", count
         yield "launch", "--processes", count, "--", *OF_RUN
-        yield "prepare_data", "text.txt", "--out", "out", "--tokenizer", f"train-bpe:{count}"
+        yield "prepare", "text.txt", "--out", "out", "--tokenizer", f"train-bpe:{count}"
     for option in "--max-restarts", "--join-timeout", "--hosts", "--host":
         yield "launch", option, HUGE[0], "--", *OF_RUN
     for fraction in "nan", "inf", "-1", "0", "2", "x", "1e999":
         yield "plan", *OF_RUN, "--memory-fraction", fraction
-    yield "prepare_data", "--out", "out"
-    yield "prepare_data", "text.txt"
+    yield "prepare", "--out", "out"
+    yield "prepare", "text.txt"
 
 
 def test_hundreds_of_bad_requests_are_each_reported_in_one_line(here):
@@ -322,8 +317,8 @@ def test_configs_of_random_characters(here, content):
 @pytest.mark.long
 @FUZZ
 @given(st.lists(st.binary(max_size=40) | VALUES.map(json.dumps).map(str.encode), max_size=5), COUNT, st.booleans())
-def test_prepare_data_with_random_bytes(here, lines, size, skip):
+def test_prepare_with_random_bytes(here, lines, size, skip):
     (here.folder / "random.jsonl").write_bytes(b"".join(b'{"text": %b}\n' % line for line in lines))
     shutil.rmtree(here.folder / "out", ignore_errors=True)
     more = ["--skip-bad"] if skip else []
-    answers(here, "prepare_data", "random.jsonl", "--out", "out", "--tokenizer", f"train-bpe:{size}", *more)
+    answers(here, "prepare", "random.jsonl", "--out", "out", "--tokenizer", f"train-bpe:{size}", *more)

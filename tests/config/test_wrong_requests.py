@@ -18,7 +18,7 @@ BAD = [
     (["train.steps"], "must be section.key=value"),
     (["logging.dir=runs/exp #1"], "YAML reads a comment after #; quote the value"),
     (["data.source=text:nowhere/*.txt"], "matches no file"),
-    (["data.source=tokens:nowhere"], "prepare_data.py"),
+    (["data.source=tokens:nowhere"], "nanotrain_jax.prepare"),
     (["data.tokenizer=nowhere.json"], "nowhere.json"),
     (["data.seq_len=100000000"], "data.seq_len=100000000 needs at least 100000001"),
     (

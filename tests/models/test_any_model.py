@@ -36,7 +36,7 @@ LAYOUTS = {
     "files": [*EVERY_AXIS, "parallel.pipe=1", "memory.offload_optimizer=nvme", "memory.nvme_dir=NVME"],
     "zero bubble": [*EVERY_AXIS, "parallel.schedule=zero_bubble", "parallel.idle=mask", "memory.remat=none"],
 }
-FACTORIES = {"NNX": "scripts.your_model:build", "Linen": "linen_model:build", "plain": "plain_model:build"}
+FACTORIES = {"NNX": "scripts.examples.your_model:build", "Linen": "linen_model:build", "plain": "plain_model:build"}
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Different modules as pipeline stages, trained by the command: scripts/pipeline_different_stages.py."""
+"""Different modules as pipeline stages, trained by the command: scripts/examples/pipeline_different_stages.py."""
 
 import importlib.util
 import math
@@ -17,7 +17,7 @@ from nanotrain_jax.parallel.pipeline.heterogeneous import StageModule
 from nanotrain_jax.step import build as steps
 
 pytestmark = pytest.mark.usefixtures("no_cache_of_programs")
-FACTORY = "scripts.pipeline_different_stages:build"
+FACTORY = "scripts.examples.pipeline_different_stages:build"
 TREE = {
     "model": {"num_layers": 4, "factory": FACTORY},
     "precision": {"compute": "float32"},
@@ -134,7 +134,9 @@ def test_an_invalid_request_is_one_line(config_file, capsys, keys, message):
 
 
 def example():
-    spec = importlib.util.spec_from_file_location("example", ROOT / "scripts" / "pipeline_different_stages.py")
+    spec = importlib.util.spec_from_file_location(
+        "example", ROOT / "scripts" / "examples" / "pipeline_different_stages.py"
+    )
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     return script

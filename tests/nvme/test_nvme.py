@@ -341,7 +341,7 @@ def test_a_full_disk_is_an_error_before_the_first_step(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_state_of_five_times_the_memory_limit_trains_only_on_nvme(tmp_path):
-    script = ROOT / "scripts" / "beyond_memory.py"
+    script = ROOT / "scripts" / "prove" / "beyond_memory.py"
     found = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     plain, within, nvme_within = json.loads(found.stdout.splitlines()[-1])

@@ -162,7 +162,7 @@ def test_a_foreign_model_trains_on_eight_devices_as_on_one(model):
 
 @pytest.mark.long
 def test_the_example_that_shards_a_foreign_model_runs(capsys):
-    path = ROOT / "scripts" / "shard_your_model.py"
+    path = ROOT / "scripts" / "examples" / "shard_your_model.py"
     spec = importlib.util.spec_from_file_location("shard_your_model", path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

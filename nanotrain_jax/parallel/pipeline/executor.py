@@ -42,7 +42,7 @@ def run_schedule(
     model.layers[chunks * layers per chunk, ...]: the weights of this stage, chunk by chunk. With several chunks these
     are not adjacent in the model: weights stacked in model order and sharded over pipe run in the wrong order, which no
     check can detect. Shard w[order] instead, with order = `schedule.layer_order(schedule, layers)`; gradients have the
-    same order (scripts/pipeline_your_model.py).
+    same order (scripts/examples/pipeline_your_model.py).
 
     axis: the mesh axis of stages. idle: skip or mask (see above). Sends 2 x per tick and device.
 

@@ -16,7 +16,7 @@ from nanotrain_jax.parallel.xla_options import gpu_options
 from nanotrain_jax.planner.compiled import compile_step
 from nanotrain_jax.planner.estimate import estimate, margin, on_gpus
 
-spec = importlib.util.spec_from_file_location("compare_flags", ROOT / "scripts" / "compare_flags.py")
+spec = importlib.util.spec_from_file_location("compare_flags", ROOT / "scripts" / "measure" / "compare_flags.py")
 compare_flags = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(compare_flags)
 pytestmark = pytest.mark.usefixtures("no_cache_of_programs")

@@ -1,0 +1,185 @@
+"""Resume with another layout and number of processes: bitwise the same state, and the same losses.
+
+python scripts/prove/compare_restores.py [--first N] [section.key=value ...]
+
+A chain: each layout restores the previous layout's checkpoint, takes 3 steps, saves, and takes 3 more, whose losses the
+next layout must repeat. Exit code 1 if a state differs, or a loss by more than 1e-6 relative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import jax
+import numpy as np
+import yaml
+from jax.experimental import multihost_utils
+from rich.console import Console
+from rich.table import Table
+
+from nanotrain_jax import train
+from nanotrain_jax.checkpoint import write
+from nanotrain_jax.config.load import load
+from nanotrain_jax.data import batches as data
+from nanotrain_jax.models import decoder
+from nanotrain_jax.models.parameters import LAYERS
+
+STEPS = 3
+TOLERANCE = 1e-6
+CONFIG = {
+    "model": {
+        "family": "llama",
+        "num_layers": 5,  # no multiple of the stages
+        "d_model": 32,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "d_ff": 64,
+        "vocab_size": 61,
+    },
+    "precision": {"compute": "float32"},
+    "data": {"source": "synthetic", "batch_size": 16, "seq_len": 16},
+    "optimizer": {"lr": 1e-3, "schedule": "constant"},
+    "runtime": {"simulate": 8},
+}
+LAYOUTS = [  # processes, keys of parallel and memory
+    (1, "data=8"),
+    (2, "data=8 zero=3"),
+    (4, "data=4 tensor=2 zero=1"),
+    (2, "data=2 context=4 zero=2"),
+    (1, "data=1"),
+    (4, "pipe=4 data=2 schedule=1f1b microbatches=4 zero=1"),
+    (1, "replica=2 data=4 zero=3"),
+    (2, "pipe=2 data=4 schedule=interleaved chunks=2 microbatches=2 zero=2"),
+    (4, "pipe=4 tensor=2 data=1 schedule=zero_bubble microbatches=4 vocab_over_pipe=true"),
+    (4, "data=8 zero=1"),
+    (2, "tensor=8 data=1"),
+    (4, "data=4 tensor=2 zero=3"),
+    (2, "context=8 data=1 context_attention=ulysses zero=3"),
+    (2, "pipe=2 data=4 schedule=gpipe microbatches=2"),
+    (1, "pipe=2 tensor=2 data=2 schedule=interleaved chunks=2 microbatches=4"),
+    (8, "data=8 zero=2"),
+    (2, "replica=2 tensor=4 data=1"),
+    (4, "pipe=2 data=4 schedule=zb_h1 microbatches=2 zero=3"),
+    (2, "data=4 tensor=2 zero=2"),
+    (1, "pipe=4 data=2 schedule=zb_h2 microbatches=8"),
+    (4, "replica=2 data=4 zero=3 offload_optimizer=host offload_params=host"),
+    (2, "pipe=2 tensor=4 data=1 schedule=1f1b microbatches=2 vocab_over_pipe=true"),
+    (4, "data=2 tensor=4 zero=1 sequence_parallel=false"),
+    (1, "data=8 zero=3 grad_reduce=per_layer"),
+    (8, "pipe=2 replica=2 data=2 schedule=gpipe microbatches=2 zero=3"),
+    (2, "data=8 zero=3 prefetch=true"),
+]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the chain and print a table; -> 1 if a state or loss differs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--first", type=int, default=len(LAYOUTS), help="number of layouts (default: all)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    options = parser.parse_args(argv)
+    console, table = Console(highlight=False, soft_wrap=True), Table("saved by", "restored by", "state", "next losses")
+    failures, previous = 0, None
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "small.yaml"
+        config.write_text(yaml.safe_dump(CONFIG))
+        for number, (count, layout) in enumerate(LAYOUTS[: options.first]):
+            resume = f"{folder}/{number - 1}/checkpoints" if number else "auto"
+            keys = [f"logging.dir={folder}/{number}", f"checkpoint.resume={resume}", *overrides(layout)]
+            result = processes(count, [str(config), *keys, *options.overrides])
+            name = f"{count} x {layout}"
+            if previous:
+                same = result["restored"] == previous["saved"]
+                losses, expected = np.array(result["losses"][:STEPS]), np.array(previous["losses"][STEPS:])
+                difference = float(np.max(np.abs(losses / expected - 1)))
+                failures += not same or difference > TOLERANCE
+                row = previous["name"], name, "bitwise equal" if same else "DIFFERS", f"within {difference:.1e}"
+                table.add_row(*row)
+                console.print("  |  ".join(row))
+            previous = result | {"name": name}
+    console.print(table)
+    return int(failures > 0)
+
+
+def overrides(layout: str) -> list[str]:
+    """Return a layout as overrides of a config."""
+    sections = ["memory" if word.startswith("offload") else "parallel" for word in layout.split()]
+    keys = [f"{section}.{word}" for section, word in zip(sections, layout.split(), strict=True)]
+    return [*keys, "parallel.persist_below=0"]
+
+
+def processes(count: int, arguments: list[str]) -> dict:
+    """Run `worker` in `count` processes; -> the JSON printed by process 0. Raises RuntimeError."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        shared = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    shared["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--worker", *arguments],
+            env=os.environ | {key: str(value) for key, value in (shared | {"RANK": rank}).items()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        printed = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    if any(process.returncode for process in started):
+        raise RuntimeError("".join(err for _, err in printed))
+    return json.loads(printed[0][0].splitlines()[-1])
+
+
+def worker(path: str, *keys: str) -> None:
+    """One of the processes of a layout: restore, 3 steps, save, 3 steps; print checksums of states, and losses."""
+    run = train.prepare(load(path, keys))
+    state, losses, first = run.state, [], int(run.state.step)
+    restored = checksums(run, state)
+    batches = data.batches(run.dataset.train, run.step.batch, run.config.data.seed, run.position, run.step.token_order)
+    for batch in islice(batches, STEPS):
+        state, metrics, _ = run.step.train(state, batch)
+        losses.append(float(metrics["loss"]))
+    saved, checkpoint = checksums(run, state), run.config.checkpoint
+    position = run.position + STEPS * run.config.data.batch_size
+    meta = {"config": run.config.to_dict(), "tokenizer": run.dataset.tokenizer, "nvme": None}
+    meta["data"] = {"position": position, "fingerprint": run.dataset.fingerprint}
+    Path(checkpoint.dir).mkdir(parents=True, exist_ok=True)
+    with write.writing(checkpoint) as save:
+        save(first + STEPS, run.step.in_layer_order(state), meta)
+    for batch in islice(batches, STEPS):
+        state, metrics, _ = run.step.train(state, batch)
+        losses.append(float(metrics["loss"]))
+    print(json.dumps({"restored": restored, "saved": saved, "losses": losses}))
+
+
+def checksums(run: train.Run, state: object) -> dict[str, int]:
+    """Return path -> CRC-32 of each array, in layer order, without padding."""
+
+    def checksum(path: tuple, x: jax.Array) -> tuple[str, int]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        full = np.asarray(multihost_utils.process_allgather(jax.device_put(x, jax.memory.Space.Device), tiled=True))
+        rows = run.config.model.vocab_size if decoder.is_padded(name) else None
+        rows = run.config.model.num_layers if LAYERS in name.split("/") else rows
+        return name, zlib.crc32(np.ascontiguousarray(full[:rows] if full.ndim else full))
+
+    leaves = jax.tree_util.tree_leaves_with_path(run.step.in_layer_order(state))
+    return dict(checksum(path, x) for path, x in leaves)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(*sys.argv[2:])
+    else:
+        sys.exit(main())

@@ -1,0 +1,183 @@
+"""python -m nanotrain_jax.prepare: text files of every kind -> a token folder, atomically."""
+
+import gzip
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from conftest import resolved, small
+
+from nanotrain_jax.config import load as request
+from nanotrain_jax.data import batches as data
+from nanotrain_jax.data import corpus
+from nanotrain_jax.run import banner
+
+DOCUMENTS = [f"document {i} says {'la ' * (i % 7 + 3)}\n".encode() for i in range(60)]
+
+
+def load(**keys):
+    return data.load(request.parse({"data": keys}).data)
+
+
+def prepare(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "nanotrain_jax.prepare", *map(str, arguments)], capture_output=True, text=True
+    )
+
+
+def write_sources(folder):
+    """The same documents as .txt files, .jsonl, .jsonl.gz and .parquet."""
+    texts = [d.decode() for d in DOCUMENTS]
+    lines = "".join(json.dumps({"text": t}) + "\n" for t in texts)
+    (folder / "a.jsonl").write_text(lines)
+    with gzip.open(folder / "b.jsonl.gz", "wt") as file:
+        file.write(lines)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "c.parquet")
+    (folder / "d").mkdir()
+    for i, text in enumerate(texts):
+        (folder / "d" / f"{i:02}.txt").write_text(text)
+    return [[folder / "a.jsonl"], [folder / "b.jsonl.gz"], [folder / "c.parquet"], sorted((folder / "d").glob("*.txt"))]
+
+
+def test_all_file_kinds_give_the_same_token_folder(tmp_path):
+    expected = corpus.build(DOCUMENTS, corpus.byte_tokenizer())
+    for i, files in enumerate(write_sources(tmp_path)):
+        done = prepare(*files, "--out", tmp_path / f"out{i}")
+        assert done.returncode == 0, done.stderr
+        found = corpus.read(tmp_path / f"out{i}")
+        for a, b in zip(found[:3], expected[:3], strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert found.fingerprint == expected.fingerprint
+        assert isinstance(found.tokens, np.memmap)
+
+
+def test_a_bpe_tokenizer_trained_by_the_command_is_reusable_and_lossless(tmp_path):
+    import tokenizers
+
+    files = write_sources(tmp_path)[0]
+    assert prepare(*files, "--out", tmp_path / "one", "--tokenizer", "train-bpe:300").returncode == 0
+    again = prepare(*files, "--out", tmp_path / "two", "--tokenizer", tmp_path / "one" / "tokenizer.json")
+    assert again.returncode == 0
+    one, two = corpus.read(tmp_path / "one"), corpus.read(tmp_path / "two")
+    np.testing.assert_array_equal(one.tokens, two.tokens)
+    assert one.tokenizer == two.tokenizer
+    assert one.vocab_size <= 300
+    assert len(one.tokens) < sum(map(len, DOCUMENTS))
+    model = tokenizers.Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json"))
+    text = model.decode(list(map(int, one.tokens)), skip_special_tokens=True)
+    assert text.encode() == b"".join(DOCUMENTS)
+    dataset = load(source=f"tokens:{tmp_path / 'one'}", seq_len=16, val_fraction=0.2)
+    assert dataset.vocab_size == one.vocab_size
+    with pytest.raises(ValueError, match="is not the tokenizer of"):
+        load(source=f"tokens:{tmp_path / 'one'}", seq_len=16, tokenizer="bytes")
+
+
+def test_preparing_is_atomic(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n{"title": "no text"}\n')
+    done = prepare(tmp_path / "x.jsonl", "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "x.jsonl:2" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
+    with gzip.open(tmp_path / "y.jsonl.gz", "wt") as file:
+        file.write('{"text": "fine"}\n' * 1000)
+    (tmp_path / "y.jsonl.gz").write_bytes((tmp_path / "y.jsonl.gz").read_bytes()[:-20])
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), tmp_path / "z.parquet")
+    for name in "y.jsonl.gz", "z.parquet":
+        done = prepare(tmp_path / name, "--out", tmp_path / "out")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.jsonl", "y.jsonl.gz", "z.parquet"]
+
+
+BAD_LINES = [
+    '{"text": "one"}',
+    '{"text"',
+    "",
+    '{"title": 1}',
+    '{"text": 5}',
+    "[1]",
+    '{"text": "two \\ud800"}',
+    "[" * 9999,
+]
+
+
+def test_bad_lines_are_skipped_and_counted_by_kind(tmp_path):
+    (tmp_path / "x.jsonl").write_text("\n".join(BAD_LINES))
+    for tokenizer in "bytes", "train-bpe:300":
+        done = prepare(tmp_path / "x.jsonl", "--out", tmp_path / tokenizer, "--tokenizer", tokenizer, "--skip-bad")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "in 2 documents" in done.stdout
+        assert "skipped 2 lines: not valid JSON\n" in done.stdout
+        assert "skipped 3 lines: no text under 'text'\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text"', "not valid JSON (Expecting ':' delimiter); fix the line, or skip such lines with --skip-bad"),
+        (
+            '{"a": 1}',
+            "no text under 'text' (the line is an object with the keys ['a']); "
+            "name the key of the text with --field, or skip",
+        ),
+        ("[1]", "no text under 'text' (the line is not an object); name"),
+    ],
+)
+def test_a_bad_line_is_reported_with_its_error(line, message, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n' + line)
+    done = prepare(tmp_path / "x.jsonl", "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"x.jsonl:2: {message}" in done.stderr
+
+
+def test_replaced_invalid_utf_8_is_counted(tmp_path):
+    for name, text in (("a", b"caf\xe9 \xff\xfe"), ("b", "caf\u00e9 \ufffd".encode()), ("c", b"\xe2\x82")):
+        (tmp_path / f"{name}.txt").write_bytes(text * 3)
+    files = sorted(tmp_path.glob("*.txt"))
+    done = prepare(*files, "--out", tmp_path / "bytes")
+    assert "UTF-8" not in done.stdout
+    done = prepare(*files, "--out", tmp_path / "bpe", "--tokenizer", "train-bpe:300")
+    assert "replaced 12 invalid UTF-8 sequences by U+FFFD\n" in done.stdout
+    source = {"source": f"text:{tmp_path}/*.txt", "seq_len": 4, "val_fraction": 0}
+    dataset = load(**source, tokenizer=f"{tmp_path}/bpe/tokenizer.json")
+    config, mesh = resolved(small())
+    assert dataset.replaced == 12
+    assert "12 invalid UTF-8 sequences" in banner.introduction(config, mesh, dataset, [])
+    assert load(**source).replaced == 0
+
+
+def test_a_missing_tokenizer_is_reported_with_the_valid_values():
+    remedy = r"the path of a tokenizer.json \(a Hugging Face model repository has one\)"
+    with pytest.raises(
+        OSError, match=rf"data.tokenizer='gpt2' cannot be read \(No such file .*; give bytes, or {remedy}"
+    ):
+        load(source="stdlib", tokenizer="gpt2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.txt"], "missing.txt"),
+        (["book.pdf"], "must be one of .txt"),
+        (["a.txt", "--tokenizer", "train-bpe:9"], "at least 257"),
+        (
+            ["a.txt", "--tokenizer", "gpt2"],
+            "--tokenizer='gpt2' cannot be read (No such file or directory); give bytes, ",
+        ),
+        (["a.txt", "--tokenizer", "a.txt"], "not a tokenizer.json"),
+        (["empty.txt"], "no text"),
+        (["a.txt", "--out", "taken"], "already exists"),
+    ],
+)
+def test_an_invalid_request_is_reported_in_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "taken").mkdir()
+    done = prepare(*arguments, *([] if "--out" in arguments else ["--out", "out"]))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists()
