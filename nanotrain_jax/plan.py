@@ -23,13 +23,11 @@ from rich.console import Console
 
 from nanotrain_jax.audit import topology
 from nanotrain_jax.config.load import Parser, load, nested, path_argument, read, refuse
-from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, hardware
-from nanotrain_jax.data import corpus
 from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.planner import choice, explain, formula, search, training_stages
 from nanotrain_jax.planner import compiled as compiler
-from nanotrain_jax.planner import explain, formula, search, training_stages
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate, Verdict, estimate, on_gpus
 from nanotrain_jax.planner.report import export, page, terminal
 from nanotrain_jax.planner.report.export import Planned
@@ -114,9 +112,9 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     tree = read(options.config, options.overrides)
     given = load(options.config, options.overrides)
     config = training_stages.config_of(given, options.stage)
-    chooses = options.choose or not any(key in search.MESH for key in keys(tree))
-    check_supported(config, chooses)
-    gpu = kind_of_gpu(options.gpu, config)
+    chooses = options.choose or config.parallel.auto or not any(key in search.MESH for key in choice.keys(tree))
+    choice.check_supported(config, chooses)
+    gpu = choice.kind_of_gpu(options.gpu, config)
     if options.gpus is not None:
         hardware.check_count(gpu, options.gpus)
     options.compile |= options.memory_timeline
@@ -124,7 +122,8 @@ def plan(options: argparse.Namespace, console: Console) -> int:
         raise ValueError("--memory-timeline with gpu=cpu: XLA:CPU reports no live ranges; give a GPU, e.g. --gpu h100")
     if options.compile and gpu != hardware.SIMULATED:
         topology.check_compiler(gpu)
-    planned = choose(options, config, gpu, tree) if chooses else as_given(options, config, gpu, console)
+    fixed = choice.beside_auto(given) if given.parallel.auto else None
+    planned = choose(options, config, gpu, tree, fixed) if chooses else as_given(options, config, gpu, console)
     terminal.estimated(console, planned.estimate)
     terminal.phases(console, given)
     terminal.training_stages(console, training_stages.all_stages(given, planned.estimate))
@@ -153,73 +152,31 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     return EXIT[planned.verdict]
 
 
-def check_supported(config: Config, chooses: bool) -> None:
-    """Raise ValueError unless there are closed forms of the config; chooses: also of other layouts of it."""
-    if not config.is_built_in:
-        raise ValueError(
-            "model.factory: the planner supports only the built-in models; remove model.factory, or train without a "
-            "plan"
-        )
-    if config.optimizer.factory:
-        raise ValueError(
-            f"optimizer.factory={config.optimizer.factory}: the size of its state is not known; plan with "
-            "optimizer.factory=null, which counts the two moments of AdamW"
-        )
-    if config.vision:
-        check_vision(config, chooses)
-
-
-def check_vision(config: Config, chooses: bool) -> None:
-    """Raise ValueError for what has no closed form with an encoder of pictures."""
-    if chooses:
-        raise ValueError(
-            "vision: layouts of an encoder of pictures are not searched; give the sizes of the mesh, e.g. "
-            "parallel.data=8, and leave --choose out"
-        )
-    for key in ("offload_optimizer", "offload_params", "offload_activations"):
-        if getattr(config.memory, key) != "none":
-            raise ValueError(
-                f"vision with memory.{key}={getattr(config.memory, key)}: offload with an encoder has no closed form; "
-                f"plan with memory.{key}=none"
-            )
-
-
-def kind_of_gpu(name: str | None, config: Config) -> str:
-    """Return the name of the GPU; a YAML file is first added to hardware.GPUS. Raises ValueError, OSError."""
-    if name is None:
-        return hardware.SIMULATED if config.runtime.simulate else "h100"
-    if Path(name).suffix not in (".yaml", ".yml"):
-        return name
-    hardware.add(Path(name).stem, read(name, option="--gpu"))
-    return Path(name).stem
-
-
-def choose(options: argparse.Namespace, config: Config, gpu: str, tree: Mapping[str, Any]) -> Planned:
-    """Search for the best layout. Raises ValueError if nothing fits."""
-    has_mesh = any(key in search.MESH for key in keys(tree))
+def choose(
+    options: argparse.Namespace, config: Config, gpu: str, tree: Mapping[str, Any], fixed: dict[str, Any] | None
+) -> Planned:
+    """Search for the best layout. fixed: searched keys that stay (None: of the request). Raises ValueError if nothing
+    fits."""
+    has_mesh = any(key in search.MESH for key in choice.keys(tree))
     gpus = options.gpus if options.gpus is not None else config.runtime.simulate
     if not gpus and (not has_mesh or -1 in config.parallel.axes.values()):
         raise ValueError("--gpus is required to choose a layout; give the number of GPUs")
     gpus = gpus or counts.devices(config)
     given = nested(options.overrides) if options.choose else tree
-    unsearched = {"prefetch", "grad_reduce"} & (given.get("parallel") or {}).keys()
-    if unsearched and (config.parallel.prefetch or config.parallel.grad_reduce == "per_layer"):
-        raise ValueError(f"parallel.{min(unsearched)} is not searched; remove it, and try it with the chosen layout")
-    fixed = keys(given)
-    result = search.search(neutral(config, vocabulary(config)), gpu, gpus, options.memory_fraction, fixed)
-    if not result.best:
-        raise ValueError(search.why_nothing_fits(result, gpu, gpus, options.memory_fraction, fixed))
-    return Planned(result.best[0], result)
+    choice.check_searched(given.get("parallel") or {})
+    fixed = choice.keys(given) if fixed is None else fixed
+    found = choice.best(config, gpu, gpus, options.memory_fraction, fixed)
+    return Planned(found.best[0], found)
 
 
 def as_given(options: argparse.Namespace, config: Config, gpu: str, console: Console) -> Planned:
     """Estimate the layout of the config, and a better one if a short search finds it. Raises ValueError."""
     gpus = options.gpus if options.gpus is not None else config.runtime.simulate
-    e = estimate(on_gpus(config, gpus, gpu, vocabulary(config)), gpu, options.memory_fraction)
+    e = estimate(on_gpus(config, gpus, gpu, choice.vocabulary(config)), gpu, options.memory_fraction)
     if e.config.data.batch_size != config.data.batch_size:
         console.print(f"{e.gpus} GPUs: data.batch_size scaled to {e.config.data.batch_size}, the same per GPU")
         return Planned(e)
-    return Planned(e, better=better_layout(e, keys(nested(options.overrides)), options.memory_fraction))
+    return Planned(e, better=better_layout(e, choice.keys(nested(options.overrides)), options.memory_fraction))
 
 
 def better_layout(e: Estimate, fixed: Mapping[str, Any], taken: float) -> Estimate | None:
@@ -227,7 +184,7 @@ def better_layout(e: Estimate, fixed: Mapping[str, Any], taken: float) -> Estima
     p = e.config.parallel
     if e.config.vision or e.gpu == hardware.SIMULATED or p.prefetch or p.grad_reduce == "per_layer":
         return None
-    result = search.search(neutral(e.config, None), e.gpu, e.gpus, taken, fixed, MAX_ESTIMATES)
+    result = search.search(choice.neutral(e.config, None), e.gpu, e.gpus, taken, fixed, MAX_ESTIMATES)
     if not result.complete or not result.best or not result.best[0].fits:
         return None
     best = result.best[0]
@@ -288,36 +245,6 @@ def write(
     if options.json:
         text = json.dumps(export.as_json(planned), indent=1) + "\n"
         sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
-
-
-def keys(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the searched keys in nested data: "section.key" -> value."""
-    flat = {f"{section}.{key}": value for section, part in tree.items() for key, value in (part or {}).items()}
-    return {key: value for key, value in flat.items() if key in search.SEARCHED}
-
-
-def vocabulary(config: Config) -> int | None:
-    """Return the tokenizer's vocabulary size if known without reading the data. Raises ValueError, OSError."""
-    kind, _, folder = config.data.source.partition(":")
-    if kind == "tokens" and Path(folder).exists():
-        return corpus.read(folder, verify=False).vocab_size
-    if kind not in ("stdlib", "text"):
-        return None
-    return corpus.tokenizer(config.data.tokenizer or "bytes").vocab_size
-
-
-def neutral(config: Config, vocab: int | None) -> Config:
-    """Return the config on one device with the default layout and offload as configured: where a search starts."""
-    plain = {"microbatches": 1, "chunks": 1, "schedule": "1f1b", "prefetch": False, "grad_reduce": "after_backward"}
-    one = dict.fromkeys(config.parallel.axes, 1)
-    on_device = {"offload_params": "none", "offload_activations": "none"}  # they require ZeRO 3 and a remat policy
-    together = {"sync_every": 0, "compress": "none", "full_sync_steps": 0}  # they require several replicas
-    batches = {"noise_scale": False, "batch_schedule": (), "batch_growth": None}  # they require several microbatches
-    plainest = config.replace("parallel", **plain, **together).replace("memory", remat="none", **on_device)
-    plainest = plainest.replace("train", **batches)
-    resolved = resolve(plainest.replace("model", loss_chunk=0), one, vocab)
-    resolved = resolved.replace("parallel", **{key: getattr(config.parallel, key) for key in together})
-    return resolved.replace("memory", **{key: getattr(config.memory, key) for key in on_device})
 
 
 if __name__ == "__main__":

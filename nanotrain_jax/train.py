@@ -41,6 +41,7 @@ from nanotrain_jax.distributed.processes import on_all_processes, raise_on_all
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.planner import auto
 from nanotrain_jax.run import capacity, resume, sinks
 from nanotrain_jax.run.loop import Run, new_folder, train
 from nanotrain_jax.run.phases import Phase
@@ -120,11 +121,11 @@ def prepare(config: Config) -> Run:
     process = processes.detect({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})
     gpus = [] if runtime.simulate else processes.local_gpus(process)
     processes.initialize(process, gpus, runtime.join_timeout)
-    requested = config
-    mesh, phases = on_all_processes(lambda: build(requested, process.count))
+    on_all_processes(lambda: configure(config, process.count))
+    requested, notes = auto.with_layout(config)
+    mesh, phases = on_all_processes(lambda: build(requested))
     check_same_data(phases)
     checkpoints = restore.agree(config.checkpoint)
-    notes = []
     if process.count > 1:
         hosts = processes.all_gather_text(socket.gethostname())
         notes.append(f"{process.count} processes on {len(set(hosts))} hosts (from {process.source})")
@@ -137,8 +138,8 @@ def prepare(config: Config) -> Run:
     return Run(requested, resumed.phases, mesh, resumed.state, resumed.position, notes, *origin, resumed.tokens)
 
 
-def build(config: Config, count: int) -> tuple[Mesh, list[Phase]]:
-    """Build the mesh, and the step of each phase of each stage of training. count: number of processes."""
+def configure(config: Config, count: int) -> None:
+    """Configure JAX. count: number of processes. Raises ValueError if they do not divide the simulated devices."""
     runtime = config.runtime
     if runtime.simulate % count:
         raise ValueError(f"runtime.simulate={runtime.simulate} is not divisible by {count} processes; use a multiple")
@@ -146,6 +147,10 @@ def build(config: Config, count: int) -> tuple[Mesh, list[Phase]]:
     use_cache = runtime.compile_cache and not runtime.simulate
     cache = str(Path.home() / ".cache" / "nanotrain_jax") if use_cache else None
     meshes.configure(runtime.simulate // count, runtime.deterministic, cache)
+
+
+def build(config: Config) -> tuple[Mesh, list[Phase]]:
+    """Build the mesh, and the step of each phase of each stage of training."""
     mesh = meshes.make(**config.parallel.axes)
     if jax.process_index() == 0:
         sinks.check(config)

@@ -14,7 +14,7 @@ from planning import ROOT, run, small
 from nanotrain_jax import plan
 from nanotrain_jax.audit import topology
 from nanotrain_jax.config import load
-from nanotrain_jax.planner import explain, search
+from nanotrain_jax.planner import choice, explain, search
 from nanotrain_jax.planner.estimate import estimate, on_gpus
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -70,7 +70,7 @@ EXPLAINED = [(name, []) for name in CONFIGS] + [
 def test_every_formula_evaluates_to_its_value(name, overrides):
     config = load.load(ROOT / "configs" / f"{name}.yaml", overrides)
     gpu = "cpu" if config.runtime.simulate else "h100"
-    sections = explain.explain(estimate(on_gpus(config, 0, gpu, plan.vocabulary(config)), gpu))
+    sections = explain.explain(estimate(on_gpus(config, 0, gpu, choice.vocabulary(config)), gpu))
     titles = {section.title for section in sections}
     assert {"Parameters", "FLOPs", "Model states", "Activations", "Peak memory"} <= titles
     for section in sections:

@@ -137,10 +137,16 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def nested(overrides: Sequence[str], tree: dict[str, Any] | None = None) -> dict[str, Any]:
     """Apply `section.key=value` overrides to a tree (default: an empty one). Raises ValueError."""
-    tree = {} if tree is None else tree
+    tree = _with_sections({} if tree is None else tree)
     for override in overrides:
         _apply(tree, override)
+        tree = _with_sections(tree)
     return tree
+
+
+def _with_sections(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tree with `parallel: auto` written as a section."""
+    return {name: {"auto": True} if (name, keys) == ("parallel", "auto") else keys for name, keys in tree.items()}
 
 
 def parse(tree: Mapping[str, Any]) -> Config:
@@ -148,7 +154,7 @@ def parse(tree: Mapping[str, Any]) -> Config:
     try:
         # An empty section in YAML (`train:`) is None: use the defaults. `vision: null` is no section.
         empty = {k: {} for k, v in tree.items() if v is None and not is_optional(k)}
-        return Config.model_validate({**tree, **empty})
+        return Config.model_validate(_with_sections(tree) | empty)
     except ValidationError as error:
         raise ValueError(_one_line(error)) from None
 

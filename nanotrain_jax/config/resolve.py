@@ -31,6 +31,11 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     axes: mesh axis -> number of devices. tokenizer_vocab: number of ids of the tokenizer (None: no tokenizer).
     In the returned config no model size is None.
     """
+    if config.parallel.auto:
+        raise Misfit(
+            "parallel: auto is for `train` and `plan`, which choose a layout",
+            "take the line of YAML that they print",
+        )
     m, d = config.model, config.data
     vocab = m.vocab_size or tokenizer_vocab
     if vocab is None:

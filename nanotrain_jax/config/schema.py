@@ -96,8 +96,13 @@ class Model(Section):
 
 
 class Parallel(Section):
-    """Mesh axis sizes, ZeRO, pipeline schedule and communication."""
+    """Mesh axis sizes, ZeRO, pipeline schedule and communication. `parallel: auto` is a section with auto: true."""
 
+    auto: bool = key(
+        False,
+        "take the planner's first layout for the devices that are here, also memory.remat and model.loss_chunk; keys "
+        "of parallel beside it stay",
+    )
     data: Axis = key(-1, "data-parallel size; -1: all remaining devices")
     replica: Axis = key(1, "replicas of the data-parallel group; ZeRO shards inside a replica (HSDP)")
     sync_every: Count = key(

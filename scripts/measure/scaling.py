@@ -28,13 +28,12 @@ from compare_schedules import measure, prepare
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax import plan
 from nanotrain_jax.config.load import Parser, load, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.data import batches
 from nanotrain_jax.parallel import mesh as meshes
-from nanotrain_jax.planner import scaling
+from nanotrain_jax.planner import choice, scaling
 
 GPUS = "8,16,32,64,128,256,512,1024,2048,4096"
 TOKENS = 2**22  # of the fixed batch, modelled
@@ -61,9 +60,9 @@ def sizes_of(asked: argparse.Namespace, config: Config, default: str, batch: int
 
 def modelled(asked: argparse.Namespace, config: Config) -> dict[str, list[Row]]:
     """Return the rows of weak and strong scaling by the planner. Raises ValueError."""
-    plan.check_supported(config, chooses=True)
+    choice.check_supported(config, chooses=True)
     sizes = sizes_of(asked, config, GPUS, max(TOKENS // config.data.seq_len, 1))
-    neutral = plan.neutral(config, plan.vocabulary(config))
+    neutral = choice.neutral(config, choice.vocabulary(config))
     rows = {}
     for kind, pairs in sizes.items():
         found = scaling.points(neutral, asked.gpu, pairs)
@@ -206,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=140)
     try:
         config = load(asked.config, asked.overrides)
-        asked.gpu = asked.gpu and plan.kind_of_gpu(asked.gpu, config)
+        asked.gpu = asked.gpu and choice.kind_of_gpu(asked.gpu, config)
         way = MODELLED if asked.gpu else SIMULATED if config.runtime.simulate else ON_GPUS
         gpus = [] if way != ON_GPUS else [device for device in jax.devices() if device.platform == "gpu"]
         if way == ON_GPUS and len(gpus) < 2:

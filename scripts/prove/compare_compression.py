@@ -24,12 +24,12 @@ from converge import Job, checked, mean_curve, run
 from rich.console import Console
 from rich.table import Column, Table
 
-from nanotrain_jax import plan
 from nanotrain_jax.config.load import Parser, folder_argument, load, path_argument, path_override, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_phase, phases
 from nanotrain_jax.costs.communication import communication, synchronization
+from nanotrain_jax.planner import choice
 from nanotrain_jax.run import curves
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,7 @@ def megabytes(config: Config) -> float:
 def megabytes_of_step(config: Config) -> float:
     """Return the bytes per device and step between replicas, of a config without phases."""
     axes = config.parallel.axes
-    config = resolve(config, {axis: max(size, 1) for axis, size in axes.items()}, plan.vocabulary(config))
+    config = resolve(config, {axis: max(size, 1) for axis, size in axes.items()}, choice.vocabulary(config))
     rows = [row for row in communication(config) if "replica" in row["axis"]]
     once_in = [(rows, 1), (synchronization(config), max(config.parallel.sync_every, 1))]
     return sum(row["bytes_per_device"] / steps for rows, steps in once_in for row in rows) / 1e6

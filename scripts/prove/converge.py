@@ -30,11 +30,11 @@ import matplotlib.figure
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax import plan
 from nanotrain_jax.config.load import Parser, folder_argument, load, path_argument, path_override, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import spans
+from nanotrain_jax.planner import choice
 from nanotrain_jax.run import curves
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +124,7 @@ def job(asked: argparse.Namespace, layout: str, seed: int) -> Job:
     if config.runtime.simulate:
         overrides.append(f"runtime.simulate={prod(axes.values())}")
         config = load(file, overrides)
-    resolve(config, axes, plan.vocabulary(config))
+    resolve(config, axes, choice.vocabulary(config))
     if not config.train.eval_every or not config.data.val_fraction:
         raise ValueError("train.eval_every=0 or data.val_fraction=0: there would be no validation losses; set both")
     folder = asked.out / f"{layout}_{seed}"

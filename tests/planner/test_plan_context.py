@@ -11,7 +11,7 @@ from nanotrain_jax import plan
 from nanotrain_jax.config import load
 from nanotrain_jax.costs import hardware
 from nanotrain_jax.costs.traffic import Traffic
-from nanotrain_jax.planner import search
+from nanotrain_jax.planner import choice, search
 from nanotrain_jax.planner.estimate import estimate, on_gpus
 from nanotrain_jax.planner.step_time import LINK, last_hop
 
@@ -42,7 +42,7 @@ def test_ulysses_moves_less_than_the_ring_with_many_devices_or_key_heads(kv_head
 def test_a_search_splits_long_rows_only():
     def best(*overrides):
         config = load.load(CONFIG, ["parallel.data=-1", *overrides])
-        return search.search(plan.neutral(config, None), "h100", 8).best
+        return search.search(choice.neutral(config, None), "h100", 8).best
 
     long = best()
     assert long[0].fits and long[0].config.parallel.context > 1

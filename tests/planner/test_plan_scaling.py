@@ -7,9 +7,8 @@ import pytest
 from conftest import cover, in_words
 from planning import ROOT, small
 
-from nanotrain_jax import plan
 from nanotrain_jax.config import load
-from nanotrain_jax.planner import scaling, search
+from nanotrain_jax.planner import choice, scaling, search
 from nanotrain_jax.planner.estimate import estimate, margin
 
 
@@ -60,7 +59,7 @@ def test_latency_of_an_all_reduce_is_that_of_a_tree_and_hardly_grows():
 
 
 def test_a_model_that_fits_nowhere_is_one_line():
-    config = plan.neutral(load.load(ROOT / "configs/llama3_70b.yaml"), None)
+    config = choice.neutral(load.load(ROOT / "configs/llama3_70b.yaml"), None)
     found = scaling.points(config, "h100", [(8, 8)])
     assert not found[0].layout
     with pytest.raises(ValueError, match="no layout fits on 8 GPUs; use more"):
@@ -79,7 +78,7 @@ def test_modelled_scaling_shown_in_the_guides(case, monkeypatch):
     monkeypatch.setattr(search, "margin", partial(margin, jax_version=(0, 12)))  # the guides show the newest compiler's
     name, kind, gpus = case
     batch = BATCH if kind == "strong" else PER_GPU[name] * gpus
-    config = plan.neutral(load.load(ROOT / f"configs/{name}.yaml"), None)
+    config = choice.neutral(load.load(ROOT / f"configs/{name}.yaml"), None)
     (point,) = scaling.points(config, "h100", [(gpus, batch)])
     guides.hold("scaling", in_words(case), point._asdict())
 
@@ -101,7 +100,7 @@ PUBLISHED = {96: 0.47, 4608: 0.42}
 def test_strong_scaling_of_megatron_shown_in_the_guides(gpus, monkeypatch):
     monkeypatch.setattr(search, "margin", partial(margin, jax_version=(0, 12)))
     keys = ["data.batch_size=1152", "data.seq_len=2048"]
-    config = plan.neutral(load.load(ROOT / "configs/gpt3_175b.yaml", keys), None)
+    config = choice.neutral(load.load(ROOT / "configs/gpt3_175b.yaml", keys), None)
     (point,) = scaling.points(config, "h100", [(gpus, 1152)])
     guides.hold("megatron_scaling", f"{gpus}", point._asdict() | {"published_mfu": PUBLISHED[gpus]})
     assert 0.8 <= point.mfu / PUBLISHED[gpus] <= 1.1

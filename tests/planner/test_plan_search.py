@@ -9,12 +9,11 @@ import pytest
 from conftest import cover
 from planning import ROOT, small
 
-from nanotrain_jax import plan
 from nanotrain_jax.config import load
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.costs import hardware, memory
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text, slots
-from nanotrain_jax.planner import search
+from nanotrain_jax.planner import choice, search
 from nanotrain_jax.planner.estimate import estimate, margin
 from nanotrain_jax.planner.step_time import link
 
@@ -72,7 +71,7 @@ def test_one_microbatch_is_tried_if_two_do_not_fit():
     """Several accumulate gradients in float32, which costs more than smaller microbatches save with few tokens."""
     config = load.load(ROOT / "configs/llama3_8b.yaml", ["data.seq_len=512"])
     fixed = {"parallel.zero": 1, "parallel.data": 8}
-    best = search.search(plan.neutral(config, None), "h100", 8, fixed=fixed).best[0]
+    best = search.search(choice.neutral(config, None), "h100", 8, fixed=fixed).best[0]
     assert (best.config.parallel.microbatches, best.fits) == (1, True)
 
 
@@ -87,7 +86,7 @@ def test_fixed_keys_are_kept():
 
 def test_the_choice_for_llama_on_one_host_shown_in_the_guides(monkeypatch):
     monkeypatch.setattr(search, "margin", partial(margin, jax_version=(0, 12)))  # the guides show the newest compiler's
-    found = search.search(plan.neutral(load.load(ROOT / "configs/llama3_8b.yaml"), None), "h100", 8)
+    found = search.search(choice.neutral(load.load(ROOT / "configs/llama3_8b.yaml"), None), "h100", 8)
     counts = {"tried": found.tried, "too_large": found.rejected["needs more memory than there is"]}
     guides.hold("llama3_8b", "counts", counts)
     for rank, e in enumerate(found.best[:5], 1):
@@ -126,7 +125,7 @@ def test_rejected_layouts_have_reasons():
 
 
 def test_without_a_fit_the_error_has_the_excess_and_remedies():
-    config = plan.neutral(load.load(ROOT / "configs/llama3_70b.yaml"), None)
+    config = choice.neutral(load.load(ROOT / "configs/llama3_70b.yaml"), None)
     found = search.search(config, "h100", 8)
     assert not found.best
     text = search.why_nothing_fits(found, "h100", 8, 0.75, {})
@@ -136,4 +135,4 @@ def test_without_a_fit_the_error_has_the_excess_and_remedies():
 def test_a_batch_that_grows_may_be_searched():
     keys = "train.noise_scale=true", "train.batch_growth={batch_size: 4, every: 25}", "data.batch_size=64"
     config = load.load(ROOT / "configs/gpt2_124m.yaml", keys)
-    assert search.search(plan.neutral(config, 50304), "h100", 8).best
+    assert search.search(choice.neutral(config, 50304), "h100", 8).best

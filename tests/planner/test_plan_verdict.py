@@ -13,7 +13,7 @@ from nanotrain_jax import plan
 from nanotrain_jax.config import load
 from nanotrain_jax.costs import flops, hardware, memory
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
-from nanotrain_jax.planner import search
+from nanotrain_jax.planner import choice, search
 from nanotrain_jax.planner.compiled import compile_step
 from nanotrain_jax.planner.estimate import LARGE_MARGIN, MARGIN, estimate, margin
 from nanotrain_jax.planner.report import page
@@ -58,7 +58,7 @@ def test_stored_attention_scores_have_a_larger_margin():
 
 def test_a_search_rejects_layouts_that_fit_only_without_the_margin():
     """Llama-3-8B with ZeRO 0 on 8 H100s: a layout estimated at 63.63 GB of 63.71 compiled to 63.73."""
-    config = plan.neutral(load.load(LLAMA), None)
+    config = choice.neutral(load.load(LLAMA), None)
     found = search.search(config, "h100", 8, fixed={"parallel.zero": 0})
     assert found.best
     assert all(e.peak_bytes * (1 + MARGIN) <= e.limit_bytes for e in found.best)
@@ -66,7 +66,7 @@ def test_a_search_rejects_layouts_that_fit_only_without_the_margin():
 
 
 def test_a_search_returns_layouts_that_may_not_fit_if_no_others_do(capsys):
-    config = plan.neutral(load.load(LLAMA), None)
+    config = choice.neutral(load.load(LLAMA), None)
     least = search.search(config, "h100", 8, 0.01).smallest
     fraction = 1.001 * least.peak_bytes / hardware.find("h100").memory_bytes
     found = search.search(config, "h100", 8, fraction)
@@ -99,7 +99,7 @@ def test_choose_and_compile_tries_candidates_until_one_fits(monkeypatch, tmp_pat
     file, chosen_yaml, folder = tmp_path / "plan.json", tmp_path / "chosen.yaml", tmp_path / "report"
     outputs = "--json", file, "--write", chosen_yaml, "--report", folder
     assert run("--config", LLAMA, "--choose", "--compile", *outputs) == 0
-    best = search.search(plan.neutral(load.load(LLAMA), None), "h100", 8).best
+    best = search.search(choice.neutral(load.load(LLAMA), None), "h100", 8).best
     assert [c.parallel for c in asked] == [e.config.parallel for e in best[:3]]
     out = " ".join(capsys.readouterr().out.split())
     assert f"does not fit as compiled: {2 * best[0].peak_bytes / 1e9:,.2f} GB" in out
@@ -113,7 +113,7 @@ def test_choose_and_compile_tries_candidates_until_one_fits(monkeypatch, tmp_pat
 
 
 def test_choose_and_compile_exits_with_1_if_no_candidate_fits(monkeypatch, tmp_path, capsys):
-    count = len(search.search(plan.neutral(load.load(LLAMA), None), "h100", 8).best)
+    count = len(search.search(choice.neutral(load.load(LLAMA), None), "h100", 8).best)
     asked = fake_compiler(monkeypatch, *[3.0] * count)
     file = tmp_path / "plan.json"
     assert run("--config", LLAMA, "--choose", "--compile", "--json", file) == 1
@@ -152,7 +152,7 @@ def test_our_configs_are_not_much_slower_than_the_chosen_layout(name, capsys):
 
 
 def test_a_search_stops_at_its_limit_and_is_incomplete():
-    config = plan.neutral(load.load(LLAMA), None)
+    config = choice.neutral(load.load(LLAMA), None)
     assert search.search(config, "h100", 8).complete
     few = search.search(config, "h100", 8, most=50)
     assert (few.complete, 50 < few.tried < 100) == (False, True)
@@ -172,7 +172,7 @@ def test_a_search_builds_each_schedule_once(monkeypatch):
     for module in (schedule_text, schedule):
         monkeypatch.setattr(module, "make", lambda *key: made.append(key) or make(*key))
     schedule_text.outline.cache_clear()
-    config = plan.neutral(load.load(GPT3, ["data.batch_size=192"]), None)
+    config = choice.neutral(load.load(GPT3, ["data.batch_size=192"]), None)
     assert search.search(config, "h100", 128).tried > 1000
     assert len(made) == len(set(made)) > 100
 
@@ -298,8 +298,8 @@ def name(case):
 def chosen(config, gpu, gpus, overrides):
     """Return the planner's first choice."""
     loaded = load.load(ROOT / "configs" / f"{config}.yaml", overrides)
-    fixed = plan.keys(load.nested(overrides))
-    return search.search(plan.neutral(loaded, plan.vocabulary(loaded)), gpu, gpus, fixed=fixed).best[0]
+    fixed = choice.keys(load.nested(overrides))
+    return search.search(choice.neutral(loaded, choice.vocabulary(loaded)), gpu, gpus, fixed=fixed).best[0]
 
 
 @needs_cuda_compiler

@@ -8,6 +8,7 @@ import yaml
 
 from nanotrain_jax.costs import counts, flops, hardware
 from nanotrain_jax.planner import compiled as compiler
+from nanotrain_jax.planner.choice import layout_of
 from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, verdict
 from nanotrain_jax.planner.search import SEARCHED, SearchResult
 from nanotrain_jax.planner.step_time import Transfer
@@ -33,17 +34,13 @@ def config_text(tree: dict[str, Any], e: Estimate, origin: str) -> str:
     """Return the user's config with the layout of an estimate, as YAML. tree: file and overrides; origin: its path."""
     c, tree = e.config, {section: dict(part or {}) for section, part in tree.items()}
     p = c.parallel
-    defaults = {"pipe": 1, "replica": 1, "context": 1, "tensor": 1, "zero": 0, "chunks": 1, "schedule": "1f1b"}
-    defaults |= {"microbatches": 1, "context_attention": "ring"}
-    layout = {key.split(".")[1]: getattr(p, key.split(".")[1]) for key in SEARCHED if key.startswith("parallel")}
-    if p.pipe == 1:
-        del layout["vocab_over_pipe"]
+    layout = layout_of(c)
     given = tree.get("parallel", {})
-    others = {k: getattr(p, k) for k in given if f"parallel.{k}" not in SEARCHED}
+    others = {k: getattr(p, k) for k in given if f"parallel.{k}" not in SEARCHED and k != "auto"}
     if "full_sync_steps" in given:
         others["full_sync_steps"] = given["full_sync_steps"]  # a plan is of the steps after them
-    tree["parallel"] = {k: v for k, v in layout.items() if defaults.get(k) != v} | others
-    tree["memory"] = tree.get("memory", {}) | {"remat": c.memory.remat}
+    tree["parallel"] = layout["parallel"] | others
+    tree["memory"] = tree.get("memory", {}) | layout["memory"]
     tree["data"] = tree.get("data", {}) | {"batch_size": c.data.batch_size}
     if c.model.loss_chunk or "loss_chunk" in tree.get("model", {}):
         tree["model"] = tree.get("model", {}) | {"loss_chunk": c.model.loss_chunk}
