@@ -2,6 +2,13 @@
 
 import sys
 
+if __name__ == "__main__":
+    from nanotrain_jax.run import shell
+
+    shell.begin(finishes=True)
+
+from nanotrain_jax.run import shell
+
 COMMANDS = {  # name -> what it does, what to type after it
     "train": ("train a model; the same command resumes", "--config quickstart [section.key=value ...]"),
     "plan": ("memory and step time of a layout, or the best layout, without a GPU", "--config llama3_8b --choose"),
@@ -25,4 +32,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(shell.run(main))

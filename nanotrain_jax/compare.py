@@ -6,10 +6,16 @@ which their configs differ. Uses no device. Exit codes: 0 done; 2 invalid reques
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":
+    from nanotrain_jax.run import shell
+
+    shell.begin(finishes=True)
+
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +28,7 @@ from nanotrain_jax.config.load import Parser, flat, path_argument, refuse
 from nanotrain_jax.config.load import read as read_config
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import with_message
-from nanotrain_jax.run import curves
+from nanotrain_jax.run import curves, shell
 
 PLACES = ("logging.dir", "checkpoint.dir")  # keys that differ between any two runs
 NATS = {"loss": "training loss (nats per token)", "val_loss": "validation loss (nats per token)"}
@@ -151,4 +157,4 @@ def shown(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(shell.run(main))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from nanotrain_jax.run import loading
+    from nanotrain_jax.run import shell
 
-    loading.announce(sys.argv[1:], sys.stderr)
+    shell.begin()
+    shell.announce(sys.argv[1:], sys.stderr)
 
 import argparse
 import logging
@@ -36,6 +37,7 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.data import batches, corpus
 from nanotrain_jax.models import decoder as model
 from nanotrain_jax.parallel import remat
+from nanotrain_jax.run import shell
 
 MIN_TEMPERATURE = 1e-6  # below: greedy
 INCOMPLETE = "\ufffd"  # at the end of a text: part of a multi-byte character
@@ -226,4 +228,4 @@ def choose(logits_V: jax.Array, sampling: Sampling, draw: jax.Array) -> jax.Arra
 
 if __name__ == "__main__":
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax
-    sys.exit(main())
+    sys.exit(shell.run(main))

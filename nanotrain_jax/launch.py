@@ -9,12 +9,18 @@ Exit codes: 0 done; 2 invalid request; 75 stopped by SIGTERM or Ctrl-C with a ch
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":
+    from nanotrain_jax.run import shell
+
+    shell.begin(finishes=True)
+
 import argparse
 import math
 import os
 import re
 import socket
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -24,6 +30,7 @@ from nanotrain_jax.distributed import processes
 from nanotrain_jax.distributed.agent import Agent
 from nanotrain_jax.distributed.coordinator import LOOPBACK, Coordinator, RestartPolicy
 from nanotrain_jax.distributed.protocol import GRACE
+from nanotrain_jax.run import shell
 
 MAX_PROCESSES = 1024  # per host
 RUN = ("-m", "nanotrain_jax.train")
@@ -163,4 +170,4 @@ def restarted(config: Config, before: int, left: int, devices: int) -> tuple[int
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(shell.run(main))

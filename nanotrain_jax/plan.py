@@ -11,10 +11,16 @@ FLOPs and times are per device and step, GB are 1e9 bytes, and all times are mod
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__":
+    from nanotrain_jax.run import shell
+
+    shell.begin(finishes=True)
+
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +37,7 @@ from nanotrain_jax.planner import compiled as compiler
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate, Verdict, estimate, on_gpus
 from nanotrain_jax.planner.report import export, page, terminal
 from nanotrain_jax.planner.report.export import Planned
+from nanotrain_jax.run import shell
 
 EXIT: dict[Verdict, int] = {"fits": 0, "does not fit": 1, "may not fit": 3}
 CODES = """exit codes:
@@ -248,4 +255,4 @@ def write(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(shell.run(main))

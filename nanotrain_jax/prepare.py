@@ -6,11 +6,17 @@
 line; .parquet: a document per row. Exit codes: 0 done; 2 the request is wrong (one line on stderr); 1 anything else.
 """
 
+import sys
+
+if __name__ == "__main__":
+    from nanotrain_jax.run import shell
+
+    shell.begin(finishes=True)
+
 import argparse
 import gzip
 import json
 import re
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +27,7 @@ from rich.progress import track
 
 from nanotrain_jax.config.load import Parser, one_line, path_argument, refuse
 from nanotrain_jax.data import corpus
+from nanotrain_jax.run import shell
 
 KINDS = ".txt", ".jsonl", ".jsonl.gz", ".parquet"
 
@@ -184,4 +191,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(shell.run(main))

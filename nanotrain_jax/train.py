@@ -1,7 +1,7 @@
 """The training command: `python -m nanotrain_jax.train --config FILE [section.key=value ...]`
 
-Exit codes: 0 done, or stopped by SIGTERM or Ctrl-C after saving a checkpoint; 2 invalid request (one line on stderr);
-3 hang timeout, or another process is lost; 1 any other failure.
+Exit codes: 0 done, or stopped by SIGTERM, SIGUSR1, SIGHUP or Ctrl-C after saving a checkpoint; 2 invalid request (one
+line on stderr); 3 hang timeout, or another process is lost; 130 Ctrl-C before the run began; 1 any other failure.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    from nanotrain_jax.run import loading
+    from nanotrain_jax.run import shell
 
-    loading.announce(sys.argv[1:])
+    shell.begin(finishes=True)
+    shell.announce(sys.argv[1:])
 
 import argparse
 import hashlib
@@ -37,12 +38,12 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_phase, spans
 from nanotrain_jax.data import batches
 from nanotrain_jax.distributed import processes, watchdog
-from nanotrain_jax.distributed.processes import on_all_processes, raise_on_all
+from nanotrain_jax.distributed.processes import STOPS, on_all_processes, raise_on_all
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import auto
-from nanotrain_jax.run import capacity, resume, sinks
+from nanotrain_jax.run import capacity, resume, shell, sinks
 from nanotrain_jax.run.loop import Run, new_folder, train
 from nanotrain_jax.run.phases import Phase
 from nanotrain_jax.step import build as steps
@@ -84,7 +85,7 @@ def refuse_unless_transient(error: Exception) -> int:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[int], bool]]:
-    """Yield stopped(step), to call before each step: it returns True after a SIGTERM or Ctrl-C.
+    """Yield stopped(step), to call before each step: it returns True after a SIGTERM, Ctrl-C, SIGUSR1 or SIGHUP.
 
     With several processes it returns True on all of them before the same step, whichever received the signal. A second
     signal has its usual effect, unless a launcher handles it.
@@ -104,7 +105,8 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
             os.kill(os.getpid(), signal.SIGTERM)
         return multihost_utils.reached_preemption_sync_point(step)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    heard = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in heard}
     try:
         yield stopped
     finally:
@@ -225,7 +227,7 @@ if __name__ == "__main__":
     for library in "absl", "asyncio":  # orbax also logs every exception it raises
         logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
-        code = main()
+        code = shell.run(main)
     except Exception as error:
         traceback.print_exc()
         code = watchdog.HUNG if processes.is_peer_failure(error) else 1

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "nanotrain_jax"
 LAYERS = {
     "base": {
         "config", "parallel.mesh", "parallel.sharding", "parallel.collectives", "parallel.xla_options", "models.ops",
-        "models.parameters", "costs.hardware", "run.loading",
+        "models.parameters", "costs.hardware", "run.shell",
     },
     "techniques": {"config.resolve", "parallel", "audit", "data", "checkpoint", "distributed"},
     "models": {"models"},
@@ -31,7 +31,7 @@ COLLECTIVES = {
     "psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pshuffle", "pcast",
     "axis_index",
 }  # fmt: skip
-MAY_READ_ENVIRONMENT = {"parallel.mesh", "distributed.processes", "run.loading", "launch", "audit.topology"}
+MAY_READ_ENVIRONMENT = {"parallel.mesh", "distributed.processes", "run.shell", "launch", "audit.topology"}
 
 MAX_FUNCTION_LINES = 60  # docstring included
 MAX_PARAMETERS = 6  # without self

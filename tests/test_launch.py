@@ -156,7 +156,7 @@ def test_a_stopped_process_is_the_root_cause(tmp_path):
     assert "is stopped (SIGSTOP); restart 1 of 3" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_is_forwarded_to_all_processes_and_a_second_one_kills_them(number, tmp_path):
     plan = dict.fromkeys([(0, 0), (0, 1)], HANG)
     run = Launched(tmp_path, plan, "--processes", "2")

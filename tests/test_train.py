@@ -17,7 +17,7 @@ from conftest import records
 from nanotrain_jax.config import load
 from nanotrain_jax.config import schema as configs
 from nanotrain_jax.data import batches
-from nanotrain_jax.run import loading, loop
+from nanotrain_jax.run import loop, shell
 
 __all__ = ["config_file"]  # a fixture
 
@@ -121,7 +121,7 @@ def test_loading_reading_and_compiling_are_announced_first(config_file, tmp_path
 def test_loading_is_announced_by_process_0_and_not_for_help():
     def said(*arguments, **env):
         out = io.StringIO()
-        loading.announce(arguments, out, env)
+        shell.announce(arguments, out, env)
         return out.getvalue()
 
     line = "loading JAX ...\n"
@@ -132,7 +132,7 @@ def test_loading_is_announced_by_process_0_and_not_for_help():
 
 
 def test_announcing_imports_nothing_slow():
-    code = "import sys; from nanotrain_jax.run import loading; sys.exit(bool({'jax', 'numpy'} & set(sys.modules)))"
+    code = "import sys; from nanotrain_jax.run import shell; sys.exit(bool({'jax', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

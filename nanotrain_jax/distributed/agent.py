@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple, TextIO
 
-from nanotrain_jax.distributed.processes import LAUNCHER
+from nanotrain_jax.distributed.processes import LAUNCHER, STOPS
 from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, STOPPED, Connection, Message, log
 from nanotrain_jax.distributed.watchdog import HUNG
 
@@ -46,8 +46,9 @@ class Agent:
 
     def run(self, coordinator: tuple[str, int], timeout: int) -> int:
         """Follow the coordinator until the run ends; -> exit code."""
-        for number in signal.SIGTERM, signal.SIGINT:
-            signal.signal(number, lambda number, frame: self.signals.append(number))
+        for number in STOPS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: self.signals.append(number))
         connection = self._join(coordinator, timeout)
         if connection is None:
             return STOPPED if self.signals else 1

@@ -6,12 +6,15 @@ The same command starts one process on a laptop and many on many hosts; flags or
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from glob import glob
 from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -22,6 +25,8 @@ from jax.experimental import multihost_utils
 
 PORT = 29500  # default port of process 0, as PyTorch's MASTER_PORT
 LAUNCHER = "NANOTRAIN_LAUNCHER"
+# Signals that ask a run to save and stop. Slurm sends USR1 where people ask for it, a closed terminal sends HUP.
+STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 # Texts in errors of JAX, gloo and NCCL, of several types, after the failure of another process.
 PEER_FAILURES = ("Gloo ", "remote process exited", "UNAVAILABLE:", "DEADLINE_EXCEEDED:")
 PEER_FAILURES += ("Connection reset", "Connection closed")
@@ -180,15 +185,38 @@ def initialize(process: Process, gpus: Sequence[int] = (), timeout: int = 300) -
     timer = threading.Timer(timeout, give_up, [message])  # JAX itself would abort
     timer.daemon = True
     timer.start()
-    jax.distributed.initialize(
-        process.coordinator,
-        process.count,
-        process.index,
-        local_device_ids=list(gpus),
-        cluster_detection_method="deactivate" if process.coordinator else process.source,
-        initialization_timeout=timeout + 60,
-    )
+    with without_proxy(process.coordinator):
+        jax.distributed.initialize(
+            process.coordinator,
+            process.count,
+            process.index,
+            local_device_ids=list(gpus),
+            cluster_detection_method="deactivate" if process.coordinator else process.source,
+            initialization_timeout=timeout + 60,
+        )
     timer.cancel()
+
+
+@contextmanager
+def without_proxy(address: str | None, env: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Let processes reach the address (host:port) of process 0 directly, whatever proxy the environment has.
+
+    gRPC reads http_proxy and no_proxy; the host stays in no_proxy. JAX warns of any proxy: not of one that is bypassed.
+    """
+    if not address:  # JAX finds it
+        yield
+        return
+    host = address.rpartition(":")[0].strip("[]")
+    for name in "no_proxy", "NO_PROXY":
+        hosts = [other for other in env.get(name, "").split(",") if other]
+        env[name] = ",".join(dict.fromkeys([*hosts, host]))
+    logger = logging.getLogger("jax")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def all_gather_text(text: str) -> list[str]:
