@@ -14,7 +14,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 
 def expanded(path: str) -> str:
-    """Expand `~` or `~user` in a path. Raises ValueError."""
+    """Expand `~` or `~user` in a path. Raises ValueError, also for a remote one (gs://...)."""
+    if scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+        raise ValueError(f"path {path!r} is remote; give a folder of this machine, where {scheme[0]} may be mounted")
     if "\0" in path:
         raise ValueError(f"path {path!r} must not contain NUL; remove it")
     absolute = os.path.expanduser(path)

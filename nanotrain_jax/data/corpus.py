@@ -12,6 +12,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 import shutil
 import sysconfig
 import tempfile
@@ -102,7 +103,7 @@ def json_tokenizer(text: str, origin: str) -> Tokenizer:
 
     def encode(texts: Sequence[bytes]) -> list[np.ndarray]:
         decoded = [t.decode("utf-8", errors="replace") for t in texts]
-        return [np.asarray(e.ids, np.uint32) for e in model.encode_batch(decoded, add_special_tokens=False)]
+        return [np.asarray(e.ids, np.uint32) for e in model.encode_batch_fast(decoded, add_special_tokens=False)]
 
     name = "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
     return Tokenizer(name, max(model.get_vocab().values(), default=0) + 1, encode, end, text)
@@ -134,10 +135,21 @@ def stdlib_documents() -> Iterator[bytes]:
 
 
 def glob_documents(pattern: str) -> Iterator[bytes]:
-    """Yield the documents of the files that match a pattern. Raises ValueError if none does."""
+    """Yield the documents of the files that match a pattern. Raises ValueError if none does.
+
+    A name of a file or of its folder is taken literally where it exists: brackets there are no pattern.
+    """
+    folder, name = os.path.split(pattern)
+    if Path(pattern).is_file():
+        pattern = glob.escape(pattern)
+    elif Path(folder).is_dir():
+        pattern = os.path.join(glob.escape(folder), name)
     paths = sorted(p for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
     if not paths:
-        raise ValueError(f"data.source='text:{pattern}' matches no file; check the pattern (relative to {Path.cwd()})")
+        hint = "; brackets are a pattern: [[] stands for [" * ("[" in pattern)
+        raise ValueError(
+            f"data.source='text:{pattern}' matches no file; check the pattern (relative to {Path.cwd()}){hint}"
+        )
     return text_documents(paths)
 
 

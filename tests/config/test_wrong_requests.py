@@ -18,6 +18,12 @@ BAD = [
     (["train.steps"], "must be section.key=value"),
     (["logging.dir=runs/exp #1"], "YAML reads a comment after #; quote the value"),
     (["data.source=text:nowhere/*.txt"], "matches no file"),
+    (
+        ["logging.dir=gs://bucket/run"],
+        "path 'gs://bucket/run' is remote; give a folder of this machine, where gs:// may",
+    ),
+    (["data.source=tokens:s3://bucket/tokens"], "path 's3://bucket/tokens' is remote"),
+    (["checkpoint.resume=hdfs://runs/a"], "path 'hdfs://runs/a' is remote"),
     (["data.source=tokens:nowhere"], "nanotrain_jax.prepare"),
     (["data.tokenizer=nowhere.json"], "nowhere.json"),
     (["data.seq_len=100000000"], "data.seq_len=100000000 needs at least 100000001"),

@@ -9,6 +9,7 @@ import grain
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from conftest import resolved, small
 
 from nanotrain_jax.config import load as request
@@ -235,10 +236,30 @@ def test_damaged_documents_are_refused_also_unverified(content, token_folder):
         load(source=f"tokens:{token_folder}", seq_len=16, val_fraction=0.2, verify=False)
 
 
+@pytest.mark.parametrize("pattern", ["books [2024]/*.txt", "books [2024]/a[1].txt", "books [[]2024]/*.txt"])
+def test_brackets_in_names_that_exist_are_no_pattern(pattern, tmp_path):
+    (tmp_path / "books [2024]").mkdir()
+    (tmp_path / "books [2024]" / "a[1].txt").write_text("text " * 99)
+    assert b"".join(corpus.glob_documents(f"{tmp_path}/{pattern}")) == b"text " * 99
+
+
+def test_the_fast_encoding_has_the_ids_of_the_other(tmp_path):
+    """It leaves out offsets, which nobody reads here."""
+    text = [doc.decode("utf-8", "replace") for doc in islice(corpus.stdlib_documents(), 20)]
+    text += ["<|endoftext|> in the text, and twice <|endoftext|><|endoftext|>", "caf\u00e9 \U0001f600 \ufffd", ""]
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    model.train_from_iterator(text, tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"]))
+    found = corpus.json_tokenizer(model.to_str(), "test").encode([doc.encode() for doc in text])
+    for ids, expected in zip(found, model.encode_batch(text, add_special_tokens=False), strict=True):
+        np.testing.assert_array_equal(ids, expected.ids)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"source": "text:nowhere/*.txt"}, "matches no file"),
+        ({"source": "text:nowhere[1]/*.txt"}, "matches no file; .* brackets are a pattern"),
         ({"source": "web"}, "must be stdlib, text:GLOB"),
         ({"source": "synthetic"}, "vocab_size"),
         ({"source": "text:{short}"}, "has 6 tokens"),
