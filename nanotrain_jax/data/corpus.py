@@ -249,9 +249,10 @@ def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) 
 def read(folder: str | Path, verify: bool = True) -> Corpus:
     """Memory-map a token folder. Raises ValueError if it is incomplete or (with verify) was modified, or OSError."""
     folder = Path(folder)
-    remedy = "create it with python -m nanotrain_jax.prepare"
+    command = "python -m nanotrain_jax.prepare"
+    remedy = f"create it again with {command}"
     if not (folder / "header.json").is_file():
-        raise ValueError(f"data.source='tokens:{folder}' has no header.json; {remedy}")
+        raise ValueError(f"data.source='tokens:{folder}' has no header.json; create it with {command}")
     try:
         header = json.loads((folder / "header.json").read_text())
         if header["format"] != FORMAT:

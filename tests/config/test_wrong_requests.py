@@ -20,7 +20,7 @@ BAD = [
     (["data.source=text:nowhere/*.txt"], "matches no file"),
     (
         ["logging.dir=gs://bucket/run"],
-        "path 'gs://bucket/run' is remote; give a folder of this machine, where gs:// may",
+        "path 'gs://bucket/run' is remote; give a folder of this machine",
     ),
     (["data.source=tokens:s3://bucket/tokens"], "path 's3://bucket/tokens' is remote"),
     (["checkpoint.resume=hdfs://runs/a"], "path 'hdfs://runs/a' is remote"),
