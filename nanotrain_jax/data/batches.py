@@ -19,6 +19,7 @@ from nanotrain_jax.data import arrays
 from nanotrain_jax.data import corpus as corpora
 
 TOKENIZER = "tokenizer.json"  # in a token folder, and in the folder of a run
+PIECES = 8  # about, to hold out, of documents that are too long to be held out whole
 
 
 class Windows:
@@ -99,7 +100,7 @@ Source = Windows | Synthetic | arrays.Rows
 
 class Dataset(NamedTuple):
     """Training and validation sequences (val may be empty). fingerprint identifies them; replaced: see Corpus;
-    picture_places: see data/arrays.py."""
+    picture_places: see data/arrays.py; pieces: into which documents were cut to hold some out (0: they are whole)."""
 
     train: Source
     val: Source
@@ -108,6 +109,7 @@ class Dataset(NamedTuple):
     fingerprint: str
     replaced: int = 0
     picture_places: int | None = None
+    pieces: int = 0
 
 
 def load(config: Data, vocab_size: int | None = None) -> Dataset:
@@ -154,7 +156,9 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
             f"data.source={config.source!r} has {len(corpus.tokens)} tokens, but data.seq_len={config.seq_len} needs "
             f"at least {need}; use more text or a shorter data.seq_len"
         )
-    train, val = (Windows(corpus, documents, config.seq_len) for documents in corpus.split(config.val_fraction))
+    documents = len(corpus.ends)
+    corpus, sides = divided(corpus, config)
+    train, val = (Windows(corpus, side, config.seq_len) for side in sides)
     for name, side in ("train on", train), ("hold out", val):
         if not len(side) and (side is train or config.val_fraction):
             raise ValueError(
@@ -162,7 +166,24 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
                 f"{config.seq_len} needs at least {need}; change data.val_fraction (0: no validation), or use more text"
             )
     fingerprint = f"{corpus.fingerprint} val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
-    return Dataset(train, val, corpus.tokenizer, corpus.vocab_size, fingerprint, corpus.replaced)
+    pieces = len(corpus.ends) if len(corpus.ends) > documents else 0
+    return Dataset(train, val, corpus.tokenizer, corpus.vocab_size, fingerprint, corpus.replaced, pieces=pieces)
+
+
+def divided(corpus: corpora.Corpus, config: Data) -> tuple[corpora.Corpus, tuple[np.ndarray, np.ndarray]]:
+    """Return a corpus, and which of its documents to train on and to hold out: data.val_fraction, a row at least.
+
+    If every document is longer than that, as of a handful of files, they are cut into pieces. Raises ValueError.
+    """
+    least = config.seq_len + 1
+    try:
+        return corpus, corpus.split(config.val_fraction, least)
+    except corpora.NothingToHoldOut:
+        budget = max(config.val_fraction * len(corpus.tokens), least)
+        path = tokenizer_file(config)
+        tokenizer = corpora.tokenizer(str(path) if path else "bytes")
+        corpus = corpus.cut(max(int(budget) // PIECES, 1), corpora.line_ends(tokenizer))
+        return corpus, corpus.split(config.val_fraction, least)
 
 
 def tokenizer_file(config: Data) -> Path | None:

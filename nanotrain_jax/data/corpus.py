@@ -64,26 +64,53 @@ class Corpus(NamedTuple):
         """Identify the documents, their order and the tokenizer."""
         return hashlib.sha256(self.tokenizer.encode() + self.ends.tobytes() + self.keys.tobytes()).hexdigest()[:16]
 
-    def split(self, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    def split(self, fraction: float, least: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return the indices of (training, validation) documents, the latter with about this fraction of the tokens.
 
         Documents with the smallest hashes are held out, so the choice does not depend on seed or order, and documents
-        with the same text are always on the same side. A document longer than the fraction is never held out. Raises
-        ValueError if none can be held out.
+        with the same text are always on the same side. A document longer than the fraction is never held out. least: of
+        tokens to hold out, if the fraction is smaller. Raises NothingToHoldOut (a ValueError) if no document is short
+        enough.
         """
         if fraction == 0:
             return np.arange(len(self.keys)), np.arange(0)
         _, group = np.unique(self.keys, return_inverse=True)  # ordered by hash
         sizes = np.bincount(group, np.diff(self.ends, prepend=0))
-        budget = fraction * sizes.sum()
+        budget = max(fraction * sizes.sum(), least)
         fits = sizes <= budget
         held_out = fits & (np.cumsum(np.where(fits, sizes, 0)) - sizes < budget)
         if not held_out.any():
-            raise ValueError(
+            raise NothingToHoldOut(
                 f"data.val_fraction={fraction} is {budget:.0f} tokens, but the shortest document has "
                 f"{sizes.min():.0f}; use more or shorter documents, a larger fraction, or 0 for no validation"
             )
         return np.flatnonzero(~held_out[group]), np.flatnonzero(held_out[group])
+
+    def cut(self, size: int, line_ends: Sequence[int]) -> Corpus:
+        """Return the corpus with its documents in pieces of at most size tokens, cut after a line end where one is.
+
+        line_ends: ids of tokens that end a line. Pieces with the same tokens have the same key.
+        """
+        ends, start = [], 0
+        for document_end in self.ends:
+            while document_end - start > size:
+                found = np.flatnonzero(np.isin(self.tokens[start : start + size], line_ends))
+                start += int(found[-1]) + 1 if len(found) else size
+                ends.append(start)
+            start = int(document_end)
+            ends.append(start)
+        starts = [0, *ends[:-1]]
+        keys = [text_key(self.tokens[a:b].tobytes()) for a, b in zip(starts, ends, strict=True)]
+        return self._replace(ends=np.array(ends), keys=np.array(keys, np.uint64))
+
+
+class NothingToHoldOut(ValueError):
+    """No document is short enough to be held out."""
+
+
+def text_key(text: bytes) -> int:
+    """Return the 64-bit hash of a text."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -123,6 +150,14 @@ def tokenizer(name: str, key: str = "data.tokenizer", others: str = "bytes") -> 
         raise with_message(error, f"{key}={name!r} cannot be read ({error.strerror}); {remedy}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{key}={name!r} is not a tokenizer.json (not UTF-8); {remedy}") from None
+
+
+def line_ends(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of tokens with which a line ends."""
+    if tokenizer.text is None:
+        return [ord("\n")]
+    vocabulary = tokenizers.Tokenizer.from_str(tokenizer.text).get_vocab()
+    return sorted(i for token, i in vocabulary.items() if token.endswith(("\n", "\u010a", "<0x0A>")))  # byte-level BPE
 
 
 def stdlib_documents() -> Iterator[bytes]:
@@ -178,8 +213,7 @@ def encoded(
     while texts := list(islice(documents, at_once)):
         for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
             ids = np.append(ids, end).astype(tokenizer.dtype)
-            key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-            yield ids, key, 0 if tokenizer.text is None else replaced(text)
+            yield ids, text_key(text), 0 if tokenizer.text is None else replaced(text)
 
 
 def replaced(text: bytes) -> int:

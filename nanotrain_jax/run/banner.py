@@ -30,6 +30,8 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
         warmup = config.optimizer.warmup_steps
         lines.append(f"warning: the run ends during warm-up: optimizer.warmup_steps={warmup} > train.steps")
     lines += without_effect(config)
+    if dataset.pieces:
+        lines.append(f"every document is too long to be held out: cut at line ends into {dataset.pieces:,} pieces")
     if dataset.replaced:
         lines.append(f"warning: {dataset.replaced:,} invalid UTF-8 sequences in the text were replaced by U+FFFD")
     p, vocab = config.parallel, config.model.vocab_size

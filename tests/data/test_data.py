@@ -236,6 +236,47 @@ def test_damaged_documents_are_refused_also_unverified(content, token_folder):
         load(source=f"tokens:{token_folder}", seq_len=16, val_fraction=0.2, verify=False)
 
 
+HANDFULS = {"six of equal length": [2400] * 6, "four long": [9000, 8000, 7000, 6000], "two": [5000, 300], "one": [3000]}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("sizes", HANDFULS.values(), ids=HANDFULS)
+def test_a_handful_of_files_trains(sizes, tokenizer, tmp_path):
+    words = np.random.default_rng(0).choice(["la", "mi", "so", "fa", "re\n"], size=(len(sizes), max(sizes)))
+    texts = [" ".join(row)[:size] for row, size in zip(words, sizes, strict=True)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+    keys = {"source": f"text:{tmp_path}/*.txt", "seq_len": 64}
+    if tokenizer == "bpe":
+        model = tokenizers.Tokenizer(tokenizers.models.BPE())
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=30, special_tokens=["</s>"]))
+        model.save(str(tmp_path / "tokenizer.json"))
+        keys["tokenizer"] = str(tmp_path / "tokenizer.json")
+    dataset = load(**keys)
+    assert len(dataset.val) >= 1
+    total = dataset.train.total + dataset.val.total
+    assert max(0.05 * total, 65) <= dataset.val.total <= 2 * max(0.05 * total, 65)
+    assert load(**keys).fingerprint == dataset.fingerprint
+    rows = [{tuple(side[i]) for i in range(len(side))} for side in (dataset.train, dataset.val)]
+    assert not rows[0] & rows[1]
+
+
+def test_pieces_end_at_line_ends_and_lose_nothing():
+    found = corpus.build([b"first line\nsecond\n" * 9, b"no line end " * 9], corpus.byte_tokenizer())
+    cut = found.cut(25, [ord("\n")])
+    np.testing.assert_array_equal(cut.tokens, found.tokens)
+    assert set(found.ends) <= set(cut.ends)
+    assert np.diff(cut.ends, prepend=0).max() <= 25
+    assert all(cut.tokens[end - 1] == ord("\n") for end in cut.ends if end < found.ends[0] - 1)
+
+
+def test_documents_that_can_be_held_out_stay_whole():
+    found = corpus.build(DOCUMENTS, corpus.byte_tokenizer())
+    dataset = data.divided(found, request.parse({"data": {"seq_len": 16, "val_fraction": 0.05}}).data)
+    assert dataset[0] is found
+
+
 @pytest.mark.parametrize("pattern", ["books [2024]/*.txt", "books [2024]/a[1].txt", "books [[]2024]/*.txt"])
 def test_brackets_in_names_that_exist_are_no_pattern(pattern, tmp_path):
     (tmp_path / "books [2024]").mkdir()
@@ -263,8 +304,8 @@ def test_the_fast_encoding_has_the_ids_of_the_other(tmp_path):
         ({"source": "web"}, "must be stdlib, text:GLOB"),
         ({"source": "synthetic"}, "vocab_size"),
         ({"source": "text:{short}"}, "has 6 tokens"),
-        ({"source": "text:{short}", "seq_len": 4, "val_fraction": 0.5}, "the shortest document has 6"),
-        ({"source": "text:{many}", "seq_len": 16, "val_fraction": 0.05}, "to hold out"),
+        ({"source": "text:{short}", "seq_len": 4, "val_fraction": 0.5}, "leaves 1 tokens to train on"),
+        ({"source": "text:{many}", "seq_len": 40, "val_fraction": 0.05}, "to train on"),
     ],
 )
 def test_a_source_without_enough_text_is_refused(keys, message, tmp_path):
