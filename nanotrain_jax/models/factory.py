@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,7 @@ from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models import decoder, vision_language
 from nanotrain_jax.models.contract import LAYERS, Model
-
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree
 
 
 def make(config: Config, mesh: Mesh) -> Model:

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +32,10 @@ from nanotrain_jax.models import decoder, decoder_table, vision_table
 from nanotrain_jax.models.contract import Model
 from nanotrain_jax.models.parameters import ENCODER, ENDS, VISION
 from nanotrain_jax.models.vision import encoder, patches, relevance
-from nanotrain_jax.parallel.collectives import as_varying, own_shard
+from nanotrain_jax.parallel.collectives import Tree, as_varying, own_shard
 from nanotrain_jax.parallel.sharding import Rules
 from nanotrain_jax.parallel.tensor import tensor
 
-Tree = Any  # a pytree of arrays
 EMBEDDING = decoder_table.EMBEDDING.removeprefix(f"{ENDS}/")
 
 

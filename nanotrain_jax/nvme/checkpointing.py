@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,14 +18,13 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.nvme.update import Group, groups, lower
+from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.offload.host_offload import HOST
 from nanotrain_jax.parallel.zero.optimizer_step import merge, select
 from nanotrain_jax.step.build import Step
 from nanotrain_jax.step.plan import layers_of_rows
 from nanotrain_jax.step.state import State
 from nanotrain_jax.step.update import Pending
-
-Tree = Any  # a pytree of arrays
 
 
 def store(config: Config, step: Step) -> Store:

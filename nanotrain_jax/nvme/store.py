@@ -34,8 +34,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nanotrain_jax.checkpoint import durable
+from nanotrain_jax.parallel.collectives import Tree
 
-Tree = Any  # a pytree of arrays
 Update = Callable[[Any, Tree, int], tuple[Any, Tree]]  # (carry, state of a subgroup, its index) -> carry, state
 
 MAX_PENDING_WRITES = 2  # subgroups

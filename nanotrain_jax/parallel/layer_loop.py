@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree
 
 
 class LayerWork(NamedTuple):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree
 
 
 class LayeredModel(NamedTuple):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from nanotrain_jax.parallel.collectives import as_varying
-
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree, as_varying
 
 
 def cond_in_place(predicate: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:

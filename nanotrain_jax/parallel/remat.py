@@ -26,6 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from nanotrain_jax.config.values import Remat
+from nanotrain_jax.parallel.collectives import Tree
 
 INPUT = "input"  # of a layer, or of a block of them
 # Names of values of the techniques. A layer that saves them does not communicate again to recompute them.
@@ -39,8 +40,6 @@ SAVED = ("q", "k", "v", "attention_out", "gate", "up", *BLOCKWISE, *ULYSSES)
 
 # Includes reductions over devices: otherwise their full-size inputs, partial sums, would be saved and reduced again.
 EXPENSIVE = ("dot_general", "dot_product_attention_fwd_wrapper", "reduce_scatter", "psum", "psum_invariant")
-
-Tree = Any  # a pytree of arrays
 
 
 class Policy(NamedTuple):

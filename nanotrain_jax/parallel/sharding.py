@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree
 
 
 class Rules(NamedTuple):

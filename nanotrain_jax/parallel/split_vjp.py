@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree
+
 Types = list[Any]  # of arrays, as `jax.typeof` gives them: shape, dtype, varying axes, memory space
 Layer = Callable[[Tree, Tree, Tree], Tree]  # (constants, inputs, x) -> y; constants: what else it computes with
 

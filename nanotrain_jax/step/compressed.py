@@ -7,7 +7,7 @@ rows. `sum_over_replicas` sums these: large arrays compressed (`parallel/gradien
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,13 @@ from jax.tree_util import keystr, tree_map_with_path
 
 from nanotrain_jax.config.schema import EIGHT_BITS
 from nanotrain_jax.models.contract import LAYERS
-from nanotrain_jax.parallel.collectives import all_reduce, as_varying, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, all_reduce, as_varying, varying_axes
 from nanotrain_jax.parallel.gradients import compression
 from nanotrain_jax.parallel.gradients.compression import BLOCK, Matrices, Sum
 from nanotrain_jax.parallel.gradients.local_steps import AXIS
 from nanotrain_jax.parallel.mesh import AXES
 from nanotrain_jax.parallel.zero.optimizer_step import merge, select
 from nanotrain_jax.step.plan import Plan, layers_of_rows, with_rows
-
-Tree = Any  # a pytree of arrays
 
 
 class Feedback(NamedTuple):

@@ -17,19 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import all_gather, position
+from nanotrain_jax.parallel.collectives import Tree, all_gather, position
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.step import forward
 from nanotrain_jax.step.plan import Plan
-
-Tree = Any  # a pytree of arrays
 
 NUMBER = "number of microbatch"  # key in a microbatch
 

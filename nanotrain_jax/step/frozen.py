@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.tree_util import keystr, tree_map_with_path
 
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree
 
 
 def trainable(patterns: Sequence[str], shapes: Tree) -> Tree:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax import lax
 
 from nanotrain_jax.config.execution import Execution
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
-from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.mesh import BATCH_AXES
 from nanotrain_jax.parallel.offload import host_offload, offloaded_layers
@@ -31,8 +31,6 @@ from nanotrain_jax.step import forward
 from nanotrain_jax.step.encoded import before_schedule
 from nanotrain_jax.step.forward import Inputs, Weights
 from nanotrain_jax.step.plan import Plan
-
-Tree = Any  # a pytree of arrays
 
 
 class Gradients(NamedTuple):

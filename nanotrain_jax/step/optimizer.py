@@ -11,10 +11,9 @@ import optax
 
 from nanotrain_jax.config.schema import Config, Optimizer, Precision
 from nanotrain_jax.models.factory import load_function
+from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.zero import muon
 from nanotrain_jax.parallel.zero.optimizer_step import map_moments
-
-Tree = Any  # a pytree of arrays
 
 FIRST_SCALE, GROW_AFTER = 2.0**16, 2000  # dynamic loss scale, as in PyTorch's GradScaler
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from nanotrain_jax.costs import counts
 from nanotrain_jax.models import factory
 from nanotrain_jax.models.contract import LAYERS, Model, join_layers, split_layers
 from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.gradients import local_steps, noise_scale
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 from nanotrain_jax.parallel.pipeline.schedule import row_order
@@ -30,8 +31,6 @@ from nanotrain_jax.parallel.zero.optimizer_step import select
 from nanotrain_jax.parallel.zero.zero import UNSHARDED, ZERO, Shards, Zero, shard_dims
 from nanotrain_jax.step import frozen
 from nanotrain_jax.step import optimizer as optim
-
-Tree = Any  # a pytree of arrays
 
 
 class HostMemory(NamedTuple):

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax.config.execution import casts_at_use
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
+from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.gradients import local_steps, noise_scale
 from nanotrain_jax.parallel.offload import host_offload
 from nanotrain_jax.parallel.zero.optimizer_step import Opt, map_moments, merge, select
@@ -21,7 +22,6 @@ from nanotrain_jax.step import compressed, optimizer
 from nanotrain_jax.step.compressed import Feedback
 from nanotrain_jax.step.plan import Plan
 
-Tree = Any  # a pytree of arrays
 REPLICATED = PartitionSpec()
 
 

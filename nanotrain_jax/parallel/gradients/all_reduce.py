@@ -25,16 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import as_varying, position, send, shift
-
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree, as_varying, position, send, shift
 
 
 def ring(values: Tree, axis: str) -> Tree:

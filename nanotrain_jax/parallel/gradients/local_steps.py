@@ -26,9 +26,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from nanotrain_jax.parallel.collectives import all_reduce, as_varying
+from nanotrain_jax.parallel.collectives import Tree, all_reduce, as_varying
 
-Tree = Any  # a pytree of arrays
 AXIS = "replica"
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree
 
 HOST = "pinned_host"  # the memory kind (of a `jax.sharding.NamedSharding`) that a GPU accesses directly
 SLICE_ELEMENTS = 2**24

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import as_varying, position, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, as_varying, position, varying_axes
 from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.pipeline import both_ends, ring_buffers, schedule_text
@@ -28,8 +28,6 @@ from nanotrain_jax.parallel.pipeline.slots import EndUnits, arrivals, buffers, e
 from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Shared, Stage, Sums, Tick
 from nanotrain_jax.parallel.pipeline.tick import begin_chunk, shifted, tick
 from nanotrain_jax.parallel.split_vjp import split_vjp
-
-Tree = Any  # a pytree of arrays
 
 
 def run_schedule(

@@ -24,20 +24,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.pipeline.packing import Buffers, Packing, by_dtype, by_type, empty, largest, packing_of
 from nanotrain_jax.parallel.remat import MODULE
 from nanotrain_jax.parallel.split_vjp import SplitVjp, split_vjp
-
-Tree = Any  # a pytree of arrays
 
 NUMBER = "number"  # in x, beside its buffers: of the module that runs next, a float
 ONE_ROW = "weights"

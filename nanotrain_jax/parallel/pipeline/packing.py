@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 
-Tree = Any  # a pytree of arrays
 Buffers = dict[str, jax.Array]  # flat arrays
 
 

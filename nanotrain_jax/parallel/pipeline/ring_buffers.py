@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 from nanotrain_jax.parallel.offload.host_offload import on_host, to_device, to_host
 from nanotrain_jax.parallel.pipeline.stage import Residuals, Stage
-
-Tree = Any  # a pytree of arrays
 
 
 def index(stage: Stage, buffer: str, unit: jax.Array, i: jax.Array) -> jax.Array:

@@ -24,20 +24,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import shift, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, shift, varying_axes
 from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
 from nanotrain_jax.parallel.pipeline import both_ends, ring_buffers
 from nanotrain_jax.parallel.pipeline.both_ends import add
 from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Stage, Sums, Tick
-
-Tree = Any  # a pytree of arrays
 
 
 def tick(stage: Stage, carry: Carry, now: Tick) -> tuple[Carry, None]:

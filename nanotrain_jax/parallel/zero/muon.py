@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_map_with_path
 
-from nanotrain_jax.parallel.collectives import Axis, all_to_all
+from nanotrain_jax.parallel.collectives import Axis, Tree, all_to_all
 from nanotrain_jax.parallel.gradients.compression import Matrices, matrices_of
 from nanotrain_jax.parallel.zero.optimizer_step import merge
-
-Tree = Any  # a pytree of arrays
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of x, x^3, x^5: Jordan's
 ITERATIONS = 5

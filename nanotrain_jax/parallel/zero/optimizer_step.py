@@ -18,11 +18,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from nanotrain_jax.parallel.collectives import all_reduce, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, all_reduce, varying_axes
 from nanotrain_jax.parallel.mesh import AXES
 from nanotrain_jax.parallel.offload import host_offload
-
-Tree = Any  # a pytree of arrays
 
 SLICES_PER_LAYER = 4  # if it divides the first dim of all arrays of a layer
 

@@ -45,6 +45,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax.parallel.collectives import (
+    Tree,
     all_gather,
     all_reduce,
     as_varying,
@@ -57,7 +58,6 @@ from nanotrain_jax.parallel.offload import host_offload
 from nanotrain_jax.parallel.sharding import abstract
 from nanotrain_jax.parallel.zero.communication import Communication
 
-Tree = Any  # a pytree of arrays
 UNSHARDED = -1  # in a tree of dims: the leaf is replicated over ZeRO's axes
 
 
