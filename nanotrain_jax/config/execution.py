@@ -1,7 +1,5 @@
 """How a step runs the layers and makes gradients: the single predicate that decides it."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 from nanotrain_jax.config.schema import Config

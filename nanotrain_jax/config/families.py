@@ -1,7 +1,5 @@
 """Decoder families (llama, gpt2) as features, read by the model and the cost formulas. Needs no JAX."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 

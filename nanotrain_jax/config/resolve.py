@@ -1,7 +1,5 @@
 """Resolve a config: fill in what depends on mesh and data, and check the keys that depend on each other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from nanotrain_jax.config.derived import fits_flash

@@ -28,8 +28,6 @@ for `first` and `last`. Further stacks of layers, e.g. an encoder, have their ow
 too; `first` runs one with x = run("encoder", layer, x), layer by layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

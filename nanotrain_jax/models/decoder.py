@@ -19,8 +19,6 @@ Initialization (GPT-2 and its successors): normal, std 0.02; the two projections
 0.02 / sqrt(2 L), so that its variance does not grow with depth; gains one, biases zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """A model whose pipeline stages are different modules, for the trainer: `parallel/pipeline/heterogeneous.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """Build the model of a config: the decoder, with vision in front of it, or the model of model.factory; check it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from importlib import import_module
 

@@ -15,8 +15,6 @@ embeddings of the text for the relevance, 2 (t-1)/t B (T - K) D elements, and wi
 picture's gradient (`with_image`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

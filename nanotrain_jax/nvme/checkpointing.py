@@ -4,8 +4,6 @@ nvme/update.py defines subgroups and their update, nvme/store.py their files. Ch
 order, as without NVMe: either kind of run resumes from the other's checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

@@ -15,8 +15,6 @@ only if their checksums match the checkpoint, which reads them once; otherwise t
 Neither files that a killed process left half written nor a manifest with a flipped bit are used.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -11,8 +11,6 @@ layout of the stacked arrays with fewer rows: the i-th of equal slices of each d
 arrays below parallel.persist_below.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial

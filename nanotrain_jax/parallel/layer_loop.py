@@ -8,8 +8,6 @@ The three lines of a turn do not depend on each other, so the compiler can run b
 layer. The first and last turns are outside the scan: nothing is fetched or sent that is not used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

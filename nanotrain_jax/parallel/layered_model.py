@@ -1,7 +1,5 @@
 """A model split for explicit loops over layers: before, in and after a stack of layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Helpers for hand-written loops: conditional work, and stacked arrays. Nothing here communicates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 
 import jax

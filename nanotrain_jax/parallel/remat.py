@@ -14,8 +14,6 @@ offload: store what selective, full and block:N save in host memory (ZeRO-Infini
 copied to the host in the forward of its layer, back to the device in its backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter

@@ -11,8 +11,6 @@ computes its weight gradients in `backward_x`, and `backward_weights` returns th
 whole (`pipeline/heterogeneous.py` has one for each part).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ function documents its communication; in addition only the loss is all-reduced, 
 ignored their number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

@@ -4,8 +4,6 @@ ZeRO reduces gradients inside a replica as ever; each device then holds its grad
 rows. `sum_over_replicas` sums these: large arrays compressed (`parallel/gradients/compression.py`), small ones whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

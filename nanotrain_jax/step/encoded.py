@@ -13,8 +13,6 @@ What memory.remat stores of M/P microbatches lives through the schedule: with fu
 Integers that an encoder returns reach `layer` and `last` too, floats only `first`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

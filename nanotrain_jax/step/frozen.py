@@ -4,8 +4,6 @@ A frozen weight is stored in the compute dtype, 2 bytes per parameter in 16 bit,
 parameters. It is no input of what is differentiated, so no matmul of its gradient and no reduction is in the program.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -7,8 +7,6 @@ loss is the sum over this device's targets, times scale. Its gradients are local
 backward; `zero.reduce` reduces the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Learning-rate schedule and optimizer from a config, with optax; loss scaling for float16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

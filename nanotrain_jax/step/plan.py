@@ -1,7 +1,5 @@
 """The plan of a run: all that is fixed before the first step. Mesh, model, layouts, placement, schedules, execution."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Training state: shapes, shardings, memory placement, initialization."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The end of a training step: optimizer update, loss scale, counters, metrics."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -30,8 +30,6 @@ kernel computes a block: "cudnn", flash attention on NVIDIA GPUs (16-bit, memory
 any device, which hold the scores of a block in memory. axis=None stands for one device: no `shard_map` is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

@@ -4,8 +4,6 @@ context.py has the public functions and the order of tokens. Tokens are in zig-z
 vary over all axes that any of them varies over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

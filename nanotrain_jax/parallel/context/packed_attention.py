@@ -8,8 +8,6 @@ at most 2 B T C elements. FLOPs are those of causal attention over the whole row
 Names: as in context.py, and R = B c rows of 2C tokens. Nothing here communicates.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -21,8 +21,6 @@ in all as doubling. `cost` has these formulas for any N. Sums are in the dtype o
 NCCL has the ring and a pipelined double tree; XLA's own all-reduce leaves the choice to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

@@ -17,8 +17,6 @@ returns them with `as_column`; in between their types are varying over the axis,
 The functions take any tree of arrays and the name of any mesh axis.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -15,8 +15,6 @@ A small batch is a microbatch of a device. `measured` gives |g_i|^2 of some weig
 returns the squared norm of what passes through it, as the gradient of a tap. All-reduces one scalar per step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ holds two slices on the device; XLA may allocate up to four, so slices are small
 memory, and the same code runs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -13,8 +13,6 @@ weights to the device twice per microbatch; residuals to the host and back; grad
 microbatch on also to the device first. Each loop fetches one layer more than it uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

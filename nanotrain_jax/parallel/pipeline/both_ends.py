@@ -19,8 +19,6 @@ the branches of first and last, M times each. All stages have these units in the
 branch diverges.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -7,8 +7,6 @@ over other axes (on CPU no permutes). On GPU each branch synchronizes with the h
 idle="mask": an idle stage computes on zeros, both ends of the model included, and discards the result in a spare slot.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -19,8 +19,6 @@ A tick lasts as long as the slowest stage: choose modules that compute about the
 Modules may use collectives, since all devices of a stage take the same branch, but on CPU no permutes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial

@@ -1,7 +1,5 @@
 """Trees of arrays in flat buffers, so that different trees have one type. Moves nothing between devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

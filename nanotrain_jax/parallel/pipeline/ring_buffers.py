@@ -1,7 +1,5 @@
 """Ring buffers of a stage: residuals and intermediates of layers, in the slots of their unit, until they are used."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

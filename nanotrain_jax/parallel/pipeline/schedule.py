@@ -33,8 +33,6 @@ one tick run every B one tick later: one more microbatch in flight, the same tim
 many fewer have both.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

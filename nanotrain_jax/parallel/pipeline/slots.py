@@ -5,8 +5,6 @@ ticks). The number of slots is the memory of a pipeline stage: for 1F1B it does 
 microbatches. Plain numpy.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a pipeline stage holds: its constants from tick to tick, and what it carries from one tick to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

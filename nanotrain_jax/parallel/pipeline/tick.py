@@ -20,8 +20,6 @@ residuals in host memory. With `LayeredModel.scatter` the backward (or W) of a l
 layer before; with `LayeredModel.reduce` the last one of a chunk reduces the complete gradients likewise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

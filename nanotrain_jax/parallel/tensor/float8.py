@@ -14,8 +14,6 @@ the same numbers are computed from operands that are converted back. Dims must b
 `PLAIN` and `FLOAT8` have one interface, so that a matmul is written once (`tensor.columns`). Nothing here communicates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

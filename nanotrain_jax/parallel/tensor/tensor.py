@@ -19,8 +19,6 @@ use of an invarying parameter; to sum once, cast the parameter with `as_varying`
 axis=None: one device. The same maths, moves nothing, needs no `shard_map`.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass

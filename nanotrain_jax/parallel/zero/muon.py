@@ -15,8 +15,6 @@ of which a stack of layers has many: devices exchange shards of all layers for w
 (`orthogonalize`), as the distributed optimizers of Megatron and Dion (arXiv 2504.05295, section 2) do without stacks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import ceil, prod
 from typing import NamedTuple

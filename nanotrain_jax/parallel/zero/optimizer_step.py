@@ -7,8 +7,6 @@ other arrays in slices of at most that size if their rows can be divided. Bytes:
 direction.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
