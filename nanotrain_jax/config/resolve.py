@@ -15,7 +15,7 @@ from nanotrain_jax.config.update_checks import (
     check_muon,
     check_noise_scale,
 )
-from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors
+from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors, near_multiples
 from nanotrain_jax.parallel.pipeline import schedule_text
 
 # FLOPs of the head that parallel.vocab_over_pipe takes off the last stage, per microbatch and device, from which it is
@@ -133,11 +133,10 @@ def check_batch(config: Config) -> None:
     p, batch, chunk = config.parallel, config.data.batch_size, config.model.loss_chunk
     shares = p.replica * p.data * p.microbatches
     if batch % shares:
-        below = batch // shares * shares
         raise Misfit(
             f"data.batch_size={batch} is not divisible by replica x data x microbatches = {p.replica} x {p.data} x "
             f"{p.microbatches} = {shares}",
-            "use " + (f"{below} or " if below else "") + str(below + shares),
+            f"use {near_multiples(batch, shares)}",
         )
     tokens = batch // shares * config.data.seq_len // p.context
     if chunk and tokens % chunk:
@@ -222,10 +221,9 @@ def check_context(config: Config) -> None:
     kind = f"parallel.context_attention={p.context_attention}"
     chunks = p.context * (2 if p.is_blockwise else 1)
     if T % chunks:
-        below = T // chunks * chunks
         raise Misfit(
             f"data.seq_len={T} with parallel.context={p.context} and {kind}: not a multiple of {chunks}",
-            "use data.seq_len=" + (f"{below} or " if below else "") + str(below + chunks),
+            f"use data.seq_len={near_multiples(T, chunks)}",
         )
     if p.context_attention == "ring" and p.pipe > 1 and p.idle == "skip":
         raise Misfit(

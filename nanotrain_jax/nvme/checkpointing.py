@@ -94,15 +94,12 @@ def train(
 def arrays(files: Store, step: Step, config: Config) -> Iterator[State]:
     """Yield the arrays in the files for `checkpoint.write.writing`: one stacked array at a time, in layer order."""
 
-    def read_leaf(name: str, leaf: int, abstract: State) -> State:
-        x = files.read_stacked(name, leaf)
-        ordered = np.empty_like(x)
-        ordered[_rows(name, config)] = x
-        return jax.tree.unflatten(jax.tree.structure(abstract), [ordered])
-
     for name, group in groups(step.plan).items():
         for leaf, abstract in enumerate(_one_leaf_each(step, group)):
-            yield read_leaf(name, leaf, abstract)
+            x = files.read_stacked(name, leaf)
+            ordered = np.empty_like(x)
+            ordered[_rows(name, config)] = x
+            yield jax.tree.unflatten(jax.tree.structure(abstract), [ordered])
 
 
 def _rows(name: str, config: Config) -> np.ndarray | slice:

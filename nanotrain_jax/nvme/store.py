@@ -57,13 +57,10 @@ class Block(NamedTuple):
     dtype: np.dtype
 
     @property
-    def stop(self) -> int:
-        return self.start + int(np.prod(self.shape)) * self.dtype.itemsize
-
-    @property
     def padded_stop(self) -> int:
         """Where the next block of the file begins."""
-        return -(-self.stop // ALIGN) * ALIGN
+        stop = self.start + int(np.prod(self.shape)) * self.dtype.itemsize
+        return -(-stop // ALIGN) * ALIGN
 
 
 class Array(NamedTuple):

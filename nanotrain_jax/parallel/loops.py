@@ -17,10 +17,9 @@ def cond_in_place(predicate: jax.Array, what: str, work: Callable, values: Tree,
     conditional returns. The 0 is the iteration; XLA cannot hoist what depends on it out of the loop. what: names the
     loop in the compiled program, for an audit to know how often it runs.
     """
+    turns = predicate.astype(jnp.int32)
     with jax.named_scope(f"at_most_once_{what}"):
-        return lax.fori_loop(
-            0, predicate.astype(jnp.int32), lambda iteration, carry: work(iteration, *carry), (values, store)
-        )
+        return lax.fori_loop(0, turns, lambda turn, carry: work(turn, *carry), (values, store))
 
 
 def skip_or_mask(

@@ -17,7 +17,7 @@ copied to the host in the forward of its layer, back to the device in its backwa
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -54,13 +54,9 @@ def name(x: jax.Array, what: str) -> jax.Array:
     return checkpoint_name(x, what)
 
 
-def _is_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name in EXPENSIVE
-
-
 # Save the outputs of matmuls, attention and reductions, not what is gathered or cheap.
 _expensive = jax.checkpoint_policies.save_from_both_policies(
-    _is_expensive,
+    lambda primitive, *_, **__: primitive.name in EXPENSIVE,
     jax.checkpoint_policies.save_only_these_names(*BLOCKWISE, *ULYSSES, *PACKED, *HOPS, *MODULE),
 )
 

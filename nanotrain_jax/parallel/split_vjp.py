@@ -23,13 +23,7 @@ from nanotrain_jax.parallel.collectives import Tree
 Types = list[Any]  # of arrays, as `jax.typeof` gives them: shape, dtype, varying axes, memory space
 Layer = Callable[[Tree, Tree, Tree], Tree]  # (constants, inputs, x) -> y; constants: what else it computes with
 
-INLINED = (
-    "checkpoint",
-    "remat2",
-    "pjit",
-    "jit",
-    "closed_call",
-)  # calls that are inlined, so that the split can divide them
+INLINED = "checkpoint", "remat2", "pjit", "jit", "closed_call"  # so that the split can divide these calls
 MATMULS = ("dot_general", "conv_general_dilated")
 
 

@@ -68,7 +68,8 @@ def before_schedule(plan: Plan, params: Tree, model: LayeredModel, microbatches:
 
     def backward(of_ends: Ends) -> Tree:
         of_floats = jax.tree.map(lambda g, x: g.astype(x.dtype), of_ends.floats, floats)
-        (of_encoder,) = vjp(of_floats | {key: _no_gradient(x) for key, x in integers.items()})
+        of_integers = {key: jnp.zeros(x.shape, jax.dtypes.float0) for key, x in integers.items()}
+        (of_encoder,) = vjp(of_floats | of_integers)
         return jax.tree.map(lambda g, more: g + more.astype(g.dtype), of_ends.weights, of_encoder)
 
     numbered = microbatches | integers | {NUMBER: jnp.arange(count, dtype=jnp.int32)}
@@ -87,8 +88,3 @@ def encode_all(plan: Plan, params: Tree, microbatches: Tree, inputs: Tree) -> di
 
     encoded = lax.map(encode, own)
     return {key: all_gather([x], "pipe", [0])[0][:count] for key, x in encoded.items()}
-
-
-def _no_gradient(x: jax.Array) -> jax.Array:
-    """Return the gradient of an array of integers, as `jax.vjp` takes it."""
-    return jnp.zeros(x.shape, jax.dtypes.float0)

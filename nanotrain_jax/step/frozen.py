@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.tree_util import keystr, tree_map_with_path
+from jax.tree_util import tree_map_with_path
 
 from nanotrain_jax.parallel.collectives import Tree
+from nanotrain_jax.parallel.sharding import path_name
 
 
 def trainable(patterns: Sequence[str], shapes: Tree) -> Tree:
@@ -32,8 +33,3 @@ def trainable(patterns: Sequence[str], shapes: Tree) -> Tree:
     if not any(jax.tree.leaves(result)):
         raise ValueError(f"train.freeze={list(patterns)} freezes all weights; leave something to train")
     return result
-
-
-def path_name(path: tuple) -> str:
-    """Return a tree path as text: "layers/attention/query_DNH"."""
-    return keystr(path, simple=True, separator="/")

@@ -64,10 +64,6 @@ def _measured(weights: list, tap: jax.Array) -> list:
     return weights
 
 
-def _forward(weights: list, tap: jax.Array) -> tuple[list, jax.Array]:
-    return weights, tap
-
-
 def _backward(tap: jax.Array, grads: list) -> tuple[list, jax.Array]:
     axes = sorted(varying_axes(tap))
 
@@ -78,7 +74,7 @@ def _backward(tap: jax.Array, grads: list) -> tuple[list, jax.Array]:
     return grads, sum(map(square, grads))
 
 
-_measured.defvjp(_forward, _backward)
+_measured.defvjp(lambda weights, tap: (weights, tap), _backward)
 
 
 def mean_square(squares: jax.Array, batch: Batch) -> jax.Array:

@@ -33,6 +33,7 @@ from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.pipeline.packing import Buffers, Packing, by_dtype, by_type, empty, largest, packing_of
 from nanotrain_jax.parallel.remat import MODULE
+from nanotrain_jax.parallel.sharding import path_name
 from nanotrain_jax.parallel.split_vjp import SplitVjp, split_vjp
 
 NUMBER = "number"  # in x, beside its buffers: of the module that runs next, a float
@@ -147,8 +148,7 @@ def _types_of_weights(module: StageModule) -> Tree:
     types = jax.eval_shape(module.init, jax.random.key(0))
     for path, x in jax.tree_util.tree_leaves_with_path(types):
         if x.dtype != jnp.float32:
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise ValueError(f"module {module.name}: the weight {where} is {x.dtype}; use float32")
+            raise ValueError(f"module {module.name}: the weight {path_name(path)} is {x.dtype}; use float32")
     return types
 
 

@@ -43,14 +43,6 @@ class Stack(NamedTuple):
     shards: tuple[tuple[Axis, int], ...]  # mesh axes, dim; not that of layers
 
 
-class Adam(NamedTuple):
-    """The hyperparameters of weights that are no matrices."""
-
-    beta1: float
-    beta2: float
-    eps: float
-
-
 def stack_of(shape: tuple[int, ...], spec: PartitionSpec) -> Stack:
     """Return an array [L ...] as a stack of matrices, which are as near to square as its dims, in order, allow
     (`matrices_of`): query [L D N H] is D x N H, all heads together; output [L N H D] is N H x D.
@@ -100,15 +92,14 @@ def orthogonalize(x: jax.Array, stack: Stack, dtype: jnp.dtype) -> jax.Array:
 
 
 def scale_by_muon(
-    stacks: Mapping[tuple, Stack], momentum: float, adam: Adam, dtype: jnp.dtype
+    stacks: Mapping[tuple, Stack], momentum: float, of_others: optax.GradientTransformation, dtype: jnp.dtype
 ) -> optax.GradientTransformation:
     """Return Muon without learning rate and weight decay, for use inside `shard_map`.
 
-    stacks: tree path of each array of matrices -> its layout; others take Adam's step. dtype: of Newton-Schulz and on
-    the wire. State: that of optax's Adam, {count, mu, nu}; mu is the momentum of matrices, which have None in nu: 4
-    bytes per element instead of 8.
+    stacks: tree path of each array of matrices -> its layout. of_others: Adam, for the others. dtype: of Newton-Schulz
+    and on the wire. State: that of optax's Adam, {count, mu, nu}; mu is the momentum of matrices, which have None in
+    nu: 4 bytes per element instead of 8.
     """
-    of_others = optax.scale_by_adam(adam.beta1, adam.beta2, adam.eps)
 
     def split(tree: Tree) -> tuple[Tree, Tree]:
         matrices = tree_map_with_path(lambda path, x: x if path in stacks else None, tree)

@@ -80,9 +80,7 @@ class Shards(NamedTuple):
     axes: tuple[str, ...]
 
 
-def shard_dims(
-    params: Tree, size: int, persist_below: int = 10_000, stacked: Sequence[str] = ("layers",), specs: Tree = None
-) -> Tree:
+def shard_dims(params: Tree, size: int, persist_below: int, stacked: Sequence[str], specs: Tree) -> Tree:
     """Return the dim of each leaf to shard over `size` devices: the first that size divides, or UNSHARDED (-1).
 
     To gather along another dim, XLA:GPU transposes the stacked weights of all layers, a copy that a step holds.
@@ -98,9 +96,7 @@ def shard_dims(
         count = leaf.size // max(leaf.shape[0], 1) if first else leaf.size
         return dims[0] if dims and size > 1 and count >= persist_below else UNSHARDED
 
-    return jax.tree_util.tree_map_with_path(
-        choose, params, jax.tree.map(lambda _: PartitionSpec(), params) if specs is None else specs
-    )
+    return jax.tree_util.tree_map_with_path(choose, params, specs)
 
 
 def zero_specs(
@@ -333,11 +329,9 @@ def _gather_updated(updated: Tree, shards: Shards, stored_sharded: bool) -> Tree
     """`Zero.gather_updated`, stages 1 and 2: w[... D] = all_gather(w[... D/N]) as stored, (N-1)/N; else nothing."""
 
     def gather_bucket(dims: tuple, weights: tuple) -> Sequence:
-        return (
-            weights
-            if dims[0] == UNSHARDED or stored_sharded
-            else all_gather(weights, shards.axes, dims, invarying=True)
-        )
+        if dims[0] == UNSHARDED or stored_sharded:
+            return weights
+        return all_gather(weights, shards.axes, dims, invarying=True)
 
     return _in_buckets(gather_bucket, shards, updated, are_shards=True)
 
