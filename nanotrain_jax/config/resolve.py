@@ -2,19 +2,12 @@
 
 from collections.abc import Mapping
 
+from nanotrain_jax.config import update_checks
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import Execution, casts_at_use, execution, reduces_per_layer
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import EIGHT_BITS, Config
 from nanotrain_jax.config.training_stages import Span, of_phase, phases
-from nanotrain_jax.config.update_checks import (
-    check_compression,
-    check_files_of_phases,
-    check_frozen,
-    check_local_steps,
-    check_muon,
-    check_noise_scale,
-)
 from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors, near_multiples
 from nanotrain_jax.parallel.pipeline import schedule_text
 
@@ -71,11 +64,11 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     check_float8(config)
     check_pipe(config)
     check_offload(config)
-    check_frozen(config)
-    check_noise_scale(config)
-    check_compression(config)
-    check_local_steps(config)
-    check_muon(config)
+    update_checks.check_frozen(config)
+    update_checks.check_noise_scale(config)
+    update_checks.check_compression(config)
+    update_checks.check_local_steps(config)
+    update_checks.check_muon(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
     check_optimizer(config)
     check_blocks(config)
@@ -152,7 +145,7 @@ def check_phases(config: Config, axes: Mapping[str, int]) -> None:
     growth, whole, M = config.train.batch_growth, config.data.batch_size, config.parallel.microbatches
     key = "train.batch_growth" if growth else "train.batch_schedule"
     given, microbatch = [growth] if growth else config.train.batch_schedule, whole // M
-    check_files_of_phases(config)
+    update_checks.check_files_of_phases(config)
     for size in (phase.batch_size for phase in given):
         if size not in range(microbatch, whole, microbatch):
             smaller = f"a multiple of {microbatch} below {whole}, or " if M > 1 else ""

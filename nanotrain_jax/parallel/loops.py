@@ -1,4 +1,4 @@
-"""Helpers for hand-written loops: conditional work, and stacked arrays. Nothing here communicates."""
+"""Helpers for hand-written loops and backwards: conditional work, and stacked arrays. Nothing here communicates."""
 
 from collections.abc import Callable, Collection
 
@@ -8,6 +8,17 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from nanotrain_jax.parallel.collectives import Tree, as_varying
+
+
+def with_backward(forward: Callable, backward: Callable, static: tuple[int, ...] = ()) -> Callable:
+    """Return the function that is the first result of forward, differentiated by backward (`jax.custom_vjp`).
+
+    forward(*arguments) -> result, residuals. backward(*static arguments, residuals, g) -> gradients of the others.
+    static: which arguments are neither arrays nor trees of them.
+    """
+    function = jax.custom_vjp(lambda *arguments: forward(*arguments)[0], nondiff_argnums=static)
+    function.defvjp(forward, backward)
+    return function
 
 
 def cond_in_place(predicate: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:

@@ -37,24 +37,17 @@ class Ends(NamedTuple):
     floats: Tree  # encoded, of all microbatches[M ...]; the schedule sums their gradients
 
 
-class Encoded(NamedTuple):
-    """A model and microbatches for a schedule.
-
-    backward(gradients of model.ends) -> gradients of the ends
+def before_schedule(
+    plan: Plan, params: Tree, model: LayeredModel, microbatches: Tree
+) -> tuple[LayeredModel, Tree, Callable[[Tree], Tree]]:
+    """Encode all microbatches[M ...] -> model and microbatches for a schedule; function: gradients of that model's ends
+    -> of the ends. Without `Model.encode` nothing changes.
     """
-
-    model: LayeredModel
-    microbatches: Tree
-    backward: Callable[[Tree], Tree]
-
-
-def before_schedule(plan: Plan, params: Tree, model: LayeredModel, microbatches: Tree) -> Encoded:
-    """Encode all microbatches[M ...]. Without `Model.encode` nothing changes."""
     if plan.model.encode is None:
-        return Encoded(model, microbatches, lambda of_ends: of_ends)
+        return model, microbatches, lambda of_ends: of_ends
     encode = partial(encode_all, plan, params, microbatches)
     if not any(jax.tree.leaves(forward.used_by_encoder(plan, plan.trainable))):
-        return Encoded(model, microbatches | encode(model.ends), lambda of_ends: of_ends)
+        return model, microbatches | encode(model.ends), lambda of_ends: of_ends
     encoded, vjp = jax.vjp(encode, model.ends)
     floats = {key: x for key, x in encoded.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     integers = {key: x for key, x in encoded.items() if key not in floats}
@@ -73,7 +66,7 @@ def before_schedule(plan: Plan, params: Tree, model: LayeredModel, microbatches:
         return jax.tree.map(lambda g, more: g + more.astype(g.dtype), of_ends.weights, of_encoder)
 
     numbered = microbatches | integers | {NUMBER: jnp.arange(count, dtype=jnp.int32)}
-    return Encoded(model._replace(first=first, last=last, ends=Ends(model.ends, floats)), numbered, backward)
+    return model._replace(first=first, last=last, ends=Ends(model.ends, floats)), numbered, backward
 
 
 def encode_all(plan: Plan, params: Tree, microbatches: Tree, inputs: Tree) -> dict[str, jax.Array]:

@@ -4,8 +4,7 @@ context.py has the public functions and the order of tokens. Tokens are in zig-z
 vary over all axes that any of them varies over.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nanotrain_jax.parallel.collectives import all_gather, position, reduce_scatter, shift
 from nanotrain_jax.parallel.context.attention_block import Kernel, Residuals, attend, attend_backward
+from nanotrain_jax.parallel.loops import with_backward
 from nanotrain_jax.parallel.remat import BLOCKWISE
 
 Gradients = tuple[jax.Array, jax.Array]  # of q and of kv, float32
@@ -51,16 +51,6 @@ class Attended(NamedTuple):
     out: jax.Array  # [Z B C N H], sum of the blocks' outputs, each times its weight exp(lse - top)
     total: jax.Array  # [Z B C N], sum of the weights
     top: jax.Array  # [Z B C N], largest lse of a block
-
-
-def with_backward(forward: Callable, backward: Callable) -> Callable[[Row, Any, Kernel], jax.Array]:
-    """-> attention(row, axis, kernel), the output[B T N H] of forward, differentiated by backward.
-
-    forward(row, axis, kernel) -> output, Saved. backward(axis, kernel, Saved, g[B T N H]) -> gradients of row.
-    """
-    attention = jax.custom_vjp(lambda row, axis, kernel: forward(row, axis, kernel)[0], nondiff_argnums=(1, 2))
-    attention.defvjp(forward, backward)
-    return attention
 
 
 # Ring: at hop r a device has the keys and values of the device r places before it. Hops 1 to c-2 are a loop, in which
@@ -105,7 +95,7 @@ def _ring_backward(axis: str, kernel: Kernel, saved: Saved, g_BTNH: jax.Array) -
     return unpack(dq_ZBCNH, shift(dkv_PZBCKH, axis, 1), residuals)
 
 
-ring = with_backward(_ring_forward, _ring_backward)  # `context.ring_attention`, of arguments that are checked
+ring = with_backward(_ring_forward, _ring_backward, (1, 2))  # `context.ring_attention`, of checked arguments
 
 
 # Gather: every device has the keys and values of all devices, in the order of the axis.
@@ -145,7 +135,7 @@ def _gather_backward(axis: str, kernel: Kernel, saved: Saved, g_BTNH: jax.Array)
     return unpack(dq_ZBCNH, dkv_1PZBCKH[0], residuals)
 
 
-gather = with_backward(_gather_forward, _gather_backward)  # `context.gather_attention`, likewise
+gather = with_backward(_gather_forward, _gather_backward, (1, 2))  # `context.gather_attention`, likewise
 
 
 # A hop: the two blocks that the queries of this device see of the keys of another one.

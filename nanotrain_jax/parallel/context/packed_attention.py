@@ -12,24 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nanotrain_jax.parallel.context import context_blocks as blocks
 from nanotrain_jax.parallel.context.attention_block import Kernel
-from nanotrain_jax.parallel.context.context_blocks import (
-    Attended,
-    Gradients,
-    Hop,
-    Row,
-    Saved,
-    attend_hop,
-    attend_own,
-    chunks,
-    finished,
-    hop_between,
-    pack,
-    pull_hop,
-    pull_own,
-    unpack,
-    with_backward,
-)
+from nanotrain_jax.parallel.context.context_blocks import Attended, Gradients, Hop, Row, Saved, chunks
+from nanotrain_jax.parallel.loops import with_backward
 from nanotrain_jax.parallel.remat import PACKED
 
 CHUNK = 1024  # tokens of a chunk, at most
@@ -48,7 +34,7 @@ def packed_attention(
         raise ValueError(f"rows of {T} tokens: attention within documents cuts them in two; use an even number")
     size = num_parts(T, chunk)
     parts = Row(*(_parts(x, size) for x in (q_BTNH, k_BTKH, v_BTKH, starts_BT)))
-    y_RTNH = with_backward(_forward, _backward)(parts, size, kernel)
+    y_RTNH = with_backward(_forward, _backward, (1, 2))(parts, size, kernel)
     early_BcCNH, late_BcCNH = jnp.split(y_RTNH.reshape(B, size, -1, *y_RTNH.shape[2:]), 2, axis=2)
     return jnp.stack([early_BcCNH, late_BcCNH[:, ::-1]], axis=1).reshape(q_BTNH.shape)
 
@@ -65,11 +51,11 @@ def _forward(row: Row, size: int, kernel: Kernel) -> tuple[jax.Array, Saved]:
     def body(carry: tuple[jax.Array, Attended], r: jax.Array) -> tuple[tuple[jax.Array, Attended], None]:
         kv_PZRCKH, attended = carry
         kv_PZRCKH = _next(kv_PZRCKH, size)
-        return (kv_PZRCKH, attend_hop(q_ZRCNH, kv_PZRCKH, attended, _hop(r, size, row.starts), kernel)), None
+        return (kv_PZRCKH, blocks.attend_hop(q_ZRCNH, kv_PZRCKH, attended, _hop(r, size, row.starts), kernel)), None
 
-    own = attend_own(row, _part(size, row.starts), size, kernel)
-    (_, attended), _ = lax.scan(body, (pack(row.k, row.v), own), jnp.arange(1, size))
-    return finished(row, attended, PACKED)
+    own = blocks.attend_own(row, _part(size, row.starts), size, kernel)
+    (_, attended), _ = lax.scan(body, (blocks.pack(row.k, row.v), own), jnp.arange(1, size))
+    return blocks.finished(row, attended, PACKED)
 
 
 def _backward(size: int, kernel: Kernel, saved: Saved, g_RTNH: jax.Array) -> tuple[Row]:
@@ -80,12 +66,12 @@ def _backward(size: int, kernel: Kernel, saved: Saved, g_RTNH: jax.Array) -> tup
         kv_PZRCKH, (dq_ZRCNH, dkv_PZRCKH) = carry
         kv_PZRCKH, dkv_PZRCKH = _next(kv_PZRCKH, size), _next(dkv_PZRCKH, size)
         hop = _hop(r, size, starts_RT)
-        return (kv_PZRCKH, pull_hop(queries, kv_PZRCKH, (dq_ZRCNH, dkv_PZRCKH), hop, kernel)), None
+        return (kv_PZRCKH, blocks.pull_hop(queries, kv_PZRCKH, (dq_ZRCNH, dkv_PZRCKH), hop, kernel)), None
 
-    own = pull_own(saved, g_RTNH, _part(size, starts_RT), size, kernel)
-    carry = pack(residuals.k, residuals.v), own
+    own = blocks.pull_own(saved, g_RTNH, _part(size, starts_RT), size, kernel)
+    carry = blocks.pack(residuals.k, residuals.v), own
     (_, (dq_ZRCNH, dkv_PZRCKH)), _ = lax.scan(body, carry, jnp.arange(1, size))
-    return unpack(dq_ZRCNH, _next(dkv_PZRCKH, size), residuals)
+    return blocks.unpack(dq_ZRCNH, _next(dkv_PZRCKH, size), residuals)
 
 
 def _parts(x_BT: jax.Array, size: int) -> jax.Array:
@@ -109,4 +95,4 @@ def _part(size: int, starts_RT: jax.Array) -> jax.Array:
 
 def _hop(r: jax.Array, size: int, starts_RT: jax.Array) -> Hop:
     queries_R = _part(size, starts_RT)
-    return hop_between(queries_R, (queries_R - r) % size, size, starts_RT)
+    return blocks.hop_between(queries_R, (queries_R - r) % size, size, starts_RT)

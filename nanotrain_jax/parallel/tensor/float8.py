@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.loops import with_backward
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SMALLEST = 1e-30  # a tensor with smaller values alone is rounded to zeros
@@ -86,12 +87,8 @@ def multiply(matmul: Matmul, x: jax.Array, w: jax.Array, contracted: int = 1) ->
     if matmul is PLAIN:
         return jnp.tensordot(x, w, contracted)
     axes = sorted(varying_axes(x) | varying_axes(w))
-    return _multiply(matmul, contracted, as_varying(x, axes), as_varying(w, axes))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(matmul: Matmul, contracted: int, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _forward(matmul, contracted, x, w)[0]
+    run = with_backward(_forward, _backward, (0, 1))
+    return run(matmul, contracted, as_varying(x, axes), as_varying(w, axes))
 
 
 def _forward(matmul: Matmul, contracted: int, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple]:
@@ -103,9 +100,6 @@ def _backward(matmul: Matmul, contracted: int, residuals: tuple, g: jax.Array) -
     x, w = residuals
     g = matmul.gradient(g)
     return input_gradient(matmul, g, w, contracted), weight_gradient(matmul, x, g, w, contracted)
-
-
-_multiply.defvjp(_forward, _backward)
 
 
 def input_gradient(matmul: Matmul, g: Any, w: jax.Array, contracted: int = 1) -> jax.Array:

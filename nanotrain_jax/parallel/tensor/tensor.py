@@ -39,6 +39,7 @@ from nanotrain_jax.parallel.collectives import (
     reduce_scatter,
     varying_axes,
 )
+from nanotrain_jax.parallel.loops import with_backward
 from nanotrain_jax.parallel.remat import HOPS
 from nanotrain_jax.parallel.tensor import float8
 from nanotrain_jax.parallel.tensor.collective_matmul import gather_matmuls, matmul_scatter
@@ -147,9 +148,7 @@ def columns(
         # The barrier makes XLA compute the weight gradients during the reduce-scatter, not after it.
         return lax.optimization_barrier((g_BTD, grads_DF)) if sequence_parallel else (g_BTD, grads_DF)
 
-    run = jax.custom_vjp(lambda x_BTD, weights: forward(x_BTD, weights)[0])
-    run.defvjp(forward, backward)
-    return run(x_BTD, weights)
+    return with_backward(forward, backward)(x_BTD, weights)
 
 
 def row(
@@ -171,36 +170,29 @@ def row(
     rows = rows or len(x_BTF)
     if options.overlap and axis is not None:
         x_BTF = as_varying(x_BTF, sorted(varying_axes(w_FD)))
-        return _overlapped_row(axis, options.matmul, rows, x_BTF, as_varying(w_FD, sorted(varying_axes(x_BTF))))
+        w_FD = as_varying(w_FD, sorted(varying_axes(x_BTF)))
+        return _overlapped_row(x_BTF, w_FD, axis, options.matmul, rows)
     y_BTD = float8.multiply(options.matmul, x_BTF, w_FD, w_FD.ndim - 1)
     return leave(y_BTD.reshape(rows, -1, w_FD.shape[-1]), axis, sequence_parallel)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _overlapped_row(axis: str, matmul: Matmul, rows: int, x_BTF: jax.Array, w_FD: jax.Array) -> jax.Array:
-    return _overlapped_row_forward(axis, matmul, rows, x_BTF, w_FD)[0]
+def _overlapped_row(x_BTF: jax.Array, w_FD: jax.Array, axis: str, matmul: Matmul, rows: int) -> jax.Array:
+    """`row` with options.overlap; x and w vary over the same axes."""
 
+    def forward(x_BTF: jax.Array, w_FD: jax.Array) -> tuple[jax.Array, tuple]:
+        concatenated_BTF = x_BTF.reshape(rows, -1, *x_BTF.shape[2:])
+        _check_rows(concatenated_BTF, axis)
+        y_BTD = checkpoint_name(matmul_scatter(concatenated_BTF, w_FD, axis, matmul), HOPS[1])
+        return y_BTD, (x_BTF, w_FD)
 
-def _overlapped_row_forward(
-    axis: str, matmul: Matmul, rows: int, x_BTF: jax.Array, w_FD: jax.Array
-) -> tuple[jax.Array, tuple]:
-    concatenated_BTF = x_BTF.reshape(rows, -1, *x_BTF.shape[2:])
-    _check_rows(concatenated_BTF, axis)
-    y_BTD = checkpoint_name(matmul_scatter(concatenated_BTF, w_FD, axis, matmul), HOPS[1])
-    return y_BTD, (x_BTF, w_FD)
+    def backward(residuals: tuple, g_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x_BTF, w_FD = residuals
+        (g_BTF,), g_BTD = gather_matmuls(g_BTD, [jnp.moveaxis(w_FD, -1, 0)], axis, matmul, is_gradient=True)
+        g_BTD = matmul.gradient(g_BTD.reshape(*x_BTF.shape[:2], -1))
+        grad_FD = float8.weight_gradient(matmul, matmul.operand(x_BTF), g_BTD, w_FD, w_FD.ndim - 1)
+        return g_BTF.reshape(x_BTF.shape).astype(x_BTF.dtype), grad_FD
 
-
-def _overlapped_row_backward(
-    axis: str, matmul: Matmul, _: int, residuals: tuple, g_BTD: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x_BTF, w_FD = residuals
-    (g_BTF,), g_BTD = gather_matmuls(g_BTD, [jnp.moveaxis(w_FD, -1, 0)], axis, matmul, is_gradient=True)
-    g_BTD = matmul.gradient(g_BTD.reshape(*x_BTF.shape[:2], -1))
-    grad_FD = float8.weight_gradient(matmul, matmul.operand(x_BTF), g_BTD, w_FD, w_FD.ndim - 1)
-    return g_BTF.reshape(x_BTF.shape).astype(x_BTF.dtype), grad_FD
-
-
-_overlapped_row.defvjp(_overlapped_row_forward, _overlapped_row_backward)
+    return with_backward(forward, backward)(x_BTF, w_FD)
 
 
 def look_up(
@@ -228,12 +220,12 @@ def _names(axis: str | Sequence[str] | None) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis or ())
 
 
-@jax.custom_vjp
-def _rows(embedding_VD: jax.Array, rows_BT: jax.Array) -> jax.Array:
+def _rows_forward(embedding_VD: jax.Array, rows_BT: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Look up rows of the embedding; zeros for indices out of range."""
     in_range_BT = (rows_BT >= 0) & (rows_BT < embedding_VD.shape[0])
     x_BTD = embedding_VD[jnp.where(in_range_BT, rows_BT, 0)]
-    return jnp.where(in_range_BT[..., None], x_BTD, jnp.zeros((), x_BTD.dtype))
+    x_BTD = jnp.where(in_range_BT[..., None], x_BTD, jnp.zeros((), x_BTD.dtype))
+    return x_BTD, (embedding_VD, rows_BT)
 
 
 def _rows_backward(residuals: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tuple[jax.Array, None]:
@@ -245,7 +237,7 @@ def _rows_backward(residuals: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> 
     return g_VD.astype(embedding_VD.dtype), None
 
 
-_rows.defvjp(lambda embedding, rows: (_rows(embedding, rows), (embedding, rows)), _rows_backward)
+_rows = with_backward(_rows_forward, _rows_backward)
 
 
 class LossOptions(NamedTuple):
