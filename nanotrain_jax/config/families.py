@@ -16,7 +16,6 @@ class Family(NamedTuple):
     tied_embeddings: bool = False  # default of model.tie_embeddings
 
     def default_d_ff(self, d_model: int) -> int:
-        """Return the default MLP hidden size."""
         numerator, denominator = self.ffn_ratio
         return -(-numerator * d_model // (denominator * self.ffn_multiple)) * self.ffn_multiple
 

@@ -180,14 +180,10 @@ def check_tensor(config: Config) -> None:
         problem = " and ".join(problems)
         *smaller, largest = (str(t) for t in divisors(N) if not misfits(t))
         remedy = (", ".join(smaller) + " or " if smaller else "") + largest
-        hint = (
-            ", another data.seq_len, or parallel.sequence_parallel=false"
-            if p.sequence_parallel and T % p.tensor
-            else ""
-        )
-        raise Misfit(
-            f"parallel.tensor={p.tensor} {problem}", f"use {remedy}{hint}", f"parallel.tensor={p.tensor} {problems[0]}"
-        )
+        if p.sequence_parallel and T % p.tensor:
+            remedy += ", another data.seq_len, or parallel.sequence_parallel=false"
+        key = f"parallel.tensor={p.tensor}"
+        raise Misfit(f"{key} {problem}", f"use {remedy}", f"{key} {problems[0]}")
 
 
 def check_overlap(config: Config) -> None:

@@ -242,7 +242,6 @@ class Store:
         return self._digest
 
     def close(self) -> None:
-        """Wait for the threads."""
         for pool in self._reader, self._writer:
             pool.shutdown(cancel_futures=True)
 

@@ -33,8 +33,6 @@ class LayerWork(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Between two turns."""
-
     carry: Tree
     fetched: Tree  # for the next turn
     produced: tuple[jax.Array, Tree] | None  # layer and result of the turn before, to be sent

@@ -252,8 +252,6 @@ def _numbers(part: str | frozenset[str]) -> str:
 
 
 class _Rule(NamedTuple):
-    """A parsed rule."""
-
     pattern: str
     path: re.Pattern  # matches whole paths
     layout: str | PartitionSpec  # as given

@@ -60,7 +60,6 @@ class Weights(NamedTuple):
     tap: jax.Array | None = None  # of layers
 
     def under(self, key: str) -> Weights:
-        """The weights under a key."""
         tap = self.tap if key == LAYERS else None
         return Weights(self.stored[key], self.inputs[key], self.sums and self.sums[key], tap)
 

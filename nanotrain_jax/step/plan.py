@@ -127,7 +127,6 @@ class Plan:
 
     @property
     def compression(self) -> Compression:
-        """How gradients are summed over replica."""
         return self.config.parallel.compression
 
     @property

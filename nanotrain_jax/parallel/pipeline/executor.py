@@ -146,7 +146,6 @@ def _stage(schedule: Schedule | str, model: LayeredModel, microbatches: Tree, ax
 
 
 def _end_units(stage: Stage) -> EndUnits | None:
-    """Return the units of split ends in each tick."""
     return EndUnits(*map(jnp.asarray, end_units(stage.schedule))) if stage.model.split_ends else None
 
 
@@ -208,7 +207,6 @@ def _type_of_x(model: LayeredModel, microbatches: Tree, axis: str) -> Tree:
 
 
 def _type_of_last(stage: Stage) -> Tree:
-    """Return the types of what model.last returns."""
     last = stage.model.last
     return jax.eval_shape(lambda x: last(stage.model.ends, x, stage.microbatch_of_ends(_first_row())), stage.x_type)
 

@@ -171,8 +171,6 @@ class _Types:
 
     @cached_property
     def weights(self) -> list[Tree]:
-        """Of each module."""
-
         def zeros(packing: Packing) -> Tree:
             arrays = [jnp.zeros(shape, self.stages.dtype) for shape in packing.shapes]
             return as_varying(packing.tree.unflatten(arrays), self.axes)
@@ -200,12 +198,10 @@ class _Types:
             yield y
 
     def apply(self, i: int, microbatch: Tree, weights: Tree, x: Tree) -> Tree:
-        """Run module i."""
         return as_varying(self.stages.modules[i].apply(weights, x, microbatch), self.axes)
 
     @cached_property
     def vjps(self) -> list[SplitVjp]:
-        """The backward of each module."""
         types = zip(self.weights, self.activations[:-1], strict=True)
         return [split_vjp(partial(self.apply, i), self.microbatch, w, x) for i, (w, x) in enumerate(types)]
 
@@ -238,7 +234,6 @@ def _run(stages: DifferentStages, rows: Buffers, x: Buffers, microbatch: Tree, n
 def _forward(
     stages: DifferentStages, rows: Buffers, x: Buffers, microbatch: Tree, number: jax.Array
 ) -> tuple[Buffers, tuple]:
-    """-> output, residuals"""
     types = _Types(stages, microbatch, _axes(x))
     packings, like = types.flat([vjp.residuals for vjp in types.vjps])
 

@@ -21,7 +21,6 @@ class Packing(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of elements by key."""
         totals = dict.fromkeys(self.keys, 0)
         for shape, key in zip(self.shapes, self.keys, strict=True):
             totals[key] += int(np.prod(shape))

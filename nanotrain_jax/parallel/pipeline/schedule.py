@@ -56,7 +56,6 @@ class Schedule(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """The number of stages, P."""
         return self.forward.shape[1]
 
     @property
