@@ -220,12 +220,12 @@ def _names(axis: str | Sequence[str] | None) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis or ())
 
 
-def _rows_forward(embedding_VD: jax.Array, rows_BT: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+@jax.custom_vjp
+def _rows(embedding_VD: jax.Array, rows_BT: jax.Array) -> jax.Array:
     """Look up rows of the embedding; zeros for indices out of range."""
     in_range_BT = (rows_BT >= 0) & (rows_BT < embedding_VD.shape[0])
     x_BTD = embedding_VD[jnp.where(in_range_BT, rows_BT, 0)]
-    x_BTD = jnp.where(in_range_BT[..., None], x_BTD, jnp.zeros((), x_BTD.dtype))
-    return x_BTD, (embedding_VD, rows_BT)
+    return jnp.where(in_range_BT[..., None], x_BTD, jnp.zeros((), x_BTD.dtype))
 
 
 def _rows_backward(residuals: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tuple[jax.Array, None]:
@@ -237,7 +237,7 @@ def _rows_backward(residuals: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> 
     return g_VD.astype(embedding_VD.dtype), None
 
 
-_rows = with_backward(_rows_forward, _rows_backward)
+_rows.defvjp(lambda embedding, rows: (_rows(embedding, rows), (embedding, rows)), _rows_backward)
 
 
 class LossOptions(NamedTuple):
