@@ -52,7 +52,7 @@ SEARCHES = {"startswith", "endswith", "partition", "find", "index", "search", "m
 TOP_LEVEL_KEYS = {"ends", "layers"}  # of a parameter tree; models.parameters defines constants for them
 MAY_NAME_KEYS = {
     "costs.flops", "generate", "models.parameters", "nvme.checkpointing", "nvme.update",
-    "parallel.pipeline.schedule_text", "parallel.zero.optimizer_step", "parallel.zero.zero", "planner.explain",
+    "parallel.pipeline.schedule_text", "parallel.zero.optimizer_step", "planner.explain",
     "scripts/measure/jit_step.py", "scripts/measure/largest_model.py", "scripts/examples/your_model.py",
 }  # fmt: skip
 FAMILIES = {"llama", "gpt2"}

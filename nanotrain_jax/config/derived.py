@@ -1,7 +1,5 @@
 """What follows from keys of a config: rows of a padded vocabulary, whether flash attention runs. Needs no JAX."""
 
-from __future__ import annotations
-
 from math import lcm
 
 from nanotrain_jax.config.schema import Model

@@ -1,7 +1,5 @@
 """How a step runs the layers and makes gradients: the single predicate that decides it."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 from nanotrain_jax.config.schema import Config
@@ -11,9 +9,7 @@ class Execution(Enum):
     """The ways to make gradients (`step/gradients.py`)."""
 
     AUTODIFF = "scan over layers, differentiated by JAX; gradients are reduced after the last backward"
-    PER_LAYER = (
-        "as AUTODIFF, but the last microbatch's backward reduces the gradients of each layer as it computes them"
-    )
+    PER_LAYER = "as AUTODIFF, but the last microbatch's backward reduces each layer's gradients as it computes them"
     OFFLOADED = "loop over layers with a hand-written backward; copies to and from host memory one layer ahead"
     PIPELINE = "loop over the ticks of a pipeline schedule (microbatches, if one stage) with a hand-written backward"
 

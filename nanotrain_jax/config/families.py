@@ -1,7 +1,5 @@
 """Decoder families (llama, gpt2) as features, read by the model and the cost formulas. Needs no JAX."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 
@@ -9,16 +7,15 @@ class Family(NamedTuple):
     """Features of a decoder family."""
 
     description: str
-    centered_norms: bool  # LayerNorm (subtracts the mean, adds a bias); else RMSNorm
-    learned_positions: bool  # learned, at most model.max_seq_len; else rotary
-    gated_mlp: bool  # SwiGLU, three matmuls; else GELU, two
-    biases: bool  # after every matmul except the output head
-    tied_embeddings: bool  # default of model.tie_embeddings
     ffn_ratio: tuple[int, int]  # default d_ff / d_model, as a fraction
-    ffn_multiple: int  # the default d_ff is rounded up to a multiple of this
+    ffn_multiple: int = 1  # the default d_ff is rounded up to a multiple of this
+    centered_norms: bool = False  # LayerNorm (subtracts the mean, adds a bias); else RMSNorm
+    learned_positions: bool = False  # learned, at most model.max_seq_len; else rotary
+    gated_mlp: bool = False  # SwiGLU, three matmuls; else GELU, two
+    biases: bool = False  # after every matmul except the output head
+    tied_embeddings: bool = False  # default of model.tie_embeddings
 
     def default_d_ff(self, d_model: int) -> int:
-        """Return the default MLP hidden size."""
         numerator, denominator = self.ffn_ratio
         return -(-numerator * d_model // (denominator * self.ffn_multiple)) * self.ffn_multiple
 
@@ -28,24 +25,13 @@ class Family(NamedTuple):
 # costs/memory.py and planner/estimate.py.
 Name = Literal["llama", "gpt2"]
 FAMILIES: dict[Name, Family] = {
-    "llama": Family(
-        "RMSNorm, rotary, SwiGLU",
-        centered_norms=False,
-        learned_positions=False,
-        gated_mlp=True,
-        biases=False,
-        tied_embeddings=False,
-        ffn_ratio=(8, 3),
-        ffn_multiple=256,
-    ),
+    "llama": Family("RMSNorm, rotary, SwiGLU", ffn_ratio=(8, 3), ffn_multiple=256, gated_mlp=True),
     "gpt2": Family(
         "LayerNorm, learned positions, GELU, biases",
+        ffn_ratio=(4, 1),
         centered_norms=True,
         learned_positions=True,
-        gated_mlp=False,
         biases=True,
         tied_embeddings=True,
-        ffn_ratio=(4, 1),
-        ffn_multiple=1,
     ),
 }

@@ -3,8 +3,6 @@
 Every error is a one-line ValueError with the value, the rule and the remedy; `refuse` prints it.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

@@ -1,7 +1,5 @@
 """The error of a config whose keys do not fit each other."""
 
-from __future__ import annotations
-
 
 class Misfit(ValueError):
     """A config that cannot run: "problem; remedy". reason: short form of the problem, to group similar ones."""

@@ -1,23 +1,14 @@
 """Resolve a config: fill in what depends on mesh and data, and check the keys that depend on each other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
+from nanotrain_jax.config import update_checks
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import Execution, casts_at_use, execution, reduces_per_layer
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import EIGHT_BITS, Config
 from nanotrain_jax.config.training_stages import Span, of_phase, phases
-from nanotrain_jax.config.update_checks import (
-    check_compression,
-    check_files_of_phases,
-    check_frozen,
-    check_local_steps,
-    check_muon,
-    check_noise_scale,
-)
-from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors
+from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors, near_multiples
 from nanotrain_jax.parallel.pipeline import schedule_text
 
 # FLOPs of the head that parallel.vocab_over_pipe takes off the last stage, per microbatch and device, from which it is
@@ -73,11 +64,11 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     check_float8(config)
     check_pipe(config)
     check_offload(config)
-    check_frozen(config)
-    check_noise_scale(config)
-    check_compression(config)
-    check_local_steps(config)
-    check_muon(config)
+    update_checks.check_frozen(config)
+    update_checks.check_noise_scale(config)
+    update_checks.check_compression(config)
+    update_checks.check_local_steps(config)
+    update_checks.check_muon(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
     check_optimizer(config)
     check_blocks(config)
@@ -135,11 +126,10 @@ def check_batch(config: Config) -> None:
     p, batch, chunk = config.parallel, config.data.batch_size, config.model.loss_chunk
     shares = p.replica * p.data * p.microbatches
     if batch % shares:
-        below = batch // shares * shares
         raise Misfit(
             f"data.batch_size={batch} is not divisible by replica x data x microbatches = {p.replica} x {p.data} x "
             f"{p.microbatches} = {shares}",
-            "use " + (f"{below} or " if below else "") + str(below + shares),
+            f"use {near_multiples(batch, shares)}",
         )
     tokens = batch // shares * config.data.seq_len // p.context
     if chunk and tokens % chunk:
@@ -155,7 +145,7 @@ def check_phases(config: Config, axes: Mapping[str, int]) -> None:
     growth, whole, M = config.train.batch_growth, config.data.batch_size, config.parallel.microbatches
     key = "train.batch_growth" if growth else "train.batch_schedule"
     given, microbatch = [growth] if growth else config.train.batch_schedule, whole // M
-    check_files_of_phases(config)
+    update_checks.check_files_of_phases(config)
     for size in (phase.batch_size for phase in given):
         if size not in range(microbatch, whole, microbatch):
             smaller = f"a multiple of {microbatch} below {whole}, or " if M > 1 else ""
@@ -190,14 +180,10 @@ def check_tensor(config: Config) -> None:
         problem = " and ".join(problems)
         *smaller, largest = (str(t) for t in divisors(N) if not misfits(t))
         remedy = (", ".join(smaller) + " or " if smaller else "") + largest
-        hint = (
-            ", another data.seq_len, or parallel.sequence_parallel=false"
-            if p.sequence_parallel and T % p.tensor
-            else ""
-        )
-        raise Misfit(
-            f"parallel.tensor={p.tensor} {problem}", f"use {remedy}{hint}", f"parallel.tensor={p.tensor} {problems[0]}"
-        )
+        if p.sequence_parallel and T % p.tensor:
+            remedy += ", another data.seq_len, or parallel.sequence_parallel=false"
+        key = f"parallel.tensor={p.tensor}"
+        raise Misfit(f"{key} {problem}", f"use {remedy}", f"{key} {problems[0]}")
 
 
 def check_overlap(config: Config) -> None:
@@ -224,10 +210,9 @@ def check_context(config: Config) -> None:
     kind = f"parallel.context_attention={p.context_attention}"
     chunks = p.context * (2 if p.is_blockwise else 1)
     if T % chunks:
-        below = T // chunks * chunks
         raise Misfit(
             f"data.seq_len={T} with parallel.context={p.context} and {kind}: not a multiple of {chunks}",
-            "use data.seq_len=" + (f"{below} or " if below else "") + str(below + chunks),
+            f"use data.seq_len={near_multiples(T, chunks)}",
         )
     if p.context_attention == "ring" and p.pipe > 1 and p.idle == "skip":
         raise Misfit(

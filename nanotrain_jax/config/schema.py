@@ -70,7 +70,6 @@ class Model(Section):
 
     @property
     def features(self) -> families.Family:
-        """model.family as a value."""
         return families.FAMILIES[self.family]
 
     @model_validator(mode="after")
@@ -176,12 +175,10 @@ class Parallel(Section):
 
     @property
     def vocab_shards(self) -> int:
-        """Number of devices that split the vocabulary."""
         return prod(self.axes[axis] for axis in self.vocab_axes)
 
     @property
     def compression(self) -> Compression:
-        """parallel.compress as a value."""
         return Compression.parse(self.compress)
 
     @property
@@ -256,7 +253,6 @@ class Memory(Section):
 
     @property
     def rematerialization(self) -> Remat:
-        """memory.remat as a value."""
         return Remat.parse(self.remat)
 
     @model_validator(mode="after")

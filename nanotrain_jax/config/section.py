@@ -1,7 +1,5 @@
 """The base of the sections of a config: frozen, strict, every key with a default and a description."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field

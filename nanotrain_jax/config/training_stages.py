@@ -6,8 +6,6 @@ schedule: of smaller batches first (train.batch_schedule, train.batch_growth), a
 (parallel.full_sync_steps).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from nanotrain_jax.config.schema import Config, Optimizer

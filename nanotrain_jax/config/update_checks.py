@@ -1,7 +1,5 @@
 """Checks of the keys that decide what is updated, how, and what replicas sum."""
 
-from __future__ import annotations
-
 from nanotrain_jax.config.execution import Execution, execution, reduces_per_layer
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config

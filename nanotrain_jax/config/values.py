@@ -140,6 +140,12 @@ def near_divisors(number: int, wanted: int) -> str:
     return " or ".join(map(str, below + above))
 
 
+def near_multiples(number: int, of: int) -> str:
+    """Return the multiples of `of` next below and above number, as text; only positive ones."""
+    below = number // of * of
+    return " or ".join(str(n) for n in (below, below + of) if n)
+
+
 def divisors(number: int) -> list[int]:
     """Return the divisors of number in order; above 10**10 only those below 10**5 and their cofactors."""
     small = [d for d in range(1, min(isqrt(number), 10**5) + 1) if number % d == 0]

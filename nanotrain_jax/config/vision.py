@@ -29,7 +29,6 @@ class Vision(Section):
 
     @property
     def num_candidates(self) -> int:
-        """Number of candidate patches of a picture."""
         return sum((self.image_size // (scale * self.patch_size)) ** 2 for scale in self.scales)
 
     @model_validator(mode="after")

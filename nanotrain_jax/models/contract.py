@@ -28,20 +28,16 @@ for `first` and `last`. Further stacks of layers, e.g. an encoder, have their ow
 too; `first` runs one with x = run("encoder", layer, x), layer by layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from nanotrain_jax.models.parameters import ENDS, LAYERS
+from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.sharding import Rules
-
-Tree = Any  # a pytree of arrays
 
 
 def split_layers(weights: Tree) -> tuple[Tree, Tree]:

@@ -19,8 +19,6 @@ Initialization (GPT-2 and its successors): normal, std 0.02; the two projections
 0.02 / sqrt(2 L), so that its variance does not grow with depth; gains one, biases zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
@@ -197,21 +195,13 @@ def abstract(config: Model, split: Split = ONE_DEVICE) -> tuple[Graphs, dict]:
     return graphs, nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
 
 
-def used_by_embed(ends: dict) -> dict:
-    """Select what `Ends.embed` uses from a tree like the parameters of the ends."""
-    return _used(ends, "first")
-
-
-def used_by_loss(ends: dict) -> dict:
-    """Select what `Ends.loss` uses from a tree like the parameters of the ends."""
-    return _used(ends, "last")
-
-
-def _used(ends: dict, end: Literal["first", "last"]) -> dict:
+def used_by(end: Literal["first", "last"], weights: dict) -> dict:
+    """Select what `Ends.embed` (first) or `Ends.loss` (last) uses from a tree like the parameters."""
+    ends = weights[ENDS]
     is_tied = decoder_table.HEAD.removeprefix(f"{ENDS}/") not in ends
     rows = decoder_table.every_parameter(is_tied).items()
     names = {path.split("/")[1] for path, row in rows if row.is_used(end)}
-    return {name: tree for name, tree in ends.items() if name in names}
+    return {ENDS: {name: tree for name, tree in ends.items() if name in names}}
 
 
 def rules(config: Model, split: Split) -> Rules:
@@ -301,8 +291,8 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
         layer=layer,
         last=last,
         rules=rules(decoder, split),
-        used_by_first=lambda weights: {ENDS: used_by_embed(weights[ENDS])},
-        used_by_last=lambda weights: {ENDS: used_by_loss(weights[ENDS])},
+        used_by_first=partial(used_by, "first"),
+        used_by_last=partial(used_by, "last"),
         is_decayed=is_decayed,
         has_partial_gradient=partial(has_partial_gradient, split=split),
         is_padded=is_padded,

@@ -3,8 +3,6 @@
 Dims: D model, F ffn, N query heads, K kv heads, H head dim, V vocabulary, T longest sequence.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from functools import lru_cache, partial

@@ -1,11 +1,8 @@
 """A model whose pipeline stages are different modules, for the trainer: `parallel/pipeline/heterogeneous.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +11,11 @@ from jax.sharding import Mesh
 
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models.contract import ENDS, Model, join_layers
+from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.pipeline.heterogeneous import DifferentStages, StageModule
 from nanotrain_jax.parallel.pipeline.schedule import SPLIT
 from nanotrain_jax.parallel.sharding import Rules
 
-Tree = Any  # a pytree of arrays
 DECAYED, NOT_DECAYED = "decayed", "not_decayed"  # the rows of a module
 
 

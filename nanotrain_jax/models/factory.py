@@ -1,10 +1,7 @@
 """Build the model of a config: the decoder, with vision in front of it, or the model of model.factory; check it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +11,8 @@ from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models import decoder, vision_language
 from nanotrain_jax.models.contract import LAYERS, Model
-
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree
+from nanotrain_jax.parallel.sharding import path_name
 
 
 def make(config: Config, mesh: Mesh) -> Model:
@@ -81,9 +78,9 @@ def _problems(model: Model, num_layers: int) -> Iterator[str]:
         return
     for path, x in leaves:
         if not all(isinstance(key, jax.tree_util.DictKey) for key in path):
-            yield f"the weight {_name(path)} is not in nested dicts; use dicts instead of lists"
+            yield f"the weight {path_name(path)} is not in nested dicts; use dicts instead of lists"
         if x.dtype != jnp.float32:
-            yield f"the weight {_name(path)} is {x.dtype}; use float32, the step casts weights to precision.compute"
+            yield f"the weight {path_name(path)} is {x.dtype}; use float32, the step casts weights to precision.compute"
     for stack in stacks:
         if len({x.shape[:1] for x in jax.tree.leaves(shapes[stack])} - {()}) != 1:
             yield f"the arrays of {stack} have no common leading dim; stack its layers"
@@ -107,8 +104,4 @@ def _unused(model: Model) -> Iterator[str]:
 
 
 def _paths(tree: Tree) -> list[str]:
-    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _name(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

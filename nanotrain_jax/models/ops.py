@@ -4,8 +4,6 @@ None communicates. Names: B batch, T tokens, D model, F ffn, N heads, H head dim
 computed in float32.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -4,8 +4,6 @@ A table maps the path of an array, as in "layers/mlp/up_DF", to its row. It is t
 initial values, weight decay, padding and the closed forms of memory, communication and FLOPs.
 """
 
-from __future__ import annotations
-
 from math import prod
 from typing import Literal, NamedTuple
 

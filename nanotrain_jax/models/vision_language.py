@@ -15,12 +15,9 @@ embeddings of the text for the relevance, 2 (t-1)/t B (T - K) D elements, and wi
 picture's gradient (`with_image`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +30,10 @@ from nanotrain_jax.models import decoder, decoder_table, vision_table
 from nanotrain_jax.models.contract import Model
 from nanotrain_jax.models.parameters import ENCODER, ENDS, VISION
 from nanotrain_jax.models.vision import encoder, patches, relevance
-from nanotrain_jax.parallel.collectives import as_varying, own_shard
-from nanotrain_jax.parallel.sharding import Rules
+from nanotrain_jax.parallel.collectives import Tree, as_varying, own_shard
+from nanotrain_jax.parallel.sharding import Rules, path_name
 from nanotrain_jax.parallel.tensor import tensor
 
-Tree = Any  # a pytree of arrays
 EMBEDDING = decoder_table.EMBEDDING.removeprefix(f"{ENDS}/")
 
 
@@ -65,8 +61,7 @@ def build(config: Config, mesh: Mesh) -> Model:
         return with_image(text.first(weights, batch, run), batch["image"], batch["inputs"].shape[1], split_rows)
 
     def is_decayed(path: tuple) -> bool:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return vision_table.INVENTORY[name].decay if is_of_vision(path) else text.is_decayed(path)
+        return vision_table.INVENTORY[path_name(path)].decay if is_of_vision(path) else text.is_decayed(path)
 
     def is_partial(path: tuple) -> bool:
         return not is_of_vision(path) and text.has_partial_gradient(path)

@@ -4,8 +4,6 @@ Dims: P values of a patch, E width of the encoder, F features of a position, S w
 of the language model; in a layer N heads, H head dim, F ffn.
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache, partial
 

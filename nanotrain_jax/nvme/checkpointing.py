@@ -4,12 +4,9 @@ nvme/update.py defines subgroups and their update, nvme/store.py their files. Ch
 order, as without NVMe: either kind of run resumes from the other's checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,14 +16,13 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.nvme.update import Group, groups, lower
+from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.offload.host_offload import HOST
 from nanotrain_jax.parallel.zero.optimizer_step import merge, select
 from nanotrain_jax.step.build import Step
 from nanotrain_jax.step.plan import layers_of_rows
 from nanotrain_jax.step.state import State
 from nanotrain_jax.step.update import Pending
-
-Tree = Any  # a pytree of arrays
 
 
 def store(config: Config, step: Step) -> Store:
@@ -98,15 +94,12 @@ def train(
 def arrays(files: Store, step: Step, config: Config) -> Iterator[State]:
     """Yield the arrays in the files for `checkpoint.write.writing`: one stacked array at a time, in layer order."""
 
-    def read_leaf(name: str, leaf: int, abstract: State) -> State:
-        x = files.read_stacked(name, leaf)
-        ordered = np.empty_like(x)
-        ordered[_rows(name, config)] = x
-        return jax.tree.unflatten(jax.tree.structure(abstract), [ordered])
-
     for name, group in groups(step.plan).items():
         for leaf, abstract in enumerate(_one_leaf_each(step, group)):
-            yield read_leaf(name, leaf, abstract)
+            x = files.read_stacked(name, leaf)
+            ordered = np.empty_like(x)
+            ordered[_rows(name, config)] = x
+            yield jax.tree.unflatten(jax.tree.structure(abstract), [ordered])
 
 
 def _rows(name: str, config: Config) -> np.ndarray | slice:

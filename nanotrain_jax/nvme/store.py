@@ -15,8 +15,6 @@ only if their checksums match the checkpoint, which reads them once; otherwise t
 Neither files that a killed process left half written nor a manifest with a flipped bit are used.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -34,8 +32,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nanotrain_jax.checkpoint import durable
+from nanotrain_jax.parallel.collectives import Tree
 
-Tree = Any  # a pytree of arrays
 Update = Callable[[Any, Tree, int], tuple[Any, Tree]]  # (carry, state of a subgroup, its index) -> carry, state
 
 MAX_PENDING_WRITES = 2  # subgroups
@@ -59,13 +57,10 @@ class Block(NamedTuple):
     dtype: np.dtype
 
     @property
-    def stop(self) -> int:
-        return self.start + int(np.prod(self.shape)) * self.dtype.itemsize
-
-    @property
     def padded_stop(self) -> int:
         """Where the next block of the file begins."""
-        return -(-self.stop // ALIGN) * ALIGN
+        stop = self.start + int(np.prod(self.shape)) * self.dtype.itemsize
+        return -(-stop // ALIGN) * ALIGN
 
 
 class Array(NamedTuple):
@@ -247,7 +242,6 @@ class Store:
         return self._digest
 
     def close(self) -> None:
-        """Wait for the threads."""
         for pool in self._reader, self._writer:
             pool.shutdown(cancel_futures=True)
 

@@ -11,17 +11,16 @@ layout of the stacked arrays with fewer rows: the i-th of equal slices of each d
 arrays below parallel.persist_below.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from nanotrain_jax.models.contract import join_layers, split_layers
+from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.offload import host_offload
 from nanotrain_jax.parallel.zero import optimizer_step
 from nanotrain_jax.parallel.zero.optimizer_step import Opt, merge, select, without_counts
@@ -29,8 +28,6 @@ from nanotrain_jax.step.build import on_mesh, pending_specs, shardings
 from nanotrain_jax.step.plan import Plan, layers_of_rows
 from nanotrain_jax.step.state import REPLICATED, abstract, moments_like
 from nanotrain_jax.step.update import Pending
-
-Tree = Any  # a pytree of arrays
 
 
 class Group(NamedTuple):

@@ -6,8 +6,6 @@ Inside `shard_map` a value is *varying* over a mesh axis if devices along it may
 In a profile and in the compiled program each is named after itself and its axes: `all_gather_tensor`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any

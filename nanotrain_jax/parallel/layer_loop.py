@@ -8,17 +8,15 @@ The three lines of a turn do not depend on each other, so the compiler can run b
 layer. The first and last turns are outside the scan: nothing is fetched or sent that is not used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree
 
 
 class LayerWork(NamedTuple):
@@ -35,8 +33,6 @@ class LayerWork(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Between two turns."""
-
     carry: Tree
     fetched: Tree  # for the next turn
     produced: tuple[jax.Array, Tree] | None  # layer and result of the turn before, to be sent

@@ -1,13 +1,11 @@
 """A model split for explicit loops over layers: before, in and after a stack of layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree
 
 
 class LayeredModel(NamedTuple):

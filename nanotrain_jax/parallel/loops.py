@@ -1,18 +1,24 @@
-"""Helpers for hand-written loops: conditional work, and stacked arrays. Nothing here communicates."""
-
-from __future__ import annotations
+"""Helpers for hand-written loops and backwards: conditional work, and stacked arrays. Nothing here communicates."""
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from nanotrain_jax.parallel.collectives import as_varying
+from nanotrain_jax.parallel.collectives import Tree, as_varying
 
-Tree = Any  # a pytree of arrays
+
+def with_backward(forward: Callable, backward: Callable, static: tuple[int, ...] = ()) -> Callable:
+    """Return the function that is the first result of forward, differentiated by backward (`jax.custom_vjp`).
+
+    forward(*arguments) -> result, residuals. backward(*static arguments, residuals, g) -> gradients of the others.
+    static: which arguments are neither arrays nor trees of them.
+    """
+    function = jax.custom_vjp(lambda *arguments: forward(*arguments)[0], nondiff_argnums=static)
+    function.defvjp(forward, backward)
+    return function
 
 
 def cond_in_place(predicate: jax.Array, what: str, work: Callable, values: Tree, store: Tree) -> tuple[Tree, Tree]:
@@ -22,10 +28,9 @@ def cond_in_place(predicate: jax.Array, what: str, work: Callable, values: Tree,
     conditional returns. The 0 is the iteration; XLA cannot hoist what depends on it out of the loop. what: names the
     loop in the compiled program, for an audit to know how often it runs.
     """
+    turns = predicate.astype(jnp.int32)
     with jax.named_scope(f"at_most_once_{what}"):
-        return lax.fori_loop(
-            0, predicate.astype(jnp.int32), lambda iteration, carry: work(iteration, *carry), (values, store)
-        )
+        return lax.fori_loop(0, turns, lambda turn, carry: work(turn, *carry), (values, store))
 
 
 def skip_or_mask(

@@ -7,8 +7,6 @@ ZeRO shards over `data` and `context`.
 Devices are in process order, so an inner axis stays within a process, and within a host, as far as its size allows.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

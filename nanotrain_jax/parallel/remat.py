@@ -14,18 +14,17 @@ offload: store what selective, full and block:N save in host memory (ZeRO-Infini
 copied to the host in the forward of its layer, back to the device in its backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from nanotrain_jax.config.values import Remat
+from nanotrain_jax.parallel.collectives import Tree
 
 INPUT = "input"  # of a layer, or of a block of them
 # Names of values of the techniques. A layer that saves them does not communicate again to recompute them.
@@ -39,8 +38,6 @@ SAVED = ("q", "k", "v", "attention_out", "gate", "up", *BLOCKWISE, *ULYSSES)
 
 # Includes reductions over devices: otherwise their full-size inputs, partial sums, would be saved and reduced again.
 EXPENSIVE = ("dot_general", "dot_product_attention_fwd_wrapper", "reduce_scatter", "psum", "psum_invariant")
-
-Tree = Any  # a pytree of arrays
 
 
 class Policy(NamedTuple):
@@ -57,13 +54,9 @@ def name(x: jax.Array, what: str) -> jax.Array:
     return checkpoint_name(x, what)
 
 
-def _is_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name in EXPENSIVE
-
-
 # Save the outputs of matmuls, attention and reductions, not what is gathered or cheap.
 _expensive = jax.checkpoint_policies.save_from_both_policies(
-    _is_expensive,
+    lambda primitive, *_, **__: primitive.name in EXPENSIVE,
     jax.checkpoint_policies.save_only_these_names(*BLOCKWISE, *ULYSSES, *PACKED, *HOPS, *MODULE),
 )
 

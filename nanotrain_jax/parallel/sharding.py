@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree
 
 
 class Rules(NamedTuple):
@@ -194,7 +194,9 @@ def abstract(params: Tree) -> Tree:
             return jax.ShapeDtypeStruct((), jnp.result_type(leaf))
         if not hasattr(leaf, "shape"):
             kind = type(leaf).__name__
-            raise ValueError(f"{_path(keys)}: {leaf!r} is a {kind}, not an array or a number; leave it out of params")
+            raise ValueError(
+                f"{path_name(keys)}: {leaf!r} is a {kind}, not an array or a number; leave it out of params"
+            )
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(as_struct, params)
@@ -205,11 +207,12 @@ def _laid_out(params: Tree, mesh: Mesh, specs: Tree) -> Iterable[tuple[str, jax.
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract(params))
     for (keys, leaf), spec in zip(leaves, tree.flatten_up_to(specs), strict=True):
         for problem in _misfits(leaf.shape, spec, mesh):
-            raise ValueError(f"{_path(keys)} {leaf.shape}: {problem}")
-        yield _path(keys), leaf, spec
+            raise ValueError(f"{path_name(keys)} {leaf.shape}: {problem}")
+        yield path_name(keys), leaf, spec
 
 
-def _path(keys: tuple) -> str:
+def path_name(keys: tuple) -> str:
+    """Return a tree path as text: "layers/attention/query_DNH"."""
     if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):  # the array inside an NNX variable
         keys = keys[:-1]
     return jax.tree_util.keystr(keys, simple=True, separator="/")
@@ -249,8 +252,6 @@ def _numbers(part: str | frozenset[str]) -> str:
 
 
 class _Rule(NamedTuple):
-    """A parsed rule."""
-
     pattern: str
     path: re.Pattern  # matches whole paths
     layout: str | PartitionSpec  # as given
@@ -282,7 +283,7 @@ def _match(
     problems = []
     path = ""
     for keys, leaf in jax.tree_util.tree_flatten_with_path(abstract(params))[0]:
-        path = _path(keys)
+        path = path_name(keys)
         rule = next((rule for rule in parsed if rule.path.fullmatch(path)), None)
         if rule:
             unused.pop(rule.pattern, None)

@@ -11,8 +11,6 @@ computes its weight gradients in `backward_x`, and `backward_weights` returns th
 whole (`pipeline/heterogeneous.py` has one for each part).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,17 +18,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree
+
 Types = list[Any]  # of arrays, as `jax.typeof` gives them: shape, dtype, varying axes, memory space
 Layer = Callable[[Tree, Tree, Tree], Tree]  # (constants, inputs, x) -> y; constants: what else it computes with
 
-INLINED = (
-    "checkpoint",
-    "remat2",
-    "pjit",
-    "jit",
-    "closed_call",
-)  # calls that are inlined, so that the split can divide them
+INLINED = "checkpoint", "remat2", "pjit", "jit", "closed_call"  # so that the split can divide these calls
 MATMULS = ("dot_general", "conv_general_dilated")
 
 
@@ -81,17 +74,14 @@ class SplitVjp:
         return self._where(_read_by(self.parts.for_weights) | outputs)
 
     def forward(self, constants: Tree, inputs: Tree, x: Tree) -> tuple[Tree, list]:
-        """-> y, residuals"""
         y, vjp = _vjp(self.layer, constants, inputs, x)
         leaves = zip(jax.tree.leaves(vjp), self.sources, strict=True)
         return y, [leaf for leaf, source in leaves if source is None]
 
     def backward(self, residuals: Sequence, constants: Tree, inputs: Tree, g: Tree) -> tuple[Tree, Tree]:
-        """-> gradients of inputs, of x"""
         return _backward(self.tree, self.sources, residuals, (constants, inputs), g)
 
     def backward_x(self, residuals: Sequence, constants: Tree, inputs: Tree, g: Tree) -> tuple[Tree, list]:
-        """-> gradient of x, intermediates for backward_weights"""
         gradients = jax.tree.leaves(g)
         g_vars = self.jaxpr.invars[-len(gradients) :]
         values = self._values(residuals, constants, inputs) | dict(zip(g_vars, gradients, strict=True))
@@ -100,7 +90,6 @@ class SplitVjp:
         return self.x_tree.unflatten(of_x), [values[v] for v in self.parts.intermediates]
 
     def backward_weights(self, residuals: Sequence, constants: Tree, inputs: Tree, intermediates: Sequence) -> Tree:
-        """-> gradients of inputs"""
         values = self._values(residuals, constants, inputs)
         values |= zip(self.parts.intermediates, intermediates, strict=True)
         _run(self.parts.for_weights, values)

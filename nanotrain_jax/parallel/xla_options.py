@@ -3,8 +3,6 @@
 They change when data moves, never what moves.
 """
 
-from __future__ import annotations
-
 # Matmuls of float8 (tensor/float8.py): by cuBLAS, which takes their scales, not by Triton; and each alone, as merged
 # ones (q, k and v) would have several scales and run in 16 bit.
 FLOAT8_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}

@@ -5,11 +5,9 @@ function documents its communication; in addition only the loss is all-reduced, 
 ignored their number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +18,7 @@ from jax.sharding import Mesh
 from nanotrain_jax.config.execution import Execution, reduces_per_layer
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models.contract import Model
-from nanotrain_jax.parallel.collectives import all_reduce
+from nanotrain_jax.parallel.collectives import Tree, all_reduce
 from nanotrain_jax.parallel.context import context
 from nanotrain_jax.parallel.gradients import local_steps
 from nanotrain_jax.parallel.mesh import BATCH_AXES
@@ -39,7 +37,6 @@ from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import REPLICATED, State
 from nanotrain_jax.step.update import Pending, apply_update, metrics, next_noise, next_state, synchronize
 
-Tree = Any  # a pytree of arrays
 BATCH = layout("B/replica,data T/context")
 PER_REPLICA = layout("R/replica")
 ROWS = layout("B/replica,data")

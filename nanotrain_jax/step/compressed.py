@@ -4,28 +4,25 @@ ZeRO reduces gradients inside a replica as ever; each device then holds its grad
 rows. `sum_over_replicas` sums these: large arrays compressed (`parallel/gradients/compression.py`), small ones whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.tree_util import keystr, tree_map_with_path
+from jax.tree_util import tree_map_with_path
 
 from nanotrain_jax.config.schema import EIGHT_BITS
 from nanotrain_jax.models.contract import LAYERS
-from nanotrain_jax.parallel.collectives import all_reduce, as_varying, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, all_reduce, as_varying, varying_axes
 from nanotrain_jax.parallel.gradients import compression
 from nanotrain_jax.parallel.gradients.compression import BLOCK, Matrices, Sum
-from nanotrain_jax.parallel.gradients.local_steps import AXIS
+from nanotrain_jax.parallel.gradients.local_steps import AXIS, with_replicas
 from nanotrain_jax.parallel.mesh import AXES
+from nanotrain_jax.parallel.sharding import path_name
 from nanotrain_jax.parallel.zero.optimizer_step import merge, select
 from nanotrain_jax.step.plan import Plan, layers_of_rows, with_rows
-
-Tree = Any  # a pytree of arrays
 
 
 class Feedback(NamedTuple):
@@ -86,14 +83,11 @@ def specs(plan: Plan, opt_specs: Tree) -> Feedback | None:
     if not plan.compression.has_residual:
         return None
 
-    def entries(w: jax.ShapeDtypeStruct, spec: PartitionSpec) -> list:
-        return [*spec, *[None] * (w.ndim - len(spec))]
-
     def of_residual(w: jax.ShapeDtypeStruct, spec: PartitionSpec) -> PartitionSpec:
-        return PartitionSpec(*entries(w, spec), AXIS)
+        return with_replicas(spec, w.ndim)
 
     def of_basis(w: jax.ShapeDtypeStruct, spec: PartitionSpec, matrices: Matrices | None) -> PartitionSpec | None:
-        dims = entries(w, spec)
+        dims = [*spec, *[None] * (w.ndim - len(spec))]
         return matrices and PartitionSpec(*dims[: matrices.rows], *dims[matrices.columns :])
 
     shapes = plan.model.shapes
@@ -110,10 +104,10 @@ def to_read(feedback: Feedback, stored: Mapping[str, tuple[int, ...]]) -> Feedba
     """
 
     def residual(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
-        return x if f"feedback/residual/{keystr(path, simple=True, separator='/')}" in stored else None
+        return x if f"feedback/residual/{path_name(path)}" in stored else None
 
     def basis(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | None:
-        shape = stored.get(f"feedback/basis/{keystr(path, simple=True, separator='/')}")
+        shape = stored.get(f"feedback/basis/{path_name(path)}")
         return x if shape == x.shape else None
 
     return Feedback(tree_map_with_path(residual, feedback.residual), tree_map_with_path(basis, feedback.basis))

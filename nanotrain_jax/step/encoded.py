@@ -13,23 +13,19 @@ What memory.remat stores of M/P microbatches lives through the schedule: with fu
 Integers that an encoder returns reach `layer` and `last` too, floats only `first`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import all_gather, position
+from nanotrain_jax.parallel.collectives import Tree, all_gather, position
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.step import forward
 from nanotrain_jax.step.plan import Plan
-
-Tree = Any  # a pytree of arrays
 
 NUMBER = "number of microbatch"  # key in a microbatch
 
@@ -41,24 +37,17 @@ class Ends(NamedTuple):
     floats: Tree  # encoded, of all microbatches[M ...]; the schedule sums their gradients
 
 
-class Encoded(NamedTuple):
-    """A model and microbatches for a schedule.
-
-    backward(gradients of model.ends) -> gradients of the ends
+def before_schedule(
+    plan: Plan, params: Tree, model: LayeredModel, microbatches: Tree
+) -> tuple[LayeredModel, Tree, Callable[[Tree], Tree]]:
+    """Encode all microbatches[M ...] -> model and microbatches for a schedule; function: gradients of that model's ends
+    -> of the ends. Without `Model.encode` nothing changes.
     """
-
-    model: LayeredModel
-    microbatches: Tree
-    backward: Callable[[Tree], Tree]
-
-
-def before_schedule(plan: Plan, params: Tree, model: LayeredModel, microbatches: Tree) -> Encoded:
-    """Encode all microbatches[M ...]. Without `Model.encode` nothing changes."""
     if plan.model.encode is None:
-        return Encoded(model, microbatches, lambda of_ends: of_ends)
+        return model, microbatches, lambda of_ends: of_ends
     encode = partial(encode_all, plan, params, microbatches)
     if not any(jax.tree.leaves(forward.used_by_encoder(plan, plan.trainable))):
-        return Encoded(model, microbatches | encode(model.ends), lambda of_ends: of_ends)
+        return model, microbatches | encode(model.ends), lambda of_ends: of_ends
     encoded, vjp = jax.vjp(encode, model.ends)
     floats = {key: x for key, x in encoded.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     integers = {key: x for key, x in encoded.items() if key not in floats}
@@ -72,11 +61,12 @@ def before_schedule(plan: Plan, params: Tree, model: LayeredModel, microbatches:
 
     def backward(of_ends: Ends) -> Tree:
         of_floats = jax.tree.map(lambda g, x: g.astype(x.dtype), of_ends.floats, floats)
-        (of_encoder,) = vjp(of_floats | {key: _no_gradient(x) for key, x in integers.items()})
+        of_integers = {key: jnp.zeros(x.shape, jax.dtypes.float0) for key, x in integers.items()}
+        (of_encoder,) = vjp(of_floats | of_integers)
         return jax.tree.map(lambda g, more: g + more.astype(g.dtype), of_ends.weights, of_encoder)
 
     numbered = microbatches | integers | {NUMBER: jnp.arange(count, dtype=jnp.int32)}
-    return Encoded(model._replace(first=first, last=last, ends=Ends(model.ends, floats)), numbered, backward)
+    return model._replace(first=first, last=last, ends=Ends(model.ends, floats)), numbered, backward
 
 
 def encode_all(plan: Plan, params: Tree, microbatches: Tree, inputs: Tree) -> dict[str, jax.Array]:
@@ -91,8 +81,3 @@ def encode_all(plan: Plan, params: Tree, microbatches: Tree, inputs: Tree) -> di
 
     encoded = lax.map(encode, own)
     return {key: all_gather([x], "pipe", [0])[0][:count] for key, x in encoded.items()}
-
-
-def _no_gradient(x: jax.Array) -> jax.Array:
-    """Return the gradient of an array of integers, as `jax.vjp` takes it."""
-    return jnp.zeros(x.shape, jax.dtypes.float0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from nanotrain_jax.config.execution import Execution, reduces_per_layer
 from nanotrain_jax.models.contract import LAYERS, Model, split_layers
 from nanotrain_jax.parallel import remat
-from nanotrain_jax.parallel.collectives import as_varying
+from nanotrain_jax.parallel.collectives import Tree, as_varying
 from nanotrain_jax.parallel.gradients import noise_scale
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.mesh import BATCH_AXES
@@ -21,8 +21,6 @@ from nanotrain_jax.parallel.pipeline.schedule import SPLIT
 from nanotrain_jax.parallel.zero.optimizer_step import merge, select
 from nanotrain_jax.parallel.zero.zero import ZERO, Zero, gather_ahead, scatter_behind
 from nanotrain_jax.step.plan import Plan, layers_of_rows
-
-Tree = Any  # a pytree of arrays
 
 
 def local(plan: Plan, params: Tree) -> Tree:
@@ -62,7 +60,6 @@ class Weights(NamedTuple):
     tap: jax.Array | None = None  # of layers
 
     def under(self, key: str) -> Weights:
-        """The weights under a key."""
         tap = self.tap if key == LAYERS else None
         return Weights(self.stored[key], self.inputs[key], self.sums and self.sums[key], tap)
 

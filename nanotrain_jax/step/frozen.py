@@ -4,16 +4,15 @@ A frozen weight is stored in the compute dtype, 2 bytes per parameter in 16 bit,
 parameters. It is no input of what is differentiated, so no matmul of its gradient and no reduction is in the program.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.tree_util import keystr, tree_map_with_path
+from jax.tree_util import tree_map_with_path
 
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree
+from nanotrain_jax.parallel.sharding import path_name
 
 
 def trainable(patterns: Sequence[str], shapes: Tree) -> Tree:
@@ -34,8 +33,3 @@ def trainable(patterns: Sequence[str], shapes: Tree) -> Tree:
     if not any(jax.tree.leaves(result)):
         raise ValueError(f"train.freeze={list(patterns)} freezes all weights; leave something to train")
     return result
-
-
-def path_name(path: tuple) -> str:
-    """Return a tree path as text: "layers/attention/query_DNH"."""
-    return keystr(path, simple=True, separator="/")

@@ -7,11 +7,9 @@ loss is the sum over this device's targets, times scale. Its gradients are local
 backward; `zero.reduce` reduces the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,7 @@ from jax import lax
 
 from nanotrain_jax.config.execution import Execution
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
-from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.mesh import BATCH_AXES
 from nanotrain_jax.parallel.offload import host_offload, offloaded_layers
@@ -31,8 +29,6 @@ from nanotrain_jax.step import forward
 from nanotrain_jax.step.encoded import before_schedule
 from nanotrain_jax.step.forward import Inputs, Weights
 from nanotrain_jax.step.plan import Plan
-
-Tree = Any  # a pytree of arrays
 
 
 class Gradients(NamedTuple):

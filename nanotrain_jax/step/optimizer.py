@@ -1,7 +1,5 @@
 """Learning-rate schedule and optimizer from a config, with optax; loss scaling for float16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,10 +9,9 @@ import optax
 
 from nanotrain_jax.config.schema import Config, Optimizer, Precision
 from nanotrain_jax.models.factory import load_function
+from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.zero import muon
 from nanotrain_jax.parallel.zero.optimizer_step import map_moments
-
-Tree = Any  # a pytree of arrays
 
 FIRST_SCALE, GROW_AFTER = 2.0**16, 2000  # dynamic loss scale, as in PyTorch's GradScaler
 
@@ -87,7 +84,7 @@ def build(
     elif o.name == "muon":
         dtype = jnp.dtype("float32" if config.precision.compute == "float32" else "bfloat16")
         optimizer = optax.chain(
-            muon.scale_by_muon(stacks, o.momentum, muon.Adam(*o.betas, o.eps), dtype),
+            muon.scale_by_muon(stacks, o.momentum, optax.scale_by_adam(*o.betas, o.eps), dtype),
             optax.add_decayed_weights(o.weight_decay, mask),
             optax.scale_by_learning_rate(rate),
         )
@@ -134,11 +131,6 @@ def num_updates(state: Any) -> jax.Array:
     of training. An optimizer without a count (optimizer.factory): of all stages."""
     counts = optax.tree_utils.tree_get_all_with_path(state.opt.moments, "count")
     return counts[0][1] if counts else state.step - state.skipped
-
-
-def build_outer(config: Optimizer) -> optax.GradientTransformation:
-    """Return the outer optimizer of parallel.sync_every: SGD with Nesterov momentum (DiLoCo, arXiv 2311.08105)."""
-    return optax.sgd(config.outer_lr, config.outer_momentum, nesterov=True)
 
 
 def _standard_promotion(function: Callable) -> Callable:

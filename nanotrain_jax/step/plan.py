@@ -1,11 +1,9 @@
 """The plan of a run: all that is fixed before the first step. Mesh, model, layouts, placement, schedules, execution."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +18,17 @@ from nanotrain_jax.costs import counts
 from nanotrain_jax.models import factory
 from nanotrain_jax.models.contract import LAYERS, Model, join_layers, split_layers
 from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.gradients import local_steps, noise_scale
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 from nanotrain_jax.parallel.pipeline.schedule import row_order
-from nanotrain_jax.parallel.sharding import specs
+from nanotrain_jax.parallel.sharding import path_name, specs
 from nanotrain_jax.parallel.zero import muon
 from nanotrain_jax.parallel.zero.communication import Communication
 from nanotrain_jax.parallel.zero.optimizer_step import select
 from nanotrain_jax.parallel.zero.zero import UNSHARDED, ZERO, Shards, Zero, shard_dims
 from nanotrain_jax.step import frozen
 from nanotrain_jax.step import optimizer as optim
-
-Tree = Any  # a pytree of arrays
 
 
 class HostMemory(NamedTuple):
@@ -50,7 +47,7 @@ class Plan:
     shards       the dim of each array that ZeRO shards, its axes (of data and context), communication settings
     layer_order  the layer of each row of the stacked weights; None: model order. Rows of padding, where stages have
                  different numbers of layers, have numbers from num_layers on (`schedule.row_order`)
-    outer_optimizer   of parallel.sync_every; None: replicas step together
+    outer_optimizer   of parallel.sync_every (DiLoCo, arXiv 2311.08105); None: replicas step together
     trainable    False for frozen arrays (train.freeze): they have neither gradients nor optimizer state
     in_step      True for arrays that the step updates
     compressed   True for arrays whose gradients are summed over replica compressed (`compressed.sum_over_replicas`)
@@ -76,7 +73,9 @@ class Plan:
     def shards_of_layer(self, stack: str = LAYERS) -> Shards:
         """Return `shards` of one layer of a stack: without the leading dim."""
         dims = jax.tree.map(lambda d: d if d == UNSHARDED else d - 1, self.shards.dims[stack])
-        return self.shards._replace(dims=dims, communication=self.communication_of_layers)
+        gather = self.config.precision.gather
+        communication = self.shards.communication._replace(gather=gather if gather in EIGHT_BITS else None)
+        return self.shards._replace(dims=dims, communication=communication)
 
     @property
     def noise_axes(self) -> tuple[str, ...] | None:
@@ -109,20 +108,9 @@ class Plan:
         return jax.tree.map(lambda trainable, in_step: trainable and not in_step, self.trainable, self.in_step)
 
     @property
-    def frozen(self) -> Tree:
-        """True for frozen arrays."""
-        return jax.tree.map(lambda trainable: not trainable, self.trainable)
-
-    @property
     def trainable_shards(self) -> Shards:
         """`shards` of a tree like the gradients: None for frozen arrays."""
         return self.shards._replace(dims=select(self.shards.dims, self.trainable))
-
-    @property
-    def communication_of_layers(self) -> Communication:
-        """Return the settings of the collectives of a layer's weights and gradients."""
-        gather = self.config.precision.gather
-        return self.shards.communication._replace(gather=gather if gather in EIGHT_BITS else None)
 
     @property
     def gathered_bytes_of_a_layer(self) -> int:
@@ -139,7 +127,6 @@ class Plan:
 
     @property
     def compression(self) -> Compression:
-        """How gradients are summed over replica."""
         return self.config.parallel.compression
 
     @property
@@ -177,7 +164,7 @@ class Plan:
 
 def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
     """Make the plan of a resolved config. model: used instead of the config's model. Computes and allocates nothing."""
-    p = config.parallel
+    p, o = config.parallel, config.optimizer
     is_decoder = model is None and config.is_decoder
     model = model or factory.make(config, mesh)
     if not is_decoder:
@@ -207,7 +194,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         model=model,
         execution=execution(config),
         optimizer=optimizer_of(config, model, shapes, ZERO[p.zero].storage(pipe_tensor_specs, dims, axes)[1]),
-        outer_optimizer=optim.build_outer(config.optimizer) if p.sync_every else None,
+        outer_optimizer=optax.sgd(o.outer_lr, o.outer_momentum, nesterov=True) if p.sync_every else None,
         lr_schedule=optim.schedule(config.optimizer),
         zero=ZERO[p.zero],
         specs=pipe_tensor_specs,
@@ -250,7 +237,7 @@ def specs_over_pipe_and_tensor(model: Model, mesh: Mesh) -> Tree:
         allowed = {"tensor", "pipe"} if model.splits_vocab and not is_stacked else {"tensor"}
         if {*jax.tree.leaves(tuple(spec))} - allowed or (is_stacked and spec and spec[0]):
             raise ValueError(
-                f"the model's rules lay out {jax.tree_util.keystr(path, simple=True, separator='/')} as {spec}: only "
+                f"the model's rules lay out {path_name(path)} as {spec}: only "
                 "tensor may be used, not on the dim of layers; parallel.pipe and parallel.zero shard over other axes"
             )
         entries = [axes_of_several_devices(entry, mesh) for entry in spec]

@@ -1,7 +1,5 @@
 """Training state: shapes, shardings, memory placement, initialization."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax.config.execution import casts_at_use
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
+from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.gradients import local_steps, noise_scale
 from nanotrain_jax.parallel.offload import host_offload
 from nanotrain_jax.parallel.zero.optimizer_step import Opt, map_moments, merge, select
@@ -21,7 +20,6 @@ from nanotrain_jax.step import compressed, optimizer
 from nanotrain_jax.step.compressed import Feedback
 from nanotrain_jax.step.plan import Plan
 
-Tree = Any  # a pytree of arrays
 REPLICATED = PartitionSpec()
 
 
@@ -93,16 +91,12 @@ def with_synchronization(plan: Plan, state: State) -> State:
     """Return the state of equal replicas (parallel.sync_every), with residuals of zeros (parallel.compress), from one
     without either. The rest of it stays."""
     feedback = compressed.init(plan, state.params)
-    state = with_replicas(plan, state) if plan.outer_optimizer else state
+    if plan.outer_optimizer:
+        theta = state.params if state.opt.master is None else state.opt.master
+        outer = local_steps.Outer(theta, plan.outer_optimizer.init(theta))
+        state = map_replicas(partial(local_steps.copies, count=plan.config.parallel.replica), state)
+        state = state._replace(outer=outer)
     return state._replace(feedback=feedback)
-
-
-def with_replicas(plan: Plan, state: State) -> State:
-    """Return the state of equal replicas, and of an outer optimizer that has taken no step."""
-    theta = state.params if state.opt.master is None else state.opt.master
-    outer = local_steps.Outer(theta, plan.outer_optimizer.init(theta))
-    state = map_replicas(partial(local_steps.copies, count=plan.config.parallel.replica), state)
-    return state._replace(outer=outer)
 
 
 def map_replicas(function: Callable, state: State, *more: State) -> State:
@@ -154,7 +148,9 @@ def abstract(plan: Plan) -> tuple[State, State]:
         """Return a tree like State. opt: for master weights and moments; other: for each scalar."""
         opt = select(opt, plan.trainable)
         moments = moments_like(plan, opt, lambda _: other)
-        outer = shapes.outer and local_steps.Outer(opt, outer_moments_like(plan, opt))
+        outer = shapes.outer and local_steps.Outer(
+            opt, optax.tree_utils.tree_map_params(plan.outer_optimizer, lambda _, x: x, shapes.outer.moments, opt)
+        )
         opt = Opt(None if shapes.opt.master is None else opt, moments)
         scale, noise = (jax.tree.map(lambda _: other, tree) for tree in (shapes.scale, shapes.noise))
         return State(other, other, params, opt, scale, outer, noise=noise)
@@ -177,16 +173,13 @@ def with_sharding(
 
 
 def without_nvme_state(plan: Plan, state: State) -> State:
-    """Return the state without the optimizer state that NVMe files hold."""
-    return state._replace(opt=select_opt(plan, state.opt)) if any(jax.tree.leaves(plan.pending)) else state
-
-
-def select_opt(plan: Plan, opt: Opt) -> Opt:
-    """Select the optimizer state of the parameters that the step updates, and its step counts; None for the others."""
+    """Return the state without the optimizer state that NVMe files hold; it keeps the step counts."""
+    if not any(jax.tree.leaves(plan.pending)):
+        return state
     moments = map_moments(
-        plan.optimizer, lambda x, in_step: x if in_step else None, opt.moments, plan.in_step, other=lambda x: x
+        plan.optimizer, lambda x, in_step: x if in_step else None, state.opt.moments, plan.in_step, other=lambda x: x
     )
-    return Opt(select(opt.master, plan.in_step), moments)
+    return state._replace(opt=Opt(select(state.opt.master, plan.in_step), moments))
 
 
 def moments_like(plan: Plan, params: Tree, scalar: Callable) -> Any:
@@ -195,18 +188,13 @@ def moments_like(plan: Plan, params: Tree, scalar: Callable) -> Any:
     return map_moments(plan.optimizer, lambda _, x: x, state, params, other=scalar)
 
 
-def outer_moments_like(plan: Plan, params: Tree) -> Any:
-    """Return a tree like the state of the outer optimizer, with params for its momentum."""
-    state = jax.eval_shape(plan.outer_optimizer.init, plan.model.shapes)
-    return optax.tree_utils.tree_map_params(plan.outer_optimizer, lambda _, x: x, state, params)
-
-
 def as_saved(plan: Plan, state: State) -> State:
     """Return the shapes of what a run needs of a checkpoint: where weights are cast at use, the master weights, and no
     other weights but frozen ones."""
     if not casts_at_use(plan.config):
         return state
-    master, frozen = select(state.params, plan.trainable), select(state.params, plan.frozen)
+    master = select(state.params, plan.trainable)
+    frozen = jax.tree.map(lambda x, trains: None if trains else x, state.params, plan.trainable)
     return state._replace(params=frozen, opt=Opt(master, state.opt.moments))
 
 

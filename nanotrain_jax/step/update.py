@@ -1,12 +1,11 @@
 """The end of a training step: optimizer update, loss scale, counters, metrics."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.gradients import local_steps, noise_scale
 from nanotrain_jax.parallel.gradients.noise_scale import Noise
 from nanotrain_jax.parallel.zero.optimizer_step import Clip, Opt, global_norm, merge, select, update, without_arrays
@@ -14,8 +13,6 @@ from nanotrain_jax.step import optimizer
 from nanotrain_jax.step.compressed import Feedback, sum_over_replicas
 from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import State
-
-Tree = Any  # a pytree of arrays
 
 
 class Pending(NamedTuple):

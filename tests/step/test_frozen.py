@@ -14,8 +14,8 @@ from test_tensor_step import moves_the_bytes_of_the_papers
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.costs import communication, flops, memory
 from nanotrain_jax.models import decoder
+from nanotrain_jax.parallel.sharding import path_name
 from nanotrain_jax.step import build as steps
-from nanotrain_jax.step.frozen import path_name
 
 LAYERS, MLP, ENDS, ATTENTION = "layers/", "/mlp/", "^ends/", "attention"
 CASES = [

@@ -10,8 +10,8 @@ from conftest import cover, resolved
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.costs import communication, counts, flops, memory, vision
 from nanotrain_jax.models.vision_table import INVENTORY, table
+from nanotrain_jax.parallel.sharding import path_name
 from nanotrain_jax.step import build as steps
-from nanotrain_jax.step.frozen import path_name
 
 TREE = {
     "model": {"num_layers": 2, "d_model": 64, "num_heads": 4, "num_kv_heads": 2, "d_ff": 128, "vocab_size": 40},

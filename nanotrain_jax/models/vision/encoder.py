@@ -5,8 +5,6 @@ device, and a layer all-reduces it twice in the forward and twice in the backwar
 B batch, K tokens, E width, N heads, H head dim, F = 4 E, D width of the language model.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -7,8 +7,6 @@ row by row), p patch_size, P = 13 p^2 values of a patch, E width of the encoder,
 Weights: embed_PE, bias_E, position_FE.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

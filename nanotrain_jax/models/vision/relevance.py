@@ -15,8 +15,6 @@ Kept embeddings are multiplied by a gate that grows with relevance: through it t
 candidates, E width, S scorer_width, Q tokens of a row's text, D width of the language model, K max_tokens.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -12,8 +12,6 @@ None has weights and none communicates. Each group is rematerialized by itself: 
 intermediates of a group, only its input. `patches.embed` keeps of all this only the picture.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

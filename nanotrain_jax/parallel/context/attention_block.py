@@ -18,8 +18,6 @@ The forward reads them; the backward replaces them by the global ones. The forwa
 which XLA removes.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal, NamedTuple
 

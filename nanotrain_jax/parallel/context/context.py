@@ -30,8 +30,6 @@ kernel computes a block: "cudnn", flash attention on NVIDIA GPUs (16-bit, memory
 any device, which hold the scores of a block in memory. axis=None stands for one device: no `shard_map` is needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 
@@ -43,7 +41,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nanotrain_jax.parallel.collectives import all_to_all, as_varying, position, varying_axes
 from nanotrain_jax.parallel.context.attention_block import Kernel
-from nanotrain_jax.parallel.context.context_blocks import gather, ring
+from nanotrain_jax.parallel.context.context_blocks import Row, gather, ring
 from nanotrain_jax.parallel.context.packed_attention import packed_attention
 from nanotrain_jax.parallel.remat import ULYSSES
 
@@ -59,11 +57,6 @@ def zigzag_order(tokens: int, size: int) -> np.ndarray:
     _check_chunks("context", tokens, size)
     chunks = np.arange(tokens, dtype=np.int32).reshape(2 * size, -1)
     return np.concatenate([chunks[i] for device in range(size) for i in (device, 2 * size - 1 - device)])
-
-
-def zigzag_inverse(tokens: int, size: int) -> np.ndarray:
-    """The inverse of `zigzag_order`, int32 [T]: x[:, order][:, inverse] is x. Raises ValueError as that does."""
-    return np.argsort(zigzag_order(tokens, size)).astype(np.int32)
 
 
 def own_positions(tokens: int, axis: str | None = "context", is_zigzag: bool = True) -> jax.Array:
@@ -175,10 +168,9 @@ def _blockwise(
     tokens = qkv[0].shape[1]
     _check_chunks(axis, tokens * size, size)
     q_BTNH, *kv = _aligned((axis,), *qkv)
-    if starts_BT is None:
-        return attention(q_BTNH, *kv, None, axis, kernel)
-    q_BTNH, own_starts_BT = lax.optimization_barrier((q_BTNH, starts_BT[:, own_positions(tokens, axis)]))
-    return attention(q_BTNH, *kv, own_starts_BT, axis, kernel)
+    if starts_BT is not None:
+        q_BTNH, starts_BT = lax.optimization_barrier((q_BTNH, starts_BT[:, own_positions(tokens, axis)]))
+    return attention(Row(q_BTNH, *kv, starts_BT), axis, kernel)
 
 
 def _check(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, axis: str | None, kernel: Kernel) -> int:

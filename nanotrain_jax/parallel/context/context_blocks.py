@@ -4,9 +4,6 @@ context.py has the public functions and the order of tokens. Tokens are in zig-z
 vary over all axes that any of them varies over.
 """
 
-from __future__ import annotations
-
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nanotrain_jax.parallel.collectives import all_gather, position, reduce_scatter, shift
 from nanotrain_jax.parallel.context.attention_block import Kernel, Residuals, attend, attend_backward
+from nanotrain_jax.parallel.loops import with_backward
 from nanotrain_jax.parallel.remat import BLOCKWISE
 
 Gradients = tuple[jax.Array, jax.Array]  # of q and of kv, float32
@@ -28,11 +26,20 @@ class Hop(NamedTuple):
     visible: jax.Array | None = None  # [2B C C] the keys in the document of a query; None: all
 
 
+class Row(NamedTuple):
+    """What attention takes: of the own tokens."""
+
+    q: jax.Array  # [B T N H]
+    k: jax.Array  # [B T K H]
+    v: jax.Array  # [B T K H]
+    starts: jax.Array | None  # [B T]; None: rows of one document
+
+
 class Saved(NamedTuple):
     """What the backward needs."""
 
     residuals: Residuals
-    starts: jax.Array | None  # [B T]
+    starts: jax.Array | None
 
 
 class Attended(NamedTuple):
@@ -50,33 +57,23 @@ class Attended(NamedTuple):
 # XLA:GPU overlaps every permute; unrolled, it starts them all first and waits. The last hop is apart: it sends nothing.
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def ring(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, starts_BT: jax.Array | None, axis: str, kernel: Kernel
-) -> jax.Array:
-    """`context.ring_attention`, of arguments that are checked. starts: of the own tokens."""
-    return _ring_forward(q_BTNH, k_BTKH, v_BTKH, starts_BT, axis, kernel)[0]
-
-
-def _ring_forward(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, starts_BT: jax.Array | None, axis: str, kernel: Kernel
-) -> tuple[jax.Array, Saved]:
+def _ring_forward(row: Row, axis: str, kernel: Kernel) -> tuple[jax.Array, Saved]:
     size = lax.axis_size(axis)
-    q_ZBCNH = chunks(q_BTNH)
-    kv_PZBCKH = shift(pack(k_BTKH, v_BTKH), axis, 1)  # leaves before the own block is computed
+    q_ZBCNH = chunks(row.q)
+    kv_PZBCKH = shift(pack(row.k, row.v), axis, 1)  # leaves before the own block is computed
 
     def hop(carry: tuple[jax.Array, Attended], r: jax.Array) -> tuple[tuple[jax.Array, Attended], None]:
         kv_PZBCKH, attended = carry
         arriving = shift(kv_PZBCKH, axis, 1)
-        return (arriving, attend_hop(q_ZBCNH, kv_PZBCKH, attended, _hop(axis, r, starts_BT), kernel)), None
+        return (arriving, attend_hop(q_ZBCNH, kv_PZBCKH, attended, _hop(axis, r, row.starts), kernel)), None
 
-    carry = kv_PZBCKH, attend_own(q_BTNH, k_BTKH, v_BTKH, own_visible(position(axis), size, starts_BT), kernel)
+    carry = kv_PZBCKH, attend_own(row, position(axis), size, kernel)
     (kv_PZBCKH, attended), _ = lax.scan(hop, carry, jnp.arange(1, size - 1))
-    attended = attend_hop(q_ZBCNH, kv_PZBCKH, attended, _hop(axis, size - 1, starts_BT), kernel)
-    return named(finished(q_BTNH, k_BTKH, v_BTKH, starts_BT, attended))
+    attended = attend_hop(q_ZBCNH, kv_PZBCKH, attended, _hop(axis, size - 1, row.starts), kernel)
+    return finished(row, attended)
 
 
-def _ring_backward(axis: str, kernel: Kernel, saved: Saved, g_BTNH: jax.Array) -> tuple[jax.Array | None, ...]:
+def _ring_backward(axis: str, kernel: Kernel, saved: Saved, g_BTNH: jax.Array) -> tuple[Row]:
     size = lax.axis_size(axis)
     residuals, starts_BT = saved
     residuals, g_BTNH = lax.optimization_barrier((residuals, g_BTNH))  # else XLA may keep what arrived in the forward
@@ -90,7 +87,7 @@ def _ring_backward(axis: str, kernel: Kernel, saved: Saved, g_BTNH: jax.Array) -
         return (arriving, pull_hop(queries, kv_PZBCKH, gradients, _hop(axis, r, starts_BT), kernel)), None
 
     # The barrier keeps the first hop behind the own block, also where no loop follows.
-    own = pull_own(residuals, g_BTNH, own_visible(position(axis), size, starts_BT), kernel)
+    own = pull_own(Saved(residuals, starts_BT), g_BTNH, position(axis), size, kernel)
     carry = lax.optimization_barrier((kv_PZBCKH, own))
     (kv_PZBCKH, (dq_ZBCNH, dkv_PZBCKH)), _ = lax.scan(hop, carry, jnp.arange(1, size - 1))
     gradients = dq_ZBCNH, shift(dkv_PZBCKH, axis, 1)
@@ -98,43 +95,32 @@ def _ring_backward(axis: str, kernel: Kernel, saved: Saved, g_BTNH: jax.Array) -
     return unpack(dq_ZBCNH, shift(dkv_PZBCKH, axis, 1), residuals)
 
 
-ring.defvjp(_ring_forward, _ring_backward)
+ring = with_backward(_ring_forward, _ring_backward, (1, 2))  # `context.ring_attention`, of checked arguments
 
 
 # Gather: every device has the keys and values of all devices, in the order of the axis.
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def gather(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, starts_BT: jax.Array | None, axis: str, kernel: Kernel
-) -> jax.Array:
-    """`context.gather_attention`, of arguments that are checked. starts: of the own tokens."""
-    return _gather_forward(q_BTNH, k_BTKH, v_BTKH, starts_BT, axis, kernel)[0]
-
-
-def _gather_forward(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, starts_BT: jax.Array | None, axis: str, kernel: Kernel
-) -> tuple[jax.Array, Saved]:
+def _gather_forward(row: Row, axis: str, kernel: Kernel) -> tuple[jax.Array, Saved]:
     size = lax.axis_size(axis)
-    q_ZBCNH = chunks(q_BTNH)
-    (gathered,) = all_gather([pack(k_BTKH, v_BTKH)[None]], axis, [0])  # [c P Z B C K H]
+    q_ZBCNH = chunks(row.q)
+    (gathered,) = all_gather([pack(row.k, row.v)[None]], axis, [0])  # [c P Z B C K H]
 
     def hop(attended: Attended, r: jax.Array) -> tuple[Attended, None]:
         kv_PZBCKH = _take(gathered, (position(axis) - r) % size)
-        return attend_hop(q_ZBCNH, kv_PZBCKH, attended, _hop(axis, r, starts_BT), kernel), None
+        return attend_hop(q_ZBCNH, kv_PZBCKH, attended, _hop(axis, r, row.starts), kernel), None
 
-    own = attend_own(q_BTNH, k_BTKH, v_BTKH, own_visible(position(axis), size, starts_BT), kernel)
-    attended, _ = lax.scan(hop, own, jnp.arange(1, size))
-    return named(finished(q_BTNH, k_BTKH, v_BTKH, starts_BT, attended))
+    attended, _ = lax.scan(hop, attend_own(row, position(axis), size, kernel), jnp.arange(1, size))
+    return finished(row, attended)
 
 
-def _gather_backward(axis: str, kernel: Kernel, saved: Saved, g_BTNH: jax.Array) -> tuple[jax.Array | None, ...]:
+def _gather_backward(axis: str, kernel: Kernel, saved: Saved, g_BTNH: jax.Array) -> tuple[Row]:
     size = lax.axis_size(axis)
     residuals, starts_BT = saved
     residuals, g_BTNH = lax.optimization_barrier((residuals, g_BTNH))  # else XLA may keep what arrived in the forward
     (gathered,) = all_gather([pack(residuals.k, residuals.v)[None]], axis, [0])
     queries = [chunks(x) for x in (residuals.q, residuals.out, residuals.lse, g_BTNH)]
-    dq_ZBCNH, dkv_PZBCKH = pull_own(residuals, g_BTNH, own_visible(position(axis), size, starts_BT), kernel)
+    dq_ZBCNH, dkv_PZBCKH = pull_own(Saved(residuals, starts_BT), g_BTNH, position(axis), size, kernel)
 
     def hop(carry: Gradients, r: jax.Array) -> tuple[Gradients, None]:
         dq_ZBCNH, to_scatter = carry
@@ -149,7 +135,7 @@ def _gather_backward(axis: str, kernel: Kernel, saved: Saved, g_BTNH: jax.Array)
     return unpack(dq_ZBCNH, dkv_1PZBCKH[0], residuals)
 
 
-gather.defvjp(_gather_forward, _gather_backward)
+gather = with_backward(_gather_forward, _gather_backward, (1, 2))  # `context.gather_attention`, likewise
 
 
 # A hop: the two blocks that the queries of this device see of the keys of another one.
@@ -173,7 +159,7 @@ def hop_between(queries: jax.Array, keys: jax.Array, size: int, starts_BT: jax.A
     return Hop(is_later, jnp.concatenate([of_is_later, of_late]))
 
 
-def own_visible(device: jax.Array, size: int, starts_BT: jax.Array | None) -> jax.Array | None:
+def _own_visible(device: jax.Array, size: int, starts_BT: jax.Array | None) -> jax.Array | None:
     """visible[B T T]: the keys of a device that are not before the document of its query. device: one, or [B]."""
     if starts_BT is None:
         return None
@@ -188,11 +174,9 @@ def _not_before(starts_BT: jax.Array, chunk: jax.Array, C: int) -> jax.Array:
     return starts_BT[..., None] <= keys_B1C
 
 
-def attend_own(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, visible_BTT: jax.Array | None, kernel: Kernel
-) -> Attended:
-    """Causal attention over a device's own keys: its two chunks as one block."""
-    out_BTNH, lse_BTN = attend(q_BTNH, k_BTKH, v_BTKH, True, kernel, visible_BTT)
+def attend_own(row: Row, device: jax.Array, size: int, kernel: Kernel) -> Attended:
+    """Causal attention over a device's own keys: its two chunks as one block. device: one, or [B]."""
+    out_BTNH, lse_BTN = attend(row.q, row.k, row.v, True, kernel, _own_visible(device, size, row.starts))
     return Attended(chunks(out_BTNH), chunks(jnp.ones_like(lse_BTN)), chunks(lse_BTN))
 
 
@@ -211,9 +195,10 @@ def attend_hop(q_ZBCNH: jax.Array, kv_PZBCKH: jax.Array, attended: Attended, hop
     return attended
 
 
-def pull_own(residuals: Residuals, g_BTNH: jax.Array, visible_BTT: jax.Array | None, kernel: Kernel) -> Gradients:
+def pull_own(saved: Saved, g_BTNH: jax.Array, device: jax.Array, size: int, kernel: Kernel) -> Gradients:
     """The gradients of `attend_own`."""
-    dq_BTNH, dk_BTKH, dv_BTKH = attend_backward(residuals, g_BTNH, True, kernel, visible_BTT)
+    visible_BTT = _own_visible(device, size, saved.starts)
+    dq_BTNH, dk_BTKH, dv_BTKH = attend_backward(saved.residuals, g_BTNH, True, kernel, visible_BTT)
     return chunks(dq_BTNH), pack(dk_BTKH, dv_BTKH)
 
 
@@ -231,19 +216,13 @@ def pull_hop(
     return _add(dq_ZBCNH, dq_2BCNH, is_later, 1), dkv_PZBCKH
 
 
-def finished(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, starts_BT: jax.Array | None, attended: Attended
-) -> Saved:
-    """The output over all keys, residuals.out, with what else the backward needs."""
+def finished(row: Row, attended: Attended, names: tuple[str, str] = BLOCKWISE) -> tuple[jax.Array, Saved]:
+    """The output over all keys, and what else the backward needs. names: of output and lse, for remat policies."""
     out_ZBCNH = attended.out / attended.total[..., None]
     lse_BTN = _tokens(attended.top + jnp.log(attended.total))
-    return Saved(Residuals(q_BTNH, k_BTKH, v_BTKH, _tokens(out_ZBCNH).astype(q_BTNH.dtype), lse_BTN), starts_BT)
-
-
-def named(saved: Saved, out: str = BLOCKWISE[0], lse: str = BLOCKWISE[1]) -> tuple[jax.Array, Saved]:
-    """The output, and saved, both with names for remat policies."""
-    out_BTNH, lse_BTN = checkpoint_name(saved.residuals.out, out), checkpoint_name(saved.residuals.lse, lse)
-    return out_BTNH, saved._replace(residuals=saved.residuals._replace(out=out_BTNH, lse=lse_BTN))
+    out_BTNH = _tokens(out_ZBCNH).astype(row.q.dtype)
+    out_BTNH, lse_BTN = map(checkpoint_name, (out_BTNH, lse_BTN), names)
+    return out_BTNH, Saved(Residuals(row.q, row.k, row.v, out_BTNH, lse_BTN), row.starts)
 
 
 def chunks(x_BT: jax.Array) -> jax.Array:
@@ -263,10 +242,10 @@ def pack(k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
     return jnp.stack([chunks(k_BTKH), chunks(v_BTKH)])
 
 
-def unpack(dq_ZBCNH: jax.Array, dkv_PZBCKH: jax.Array, residuals: Residuals) -> tuple[jax.Array | None, ...]:
-    """The gradients of q, k and v, in their layouts and dtypes, and of starts: None."""
-    gradients = dq_ZBCNH, *dkv_PZBCKH
-    return *(_tokens(g).astype(x.dtype) for g, x in zip(gradients, residuals[:3], strict=True)), None
+def unpack(dq_ZBCNH: jax.Array, dkv_PZBCKH: jax.Array, residuals: Residuals) -> tuple[Row]:
+    """The gradients of a row, in its layouts and dtypes; of starts None."""
+    gradients = zip((dq_ZBCNH, *dkv_PZBCKH), residuals[:3], strict=True)
+    return (Row(*(_tokens(g).astype(x.dtype) for g, x in gradients), None),)
 
 
 def _take(x: jax.Array, index: jax.Array | int) -> jax.Array:

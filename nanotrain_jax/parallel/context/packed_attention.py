@@ -8,32 +8,14 @@ at most 2 B T C elements. FLOPs are those of causal attention over the whole row
 Names: as in context.py, and R = B c rows of 2C tokens. Nothing here communicates.
 """
 
-from __future__ import annotations
-
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nanotrain_jax.parallel.context import context_blocks as blocks
 from nanotrain_jax.parallel.context.attention_block import Kernel
-from nanotrain_jax.parallel.context.context_blocks import (
-    Attended,
-    Gradients,
-    Hop,
-    Saved,
-    attend_hop,
-    attend_own,
-    chunks,
-    finished,
-    hop_between,
-    named,
-    own_visible,
-    pack,
-    pull_hop,
-    pull_own,
-    unpack,
-)
+from nanotrain_jax.parallel.context.context_blocks import Attended, Gradients, Hop, Row, Saved, chunks
+from nanotrain_jax.parallel.loops import with_backward
 from nanotrain_jax.parallel.remat import PACKED
 
 CHUNK = 1024  # tokens of a chunk, at most
@@ -51,7 +33,8 @@ def packed_attention(
     if T % 2:
         raise ValueError(f"rows of {T} tokens: attention within documents cuts them in two; use an even number")
     size = num_parts(T, chunk)
-    y_RTNH = _attention(*(_parts(x, size) for x in (q_BTNH, k_BTKH, v_BTKH, starts_BT)), size, kernel)
+    parts = Row(*(_parts(x, size) for x in (q_BTNH, k_BTKH, v_BTKH, starts_BT)))
+    y_RTNH = with_backward(_forward, _backward, (1, 2))(parts, size, kernel)
     early_BcCNH, late_BcCNH = jnp.split(y_RTNH.reshape(B, size, -1, *y_RTNH.shape[2:]), 2, axis=2)
     return jnp.stack([early_BcCNH, late_BcCNH[:, ::-1]], axis=1).reshape(q_BTNH.shape)
 
@@ -61,30 +44,21 @@ def num_parts(tokens: int, chunk: int = CHUNK) -> int:
     return next(size for size in range(1, tokens) if tokens % (2 * size) == 0 and 2 * size * chunk >= tokens)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(
-    q_RTNH: jax.Array, k_RTKH: jax.Array, v_RTKH: jax.Array, starts_RT: jax.Array, size: int, kernel: Kernel
-) -> jax.Array:
+def _forward(row: Row, size: int, kernel: Kernel) -> tuple[jax.Array, Saved]:
     """Attention of rows that are parts of longer ones: row r holds the chunks r % c and 2c-1 - r % c."""
-    return _forward(q_RTNH, k_RTKH, v_RTKH, starts_RT, size, kernel)[0]
-
-
-def _forward(
-    q_RTNH: jax.Array, k_RTKH: jax.Array, v_RTKH: jax.Array, starts_RT: jax.Array, size: int, kernel: Kernel
-) -> tuple[jax.Array, Saved]:
-    q_ZRCNH = chunks(q_RTNH)
+    q_ZRCNH = chunks(row.q)
 
     def body(carry: tuple[jax.Array, Attended], r: jax.Array) -> tuple[tuple[jax.Array, Attended], None]:
         kv_PZRCKH, attended = carry
         kv_PZRCKH = _next(kv_PZRCKH, size)
-        return (kv_PZRCKH, attend_hop(q_ZRCNH, kv_PZRCKH, attended, _hop(r, size, starts_RT), kernel)), None
+        return (kv_PZRCKH, blocks.attend_hop(q_ZRCNH, kv_PZRCKH, attended, _hop(r, size, row.starts), kernel)), None
 
-    own = attend_own(q_RTNH, k_RTKH, v_RTKH, _own_visible(size, starts_RT), kernel)
-    (_, attended), _ = lax.scan(body, (pack(k_RTKH, v_RTKH), own), jnp.arange(1, size))
-    return named(finished(q_RTNH, k_RTKH, v_RTKH, starts_RT, attended), *PACKED)
+    own = blocks.attend_own(row, _part(size, row.starts), size, kernel)
+    (_, attended), _ = lax.scan(body, (blocks.pack(row.k, row.v), own), jnp.arange(1, size))
+    return blocks.finished(row, attended, PACKED)
 
 
-def _backward(size: int, kernel: Kernel, saved: Saved, g_RTNH: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(size: int, kernel: Kernel, saved: Saved, g_RTNH: jax.Array) -> tuple[Row]:
     residuals, starts_RT = saved
     queries = [chunks(x) for x in (residuals.q, residuals.out, residuals.lse, g_RTNH)]
 
@@ -92,15 +66,12 @@ def _backward(size: int, kernel: Kernel, saved: Saved, g_RTNH: jax.Array) -> tup
         kv_PZRCKH, (dq_ZRCNH, dkv_PZRCKH) = carry
         kv_PZRCKH, dkv_PZRCKH = _next(kv_PZRCKH, size), _next(dkv_PZRCKH, size)
         hop = _hop(r, size, starts_RT)
-        return (kv_PZRCKH, pull_hop(queries, kv_PZRCKH, (dq_ZRCNH, dkv_PZRCKH), hop, kernel)), None
+        return (kv_PZRCKH, blocks.pull_hop(queries, kv_PZRCKH, (dq_ZRCNH, dkv_PZRCKH), hop, kernel)), None
 
-    own = pull_own(residuals, g_RTNH, _own_visible(size, starts_RT), kernel)
-    carry = pack(residuals.k, residuals.v), own
+    own = blocks.pull_own(saved, g_RTNH, _part(size, starts_RT), size, kernel)
+    carry = blocks.pack(residuals.k, residuals.v), own
     (_, (dq_ZRCNH, dkv_PZRCKH)), _ = lax.scan(body, carry, jnp.arange(1, size))
-    return unpack(dq_ZRCNH, _next(dkv_PZRCKH, size), residuals)
-
-
-_attention.defvjp(_forward, _backward)
+    return blocks.unpack(dq_ZRCNH, _next(dkv_PZRCKH, size), residuals)
 
 
 def _parts(x_BT: jax.Array, size: int) -> jax.Array:
@@ -117,15 +88,11 @@ def _next(x_PZR: jax.Array, size: int) -> jax.Array:
     return jnp.roll(x_PZR.reshape(P, Z, R // size, size, *rest), 1, axis=3).reshape(x_PZR.shape)
 
 
-def _part(size: int, rows: int) -> jax.Array:
-    """The part of the sequence that each of these rows holds, int32 [R]."""
-    return jnp.arange(rows) % size
+def _part(size: int, starts_RT: jax.Array) -> jax.Array:
+    """The part of the sequence that each row holds, int32 [R]."""
+    return jnp.arange(len(starts_RT)) % size
 
 
 def _hop(r: jax.Array, size: int, starts_RT: jax.Array) -> Hop:
-    queries_R = _part(size, len(starts_RT))
-    return hop_between(queries_R, (queries_R - r) % size, size, starts_RT)
-
-
-def _own_visible(size: int, starts_RT: jax.Array) -> jax.Array:
-    return own_visible(_part(size, len(starts_RT)), size, starts_RT)
+    queries_R = _part(size, starts_RT)
+    return blocks.hop_between(queries_R, (queries_R - r) % size, size, starts_RT)

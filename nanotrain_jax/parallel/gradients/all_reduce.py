@@ -21,20 +21,16 @@ in all as doubling. `cost` has these formulas for any N. Sums are in the dtype o
 NCCL has the ring and a pipelined double tree; XLA's own all-reduce leaves the choice to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import as_varying, position, send, shift
-
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.parallel.collectives import Tree, as_varying, position, send, shift
 
 
 def ring(values: Tree, axis: str) -> Tree:

@@ -16,8 +16,6 @@ Each function below returns the sum and this device's x - C(x). With R devices a
 The sum is the same on all devices, bit for bit: it is added up in one order. Gradients may be sharded over other axes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple

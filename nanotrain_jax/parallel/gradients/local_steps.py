@@ -17,8 +17,6 @@ returns them with `as_column`; in between their types are varying over the axis,
 The functions take any tree of arrays and the name of any mesh axis.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +24,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from nanotrain_jax.parallel.collectives import all_reduce, as_varying
+from nanotrain_jax.parallel.collectives import Tree, all_reduce, as_varying
 
-Tree = Any  # a pytree of arrays
 AXIS = "replica"
 
 

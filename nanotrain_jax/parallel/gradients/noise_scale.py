@@ -15,8 +15,6 @@ A small batch is a microbatch of a device. `measured` gives |g_i|^2 of some weig
 returns the squared norm of what passes through it, as the gradient of a tap. All-reduces one scalar per step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel.collectives import all_reduce, as_varying, varying_axes
+from nanotrain_jax.parallel.loops import with_backward
 
 DECAY = 0.99  # of the averages, per step
 
@@ -58,16 +57,7 @@ def measured(weights: Sequence[jax.Array], tap: jax.Array) -> Sequence[jax.Array
 
     On each device of its own shards. Of weights replicated over tensor, each device returns its share.
     """
-    return _measured(list(weights), tap)
-
-
-@jax.custom_vjp
-def _measured(weights: list, tap: jax.Array) -> list:
-    return weights
-
-
-def _forward(weights: list, tap: jax.Array) -> tuple[list, jax.Array]:
-    return weights, tap
+    return with_backward(lambda weights, tap: (weights, tap), _backward)(list(weights), tap)
 
 
 def _backward(tap: jax.Array, grads: list) -> tuple[list, jax.Array]:
@@ -78,9 +68,6 @@ def _backward(tap: jax.Array, grads: list) -> tuple[list, jax.Array]:
         return as_varying(jnp.sum(jnp.square(g.astype(jnp.float32))) / copies, axes)
 
     return grads, sum(map(square, grads))
-
-
-_measured.defvjp(_forward, _backward)
 
 
 def mean_square(squares: jax.Array, batch: Batch) -> jax.Array:

@@ -13,8 +13,6 @@ message of uint8, since some backends convert collectives of other 8-bit types.
 A block with NaN or infinity gets that as its scale: all of it arrives as NaN or infinity, so a step can be skipped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 

@@ -9,9 +9,6 @@ holds two slices on the device; XLA may allocate up to four, so slices are small
 memory, and the same code runs.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Tree = Any  # a pytree of arrays
+from nanotrain_jax.config.values import divisors
+from nanotrain_jax.parallel.collectives import Tree
 
 HOST = "pinned_host"  # the memory kind (of a `jax.sharding.NamedSharding`) that a GPU accesses directly
 SLICE_ELEMENTS = 2**24
@@ -69,11 +67,9 @@ def num_slices(size: int, num_rows: int, limit: int) -> int:
     A divisor of num_rows. If none is large enough but at most MAX_SLICE_RATIO times larger than needed: the next
     smaller one, with larger slices.
     """
-    needed = -(-size // limit)
-    small = [n for n in range(1, math.isqrt(num_rows) + 1) if num_rows % n == 0]
-    divisors = sorted({*small, *(num_rows // n for n in small)})
-    enough = [n for n in divisors if needed <= n <= MAX_SLICE_RATIO * needed]
-    return enough[0] if enough else max(n for n in divisors if n <= needed)
+    needed, possible = -(-size // limit), divisors(num_rows)
+    enough = [n for n in possible if needed <= n <= MAX_SLICE_RATIO * needed]
+    return enough[0] if enough else max(n for n in possible if n <= needed)
 
 
 def stream(

@@ -13,22 +13,19 @@ weights to the device twice per microbatch; residuals to the host and back; grad
 microbatch on also to the device first. Each loop fetches one layer more than it uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.loops import as_stored, get, put
 from nanotrain_jax.parallel.offload.host_offload import on_host, to_device
 from nanotrain_jax.parallel.split_vjp import SplitVjp, split_vjp
-
-Tree = Any  # a pytree of arrays
 
 
 class Sums(NamedTuple):

@@ -19,18 +19,12 @@ the branches of first and last, M times each. All stages have these units in the
 branch diverges.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from nanotrain_jax.parallel.collectives import all_reduce
+from nanotrain_jax.parallel.collectives import Tree, all_reduce
 from nanotrain_jax.parallel.pipeline.slots import EndUnits
 from nanotrain_jax.parallel.pipeline.stage import Carry, Shared, Stage
-
-Tree = Any  # a pytree of arrays
 
 
 def embed(stage: Stage, unit: jax.Array, wanted: jax.Array, x: Tree) -> Tree:

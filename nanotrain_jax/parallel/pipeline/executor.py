@@ -7,8 +7,6 @@ over other axes (on CPU no permutes). On GPU each branch synchronizes with the h
 idle="mask": an idle stage computes on zeros, both ends of the model included, and discards the result in a spare slot.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import as_varying, position, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, as_varying, position, varying_axes
 from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.pipeline import both_ends, ring_buffers, schedule_text
@@ -28,8 +26,6 @@ from nanotrain_jax.parallel.pipeline.slots import EndUnits, arrivals, buffers, e
 from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Shared, Stage, Sums, Tick
 from nanotrain_jax.parallel.pipeline.tick import begin_chunk, shifted, tick
 from nanotrain_jax.parallel.split_vjp import split_vjp
-
-Tree = Any  # a pytree of arrays
 
 
 def run_schedule(
@@ -150,7 +146,6 @@ def _stage(schedule: Schedule | str, model: LayeredModel, microbatches: Tree, ax
 
 
 def _end_units(stage: Stage) -> EndUnits | None:
-    """Return the units of split ends in each tick."""
     return EndUnits(*map(jnp.asarray, end_units(stage.schedule))) if stage.model.split_ends else None
 
 
@@ -212,7 +207,6 @@ def _type_of_x(model: LayeredModel, microbatches: Tree, axis: str) -> Tree:
 
 
 def _type_of_last(stage: Stage) -> Tree:
-    """Return the types of what model.last returns."""
     last = stage.model.last
     return jax.eval_shape(lambda x: last(stage.model.ends, x, stage.microbatch_of_ends(_first_row())), stage.x_type)
 

@@ -1,7 +1,5 @@
 """Gantt charts of pipeline schedules, with matplotlib. Needs no device."""
 
-from __future__ import annotations
-
 import itertools
 
 from matplotlib.colors import to_rgb

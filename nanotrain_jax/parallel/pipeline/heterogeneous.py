@@ -19,25 +19,22 @@ A tick lasts as long as the slowest stage: choose modules that compute about the
 Modules may use collectives, since all devices of a stage take the same branch, but on CPU no permutes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.pipeline.packing import Buffers, Packing, by_dtype, by_type, empty, largest, packing_of
 from nanotrain_jax.parallel.remat import MODULE
+from nanotrain_jax.parallel.sharding import path_name
 from nanotrain_jax.parallel.split_vjp import SplitVjp, split_vjp
-
-Tree = Any  # a pytree of arrays
 
 NUMBER = "number"  # in x, beside its buffers: of the module that runs next, a float
 ONE_ROW = "weights"
@@ -151,8 +148,7 @@ def _types_of_weights(module: StageModule) -> Tree:
     types = jax.eval_shape(module.init, jax.random.key(0))
     for path, x in jax.tree_util.tree_leaves_with_path(types):
         if x.dtype != jnp.float32:
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise ValueError(f"module {module.name}: the weight {where} is {x.dtype}; use float32")
+            raise ValueError(f"module {module.name}: the weight {path_name(path)} is {x.dtype}; use float32")
     return types
 
 
@@ -175,8 +171,6 @@ class _Types:
 
     @cached_property
     def weights(self) -> list[Tree]:
-        """Of each module."""
-
         def zeros(packing: Packing) -> Tree:
             arrays = [jnp.zeros(shape, self.stages.dtype) for shape in packing.shapes]
             return as_varying(packing.tree.unflatten(arrays), self.axes)
@@ -204,12 +198,10 @@ class _Types:
             yield y
 
     def apply(self, i: int, microbatch: Tree, weights: Tree, x: Tree) -> Tree:
-        """Run module i."""
         return as_varying(self.stages.modules[i].apply(weights, x, microbatch), self.axes)
 
     @cached_property
     def vjps(self) -> list[SplitVjp]:
-        """The backward of each module."""
         types = zip(self.weights, self.activations[:-1], strict=True)
         return [split_vjp(partial(self.apply, i), self.microbatch, w, x) for i, (w, x) in enumerate(types)]
 
@@ -242,7 +234,6 @@ def _run(stages: DifferentStages, rows: Buffers, x: Buffers, microbatch: Tree, n
 def _forward(
     stages: DifferentStages, rows: Buffers, x: Buffers, microbatch: Tree, number: jax.Array
 ) -> tuple[Buffers, tuple]:
-    """-> output, residuals"""
     types = _Types(stages, microbatch, _axes(x))
     packings, like = types.flat([vjp.residuals for vjp in types.vjps])
 

@@ -1,7 +1,5 @@
 """Trees of arrays in flat buffers, so that different trees have one type. Moves nothing between devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 
-Tree = Any  # a pytree of arrays
 Buffers = dict[str, jax.Array]  # flat arrays
 
 
@@ -24,7 +21,6 @@ class Packing(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of elements by key."""
         totals = dict.fromkeys(self.keys, 0)
         for shape, key in zip(self.shapes, self.keys, strict=True):
             totals[key] += int(np.prod(shape))

@@ -1,7 +1,5 @@
 """Ring buffers of a stage: residuals and intermediates of layers, in the slots of their unit, until they are used."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 from nanotrain_jax.parallel.offload.host_offload import on_host, to_device, to_host
 from nanotrain_jax.parallel.pipeline.stage import Residuals, Stage
-
-Tree = Any  # a pytree of arrays
 
 
 def index(stage: Stage, buffer: str, unit: jax.Array, i: jax.Array) -> jax.Array:
@@ -72,12 +68,10 @@ def zeros(like: Tree, axis: str, count: int | None = None, dtype: Any = None) ->
 
     Types in host memory: zeros are copied there one by one, so the device never holds all of them.
     """
-    return jax.tree.map(lambda x: _zeros(x, axis, count, dtype), like)
 
+    def of_type(like: Any) -> jax.Array:
+        shape = like.shape if count is None or on_host(like) else (count, *like.shape)
+        x = as_varying(jnp.zeros(shape, dtype or like.dtype), sorted(varying_axes(like) | {axis}))
+        return lax.scan(lambda x, _: (x, to_host(x)), x, length=count)[1] if on_host(like) else x
 
-def _zeros(like: Any, axis: str, count: int | None, dtype: Any) -> jax.Array:
-    shape = like.shape if count is None or on_host(like) else (count, *like.shape)
-    x = as_varying(jnp.zeros(shape, dtype or like.dtype), sorted(varying_axes(like) | {axis}))
-    if not on_host(like):
-        return x
-    return lax.scan(lambda x, _: (x, to_host(x)), x, length=count)[1]
+    return jax.tree.map(of_type, like)

@@ -10,7 +10,7 @@ each tick a stage has up to three kinds of work, in this order:
 
 After F the output goes to the next stage, after B the gradient of the input to the previous one; both arrive in the
 next tick. All stages run one program and synchronize in every tick, so a tick lasts as long as its busiest stage: 1F1B
-with F and B in one tick (`one_f_one_b`) has a smaller bubble than with one per tick (`lean`), unless F = B. If a stage
+with F and B in one tick has a smaller bubble than with one per tick (1f1b_lean), unless F = B. If a stage
 takes F and B = dX + W per microbatch, through all of its chunks:
 
     schedule          bubble per stage        microbatches in flight   needs
@@ -33,13 +33,13 @@ one tick run every B one tick later: one more microbatch in flight, the same tim
 many fewer have both.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from nanotrain_jax.config.values import near_multiples
 
 IDLE = -1
 
@@ -56,7 +56,6 @@ class Schedule(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """The number of stages, P."""
         return self.forward.shape[1]
 
     @property
@@ -77,14 +76,22 @@ def gpipe(P: int, M: int) -> Schedule:
     return _unsplit(1, M, _consecutive(ticks - stage, M), _consecutive(ticks - (M + P - 1) - (P - 1 - stage), M))
 
 
-def one_f_one_b(P: int, M: int, delay: int = 0) -> Schedule:
-    """One forward and one backward in every tick of the steady state. delay: ticks from the last stage's F to its B."""
-    return _fused(P, M, 1, delay)
+def interleaved(P: int, M: int, C: int = 1, delay: int = 0) -> Schedule:
+    """Interleaved 1F1B over C chunks per stage: P microbatches through one chunk, then through the next. With one chunk
+    1F1B. One forward and one backward in every tick of the steady state: stage s begins its M C forwards in tick s, its
+    backwards in tick P C - 1 + delay + (P - 1 - s). delay: ticks from the last stage's F to its B.
+    """
+    ticks, stage = np.arange(M * C + P * C + P - 2 + delay)[:, None], np.arange(P)[None]
 
+    def units(index: np.ndarray, reverse: bool) -> np.ndarray:
+        round_, offset = np.divmod(index, P * C)  # rounds of P microbatches through all chunks
+        chunk, microbatch = offset // P, round_ * P + offset % P
+        chunk = C - 1 - chunk if reverse else chunk
+        return np.where(index == IDLE, IDLE, chunk * M + (index if C == 1 else microbatch))
 
-def interleaved(P: int, M: int, C: int, delay: int = 0) -> Schedule:
-    """Interleaved 1F1B over C chunks per stage: P microbatches through one chunk, then through the next."""
-    return _fused(P, M, C, delay)
+    forward = _consecutive(ticks - stage, M * C)
+    backward = _consecutive(ticks - (P * C - 1 + delay) - (P - 1 - stage), M * C)
+    return _unsplit(C, M, units(forward, False), units(backward, True))
 
 
 def lean(P: int, M: int) -> Schedule:
@@ -110,7 +117,7 @@ def zero_bubble(P: int, M: int, C: int = 1, delay: int = 0) -> Schedule:
     One W per tick from the first stage's first B on, none in the P - 1 ticks in which forwards run out, and one more
     where a stage has no forward, or no backward, while others do: so W fills the ticks that these shorten.
     """
-    plain, forwards_end = _fused(P, M, C, delay), M * C + P - 1
+    plain, forwards_end = interleaved(P, M, C, delay), M * C + P - 1
     tick = np.arange(plain.ticks)[:, None]
     usual = (tick >= P * C + P - 2 + delay) & ((tick < M * C) | (tick >= forwards_end))
     idle = np.where(tick < forwards_end, plain.forward, plain.backward) == IDLE  # while other stages are not
@@ -128,7 +135,7 @@ def zero_bubble(P: int, M: int, C: int = 1, delay: int = 0) -> Schedule:
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
-    "1f1b": one_f_one_b,
+    "1f1b": interleaved,
     "1f1b_lean": lean,
     "interleaved": interleaved,
     "zero_bubble": zero_bubble,
@@ -155,7 +162,7 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 1, split_ends:
     if chunks > 1 and name not in CHUNKED:
         raise ValueError(f"{name}: {chunks} chunks per stage; use 1, or {' or '.join(CHUNKED)}")
     if chunks > 1 and microbatches % stages:
-        multiples = _multiples(microbatches, stages)
+        multiples = near_multiples(microbatches, stages)
         raise ValueError(f"{name}: {microbatches} microbatches are not a multiple of {stages} stages; use {multiples}")
     sizes = (stages, microbatches, chunks) if name in CHUNKED else (stages, microbatches)
     delay = {"delay": 1} if split_ends and name in FUSED else {}
@@ -227,7 +234,7 @@ def layers_of_chunks(stages: int, chunks: int, layers: int, loss: float = 0.0) -
 def forward_only(P: int, M: int, C: int = 1, split_ends: bool = False) -> Schedule:
     """Return the forwards of a schedule with C chunks, for evaluation; any M."""
     full = -(-M // P) * P  # M rounded up: the last round of P microbatches may be partial
-    units = _fused(P, full, C, 0).forward
+    units = interleaved(P, full, C).forward
     chunk, microbatch = np.divmod(units, full)
     forward = np.where((units != IDLE) & (microbatch < M), chunk * M + microbatch, IDLE)
     num_ticks = (forward != IDLE).any(1).nonzero()[0].max() + 1
@@ -242,12 +249,6 @@ def _needs(name: str, stages: int, microbatches: int, least: int) -> None:
         )
 
 
-def _multiples(number: int, of: int) -> str:
-    """Return the multiples of `of` just below and above number, as text."""
-    below = number // of * of
-    return " or ".join(str(n) for n in (below, below + of) if n)
-
-
 def _unsplit(C: int, M: int, forward: np.ndarray, backward: np.ndarray) -> Schedule:
     return Schedule(C, M, forward, backward, np.zeros((*forward.shape, 0), int))
 
@@ -255,22 +256,6 @@ def _unsplit(C: int, M: int, forward: np.ndarray, backward: np.ndarray) -> Sched
 def _consecutive(index: np.ndarray, length: int) -> np.ndarray:
     """Return index where it is in 0 .. length - 1, else IDLE."""
     return np.where((index >= 0) & (index < length), index, IDLE)
-
-
-def _fused(P: int, M: int, C: int, delay: int) -> Schedule:
-    """1F1B with F and B in one tick: stage s begins its M C forwards in tick s, its backwards in tick
-    P C - 1 + delay + (P - 1 - s)."""
-    ticks, stage = np.arange(M * C + P * C + P - 2 + delay)[:, None], np.arange(P)[None]
-
-    def units(index: np.ndarray, reverse: bool) -> np.ndarray:
-        round_, offset = np.divmod(index, P * C)  # rounds of P microbatches through all chunks
-        chunk, microbatch = offset // P, round_ * P + offset % P
-        chunk = C - 1 - chunk if reverse else chunk
-        return np.where(index == IDLE, IDLE, chunk * M + (index if C == 1 else microbatch))
-
-    forward = _consecutive(ticks - stage, M * C)
-    backward = _consecutive(ticks - (P * C - 1 + delay) - (P - 1 - stage), M * C)
-    return _unsplit(C, M, units(forward, False), units(backward, True))
 
 
 def _one_at_a_time(P: int, M: int, warm_up: Sequence[int], limit: int | None) -> Schedule:

@@ -8,8 +8,6 @@ The text form has a row for each stage and a column for each tick:
 Each F, B and W is followed by its microbatch and, with several chunks, a letter for the chunk: F2b.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from fractions import Fraction

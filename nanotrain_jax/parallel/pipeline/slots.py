@@ -5,8 +5,6 @@ ticks). The number of slots is the memory of a pipeline stage: for 1F1B it does 
 microbatches. Plain numpy.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
@@ -26,12 +24,6 @@ def ticks_of(table: np.ndarray, units: int) -> np.ndarray:
     ticks, entries = np.full((units, table.shape[1]), -1), (table != IDLE).nonzero()
     ticks[table[entries], entries[1]] = entries[0]
     return ticks
-
-
-def _virtual_stage(schedule: Schedule) -> np.ndarray:
-    """Return the virtual stage, chunk P + stage, of each unit on each stage [units P]."""
-    chunk = np.arange(schedule.chunks * schedule.microbatches) // schedule.microbatches
-    return chunk[:, None] * schedule.stages + np.arange(schedule.stages)[None]
 
 
 def arrivals(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +93,8 @@ def _spans(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray, np.nda
     F, B = ticks_of(schedule.forward, units), ticks_of(schedule.backward, units)
     W = ticks_of(schedule.weight, units) if schedule.weight.size else np.full_like(F, -1)
     x, g = (ticks_of(table, units) for table in arrivals(schedule))
-    virtual_stage = _virtual_stage(schedule)
+    chunk = np.arange(units)[:, None] // schedule.microbatches
+    virtual_stage = chunk * schedule.stages + np.arange(schedule.stages)[None]
     g = np.where(virtual_stage == last, F + schedule.split_ends, g)
     if schedule.split_ends:
         x = np.where(virtual_stage == 0, F, x)

@@ -1,23 +1,19 @@
 """What a pipeline stage holds: its constants from tick to tick, and what it carries from one tick to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
 from nanotrain_jax.parallel.pipeline.schedule import Schedule
 from nanotrain_jax.parallel.pipeline.slots import Buffer, EndUnits
 from nanotrain_jax.parallel.split_vjp import SplitVjp
-
-Tree = Any  # a pytree of arrays
 
 
 @dataclass(frozen=True)

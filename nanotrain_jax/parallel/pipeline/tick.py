@@ -20,24 +20,19 @@ residuals in host memory. With `LayeredModel.scatter` the backward (or W) of a l
 layer before; with `LayeredModel.reduce` the last one of a chunk reduces the complete gradients likewise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel import loops
-from nanotrain_jax.parallel.collectives import shift, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, shift, varying_axes
 from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
 from nanotrain_jax.parallel.pipeline import both_ends, ring_buffers
 from nanotrain_jax.parallel.pipeline.both_ends import add
 from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Stage, Sums, Tick
-
-Tree = Any  # a pytree of arrays
 
 
 def tick(stage: Stage, carry: Carry, now: Tick) -> tuple[Carry, None]:
@@ -113,7 +108,9 @@ def backward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
         if not stage.model.split_ends:
             g, of_ends = both_ends.backward_last(stage, unit, stage.is_last(unit), g, of_ends)
         if stage.is_alone and stage.schedule.microbatches == 1:
-            sums = sums._replace(layers=jax.tree.map(partial(_zeros_after, g), sums.layers))
+            # Zeros that XLA cannot allocate before g is computed, that is before the loss.
+            zeros = jax.tree.map(lambda x: loops.zeros_after(g, x.shape, x.dtype, varying_axes(x)), sums.layers)
+            sums = sums._replace(layers=zeros)
         layers = partial(_backward_layers, stage, carry.residuals)
         through = g, sums._replace(ends=of_ends), intermediates
         # Depends on turn, or XLA hoists the recomputation of a single layer out of the branch: into every tick.
@@ -174,9 +171,7 @@ def _backward_layers(stage: Stage, buffers: Residuals, unit: jax.Array, is_final
 
         values = g, _of_padding(stage, unit, i, sums, arguments[1]) if sends else None
         (g, produced), (sums, intermediates) = stage.if_layer(stage.row(unit, i), layer, values, (sums, intermediates))
-        if (
-            stage.is_alone and stage.model.scatter
-        ):  # else XLA computes and scatters gradients of the ends after all layers
+        if stage.is_alone and stage.model.scatter:  # else XLA scatters gradients of the ends after all layers
             g = jax.tree.map(partial(_after, sums.ends), g)
         return (g, sums, intermediates), produced
 
@@ -191,11 +186,6 @@ def _after(others: Tree, x: jax.Array) -> jax.Array:
     """Return x, computed after the others that vary over no further axes (a barrier joins the types of arrays)."""
     alike = [other for other in jax.tree.leaves(others) if varying_axes(other) <= varying_axes(x)]
     return lax.optimization_barrier((x, alike))[0]
-
-
-def _zeros_after(g: Tree, sums: jax.Array) -> jax.Array:
-    """Return zeros like sums that XLA cannot allocate before g is computed, that is before the loss."""
-    return loops.zeros_after(g, sums.shape, sums.dtype, varying_axes(sums))
 
 
 def weight(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
@@ -251,9 +241,7 @@ def _accumulate(
     if stage.model.scatter:
         return sums, gradients
     total = _total(stage, unit, i, sums, gradients)
-    if is_final:
-        return sums, total
-    return _with_total(stage, unit, i, sums, total), None
+    return (sums, total) if is_final else (_with_total(stage, unit, i, sums, total), None)
 
 
 def _send(stage: Stage, unit: jax.Array, i: jax.Array, sums: Sums, produced: Tree) -> Sums:

@@ -1,7 +1,5 @@
 """Accuracy over a vocabulary that mesh axes may split. A pure function for use inside any `shard_map`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax

@@ -12,8 +12,6 @@ start all hops before the first matmul. A matmul has T/t rows: with fewer than a
 hop. One direction of a link carries everything: on a switch (NVLink) that is its whole bandwidth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax

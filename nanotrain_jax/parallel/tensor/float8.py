@@ -14,8 +14,6 @@ the same numbers are computed from operands that are converted back. Dims must b
 `PLAIN` and `FLOAT8` have one interface, so that a matmul is written once (`tensor.columns`). Nothing here communicates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
+from nanotrain_jax.parallel.loops import with_backward
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SMALLEST = 1e-30  # a tensor with smaller values alone is rounded to zeros
@@ -65,10 +64,6 @@ def dequantize(x: Scaled) -> jax.Array:
     return x.value.astype(x.scale.dtype) * x.scale
 
 
-def _unchanged(x: jax.Array) -> jax.Array:
-    return x
-
-
 def _tensordot(a: jax.Array, b: jax.Array, axes: Axes, exact: bool = False) -> jax.Array:
     return jnp.tensordot(a, b, axes)
 
@@ -80,7 +75,7 @@ def _scaled_tensordot(a: Scaled, b: Scaled, axes: Axes, exact: bool = False) -> 
     return jnp.tensordot(dequantize(a), dequantize(b), axes, precision=precision, preferred_element_type=dtype)
 
 
-PLAIN = Matmul(_unchanged, _unchanged, _tensordot)
+PLAIN = Matmul(lambda x: x, lambda g: g, _tensordot)
 FLOAT8 = Matmul(partial(quantize, dtype=E4M3), partial(quantize, dtype=E5M2), _scaled_tensordot)
 
 
@@ -92,12 +87,8 @@ def multiply(matmul: Matmul, x: jax.Array, w: jax.Array, contracted: int = 1) ->
     if matmul is PLAIN:
         return jnp.tensordot(x, w, contracted)
     axes = sorted(varying_axes(x) | varying_axes(w))
-    return _multiply(matmul, contracted, as_varying(x, axes), as_varying(w, axes))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(matmul: Matmul, contracted: int, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _forward(matmul, contracted, x, w)[0]
+    run = with_backward(_forward, _backward, (0, 1))
+    return run(matmul, contracted, as_varying(x, axes), as_varying(w, axes))
 
 
 def _forward(matmul: Matmul, contracted: int, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple]:
@@ -109,9 +100,6 @@ def _backward(matmul: Matmul, contracted: int, residuals: tuple, g: jax.Array) -
     x, w = residuals
     g = matmul.gradient(g)
     return input_gradient(matmul, g, w, contracted), weight_gradient(matmul, x, g, w, contracted)
-
-
-_multiply.defvjp(_forward, _backward)
 
 
 def input_gradient(matmul: Matmul, g: Any, w: jax.Array, contracted: int = 1) -> jax.Array:

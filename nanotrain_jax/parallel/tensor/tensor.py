@@ -19,8 +19,6 @@ use of an invarying parameter; to sum once, cast the parameter with `as_varying`
 axis=None: one device. The same maths, moves nothing, needs no `shard_map`.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +39,7 @@ from nanotrain_jax.parallel.collectives import (
     reduce_scatter,
     varying_axes,
 )
+from nanotrain_jax.parallel.loops import with_backward
 from nanotrain_jax.parallel.remat import HOPS
 from nanotrain_jax.parallel.tensor import float8
 from nanotrain_jax.parallel.tensor.collective_matmul import gather_matmuls, matmul_scatter
@@ -149,9 +148,7 @@ def columns(
         # The barrier makes XLA compute the weight gradients during the reduce-scatter, not after it.
         return lax.optimization_barrier((g_BTD, grads_DF)) if sequence_parallel else (g_BTD, grads_DF)
 
-    run = jax.custom_vjp(lambda x_BTD, weights: forward(x_BTD, weights)[0])
-    run.defvjp(forward, backward)
-    return run(x_BTD, weights)
+    return with_backward(forward, backward)(x_BTD, weights)
 
 
 def row(
@@ -173,36 +170,29 @@ def row(
     rows = rows or len(x_BTF)
     if options.overlap and axis is not None:
         x_BTF = as_varying(x_BTF, sorted(varying_axes(w_FD)))
-        return _overlapped_row(axis, options.matmul, rows, x_BTF, as_varying(w_FD, sorted(varying_axes(x_BTF))))
+        w_FD = as_varying(w_FD, sorted(varying_axes(x_BTF)))
+        return _overlapped_row(x_BTF, w_FD, axis, options.matmul, rows)
     y_BTD = float8.multiply(options.matmul, x_BTF, w_FD, w_FD.ndim - 1)
     return leave(y_BTD.reshape(rows, -1, w_FD.shape[-1]), axis, sequence_parallel)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _overlapped_row(axis: str, matmul: Matmul, rows: int, x_BTF: jax.Array, w_FD: jax.Array) -> jax.Array:
-    return _overlapped_row_forward(axis, matmul, rows, x_BTF, w_FD)[0]
+def _overlapped_row(x_BTF: jax.Array, w_FD: jax.Array, axis: str, matmul: Matmul, rows: int) -> jax.Array:
+    """`row` with options.overlap; x and w vary over the same axes."""
 
+    def forward(x_BTF: jax.Array, w_FD: jax.Array) -> tuple[jax.Array, tuple]:
+        concatenated_BTF = x_BTF.reshape(rows, -1, *x_BTF.shape[2:])
+        _check_rows(concatenated_BTF, axis)
+        y_BTD = checkpoint_name(matmul_scatter(concatenated_BTF, w_FD, axis, matmul), HOPS[1])
+        return y_BTD, (x_BTF, w_FD)
 
-def _overlapped_row_forward(
-    axis: str, matmul: Matmul, rows: int, x_BTF: jax.Array, w_FD: jax.Array
-) -> tuple[jax.Array, tuple]:
-    concatenated_BTF = x_BTF.reshape(rows, -1, *x_BTF.shape[2:])
-    _check_rows(concatenated_BTF, axis)
-    y_BTD = checkpoint_name(matmul_scatter(concatenated_BTF, w_FD, axis, matmul), HOPS[1])
-    return y_BTD, (x_BTF, w_FD)
+    def backward(residuals: tuple, g_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x_BTF, w_FD = residuals
+        (g_BTF,), g_BTD = gather_matmuls(g_BTD, [jnp.moveaxis(w_FD, -1, 0)], axis, matmul, is_gradient=True)
+        g_BTD = matmul.gradient(g_BTD.reshape(*x_BTF.shape[:2], -1))
+        grad_FD = float8.weight_gradient(matmul, matmul.operand(x_BTF), g_BTD, w_FD, w_FD.ndim - 1)
+        return g_BTF.reshape(x_BTF.shape).astype(x_BTF.dtype), grad_FD
 
-
-def _overlapped_row_backward(
-    axis: str, matmul: Matmul, _: int, residuals: tuple, g_BTD: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x_BTF, w_FD = residuals
-    (g_BTF,), g_BTD = gather_matmuls(g_BTD, [jnp.moveaxis(w_FD, -1, 0)], axis, matmul, is_gradient=True)
-    g_BTD = matmul.gradient(g_BTD.reshape(*x_BTF.shape[:2], -1))
-    grad_FD = float8.weight_gradient(matmul, matmul.operand(x_BTF), g_BTD, w_FD, w_FD.ndim - 1)
-    return g_BTF.reshape(x_BTF.shape).astype(x_BTF.dtype), grad_FD
-
-
-_overlapped_row.defvjp(_overlapped_row_forward, _overlapped_row_backward)
+    return with_backward(forward, backward)(x_BTF, w_FD)
 
 
 def look_up(

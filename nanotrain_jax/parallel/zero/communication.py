@@ -1,7 +1,5 @@
 """How ZeRO's gradients and weights travel: their dtypes, in 8 bits or not, the size of buckets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple

@@ -15,11 +15,9 @@ of which a stack of layers has many: devices exchange shards of all layers for w
 (`orthogonalize`), as the distributed optimizers of Megatron and Dion (arXiv 2504.05295, section 2) do without stacks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +26,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_map_with_path
 
-from nanotrain_jax.parallel.collectives import Axis, all_to_all
+from nanotrain_jax.parallel.collectives import Axis, Tree, all_to_all
 from nanotrain_jax.parallel.gradients.compression import Matrices, matrices_of
 from nanotrain_jax.parallel.zero.optimizer_step import merge
-
-Tree = Any  # a pytree of arrays
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of x, x^3, x^5: Jordan's
 ITERATIONS = 5
@@ -45,14 +41,6 @@ class Stack(NamedTuple):
 
     matrices: Matrices
     shards: tuple[tuple[Axis, int], ...]  # mesh axes, dim; not that of layers
-
-
-class Adam(NamedTuple):
-    """The hyperparameters of weights that are no matrices."""
-
-    beta1: float
-    beta2: float
-    eps: float
 
 
 def stack_of(shape: tuple[int, ...], spec: PartitionSpec) -> Stack:
@@ -104,15 +92,14 @@ def orthogonalize(x: jax.Array, stack: Stack, dtype: jnp.dtype) -> jax.Array:
 
 
 def scale_by_muon(
-    stacks: Mapping[tuple, Stack], momentum: float, adam: Adam, dtype: jnp.dtype
+    stacks: Mapping[tuple, Stack], momentum: float, of_others: optax.GradientTransformation, dtype: jnp.dtype
 ) -> optax.GradientTransformation:
     """Return Muon without learning rate and weight decay, for use inside `shard_map`.
 
-    stacks: tree path of each array of matrices -> its layout; others take Adam's step. dtype: of Newton-Schulz and on
-    the wire. State: that of optax's Adam, {count, mu, nu}; mu is the momentum of matrices, which have None in nu: 4
-    bytes per element instead of 8.
+    stacks: tree path of each array of matrices -> its layout. of_others: Adam, for the others. dtype: of Newton-Schulz
+    and on the wire. State: that of optax's Adam, {count, mu, nu}; mu is the momentum of matrices, which have None in
+    nu: 4 bytes per element instead of 8.
     """
-    of_others = optax.scale_by_adam(adam.beta1, adam.beta2, adam.eps)
 
     def split(tree: Tree) -> tuple[Tree, Tree]:
         matrices = tree_map_with_path(lambda path, x: x if path in stacks else None, tree)

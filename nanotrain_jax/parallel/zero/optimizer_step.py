@@ -7,22 +7,17 @@ other arrays in slices of at most that size if their rows can be divided. Bytes:
 direction.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from nanotrain_jax.parallel.collectives import all_reduce, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, all_reduce, varying_axes
 from nanotrain_jax.parallel.mesh import AXES
 from nanotrain_jax.parallel.offload import host_offload
-
-Tree = Any  # a pytree of arrays
 
 SLICES_PER_LAYER = 4  # if it divides the first dim of all arrays of a layer
 
@@ -103,9 +98,12 @@ def update(
         if group == "device":
             new = update_slice(values, group_grads)
         elif group == "layers":
-            as_slices = jax.tree.map(partial(_split_layers, slices=slices), (values, group_grads))
+            # x[L D ...] -> x[L slices, D / slices, ...], and back
+            as_slices = jax.tree.map(
+                lambda x: x.reshape(len(x) * slices, x.shape[1] // slices, *x.shape[2:]), (values, group_grads)
+            )
             new = host_offload.stream(update_slice, *as_slices, len(first) * slices, clip.factor)
-            new = jax.tree.map(partial(_join_layers, slices=slices), new)
+            new = jax.tree.map(lambda y, x: y.reshape(x.shape), new, values)
         else:
             count = host_offload.num_slices(first.size, len(first), slice_size)
             new = host_offload.stream(update_slice, values, group_grads, count, clip.factor)
@@ -175,16 +173,6 @@ def update_groups(streamed: Tree) -> dict[str, Tree]:
 
     names = [name(path, is_streamed) for path, is_streamed in leaves]
     return {group: tree.unflatten([name == group for name in names]) for group in dict.fromkeys(names)}
-
-
-def _split_layers(x: jax.Array, slices: int) -> jax.Array:
-    """x[L D ...] -> x[L slices, D / slices, ...]"""
-    return x.reshape(len(x) * slices, x.shape[1] // slices, *x.shape[2:])
-
-
-def _join_layers(x: jax.Array, slices: int) -> jax.Array:
-    """x[L slices, D / slices, ...] -> x[L D ...]"""
-    return x.reshape(len(x) // slices, x.shape[1] * slices, *x.shape[2:])
 
 
 def _leaf_if(x: jax.Array, is_chosen: bool) -> jax.Array | None:

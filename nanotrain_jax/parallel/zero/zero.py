@@ -34,10 +34,7 @@ stored gradient, whose cotangent is the reduced gradient. So a layer's full grad
 backward, and gradients accumulate in float32 whatever the compute dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +42,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from nanotrain_jax.parallel.collectives import (
+    Tree,
     all_gather,
     all_reduce,
     as_varying,
@@ -57,19 +55,7 @@ from nanotrain_jax.parallel.offload import host_offload
 from nanotrain_jax.parallel.sharding import abstract
 from nanotrain_jax.parallel.zero.communication import Communication
 
-Tree = Any  # a pytree of arrays
 UNSHARDED = -1  # in a tree of dims: the leaf is replicated over ZeRO's axes
-
-
-class Zero(NamedTuple):
-    """A ZeRO stage as pure functions (see the top of this file)."""
-
-    storage: Callable[..., tuple[Tree, Tree]]
-    inputs: Callable[[Tree, Shards], Tree]
-    gather: Callable[[Tree, Tree, Tree | None, Shards], Tree]
-    reduce: Callable[[Tree, Tree, Shards], Tree]
-    own_shards: Callable[[Tree, Shards], Tree]
-    gather_updated: Callable[[Tree, Shards], Tree]
 
 
 class Shards(NamedTuple):
@@ -80,9 +66,7 @@ class Shards(NamedTuple):
     axes: tuple[str, ...]
 
 
-def shard_dims(
-    params: Tree, size: int, persist_below: int = 10_000, stacked: Sequence[str] = ("layers",), specs: Tree = None
-) -> Tree:
+def shard_dims(params: Tree, size: int, persist_below: int, stacked: Sequence[str], specs: Tree) -> Tree:
     """Return the dim of each leaf to shard over `size` devices: the first that size divides, or UNSHARDED (-1).
 
     To gather along another dim, XLA:GPU transposes the stacked weights of all layers, a copy that a step holds.
@@ -98,9 +82,7 @@ def shard_dims(
         count = leaf.size // max(leaf.shape[0], 1) if first else leaf.size
         return dims[0] if dims and size > 1 and count >= persist_below else UNSHARDED
 
-    return jax.tree_util.tree_map_with_path(
-        choose, params, jax.tree.map(lambda _: PartitionSpec(), params) if specs is None else specs
-    )
+    return jax.tree_util.tree_map_with_path(choose, params, specs)
 
 
 def zero_specs(
@@ -142,26 +124,6 @@ def _over(axes: tuple[str, ...], specs: Tree, dims: Tree) -> Tree:
     return jax.tree.map(add_axes, specs, dims)
 
 
-def _weights(stored: Tree, shards: Shards) -> Tree:
-    """`Zero.inputs` of ZERO[0] and ZERO[1]: the weights, cast so that gradients stay local. Moves nothing."""
-    return as_varying(stored, BATCH_AXES)
-
-
-def _taps(stored: Tree, shards: Shards, full_grads: bool, stored_sharded: bool = False) -> Tree:
-    """`Zero.inputs` elsewhere: float32 zeros in the shape of the stored gradient, full or sharded. Moves nothing.
-
-    stored_sharded: the stored weights are shards themselves.
-    """
-    size = jax.lax.axis_size(shards.axes)
-
-    def tap(w: jax.Array, d: int) -> jax.Array:
-        divide = not (full_grads or stored_sharded)
-        zeros = jnp.zeros(tuple(n // size if i == d and divide else n for i, n in enumerate(w.shape)), jnp.float32)
-        return as_varying(zeros, sorted(varying_axes(w).union(() if full_grads else BATCH_AXES)))
-
-    return jax.tree.map(tap, stored, shards.dims)
-
-
 def _in_buckets(move: Callable[..., Sequence], shards: Shards, sent: Tree, *more: Tree, are_shards: bool) -> Tree:
     """Return the tree of move(dims, arrays, *others), called once per bucket.
 
@@ -181,54 +143,6 @@ def _in_buckets(move: Callable[..., Sequence], shards: Shards, sent: Tree, *more
             indices = [alike[j] for j in bucket]
             results |= zip(indices, move(*zip(*(rows[i] for i in indices), strict=True)), strict=True)
     return jax.tree.unflatten(tree, [results[i] for i in range(len(leaves))])
-
-
-def _as_is(stored: Tree, inputs: Tree, sums: None, shards: Shards) -> Tree:
-    """`Zero.gather` of ZERO[0] and ZERO[1]: the weights; stored ones where inputs are None. Moves nothing."""
-    return jax.tree.map(lambda w, stored: stored if w is None else w, inputs, stored, is_leaf=lambda w: w is None)
-
-
-def _tapped(
-    stored: Tree, taps: Tree, sums: Tree | None, shards: Shards, full_grads: bool, stored_sharded: bool
-) -> Tree:
-    """`Zero.gather` elsewhere: the full weights; their reduced gradient becomes the cotangent of taps.
-
-    forward, stage 3     w[... D] = all_gather(w[... D/N])                               (N-1)/N
-    backward             g[... D/N] = reduce_scatter(g[... D] + sums[... D])             (N-1)/N
-    backward, stage 0    g[... D] = all_reduce(g[... D] + sums[... D])                   2 (N-1)/N
-
-    Gradients are reduced in the dtype of communication, or in 8 bits. Weights in host memory are copied to the device
-    first, in the forward and again in the backward. taps: None for weights that are not differentiated. sums: local
-    gradients of earlier microbatches, reduced together with this one's.
-    """
-
-    def gather_bucket(dims: tuple, weights: tuple, taps: tuple, sums: tuple) -> list:
-        sharded = dims[0] != UNSHARDED
-
-        def forward(weights: tuple) -> list:
-            weights = host_offload.to_device(list(weights))
-            gathers = stored_sharded and sharded
-            return shards.communication.all_gather(weights, shards.axes, dims) if gathers else weights
-
-        def backward(sums: tuple, grads: list) -> tuple:
-            if sums[0] is not None:
-                grads = [g.astype(jnp.float32) + s for g, s in zip(grads, sums, strict=True)]
-            grads = [g.astype(shards.communication.dtype) for g in grads]
-            if full_grads:
-                grads = shards.communication.all_reduce(grads, BATCH_AXES)
-            elif sharded:
-                grads = shards.communication.reduce_scatter(grads, shards.axes, dims)
-            return None, tuple(g.astype(jnp.float32) for g in grads), None
-
-        if taps[0] is None:
-            return forward(weights)
-        gathered = jax.custom_vjp(lambda weights, taps, sums: forward(weights))
-        gathered.defvjp(lambda weights, taps, sums: (forward(weights), sums), backward)
-        return gathered(weights, taps, sums)
-
-    sums = jax.tree.map(lambda _: None, stored) if sums is None else sums
-    stored = _cast(stored, shards.communication.weights)
-    return _in_buckets(gather_bucket, shards, stored, taps, sums, are_shards=stored_sharded)
 
 
 def _cast(stored: Tree, dtype: jnp.dtype | None) -> Tree:
@@ -268,41 +182,6 @@ def scatter_behind(grads: Tree, shards: Shards) -> Tree:
     return _in_buckets(scatter_bucket, shards, grads, are_shards=False)
 
 
-@jax.named_scope("reduce")
-def _reduce(grads: Tree, stored: Tree, shards: Shards, stored_sharded: bool) -> Tree:
-    """`Zero.reduce`: sum gradients over devices, in the dtype of communication, or 8 bits, where anything moves.
-
-    stage 0          g[... D] {local} -> all_reduce over replica, data, context          2 (N-1)/N
-    stage 1          g[... D] {local} -> reduce_scatter over ZeRO's axes -> g[... D/N]   (N-1)/N
-    stages 2 and 3   g[... D/N], scattered in the backward                               nothing
-    stages 1 to 3    shards -> all_reduce over replica
-    PER_LAYER        reduced in the backward                                             nothing
-
-    Types and shapes decide what remains to be done. The all-reduce is over all axes that a gradient varies over and its
-    parameter (or shard) does not: at every stage also over another axis (tensor), if parameters replicated there have
-    local gradients. Gradients in host memory are complete (`accumulate_on_host`).
-    """
-
-    def is_local(g: jax.Array, w: jax.Array, d: int) -> bool:
-        return d != UNSHARDED and not stored_sharded and g.shape == w.shape
-
-    def reduce_bucket(dims: tuple, grads: tuple, stored: tuple) -> list:
-        if host_offload.on_host(grads[0]):
-            return list(grads)
-        own = varying_axes(stored[0]).union(() if dims[0] == UNSHARDED else shards.axes)
-        over = [axis for axis in AXES if axis in varying_axes(grads[0]) - own.union(shards.communication.kept)]
-        scatters = is_local(grads[0], stored[0], dims[0])
-        if scatters or any(jax.lax.axis_size(axis) > 1 for axis in over):
-            grads = [g.astype(shards.communication.dtype) for g in grads]
-        if scatters:
-            grads = shards.communication.reduce_scatter(grads, shards.axes, dims)
-            over = [axis for axis in over if axis in varying_axes(grads[0])]
-        return shards.communication.all_reduce(grads, over)
-
-    are_local = any(jax.tree.leaves(jax.tree.map(is_local, grads, stored, shards.dims)))
-    return _in_buckets(reduce_bucket, shards, grads, stored, are_shards=not are_local)
-
-
 def accumulate_on_host(grads: Tree, stored: Tree, shards: Shards, on_host: Tree, earlier: Tree | None = None) -> Tree:
     """Add gradients to those of earlier microbatches; offload them to host memory where on_host and complete.
 
@@ -322,48 +201,133 @@ def accumulate_on_host(grads: Tree, stored: Tree, shards: Shards, on_host: Tree,
     return jax.tree.map(accumulate, grads, stored, shards.dims, on_host, earlier)
 
 
-def _own_shards(stored: Tree, shards: Shards, stored_sharded: bool) -> Tree:
-    """`Zero.own_shards`: the part of the weights that this device has gradients of. Moves nothing."""
-    if stored_sharded:
-        return stored
-    return jax.tree.map(lambda w, d: w if d == UNSHARDED else own_shard(w, shards.axes, d), stored, shards.dims)
+class Zero(NamedTuple):
+    """A ZeRO stage: what it shards, and its functions, which are pure (see the top of this file)."""
 
+    params_sharded: bool
+    state_sharded: bool  # master weights and moments; reduced gradients too
+    in_backward: bool  # gradients are reduced in the backward
 
-def _gather_updated(updated: Tree, shards: Shards, stored_sharded: bool) -> Tree:
-    """`Zero.gather_updated`, stages 1 and 2: w[... D] = all_gather(w[... D/N]) as stored, (N-1)/N; else nothing."""
+    def storage(self, specs: Tree, dims: Tree, axes: tuple[str, ...]) -> tuple[Tree, Tree]:
+        """-> PartitionSpecs of parameters; of master weights and moments."""
+        sharded = _over(axes, specs, dims)
+        return sharded if self.params_sharded else specs, sharded if self.state_sharded else specs
 
-    def gather_bucket(dims: tuple, weights: tuple) -> Sequence:
-        return (
-            weights
-            if dims[0] == UNSHARDED or stored_sharded
-            else all_gather(weights, shards.axes, dims, invarying=True)
-        )
+    def inputs(self, stored: Tree, shards: Shards) -> Tree:
+        """The weights, cast so that gradients stay local. In the backward: float32 zeros in the shape of the stored
+        gradient, full or sharded ("taps"). Moves nothing.
+        """
+        if not self.in_backward:
+            return as_varying(stored, BATCH_AXES)
+        size = jax.lax.axis_size(shards.axes)
+        divide = self.state_sharded and not self.params_sharded
 
-    return _in_buckets(gather_bucket, shards, updated, are_shards=True)
+        def tap(w: jax.Array, d: int) -> jax.Array:
+            zeros = jnp.zeros(tuple(n // size if i == d and divide else n for i, n in enumerate(w.shape)), jnp.float32)
+            return as_varying(zeros, sorted(varying_axes(w).union(BATCH_AXES if self.state_sharded else ())))
 
+        return jax.tree.map(tap, stored, shards.dims)
 
-def _stage(params_sharded: bool, state_sharded: bool, in_backward: bool) -> Zero:
-    full_grads = not state_sharded
-    return Zero(
-        storage=lambda specs, dims, axes: (
-            _over(axes, specs, dims) if params_sharded else specs,
-            _over(axes, specs, dims) if state_sharded else specs,
-        ),
-        inputs=partial(_taps, full_grads=full_grads, stored_sharded=params_sharded) if in_backward else _weights,
-        gather=partial(_tapped, full_grads=full_grads, stored_sharded=params_sharded) if in_backward else _as_is,
-        reduce=partial(_reduce, stored_sharded=params_sharded),
-        own_shards=partial(_own_shards, stored_sharded=params_sharded),
-        gather_updated=partial(_gather_updated, stored_sharded=params_sharded),
-    )
+    def gather(self, stored: Tree, inputs: Tree, sums: Tree | None, shards: Shards) -> Tree:
+        """The full weights. In the backward their reduced gradient becomes the cotangent of the taps:
+
+        forward, stage 3     w[... D] = all_gather(w[... D/N])                               (N-1)/N
+        backward             g[... D/N] = reduce_scatter(g[... D] + sums[... D])             (N-1)/N
+        backward, stage 0    g[... D] = all_reduce(g[... D] + sums[... D])                   2 (N-1)/N
+
+        Gradients are reduced in the dtype of communication, or in 8 bits. Weights in host memory are copied to the
+        device first, in the forward and again in the backward. inputs: None for weights that are not differentiated.
+        sums: local gradients of earlier microbatches, reduced together with this one's.
+        """
+        if not self.in_backward:
+            return jax.tree.map(lambda w, x: x if w is None else w, inputs, stored, is_leaf=lambda w: w is None)
+
+        def gather_bucket(dims: tuple, weights: tuple, taps: tuple, sums: tuple) -> list:
+            sharded = dims[0] != UNSHARDED
+
+            def forward(weights: tuple) -> list:
+                weights = host_offload.to_device(list(weights))
+                gathers = self.params_sharded and sharded
+                return shards.communication.all_gather(weights, shards.axes, dims) if gathers else weights
+
+            def backward(sums: tuple, grads: list) -> tuple:
+                if sums[0] is not None:
+                    grads = [g.astype(jnp.float32) + s for g, s in zip(grads, sums, strict=True)]
+                grads = [g.astype(shards.communication.dtype) for g in grads]
+                if not self.state_sharded:
+                    grads = shards.communication.all_reduce(grads, BATCH_AXES)
+                elif sharded:
+                    grads = shards.communication.reduce_scatter(grads, shards.axes, dims)
+                return None, tuple(g.astype(jnp.float32) for g in grads), None
+
+            if taps[0] is None:
+                return forward(weights)
+            gathered = jax.custom_vjp(lambda weights, taps, sums: forward(weights))
+            gathered.defvjp(lambda weights, taps, sums: (forward(weights), sums), backward)
+            return gathered(weights, taps, sums)
+
+        sums = jax.tree.map(lambda _: None, stored) if sums is None else sums
+        stored = _cast(stored, shards.communication.weights)
+        return _in_buckets(gather_bucket, shards, stored, inputs, sums, are_shards=self.params_sharded)
+
+    @jax.named_scope("reduce")
+    def reduce(self, grads: Tree, stored: Tree, shards: Shards) -> Tree:
+        """Sum gradients over devices, in the dtype of communication, or 8 bits, where anything moves.
+
+        stage 0          g[... D] {local} -> all_reduce over replica, data, context          2 (N-1)/N
+        stage 1          g[... D] {local} -> reduce_scatter over ZeRO's axes -> g[... D/N]   (N-1)/N
+        stages 2 and 3   g[... D/N], scattered in the backward                               nothing
+        stages 1 to 3    shards -> all_reduce over replica
+        PER_LAYER        reduced in the backward                                             nothing
+
+        Types and shapes decide what remains to be done. The all-reduce is over all axes that a gradient varies over and
+        its parameter (or shard) does not: at every stage also over another axis (tensor), if parameters replicated
+        there have local gradients. Gradients in host memory are complete (`accumulate_on_host`).
+        """
+
+        def is_local(g: jax.Array, w: jax.Array, d: int) -> bool:
+            return d != UNSHARDED and not self.params_sharded and g.shape == w.shape
+
+        def reduce_bucket(dims: tuple, grads: tuple, stored: tuple) -> list:
+            if host_offload.on_host(grads[0]):
+                return list(grads)
+            own = varying_axes(stored[0]).union(() if dims[0] == UNSHARDED else shards.axes)
+            over = [axis for axis in AXES if axis in varying_axes(grads[0]) - own.union(shards.communication.kept)]
+            scatters = is_local(grads[0], stored[0], dims[0])
+            if scatters or any(jax.lax.axis_size(axis) > 1 for axis in over):
+                grads = [g.astype(shards.communication.dtype) for g in grads]
+            if scatters:
+                grads = shards.communication.reduce_scatter(grads, shards.axes, dims)
+                over = [axis for axis in over if axis in varying_axes(grads[0])]
+            return shards.communication.all_reduce(grads, over)
+
+        are_local = any(jax.tree.leaves(jax.tree.map(is_local, grads, stored, shards.dims)))
+        return _in_buckets(reduce_bucket, shards, grads, stored, are_shards=not are_local)
+
+    def own_shards(self, stored: Tree, shards: Shards) -> Tree:
+        """The part of the weights that this device has gradients of. Moves nothing."""
+        if self.params_sharded:
+            return stored
+        return jax.tree.map(lambda w, d: w if d == UNSHARDED else own_shard(w, shards.axes, d), stored, shards.dims)
+
+    def gather_updated(self, updated: Tree, shards: Shards) -> Tree:
+        """Stages 1 and 2: w[... D] = all_gather(w[... D/N]) as stored, (N-1)/N; else nothing."""
+
+        def gather_bucket(dims: tuple, weights: tuple) -> Sequence:
+            if dims[0] == UNSHARDED or self.params_sharded:
+                return weights
+            return all_gather(weights, shards.axes, dims, invarying=True)
+
+        return _in_buckets(gather_bucket, shards, updated, are_shards=True)
 
 
 ZERO = {
-    0: _stage(params_sharded=False, state_sharded=False, in_backward=False),
-    1: _stage(params_sharded=False, state_sharded=True, in_backward=False),
-    2: _stage(params_sharded=False, state_sharded=True, in_backward=True),
-    3: _stage(params_sharded=True, state_sharded=True, in_backward=True),
+    0: Zero(params_sharded=False, state_sharded=False, in_backward=False),
+    1: Zero(params_sharded=False, state_sharded=True, in_backward=False),
+    2: Zero(params_sharded=False, state_sharded=True, in_backward=True),
+    3: Zero(params_sharded=True, state_sharded=True, in_backward=True),
 }
 PER_LAYER = {
-    0: _stage(params_sharded=False, state_sharded=False, in_backward=True),
+    0: Zero(params_sharded=False, state_sharded=False, in_backward=True),
     1: ZERO[2],  # stage 1 reduces once per step, with sums; stage 2 once per microbatch
 }

@@ -82,7 +82,8 @@ def orders(kind, tokens, size):
     """Order of the tokens for a kind of attention, and its inverse."""
     if kind == "ulysses":
         return np.arange(tokens), np.arange(tokens)
-    return context.zigzag_order(tokens, size), context.zigzag_inverse(tokens, size)
+    order = context.zigzag_order(tokens, size)
+    return order, np.argsort(order)
 
 
 def compile_on(mesh, run, kind, arrays):
@@ -177,7 +178,7 @@ def test_zigzag_order_gives_each_device_an_early_and_a_late_chunk():
     assert context.zigzag_order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
     for size in (1, 2, 3, 8):
         order = context.zigzag_order(48, size)
-        np.testing.assert_array_equal(order[context.zigzag_inverse(48, size)], np.arange(48))
+        assert sorted(order) == list(range(48))
         visible_keys = (order + 1).reshape(size, -1).sum(1)  # of all queries of a device
         assert len(set(visible_keys.tolist())) == 1
 

@@ -121,7 +121,7 @@ def test_stored_bytes_per_parameter_are_the_papers(case):
         step = steps.build(config, mesh)
         state = step.init()
         shapes = step.state.params
-        dims = shard_dims(shapes, 8, 0)
+        dims = shard_dims(shapes, 8, 0, ("layers",), jax.tree.map(lambda _: P(), shapes))
         sized = zip(jax.tree.leaves(shapes), jax.tree.leaves(dims), strict=True)
         replicated = sum(p.size for p, d in sized if d == UNSHARDED)
         total = sum(p.size for p in jax.tree.leaves(shapes))
