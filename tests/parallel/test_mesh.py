@@ -52,7 +52,7 @@ def test_deterministic_sets_the_xla_flag(monkeypatch):
     for deterministic in False, True:
         monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
         config = load.parse(small(runtime={"simulate": 8, "deterministic": deterministic}))
-        train.build(config, 1)
+        train.build(config)
         seen.append(flag in os.environ["XLA_FLAGS"].split())
     assert seen == [False, True]
 
