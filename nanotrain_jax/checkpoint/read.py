@@ -31,25 +31,15 @@ from nanotrain_jax.checkpoint.directory import (
 )
 from nanotrain_jax.config import load
 from nanotrain_jax.config.schema import Checkpoint, Config
-from nanotrain_jax.distributed.processes import (
-    TRANSIENT_ERRNOS,
-    all_gather_text,
-    is_transient,
-    on_all_processes,
-    raise_on_all,
-)
+from nanotrain_jax.distributed import processes
+from nanotrain_jax.distributed.processes import all_gather_text, on_all_processes, raise_on_all
 from nanotrain_jax.models.parameters import LAYERS
 
 T = TypeVar("T")
 CANDIDATES = 50  # newest checkpoints to try
 MAX_NAMED = 3  # arrays named in an error message
-OURS = (
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.EACCES,
-    errno.EPERM,
-)  # caused by this process, not by the checkpoint
+# Errors that this process causes, not the checkpoint.
+OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
 
 class Unreadable(ValueError):
@@ -337,7 +327,7 @@ def _readable(folder: str | Path, step: int) -> Iterator[None]:
         raise
     except Exception as error:
         code = os_error_code(error)
-        if is_transient(error) or code in TRANSIENT_ERRNOS or code in OURS:
+        if processes.is_transient(error) or code in (*processes.TRANSIENT_ERRNOS, *OURS):
             raise
         text = " ".join(str(error).split())[:100]
         raise Unreadable(folder, step, f"it cannot be read ({type(error).__name__}: {text})") from None
