@@ -77,20 +77,8 @@ def show(title: str, rows: list[dict[str, Any]]) -> Table:
     the GPU's memory; the percentage is of all its memory.
     """
     table = Table(title=title)
-    for name in (
-        "zero",
-        "schedule",
-        "remat",
-        "wire MB",
-        "behind matmuls",
-        "TFLOP",
-        "lockstep TFLOP",
-        "HBM GB (ratio)",
-        "arguments MB",
-        "peak MB",
-        "fits",
-        "compile s",
-    ):
+    figures = "wire MB", "behind matmuls", "TFLOP", "lockstep TFLOP", "HBM GB (ratio)", "arguments MB", "peak MB"
+    for name in ("zero", "schedule", "remat", *figures, "fits", "compile s"):
         table.add_column(name, justify="left" if name in ("schedule", "remat") else "right")
     for row in rows:
         table.add_row(

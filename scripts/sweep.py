@@ -23,16 +23,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax.config.load import (
-    Parser,
-    at_least,
-    folder_argument,
-    load,
-    nested,
-    path_argument,
-    path_override,
-    refuse,
-)
+from nanotrain_jax.config.load import Parser, folder_argument, load, nested, path_argument, path_override, refuse
 from nanotrain_jax.config.training_stages import spans
 from nanotrain_jax.run import curves
 
@@ -145,6 +136,8 @@ def finished(command: list[str]) -> int:
 def check(asked: argparse.Namespace, grid: Grid) -> None:
     """Check all configs before the first run, and that --out holds no runs of other settings. Raises ValueError or
     OSError."""
+    if asked.seeds < 1:
+        raise ValueError(f"--seeds={asked.seeds}: must be at least 1")
     given = {text.partition("=")[0] for text in asked.overrides}
     if given & grid.keys():
         raise ValueError(f"{min(given & grid.keys())} is swept and given; leave one of them out")
@@ -204,7 +197,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", type=path_argument, required=True)
     parser.add_argument("--over", action="append", required=True, metavar="section.key=v1,v2", help="again: a grid")
-    parser.add_argument("--seeds", type=at_least(1), default=1)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument(
         "--out", type=folder_argument, default=Path("runs/sweep"), help="folder of the runs (default: runs/sweep)"
     )

@@ -136,15 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         return refuse(error)
     device = jax.devices()[0].device_kind
     table = Table(title=f"{device}, jax {jax.__version__}: {arguments.config} {' '.join(arguments.overrides)}")
-    for name in (
-        "offloaded",
-        "step s",
-        "x no offload",
-        "GB on the device",
-        "on the host",
-        "copies alone s",
-        "hidden",
-    ):
+    for name in ("offloaded", "step s", "x no offload", "GB on the device", "on the host", "copies alone s", "hidden"):
         table.add_column(name, justify="left" if name == "offloaded" else "right")
     for row in rows:
         hidden = "-" if row["hidden"] is None else f"{row['hidden']:.0%}"

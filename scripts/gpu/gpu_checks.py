@@ -62,9 +62,7 @@ def small(machine: Machine, *overrides: str) -> dict:
         | {"betas": [numbers.B1, numbers.B2], "eps": numbers.EPS, "weight_decay": numbers.DECAY},
         "runtime": {"simulate": machine.simulate, "compile_cache": False},
     }
-    for section, values in nested(list(overrides)).items():
-        tree[section] = tree.get(section, {}) | values
-    return tree
+    return nested(overrides, tree)
 
 
 def batches(config: Config) -> list[np.ndarray]:

@@ -107,10 +107,8 @@ def percent_of_peak(utilization: float | None) -> str:
 
 def show(f: dict) -> Table:
     """Return the figures as a table."""
-    table = Table(
-        title=f"{f['devices']} x {f['device']}, jax {f['jax']}, {f['parameters']:,} parameters",
-        show_header=False,
-    )
+    title = f"{f['devices']} x {f['device']}, jax {f['jax']}, {f['parameters']:,} parameters"
+    table = Table(title=title, show_header=False)
     rows = {
         "step time, median (min - max)": f"{f['step_seconds'] * 1e3:,.1f} ms ({f['step_seconds_min'] * 1e3:,.1f} - "
         f"{f['step_seconds_max'] * 1e3:,.1f}), {f['steps']} steps of {f['tokens_per_step']:,} tokens",

@@ -126,21 +126,12 @@ def show(rows: list[Row], title: str) -> Table:
     for column in ("MB", "steps", "wire MB", "ms", "algorithm GB/s", "bus GB/s"):
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(
-            row["operation"],
-            f"{row['bytes'] / 1e6:,.3f}",
-            str(row["steps"]),
-            f"{row['wire_bytes'] / 1e6:,.3f}",
-            *(
-                (
-                    f"{row['seconds'] * 1e3:,.3f}",
-                    f"{row['algorithm_bandwidth'] / 1e9:,.2f}",
-                    f"{row['bus_bandwidth'] / 1e9:,.2f}",
-                )
-                if "seconds" in row
-                else ("-", "-", "-")
-            ),
-        )
+        timed = ["-", "-", "-"]
+        if "seconds" in row:
+            bandwidths = (f"{row[f'{kind}_bandwidth'] / 1e9:,.2f}" for kind in ("algorithm", "bus"))
+            timed = [f"{row['seconds'] * 1e3:,.3f}", *bandwidths]
+        sizes = f"{row['bytes'] / 1e6:,.3f}", str(row["steps"]), f"{row['wire_bytes'] / 1e6:,.3f}"
+        table.add_row(row["operation"], *sizes, *timed)
     return table
 
 

@@ -190,14 +190,8 @@ class Result(NamedTuple):
         """Return the cells of a table, see HEAD."""
         verdict = "control" if self.losses is self.control else "yes" if self.is_within else "no"
         largest = f"{max(self.paired, key=abs):+.4f}"
-        return [
-            self.layout,
-            f"{self.mean:.4f}",
-            f"{spread(self.losses):.4f}",
-            f"{self.difference:+.4f}",
-            verdict,
-            largest,
-        ]
+        means = f"{self.mean:.4f}", f"{spread(self.losses):.4f}", f"{self.difference:+.4f}"
+        return [self.layout, *means, verdict, largest]
 
 
 def spread(losses: Sequence[float]) -> float:
