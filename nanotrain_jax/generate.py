@@ -16,7 +16,6 @@ if __name__ == "__main__":
 
 import argparse
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from jax import lax
 
 from nanotrain_jax.checkpoint.directory import latest_step
 from nanotrain_jax.checkpoint.read import load_params
-from nanotrain_jax.config.load import Parser, path_argument, refuse
+from nanotrain_jax.config.load import Parser, at_least, path_argument, refuse
 from nanotrain_jax.config.load import load as load_config
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.data import batches, corpus
@@ -72,48 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options. Exits with 2 on an error."""
     parser = Parser(prog="python -m nanotrain_jax.generate", description="Generate text with a trained model.")
-    parser.add_argument(
-        "--run", type=path_argument, required=True, metavar="DIR", help="folder of the run (logging.dir)"
-    )
+    parser.add_argument("--run", type=path_argument, required=True, metavar="DIR", help="folder of a run (logging.dir)")
     parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument(
-        "--tokens",
-        type=_at_least(int, 1),
-        default=200,
-        help="maximum number of tokens to generate (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=_at_least(float, 0),
-        default=0.8,
-        help="sampling temperature; 0: greedy (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=_at_least(int, 1),
-        default=50,
-        help="sample from the k most likely tokens (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=_at_least(int, 0), default=0, help="random seed of the sampling (default: %(default)s)"
-    )
-    parser.add_argument("--step", type=_at_least(int, 0), help="step of the checkpoint to load (default: the newest)")
+    parser.add_argument("--tokens", type=at_least(1), default=200, help="generate at most so many (default: 200)")
+    parser.add_argument("--temperature", type=at_least(0, float), default=0.8, help="0: greedy (default: 0.8)")
+    parser.add_argument("--top-k", type=at_least(1), default=50, help="sample from the k most likely (default: 50)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="random seed of the sampling (default: 0)")
+    parser.add_argument("--step", type=at_least(0), help="step of the checkpoint to load (default: the newest)")
     return parser.parse_args(argv)
-
-
-def _at_least(kind: type, least: int) -> Callable[[str], Any]:
-    """Return an argument type: a number of at least `least`. It raises ArgumentTypeError."""
-
-    def number(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value < 1 << 31:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a number from {least} to {(1 << 31) - 1}")
-        return value
-
-    return number
 
 
 def load(run: Path, step: int | None) -> tuple[Any, Config, corpus.Tokenizer]:

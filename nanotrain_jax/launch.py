@@ -19,12 +19,11 @@ if __name__ == "__main__":
 import argparse
 import math
 import os
-import re
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from nanotrain_jax.config.load import Parser, load, refuse
+from nanotrain_jax.config.load import Parser, at_least, load, refuse
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.distributed import processes
 from nanotrain_jax.distributed.agent import Agent
@@ -75,21 +74,21 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
         description="Start the processes of a training run on this host, and restart them after a failure.",
     )
     parser.add_argument(
-        "--processes", type=_at_least(1), help="processes on this host (default: one per GPU; without GPUs 1)"
+        "--processes", type=at_least(1), help="processes on this host (default: one per GPU; without GPUs 1)"
     )
     parser.add_argument(
-        "--max-restarts", type=_at_least(0), default=3, help="restart this many times at most (default: %(default)s)"
+        "--max-restarts", type=at_least(0), default=3, help="restart this many times at most (default: %(default)s)"
     )
     parser.add_argument(
         "--elastic",
         action="store_true",
         help="after a failure continue on the remaining processes: smaller data axis, same global batch",
     )
-    parser.add_argument("--hosts", type=_at_least(1), help="number of hosts (default: from Slurm, ..., or 1)")
-    parser.add_argument("--host", type=_at_least(0), help="index of this host, from 0")
+    parser.add_argument("--hosts", type=at_least(1), help="number of hosts (default: from Slurm, ..., or 1)")
+    parser.add_argument("--host", type=at_least(0), help="index of this host, from 0")
     parser.add_argument("--leader", metavar="HOST:PORT", help="address of the launcher on host 0")
     parser.add_argument(
-        "--join-timeout", type=_at_least(1), default=300, help="seconds to wait for all hosts (default: %(default)s)"
+        "--join-timeout", type=at_least(1), default=300, help="seconds to wait for all hosts (default: %(default)s)"
     )
     split = argv.index("--") if "--" in argv else len(argv)
     options = parser.parse_args(argv[:split])
@@ -97,17 +96,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     run_parser.add_argument("--config", required=True)
     run_parser.add_argument("overrides", nargs="*")
     return options, run_parser.parse_intermixed_args(argv[split + 1 :])
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    """Return an argument type: an integer of at least `least`. It raises ArgumentTypeError."""
-
-    def number(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} must be an integer from {least} to 999999")
-        return int(text)
-
-    return number
 
 
 def check_ranks(config: Config) -> None:

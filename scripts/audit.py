@@ -1,15 +1,15 @@
 """Compare the compiled training step with the estimates, on a machine without a GPU: a table and one JSON line.
 
     python scripts/audit.py --config configs/gpt2_124m.yaml [--gpu h100] [--gpus 8] [--zero 0,1,2,3]
-                            [--remat none,full] [--schedule 1f1b,interleaved:2] [section.key=value ...]
+                            [--remat none,full] [--schedule 1f1b,interleaved:2] [--xla FLAG=VALUE]
+                            [section.key=value ...]
 
 Compiles the real step without GPUs (needs `pip install 'nanotrain_jax[cuda12]'`) and compares the program's
 communication, FLOPs and memory with the estimates of nanotrain_jax.plan; also reports if it fits. With --gpus,
 parallel.data takes the GPUs that the other axes leave, and the batch scales with it. The memory limit is what JAX
-allocates of a GPU: 75%, or XLA_PYTHON_CLIENT_MEM_FRACTION.
+allocates of a GPU: 75%, or XLA_PYTHON_CLIENT_MEM_FRACTION. --xla sets an XLA flag besides ours, in all programs.
 """
 
-import argparse
 import json
 import sys
 from itertools import product
@@ -20,19 +20,20 @@ from rich.console import Console
 from rich.table import Table
 
 from nanotrain_jax.config import schema as configs
-from nanotrain_jax.config.load import load
+from nanotrain_jax.config.load import Parser, load, nested, refuse
 from nanotrain_jax.costs import hardware
 from nanotrain_jax.planner.compiled import compile_step, ratios
 from nanotrain_jax.planner.estimate import estimate, on_gpus
 
 
-def audit(config: configs.Config, gpu: str, gpus: int) -> dict[str, Any]:
+def audit(config: configs.Config, gpu: str, gpus: int, flags: dict[str, Any] | None = None) -> dict[str, Any]:
     """Compile the step of a config for GPUs; -> estimate, compiled, ratios. Bytes and FLOPs per device and step.
 
-    Raises ValueError if the config does not fit the GPUs, RuntimeError without the CUDA compiler.
+    flags: of XLA, besides ours. Raises ValueError if the config does not fit the GPUs, RuntimeError without the CUDA
+    compiler.
     """
     config = on_gpus(config, gpus, gpu)
-    e, compiled = estimate(config, gpu), compile_step(config, gpu)
+    e, compiled = estimate(config, gpu), compile_step(config, gpu, flags)
     p, rows = config.parallel, compiled["collectives"]
     compiled["wire_bytes"] = sum(row["bytes_per_device"] for row in rows)
     return {
@@ -76,20 +77,8 @@ def show(title: str, rows: list[dict[str, Any]]) -> Table:
     the GPU's memory; the percentage is of all its memory.
     """
     table = Table(title=title)
-    for name in (
-        "zero",
-        "schedule",
-        "remat",
-        "wire MB",
-        "behind matmuls",
-        "TFLOP",
-        "lockstep TFLOP",
-        "HBM GB (ratio)",
-        "arguments MB",
-        "peak MB",
-        "fits",
-        "compile s",
-    ):
+    figures = "wire MB", "behind matmuls", "TFLOP", "lockstep TFLOP", "HBM GB (ratio)", "arguments MB", "peak MB"
+    for name in ("zero", "schedule", "remat", *figures, "fits", "compile s"):
         table.add_column(name, justify="left" if name in ("schedule", "remat") else "right")
     for row in rows:
         table.add_row(
@@ -111,13 +100,14 @@ def show(title: str, rows: list[dict[str, Any]]) -> Table:
 
 def main(argv: list[str] | None = None) -> int:
     """Print a table and one JSON line; -> 2 if the request is wrong."""
-    parser = argparse.ArgumentParser(description="Compare the compiled training step with the estimates.")
+    parser = Parser(description="Compare the compiled training step with the estimates.")
     parser.add_argument("--config", required=True)
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(hardware.GPUS)} (default: h100)")
     parser.add_argument("--gpus", type=int, default=8, help="number of GPUs (default: 8)")
     parser.add_argument("--zero", help="ZeRO stages, e.g. 0,1,2,3 (default: the config's)")
     parser.add_argument("--remat", help="remat policies, e.g. none,full (default: the config's)")
     parser.add_argument("--schedule", help="pipeline schedules, e.g. 1f1b,interleaved:2 (default: the config's)")
+    parser.add_argument("--xla", action="append", default=[], metavar="FLAG=VALUE", help="xla_gpu_...; again: several")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     try:
@@ -135,10 +125,10 @@ def main(argv: list[str] | None = None) -> int:
             keys |= {"memory.remat": policy}
             overrides = [*arguments.overrides, *(f"{key}={value}" for key, value in keys.items())]
             variants.append(load(arguments.config, overrides))
-        rows = [audit(c, arguments.gpu, arguments.gpus) for c in variants]
+        flags = nested([f"xla.{text}" for text in arguments.xla]).get("xla")
+        rows = [audit(c, arguments.gpu, arguments.gpus, flags) for c in variants]
     except (ValueError, OSError, RuntimeError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return refuse(error)
     title = f"{arguments.config} compiled for {arguments.gpus} x {arguments.gpu}: per GPU and step (ratio to estimate)"
     Console(width=144).print(show(title, rows))
     print(json.dumps(rows))

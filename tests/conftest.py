@@ -347,3 +347,11 @@ def text_files(tmp_path):
         for part in range(3):
             (folder / f"{name}{part}.txt").write_text(text[part * 2000 : part * 2000 + 2000])
     return f"{folder}/*.txt"
+
+
+def exit_code(main, arguments):
+    """Return the exit code of a command, whether it returns it or exits as argparse does."""
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return end.code

@@ -12,7 +12,7 @@ import oracle
 import pytest
 import tokenizers
 import yaml
-from conftest import resolved, small
+from conftest import exit_code, resolved, small
 
 from nanotrain_jax import generate, load_params, train
 from nanotrain_jax.config.schema import Data
@@ -208,10 +208,7 @@ def test_an_invalid_request_is_reported_in_one_line(arguments, message, runs, ca
     run = runs(*ONE)
     capsys.readouterr()
     given = ["--run", str(run), "--prompt", "def ", *(a.format(run=run) for a in arguments)]
-    try:
-        code = generate.main(given)
-    except SystemExit as end:
-        code = end.code
+    code = exit_code(generate.main, given)
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
     assert err.startswith("error: ")

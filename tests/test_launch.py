@@ -353,7 +353,7 @@ RUN_OPTIONS = ["--", "--config", "x.yaml"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--processes", "0", *RUN_OPTIONS], "argument --processes: '0' must be an integer from 1 to 999999"),
+        (["--processes", "0", *RUN_OPTIONS], "argument --processes: '0' must be a number from 1"),
         (["--processes", "99999", *RUN_OPTIONS], "--processes=99999: must be at most 1024; use one per GPU"),
         ([*RUN_OPTIONS, "model.num_layer=3"], "did you mean model.num_layers"),
         (["--processes", "3", *RUN_OPTIONS], "runtime.simulate=8 is not divisible by 3 processes; use a multiple"),

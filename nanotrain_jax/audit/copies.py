@@ -41,7 +41,7 @@ def copies(text: str, rates: hlo.Rates = hlo.NO_RATES) -> list[Copy]:
             flops = sum(hlo.flops_inside(program, *place) for place in hlo.overlapped(program, name, index))
             opposite = ((start, end) for start, (other, _, end) in blocks[name].items() if other != to)
             both_ways = any(start < done and index < end for start, end in opposite)
-            source = (re.search(r'op_name="([^"]*)"', program.computations[name][index].attributes) or ["", ""])[1]
+            source = hlo.op_name(program.computations[name][index])
             found.append(Copy(to, size, count, flops, both_ways, source))
     return found
 

@@ -67,6 +67,7 @@ OPERATIONS = {
 }
 COMPUTES = {"fusion", "custom-call", "dot", "convolution", "while", "conditional", "call"}
 ARRAY = re.compile(r"\b(pred|bf16|f8\w+|[sufc]\d+)\[([\d,]*)\]")
+OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 GEMM = re.compile(r'"__cublas\$(gemm|lt\$matmul)')  # custom calls that multiply; others solve triangular systems
 CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
@@ -108,6 +109,12 @@ def _closing(text: str) -> int:
         if depth == 0:
             return index + 1
     raise ValueError(f"no closing parenthesis in {text[:80]!r}")
+
+
+def op_name(i: Instruction) -> str:
+    """Return the name of an instruction in the traced program; "" without one."""
+    found = OP_NAME.search(i.attributes)
+    return found[1] if found else ""
 
 
 def _shapes(kind: str) -> list[tuple[int, ...]]:
@@ -191,19 +198,17 @@ def collectives(text: str, axes: Mapping[str, int], rates: Rates = NO_RATES) -> 
             "all_to_all": (group - 1) / group,
             "permute": 1,
         }[operation]
-        source = (re.search(r'op_name="([^"]*)"', i.attributes) or ["", ""])[1]
         between = overlapped(program, name, index)
         exposed = not any(program.computations[c][k].opcode in COMPUTES for c, k in between)
         flops = sum(flops_inside(program, c, k) for c, k in between)
-        found.append(Collective(operation, over, sent * factor, count, exposed, flops, source))
+        found.append(Collective(operation, over, sent * factor, count, exposed, flops, op_name(i)))
     return found
 
 
 def sources(text: str) -> dict[str, str]:
     """Return the op_name of each instruction of a compiled program that has one, by name."""
     of_each = (i for block in parse(text).computations.values() for i in block)
-    named = ((i.name, re.search(r'op_name="([^"]*)"', i.attributes)) for i in of_each)
-    return {name: found[1] for name, found in named if found}
+    return {i.name: op_name(i) for i in of_each if op_name(i)}
 
 
 def overlapped(program: Program, name: str, index: int) -> list[tuple[str, int]]:

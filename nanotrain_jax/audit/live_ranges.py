@@ -30,7 +30,6 @@ LIVE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 STEP = re.compile(r"^ +\d+:(\S+)$", re.MULTILINE)
 HELD = "parameter", "output", "constant", "maybe-live-out"  # allocations that exist from start to end
 ON_DEVICE = "0"  # color of an allocation
-OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 INDEX = re.compile(r"index=(\d+)")
 CALLED = re.compile(r"(?:calls|condition|body)=%?([\w.\-]+)")
 NUMBER = re.compile(r"\((\d+)\)")  # of a parameter
@@ -174,7 +173,7 @@ class _Writers:
             return UNKNOWN
         writer = self.instructions[(self.writer(*place) or place)[0]]
         described = self.stored(writer) or self.named(writer)
-        op_name = _found(OP_NAME, described.attributes).replace("\\'", "'")
+        op_name = hlo.op_name(described).replace("\\'", "'")
         is_argument = writer.opcode == "parameter" and self.home[writer.name] == self.entry
         return Origin("argument" if is_argument else writer.opcode, kind, op_name, self.frames[described.name])
 
@@ -187,7 +186,8 @@ class _Writers:
         loop = i if i.opcode == "while" else self.callers.get(self.home[name]) if i.opcode == "parameter" else None
         if loop and loop.opcode == "while" and index:
             (body,) = hlo.CALLED.findall(loop.attributes)
-            return self.writer(self._root(body), index, seen) or self.writer(loop.operands[0], index, seen)
+            root = self.computations[body][-1].name
+            return self.writer(root, index, seen) or self.writer(loop.operands[0], index, seen)
         if i.opcode == "get-tuple-element":
             return self.writer(i.operands[0], (int(INDEX.search(i.attributes)[1]), *index), seen)
         if i.opcode == "tuple" and index:
@@ -201,7 +201,7 @@ class _Writers:
         called = [c for c in hlo.CALLED.findall(i.attributes) if i.opcode != "while"]
         others = [inner for c in called for inner in reversed(self.computations[c])]
         others += [self.instructions[name] for name in i.operands[:1]]
-        return next((other for other in (i, *others) if OP_NAME.search(other.attributes)), i)
+        return next((other for other in (i, *others) if hlo.op_name(other)), i)
 
     def stored(self, i: hlo.Instruction) -> hlo.Instruction | None:
         """Return what wrote the slice that i stores in a larger array; None if it stores none."""
@@ -224,14 +224,6 @@ class _Writers:
             else:
                 break
         return None
-
-    def _root(self, computation: str) -> str:
-        return self.computations[computation][-1].name
-
-
-def _found(pattern: re.Pattern, text: str) -> str:
-    match = pattern.search(text)
-    return match[1] if match else ""
 
 
 def in_use(timeline: Timeline, groups: Sequence[int]) -> np.ndarray:

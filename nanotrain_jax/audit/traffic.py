@@ -28,7 +28,6 @@ NO_KERNELS = {
 SLICES = {"dynamic-slice", "slice", "gather"}
 FUSED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 NUMBER = re.compile(r"\((\d+)\)")
-OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
 class Kernel(NamedTuple):
@@ -88,8 +87,7 @@ def _kernel(program: Program, computation: str, i: Instruction) -> Kernel:
     elif i.opcode == "dynamic-update-slice":
         written = size(types[i.operands[1]])
         read[i.operands[0]] = 0
-    name = OP_NAME.search(i.attributes)
-    return Kernel(i.name, i.opcode, read, written, 1, name[1] if name else "", ())
+    return Kernel(i.name, i.opcode, read, written, 1, hlo.op_name(i), ())
 
 
 def size(kind: str, has_scratch: bool = False) -> int:

@@ -16,6 +16,8 @@ from nanotrain_jax.config.schema import Config
 
 Plain = dict[str, dict[str, Any]]  # section -> key -> value, from `Config.to_dict`
 SAME_RESULT = {"attention", "loss_chunk"}  # model keys that do not change the result
+# Section, key, value where it is not saved: must be the same, besides the keys of `_must_match`.
+MUST_MATCH = ("optimizer", "name", "adamw"), ("optimizer", "factory", None), ("precision", "compute", None)
 REPORTED = {  # keys whose change is reported on resume; None: the whole section
     "model": ("rope_theta",),
     "parallel": ("sync_every", "compress", "full_sync_steps"),
@@ -105,19 +107,13 @@ def check(meta: Meta, requested: Config, config: Config, tokenizer: str | None) 
         raise ValueError(
             f"model.{key}={now} but the checkpoint was trained with {was}; resume with the same model{hint}, {remedy}"
         )
-    for key, default in (("name", "adamw"), ("factory", None)):
-        now, was = getattr(config.optimizer, key), then["optimizer"].get(key, default)
+    for section, key, default in MUST_MATCH:
+        now, was = getattr(getattr(config, section), key), then[section].get(key, default)
         if now != was:
             raise ValueError(
-                f"optimizer.{key}={now} but the checkpoint was trained with {was}; resume with the same optimizer, "
+                f"{section}.{key}={now} but the checkpoint was trained with {was}; resume with the same {section}, "
                 f"{remedy}"
             )
-    now, was = config.precision.compute, then["precision"].get("compute")
-    if now != was:
-        raise ValueError(
-            f"precision.compute={now} but the checkpoint was trained with {was}; resume with the same precision, "
-            f"{remedy}"
-        )
 
 
 def _must_match(meta: Meta, config: Config) -> list[str]:

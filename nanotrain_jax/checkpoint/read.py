@@ -18,38 +18,19 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from nanotrain_jax.checkpoint import checksums, conversions
+from nanotrain_jax.checkpoint import checksums, conversions, directory
 from nanotrain_jax.checkpoint.compatibility import Meta
-from nanotrain_jax.checkpoint.directory import (
-    SUMS,
-    apart_folder,
-    finished,
-    latest_step,
-    os_error_code,
-    path_name,
-    shapes,
-)
 from nanotrain_jax.config import load
 from nanotrain_jax.config.schema import Checkpoint, Config
-from nanotrain_jax.distributed.processes import (
-    TRANSIENT_ERRNOS,
-    all_gather_text,
-    is_transient,
-    on_all_processes,
-    raise_on_all,
-)
+from nanotrain_jax.distributed import processes
+from nanotrain_jax.distributed.processes import all_gather_text, on_all_processes, raise_on_all
 from nanotrain_jax.models.parameters import LAYERS
 
 T = TypeVar("T")
 CANDIDATES = 50  # newest checkpoints to try
 MAX_NAMED = 3  # arrays named in an error message
-OURS = (
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.EACCES,
-    errno.EPERM,
-)  # caused by this process, not by the checkpoint
+# Errors that this process causes, not the checkpoint.
+OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
 
 class Unreadable(ValueError):
@@ -67,7 +48,7 @@ def agree(config: Checkpoint) -> Path | None:
     """
     for second in range(checksums.LAG + 1):
         folder = on_all_processes(lambda: find(config))
-        newest_seen = all_gather_text(f"step {latest_step(folder)} in {folder}" if folder else "none")
+        newest_seen = all_gather_text(f"step {directory.latest_step(folder)} in {folder}" if folder else "none")
         if len(set(newest_seen)) == 1:
             return folder
         time.sleep(second < checksums.LAG)
@@ -84,7 +65,7 @@ def find(config: Checkpoint) -> Path | None:
     The run's own checkpoints take precedence, so that a run started from a path restarts with the same command.
     Raises ValueError if a given path has no checkpoints, or if this run would mix with another.
     """
-    own = latest_step(config.dir)
+    own = directory.latest_step(config.dir)
     if own is not None:
         if config.resume == "never":
             raise ValueError(
@@ -94,7 +75,7 @@ def find(config: Checkpoint) -> Path | None:
         return Path(config.dir)
     if config.resume in ("auto", "never"):
         return None
-    if latest_step(config.resume) is None:
+    if directory.latest_step(config.resume) is None:
         raise ValueError(
             f"checkpoint.resume={config.resume!r} holds no finished checkpoint; give another folder, auto or never"
         )
@@ -109,7 +90,7 @@ def newest(folder: str | Path, verify: bool, use: Callable[[int], T]) -> tuple[i
     return the same. Raises ValueError if no checkpoint is intact, and other exceptions of use(step).
     """
     damaged: dict[int, str] = {}
-    for step in json.loads(all_gather_text(json.dumps(finished(folder)[:CANDIDATES]))[0]):
+    for step in json.loads(all_gather_text(json.dumps(directory.finished(folder)[:CANDIDATES]))[0]):
         problem, result = _damage(folder, step) if verify else "", None
         if not problem:
             result, problem = _attempt(use, step)
@@ -130,7 +111,7 @@ def _damage(folder: str | Path, step: int) -> str:
     arrays written one at a time are not part of that, so they are read here once.
     """
     root = Path(folder).absolute()
-    sums, share = root / SUMS / str(step), (jax.process_index(), jax.process_count())
+    sums, share = root / directory.SUMS / str(step), (jax.process_index(), jax.process_count())
     if not all(all_gather_text("recorded" if checksums.recorded(sums) else "")):
         problem = _unreadable_apart(folder, step)
     else:
@@ -142,7 +123,7 @@ def _unreadable_apart(folder: str | Path, step: int) -> str:
     """Read the arrays written one at a time -> why one cannot be read; "" if all can."""
     try:
         with _readable(folder, step), ocp.StandardCheckpointer(multiprocessing_options=_alone()) as files:
-            for where in sorted(apart_folder(folder, step).glob("*")):
+            for where in sorted(directory.apart_folder(folder, step).glob("*")):
                 files.restore(where, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), _metadata(where)))
     except Unreadable as error:
         return error.reason
@@ -187,11 +168,11 @@ def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable
     state = Path(folder).absolute() / str(step) / "state"
     with _readable(folder, step):
         stored = {state: _metadata(state)}
-        for path in wanted.keys() - shapes(stored[state]).keys():
-            apart = apart_folder(folder, step) / path.replace("/", ".")
+        for path in wanted.keys() - directory.shapes(stored[state]).keys():
+            apart = directory.apart_folder(folder, step) / path.replace("/", ".")
             if apart.exists():
                 stored[apart] = _metadata(apart)
-    have = {path: shape for tree in stored.values() for path, shape in shapes(tree).items()}
+    have = {path: shape for tree in stored.values() for path, shape in directory.shapes(tree).items()}
     sources = {path: conversions.source(path, x, have) for path, x in wanted.items()}
     needed = {source.path: source.array for source in sources.values() if source}
     differences = _differences(needed, have, [*_unread(abstract), *wanted], is_padded)
@@ -208,24 +189,24 @@ def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable
     for path in wanted.keys() - as_saved.keys():  # one at a time: a device holds all replicas of one array
         with _readable(folder, step):
             arrays[path] = _convert(path, sources[path], stored, wanted[path])
-    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[path_name(path)], abstract)
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[directory.path_name(path)], abstract)
 
 
 def saved_shapes(folder: str | Path, step: int) -> dict[str, tuple[int, ...]]:
     """Return the path and shape of each array of a checkpoint's state. Raises Unreadable."""
     with _readable(folder, step):
-        return shapes(_metadata(Path(folder).absolute() / str(step) / "state"))
+        return directory.shapes(_metadata(Path(folder).absolute() / str(step) / "state"))
 
 
 def _unread(abstract: Any) -> list[str]:
     """Return the paths of the None leaves of a tree."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract, is_leaf=lambda x: x is None)
-    return [path_name(path) for path, x in leaves if x is None]
+    return [directory.path_name(path) for path, x in leaves if x is None]
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield (path, leaf) of a tree."""
-    return ((path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree))
+    return ((directory.path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree))
 
 
 def _metadata(where: Path) -> Any:
@@ -236,7 +217,7 @@ def _metadata(where: Path) -> Any:
 
 def _restore(where: Path, tree: Any, wanted: dict[str, Any]) -> dict[str, jax.Array]:
     """Restore the wanted arrays of a saved tree -> {path: array}."""
-    requested = jax.tree_util.tree_map_with_path(lambda path, _: wanted.get(path_name(path)), tree)
+    requested = jax.tree_util.tree_map_with_path(lambda path, _: wanted.get(directory.path_name(path)), tree)
     if not jax.tree.leaves(requested):
         return {}
     with ocp.StandardCheckpointer(multiprocessing_options=_alone()) as files:
@@ -296,8 +277,8 @@ def load_params(folder: str | Path, step: int | None = None) -> tuple[Any, Confi
     or no intact one.
     """
     subfolder = Path(folder) / "checkpoints"
-    folder = subfolder if latest_step(subfolder) is not None else Path(folder)
-    steps = finished(folder)
+    folder = subfolder if directory.latest_step(subfolder) is not None else Path(folder)
+    steps = directory.finished(folder)
     if not steps:
         raise ValueError(f"{folder} holds no finished checkpoint; give the folder of a run or of its checkpoints")
     if step is None:
@@ -322,7 +303,7 @@ def _weights(folder: str | Path, step: int) -> tuple[Any, Config]:
         requested = ocp.args.PyTreeRestore(params, restore_args=as_numpy, partial_restore=True)
         weights = files.restore(where, args=requested)["params"]
     config = load.parse(meta.config)
-    if conversions.were_apart(shapes(saved)):
+    if conversions.were_apart(directory.shapes(saved)):
         weights = jax.tree.map(lambda w: w.mean(-1, dtype=np.float32).astype(w.dtype), weights)
     weights[LAYERS] = jax.tree.map(lambda w: w[: config.model.num_layers], weights[LAYERS])  # without padding
     return weights, config
@@ -336,8 +317,8 @@ def _readable(folder: str | Path, step: int) -> Iterator[None]:
     except (jax.errors.JaxRuntimeError, MemoryError):  # failure of a device, another process or this machine
         raise
     except Exception as error:
-        code = os_error_code(error)
-        if is_transient(error) or code in TRANSIENT_ERRNOS or code in OURS:
+        code = directory.os_error_code(error)
+        if processes.is_transient(error) or code in (*processes.TRANSIENT_ERRNOS, *OURS):
             raise
         text = " ".join(str(error).split())[:100]
         raise Unreadable(folder, step, f"it cannot be read ({type(error).__name__}: {text})") from None

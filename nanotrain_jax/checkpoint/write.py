@@ -22,17 +22,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from nanotrain_jax.checkpoint import checksums
-from nanotrain_jax.checkpoint.directory import (
-    APART,
-    SUMS,
-    apart_folder,
-    finished,
-    latest_step,
-    os_error_code,
-    parts,
-    shapes,
-)
+from nanotrain_jax.checkpoint import checksums, directory
 from nanotrain_jax.config.schema import Checkpoint
 from nanotrain_jax.distributed.processes import TRANSIENT_ERRNOS, on_all_processes
 
@@ -85,7 +75,8 @@ class _Writer:
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         for tree in apart:
             with self._disk_errors(), ocp.StandardCheckpointer() as one:
-                one.save(apart_folder(self.root, step) / next(iter(shapes(tree))).replace("/", "."), tree)
+                name = next(iter(directory.shapes(tree))).replace("/", ".")
+                one.save(directory.apart_folder(self.root, step) / name, tree)
             del tree  # free it before the next one is created
         with self._disk_errors():
             self.files.save(self.root / str(step), args=items, force=True)
@@ -110,8 +101,9 @@ class _Writer:
         """Wait for a checkpoint, record its checksums and remove checkpoints beyond config.keep."""
         root = self.root
         self.files.wait_until_finished()
-        checksums.record(root, parts(step), root / SUMS / str(step), jax.process_index(), jax.process_count())
-        for old in finished(root)[self.config.keep :] if jax.process_index() == 0 else ():
+        share = jax.process_index(), jax.process_count()
+        checksums.record(root, directory.parts(step), root / directory.SUMS / str(step), *share)
+        for old in directory.finished(root)[self.config.keep :] if jax.process_index() == 0 else ():
             (root / str(old)).rename(root / f"{old}{REMOVED}")  # a partly removed checkpoint must not look valid
             shutil.rmtree(root / f"{old}{REMOVED}", ignore_errors=True)
 
@@ -125,7 +117,7 @@ class _Writer:
 
     def _full(self, reason: str) -> OSError:
         """Return the error of a failed write, with the remedy."""
-        newest = latest_step(self.root)
+        newest = directory.latest_step(self.root)
         start = "the beginning" if newest is None else f"step {newest}"
         return OSError(
             f"no checkpoint can be written to {self.config.dir}: {reason}; free disk space and start again: "
@@ -138,7 +130,7 @@ class _Writer:
         try:
             yield
         except Exception as error:
-            code = os_error_code(error)
+            code = directory.os_error_code(error)
             if code is None or code in TRANSIENT_ERRNOS:
                 raise
             raise self._full(os.strerror(code)) from None
@@ -146,8 +138,8 @@ class _Writer:
 
 def _remove_leftovers(root: Path) -> None:
     """Remove remains of checkpoints that were deleted or never finished."""
-    keep = {str(number) for number in finished(root)}
+    keep = {str(number) for number in directory.finished(root)}
     unfinished = (path for path in root.glob("*") if re.fullmatch(UNFINISHED, path.name))
-    for folder in [*unfinished, *(root / APART).glob("*"), *(root / SUMS).glob("*")]:
+    for folder in [*unfinished, *(root / directory.APART).glob("*"), *(root / directory.SUMS).glob("*")]:
         if folder.name not in keep:
             shutil.rmtree(folder, ignore_errors=True)

@@ -6,11 +6,12 @@ Every error is a one-line ValueError with the value, the rule and the remedy; `r
 import argparse
 import difflib
 import json
+import math
 import re
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -49,6 +50,21 @@ def path_argument(text: str) -> str:
 def folder_argument(text: str) -> Path:
     """Expand `~` in a path argument (for `type=`). Raises ArgumentTypeError."""
     return Path(path_argument(text))
+
+
+def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """Return an argument type (for `type=`): a number of at least `least`. It raises ArgumentTypeError."""
+
+    def number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < 1 << 31:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a number from {least} to {(1 << 31) - 1}")
+        return value
+
+    return number
 
 
 def path_override(key: str, path: Path) -> str:

@@ -13,17 +13,8 @@ from typing import Any
 
 from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config, Parallel
-from nanotrain_jax.costs import compression, muon, vision
-from nanotrain_jax.costs.counts import (
-    BYTES,
-    last_matmuls_spared,
-    local_kv_width,
-    outline,
-    repeats_communication,
-    rows,
-    stage_layers,
-    tokens_per_device,
-)
+from nanotrain_jax.costs import compression, counts, muon, vision
+from nanotrain_jax.costs.counts import BYTES
 from nanotrain_jax.costs.parameter_traffic import parameter_buffers, sharded_elements
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.decoder_table import EMBEDDING
@@ -72,7 +63,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
             found["tensor", op, what] = (p.tensor - 1) / p.tensor * size
         else:
             add(("tensor",), op, size, what)
-    add(p.vocab_axes, "all_reduce", 3 * 4 * tokens_per_device(config), Traffic.LOSS)
+    add(p.vocab_axes, "all_reduce", 3 * 4 * counts.tokens_per_device(config), Traffic.LOSS)
     for op, size, what in attention_buffers(config):
         if op == "permute":
             found["context", op, what] = size
@@ -82,7 +73,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
         add((axis,), op, size, what)
     if p.pipe > 1:
         x = between_stages(config)
-        found["pipe", "permute", Traffic.BETWEEN_STAGES] = 2 * outline(config).ticks * x
+        found["pipe", "permute", Traffic.BETWEEN_STAGES] = 2 * counts.outline(config).ticks * x
         if p.vocab_over_pipe:
             add(("pipe",), "all_reduce", 4 * shares_of_ends(config) * x, Traffic.SHARED_BY_STAGES)
     return [
@@ -123,7 +114,7 @@ def on_a_ring(axes: tuple[str, ...], op: str, size: float, p: Parallel) -> float
 def between_stages(config: Config) -> float:
     """Return the bytes of the activation that a stage sends to the next, of one microbatch."""
     p = config.parallel
-    x = BYTES[config.precision.compute] * tokens_per_device(config) * config.model.d_model / p.microbatches
+    x = BYTES[config.precision.compute] * counts.tokens_per_device(config) * config.model.d_model / p.microbatches
     return x / p.tensor if p.sequence_parallel else x
 
 
@@ -133,7 +124,7 @@ def shares_of_ends(config: Config) -> int:
     """
     p = config.parallel
     in_every_tick = p.chunks == 1 or p.idle == "mask"
-    return outline(config).ticks if in_every_tick else p.microbatches
+    return counts.outline(config).ticks if in_every_tick else p.microbatches
 
 
 def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
@@ -149,9 +140,9 @@ def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     p, m, c = config.parallel, config.model, config.parallel.context
     if c == 1:
         return []
-    w, tokens = BYTES[config.precision.compute], tokens_per_device(config) * stage_layers(config)
-    passes = 3 if repeats_communication(config) else 2
-    kv = 2 * tokens * local_kv_width(config)
+    w, tokens = BYTES[config.precision.compute], counts.tokens_per_device(config) * counts.stage_layers(config)
+    passes = 3 if counts.repeats_communication(config) else 2
+    kv = 2 * tokens * counts.local_kv_width(config)
     if p.context_attention == "ring":
         return [("permute", passes * (c - 1) * w * kv + 4 * c * kv, Traffic.ATTENTION)]
     if p.context_attention == "gather":
@@ -187,7 +178,7 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     over tensor where they are partial: all of them under sequence parallelism, else those of keys and values with fewer
     heads than t.
     """
-    p, L, tokens = config.parallel, stage_layers(config), tokens_per_device(config)
+    p, L, tokens = config.parallel, counts.stage_layers(config), counts.tokens_per_device(config)
     activations = BYTES[config.precision.compute] * tokens * config.model.d_model
     gathers, scatters = tensor_passes(config)
     of_ends = ends_gathered(config)
@@ -215,7 +206,7 @@ def tensor_passes(config: Config) -> tuple[float, float]:
     """
     policy = config.memory.rematerialization.policy
     inputs = regathered_inputs(config)
-    recomputed = {"none": 0, "selective": 0, "full": 1, "block": 2 - last_matmuls_spared(config)}[policy]
+    recomputed = {"none": 0, "selective": 0, "full": 1, "block": 2 - counts.last_matmuls_spared(config)}[policy]
     if not config.parallel.sequence_parallel:
         return 4 + recomputed, 0
     return 4 + (2 + inputs if policy == "block" else 2 if policy == "full" else inputs), 4 + recomputed
@@ -224,14 +215,14 @@ def tensor_passes(config: Config) -> tuple[float, float]:
 def regathered_inputs(config: Config) -> int:
     """Return how many matmul inputs of a layer the backward gathers again, for gradients of weights: those of attention
     and of the MLP, unless the weights that they enter are frozen."""
-    entering = {path: row for path, row in rows(config).items() if row.is_matmul and row.layout.startswith("D ")}
+    entering = {path: row for path, row in counts.rows(config).items() if row.is_matmul and row.layout.startswith("D ")}
     return len({path.rpartition("/")[0] for path, row in entering.items() if not row.is_frozen})
 
 
 def ends_gathered(config: Config) -> int:
     """Return how often sequence parallelism gathers activations at both ends: for the loss, and for the gradient of the
     embedding, unless that is frozen."""
-    return 1 if rows(config)[EMBEDDING].is_frozen else 2
+    return 1 if counts.rows(config)[EMBEDDING].is_frozen else 2
 
 
 def conditional_rates(config: Config) -> dict[str, Fraction]:
@@ -243,7 +234,7 @@ def conditional_rates(config: Config) -> dict[str, Fraction]:
     p = config.parallel
     if execution(config) is not Execution.PIPELINE:
         return {}
-    schedule, last_of_chunk = outline(config), Fraction(1, p.microbatches)
+    schedule, last_of_chunk = counts.outline(config), Fraction(1, p.microbatches)
     per_tick = Fraction(p.microbatches * p.chunks, schedule.ticks)
     of_ends = Fraction(p.microbatches, schedule.ticks) if p.vocab_over_pipe else Fraction(1, p.chunks)
     return {

@@ -9,16 +9,7 @@ from __future__ import annotations
 
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import muon, vision
-from nanotrain_jax.costs.counts import (
-    attention_parts,
-    frozen_matmul_parameters,
-    last_matmuls_spared,
-    matmul_parameters,
-    rows,
-    stage_layers,
-    tokens_per_device,
-)
+from nanotrain_jax.costs import counts, muon, vision
 from nanotrain_jax.models.decoder_table import ATTENTION
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS
 
@@ -34,7 +25,7 @@ def flops_per_token(config: Config) -> dict[str, float]:
     """
     m = config.model
     attention = float(m.num_layers * m.d_model * config.data.seq_len)
-    fixed = 6.0 * matmul_parameters(m) - 2.0 * frozen_matmul_parameters(config)
+    fixed = 6.0 * counts.matmul_parameters(m) - 2.0 * counts.frozen_matmul_parameters(config)
     fixed += vision.model_flops(config) / config.data.seq_len
     return {"full": fixed + 12.0 * attention, "causal": fixed + 6.0 * attention}
 
@@ -45,13 +36,13 @@ def step_flops(config: Config) -> float:
     parts = local_flops(config)
     forward = parts["layers"] + parts["head"] + parts["attention"]
     backward = forward + parts["attention"] + parts["weights"]
-    of_decoder = (forward + backward + parts["recompute"]) * tokens_per_device(config)
+    of_decoder = (forward + backward + parts["recompute"]) * counts.tokens_per_device(config)
     return of_decoder + vision.step_flops(config) + muon.flops(config)
 
 
 def trained_share(config: Config, part: str) -> float:
     """Return the share of matmul parameters, of the layers, the ends or the encoder, that is not frozen."""
-    found = [row for row in rows(config).values() if row.part == part]
+    found = [row for row in counts.rows(config).values() if row.part == part]
     matmuls = [row for row in found if row.is_matmul or (part == ENCODER and len(row.shape) > 1)]
     return sum(row.size for row in matmuls if not row.is_frozen) / sum(row.size for row in matmuls)
 
@@ -76,10 +67,10 @@ def local_flops(config: Config) -> dict[str, float]:
     recomputes them. The scores that the backward of flash attention recomputes are not counted.
     """
     m, T, t = config.model, config.data.seq_len, config.parallel.tensor
-    c, is_blockwise = attention_parts(config), config.parallel.is_blockwise
-    L = stage_layers(config)
+    c, is_blockwise = counts.attention_parts(config), config.parallel.is_blockwise
+    L = counts.stage_layers(config)
     copies, flops, weights = {LAYERS: L, ENDS: 1}, {LAYERS: 0.0, ENDS: 0.0}, 0.0
-    for row in rows(config).values():
+    for row in counts.rows(config).values():
         if row.is_matmul:
             split = config.parallel.vocab_shards if row.is_padded else t
             share = 1 / m.num_kv_heads if row.is_partial else 1.0 if row.split_dim is None else 1 / split
@@ -88,8 +79,8 @@ def local_flops(config: Config) -> dict[str, float]:
             weights += 0.0 if row.is_frozen else of_row
     layers, attention = flops[LAYERS], 4.0 * L * m.d_model * T / t * ((c + 1) / (2 * c) if c > 1 else 1)
     down = 2.0 * L * m.d_model * m.d_ff / t
-    spared = last_matmuls_spared(config) * down
-    spares = rows(config)[f"{ATTENTION}/out_NHD"].is_frozen and not fits_flash(m, config.precision.compute)
+    spared = counts.last_matmuls_spared(config) * down
+    spares = counts.rows(config)[f"{ATTENTION}/out_NHD"].is_frozen and not fits_flash(m, config.precision.compute)
     recompute = {
         "none": 0.0,
         "selective": attention / 2 if spares else attention,

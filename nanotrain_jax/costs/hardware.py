@@ -44,60 +44,23 @@ class Gpu(NamedTuple):
     shared_bytes: int  # per core
 
 
-_A100 = {
-    "peak_flops": 312e12,
-    "matmul": 0.65,
-    "nvlink": 300e9,
-    "network": 25e9,
-    "to_host": 32e9,
-    "host": 8,
-    "joined": 8,
-}
-_A100 |= {"capability": 8, "cores": 108, "fpus_per_core": 64, "clock_ghz": 1.41, "l2_bytes": 41_943_040}
-_A100 |= {"shared_bytes": 167_936}
-_HOPPER = {
-    "peak_flops": 989e12,
-    "matmul": 0.55,
-    "nvlink": 450e9,
-    "network": 50e9,
-    "to_host": 64e9,
-    "host": 8,
-    "joined": 8,
-}
-_HOPPER |= {"capability": 9, "cores": 132, "fpus_per_core": 128, "clock_ghz": 1.98, "l2_bytes": 52_428_800}
-_HOPPER |= {"shared_bytes": 233_472}
+_A100 = {"peak_flops": 312e12, "matmul": 0.65, "nvlink": 300e9, "network": 25e9, "to_host": 32e9}
+_A100 |= {"host": 8, "joined": 8, "capability": 8, "cores": 108, "fpus_per_core": 64, "clock_ghz": 1.41}
+_A100 |= {"l2_bytes": 41_943_040, "shared_bytes": 167_936}
+_HOPPER = {"peak_flops": 989e12, "matmul": 0.55, "nvlink": 450e9, "network": 50e9, "to_host": 64e9}
+_HOPPER |= {"host": 8, "joined": 8, "capability": 9, "cores": 132, "fpus_per_core": 128, "clock_ghz": 1.98}
+_HOPPER |= {"l2_bytes": 52_428_800, "shared_bytes": 233_472}
 _BLACKWELL = {"matmul": 0.55, "nvlink": 900e9, "network": 50e9}
 _BLACKWELL |= {"capability": 10, "fpus_per_core": 128, "shared_bytes": 233_472}
-_B200 = {
-    "peak_flops": 2250e12,
-    "to_host": 64e9,
-    "host": 8,
-    "joined": 8,
-    "cores": 148,
-    "clock_ghz": 1.965,
-    "l2_bytes": 132_644_864,
-}
-_GB200 = {
-    "peak_flops": 2500e12,
-    "to_host": 225e9,
-    "host": 4,
-    "joined": 72,
-    "cores": 152,
-    "clock_ghz": 2.062,
-    "l2_bytes": 135_528_448,
-}
+_B200 = {"peak_flops": 2250e12, "to_host": 64e9, "host": 8, "joined": 8}
+_B200 |= {"cores": 148, "clock_ghz": 1.965, "l2_bytes": 132_644_864}
+_GB200 = {"peak_flops": 2500e12, "to_host": 225e9, "host": 4, "joined": 72}
+_GB200 |= {"cores": 152, "clock_ghz": 2.062, "l2_bytes": 135_528_448}
 
 # A simulated device: part of a laptop's CPU; assumed.
 SIMULATED = "cpu"
-_LAPTOP = {
-    "peak_flops": 40e9,
-    "matmul": 0.5,
-    "nvlink": 5e9,
-    "network": 5e9,
-    "to_host": 5e9,
-    "host": 4096,
-    "joined": 4096,
-}
+_LAPTOP = {"peak_flops": 40e9, "matmul": 0.5, "nvlink": 5e9, "network": 5e9, "to_host": 5e9}
+_LAPTOP |= {"host": 4096, "joined": 4096}
 _LAPTOP |= dict.fromkeys(("capability", "cores", "fpus_per_core", "clock_ghz", "l2_bytes", "shared_bytes"), 0)
 
 GPUS = {

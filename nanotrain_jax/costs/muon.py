@@ -41,7 +41,8 @@ def wire_bytes(config: Config) -> int:
 
 def matrices_per_device(row: Parameter, config: Config) -> int:
     """Return how many matrices of a row a device orthogonalizes: ceil(L / k)."""
-    return ceil(layers_of(row, config) / prod(_devices(axes, config) for axes in _axes(row, config)))
+    over = [axis for axes in _axes(row, config) for axis in axes]
+    return ceil(layers_of(row, config) / prod(getattr(config.parallel, axis) for axis in over))
 
 
 def exchanges(config: Config) -> list[Exchange]:
@@ -88,9 +89,4 @@ def _sides(row: Parameter) -> tuple[int, int]:
 
 def _axes(row: Parameter, config: Config) -> list[tuple[str, ...]]:
     """Return the mesh axes that shard each sharded dim of a row's momentum."""
-    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in layout(row, config) if entry)
-    return list(entries)
-
-
-def _devices(axes: tuple[str, ...], config: Config) -> int:
-    return prod(getattr(config.parallel, axis) for axis in axes)
+    return [entry if isinstance(entry, tuple) else (entry,) for entry in layout(row, config) if entry]

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from nanotrain_jax.data import corpus
 
 FORMAT = "nanotrain_jax arrays 1"
 SIDES = "train", "val"
@@ -59,23 +59,14 @@ def write(folder: Path, sides: Mapping[str, Mapping[str, np.ndarray]], vocab_siz
 
     Raises ValueError if the folder exists, OSError if it cannot be written.
     """
-    if folder.exists():
-        raise ValueError(f"{folder} already exists; remove it or choose another --out")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
-    try:
+    with corpus.new_folder(folder) as partial:
         sums = {}
         for path, array in {f"{side}/{name}.npy": sides[side][name] for side in SIDES for name in sides[side]}.items():
             (partial / path).parent.mkdir(exist_ok=True)
             np.save(partial / path, array)
-            sums[path] = _digest(partial / path)
+            sums[path] = corpus.digest(partial / path)
         meta = {"format": FORMAT, "vocab_size": vocab_size, "sha256": sums} | about
         (partial / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        partial.chmod(0o755)
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def read(folder: Path, seq_len: int, verify: bool = True) -> Folder:
@@ -92,7 +83,7 @@ def read(folder: Path, seq_len: int, verify: bool = True) -> Folder:
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ValueError(f"{source} is damaged ({error!r}); {remedy}") from None
     for path, digest in sums.items() if verify else ():
-        if not (folder / path).is_file() or _digest(folder / path) != digest:
+        if not (folder / path).is_file() or corpus.digest(folder / path) != digest:
             raise ValueError(f"{folder}/{path} is missing or does not match meta.json: it was modified; {remedy}")
     train, val = (_open(folder / side, seq_len, f"{source}: {side}/", remedy) for side in SIDES)
     if not len(train):
@@ -147,9 +138,3 @@ def check(rows: Rows, shapes: Mapping[str, Any], source: str) -> None:
 
 def _kind(array: np.ndarray) -> str:
     return f"{array.dtype} [{' '.join(map(str, array.shape))}]"
-
-
-def _digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

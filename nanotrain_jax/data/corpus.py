@@ -17,6 +17,7 @@ import shutil
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -237,18 +238,29 @@ def build(documents: Iterable[bytes], tokenizer: Tokenizer) -> Corpus:
     return Corpus(tokens, ends, np.asarray(keys, np.uint64), tokenizer.name, tokenizer.vocab_size, num_replaced)
 
 
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `folder`, or is removed after an exception. Raises ValueError."""
+    if folder.exists():
+        raise ValueError(f"{folder} already exists; remove it or choose another --out")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
 def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) -> dict:
     """Tokenize documents into a token folder; -> its header.
 
     Streams the documents, which may exceed memory. The folder is created atomically. Raises ValueError if it exists or
     there is no text, OSError if it cannot be written.
     """
-    folder = Path(folder)
-    if folder.exists():
-        raise ValueError(f"{folder} already exists; remove it or choose another --out")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
-    try:
+    with new_folder(Path(folder)) as partial:
         rows, end, num_replaced = [], 0, 0
         with open(partial / "tokens.bin", "wb") as file:
             for ids, key, count in encoded(documents, tokenizer):
@@ -269,14 +281,9 @@ def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) 
             "tokens": end,
             "documents": len(rows),
             "replaced": num_replaced,
-            "sha256": {name: _digest(partial / name) for name in ("tokens.bin", "documents.npy")},
+            "sha256": {name: digest(partial / name) for name in ("tokens.bin", "documents.npy")},
         }
         (partial / "header.json").write_text(json.dumps(header, indent=2) + "\n")
-        partial.chmod(0o755)
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return header
 
 
@@ -306,7 +313,7 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
             f"{remedy}"
         )
     for file, expected in sums.items() if verify else ():
-        if _digest(folder / file) != expected:
+        if digest(folder / file) != expected:
             raise ValueError(f"{folder}/{file} does not match the SHA-256 in its header: it was modified; {remedy}")
     try:
         documents = np.load(folder / "documents.npy")
@@ -318,7 +325,7 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
     return Corpus(tokens, documents["end"].copy(), documents["key"].copy(), name, vocab, replaced)
 
 
-def _digest(path: Path) -> str:
+def digest(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -53,13 +53,8 @@ class Estimate(NamedTuple):
     mfu_causal: float  # of 6 N + 6 L d T: the half of attention that a causal mask leaves
 
     @property
-    def stores_scores(self) -> bool:
-        """True if attention scores are stored, of which XLA keeps more or less than the program asks for."""
-        return stores_scores(self.config)
-
-    @property
     def verdict(self) -> Verdict:
-        """Compare the peak, with the estimate's margin, to the memory limit."""
+        """Compare the peak, with the estimate's margin, to the memory limit; `may not fit`: compile to decide."""
         return verdict(self.peak_bytes, margin(self.config), self.limit_bytes)
 
     @property
@@ -67,14 +62,9 @@ class Estimate(NamedTuple):
         """True if the peak fits with the estimate's margin."""
         return self.verdict == "fits"
 
-    @property
-    def within_margin(self) -> bool:
-        """True if the peak fits only without the estimate's margin: compile to decide."""
-        return self.verdict == "may not fit"
-
 
 def stores_scores(config: Config) -> bool:
-    """True without flash attention: stored scores make the memory estimate less accurate."""
+    """True without flash attention: XLA keeps more or less of stored scores than the program asks for."""
     return not fits_flash(config.model, config.precision.compute)
 
 

@@ -37,18 +37,14 @@ def parameters(e: Estimate) -> Section:
     ends = _counted("ends (before and after the layers)", [row for row in rows if row.part == ENDS])
     head = _counted("head", [row for row in rows if row.part == ENDS and row.is_matmul])
     decoder = f"{m.num_layers} x ({n(matmuls.value)} + {n(vectors.value)}) + {n(ends.value)}"
+    multiplied = "N, parameters that multiply every token"
+    with_head = f"{m.num_layers} x {n(matmuls.value)} + {head.numbers}"
     lines = [
         matmuls,
         vectors,
         ends,
         Line("total", "L (matmuls + norms and biases) + ends", decoder, counts.parameters(m), "parameters"),
-        Line(
-            "N, parameters that multiply every token",
-            f"L matmuls + {head.formula}",
-            f"{m.num_layers} x {n(matmuls.value)} + {head.numbers}",
-            counts.matmul_parameters(m),
-            "parameters",
-        ),
+        Line(multiplied, f"L matmuls + {head.formula}", with_head, counts.matmul_parameters(m), "parameters"),
     ]
     if e.config.vision:
         of_vision = vision_table.table(e.config.vision, m.d_model).values()
@@ -88,22 +84,12 @@ def pictures(e: Estimate) -> Section:
     once = vision.positions(c)
     positions = counts.encodes(c) * (once.flops + once.backward(vision.trained(c)))
     encoder = f"{n(vision.pictures(c))} x ({executed}) + {n(positions)}"
+    of_encoder = "pictures (forward + backward + recompute) + positions"
+    both = f"{n(forward)} + {n(backward)}"
     lines = [
         Line("forward of a picture", "24 L K E^2 + 4 L K^2 E + matmuls around the layers", shown, forward, "FLOPs"),
-        Line(
-            "picture",
-            "forward + backward to what trains",
-            f"{n(forward)} + {n(backward)}",
-            forward + backward,
-            "FLOPs",
-        ),
-        Line(
-            "encoder, per GPU and step",
-            "pictures (forward + backward + recompute) + positions",
-            encoder,
-            vision.step_flops(c),
-            "FLOPs",
-        ),
+        Line("picture", "forward + backward to what trains", both, forward + backward, "FLOPs"),
+        Line("encoder, per GPU and step", of_encoder, encoder, vision.step_flops(c), "FLOPs"),
     ]
     return Section("Encoder of pictures", "costs/vision.py; ViT (arXiv 2010.11929)", lines)
 
@@ -115,26 +101,19 @@ def compute(e: Estimate) -> Section:
     frozen = counts.frozen_matmul_parameters(c)
     local, tokens, iterations = flops.local_flops(c), counts.tokens_per_device(c), muon.flops(c)
     full, picture, encoder = flops.flops_per_token(c)["full"], vision.model_flops(c), vision.step_flops(c)
-    more = {"encoder": encoder, "Newton-Schulz": iterations}
-    lines = [
-        Line(
-            "model FLOPs, per token",
-            "6 N + 12 L D T" + " - 2 frozen" * bool(frozen) + " + picture / T" * bool(picture),
-            f"6 x {n(N)} + 12 x {L} x {n(D)} x {n(T)}"
-            + f" - 2 x {n(frozen)}" * bool(frozen)
-            + f" + {n(picture)} / {n(T)}" * bool(picture),
-            full,
-            "FLOPs",
-        ),
-        Line(
-            "hardware FLOPs, per GPU and step",
-            " + ".join(["(2 (layers + head) + 3 attention + weights + recompute) tokens", *filter(more.get, more)]),
-            f"(2 x ({n(local['layers'])} + {n(local['head'])}) + 3 x {n(local['attention'])} + {n(local['weights'])} + "
-            f"{n(local['recompute'])}) x {n(tokens)}" + "".join(f" + {n(part)}" for part in more.values() if part),
-            e.flops,
-            "FLOPs",
-        ),
-    ]
+    formula, numbers = "6 N + 12 L D T", f"6 x {n(N)} + 12 x {L} x {n(D)} x {n(T)}"
+    if frozen:
+        formula, numbers = f"{formula} - 2 frozen", f"{numbers} - 2 x {n(frozen)}"
+    if picture:
+        formula, numbers = f"{formula} + picture / T", f"{numbers} + {n(picture)} / {n(T)}"
+    lines = [Line("model FLOPs, per token", formula, numbers, full, "FLOPs")]
+    formula = "(2 (layers + head) + 3 attention + weights + recompute) tokens"
+    numbers = f"(2 x ({n(local['layers'])} + {n(local['head'])}) + 3 x {n(local['attention'])} + {n(local['weights'])}"
+    numbers += f" + {n(local['recompute'])}) x {n(tokens)}"
+    for part, value in {"encoder": encoder, "Newton-Schulz": iterations}.items():
+        if value:
+            formula, numbers = f"{formula} + {part}", f"{numbers} + {n(value)}"
+    lines.append(Line("hardware FLOPs, per GPU and step", formula, numbers, e.flops, "FLOPs"))
     source = "PaLM (arXiv 2204.02311, appendix B), full attention; hardware: of the stage with the head, over tensor"
     return Section("FLOPs", source, lines)
 
@@ -157,22 +136,13 @@ def state(e: Estimate) -> Section:
         axes = f"{p.data} data" + f" x {p.context} context" * (p.context > 1)
         lines.append(Line("Psi / N", f"N = {axes}, of sharded arrays", sharded, over, "parameters per GPU"))
     optimizer, spared = offload.optimizer_bytes(e.config), muon.spared_bytes(e.config)
-    lines += [
-        Line(
-            "weights",
-            f"{b} Psi" + " / N" * (p.zero == 3) + f" + {w} frozen" * bool(frozen),
-            f"{b} x {n(over if p.zero == 3 else psi)}" + f" + {w} x {n(frozen)}" * bool(frozen),
-            parts["params"],
-            "bytes",
-        ),
-        Line(
-            "master weights and moments" if b == 2 else "moments",
-            f"{optimizer} Psi" + " / N" * (p.zero > 0) + " - 4 of matrices (muon)" * bool(spared),
-            f"{optimizer} x {n(over if p.zero else psi)}" + f" - {n(spared)}" * bool(spared),
-            parts["optimizer"],
-            "bytes",
-        ),
-    ]
+    formula = f"{b} Psi" + " / N" * (p.zero == 3) + f" + {w} frozen" * bool(frozen)
+    shown = f"{b} x {n(over if p.zero == 3 else psi)}" + f" + {w} x {n(frozen)}" * bool(frozen)
+    lines.append(Line("weights", formula, shown, parts["params"], "bytes"))
+    what = "master weights and moments" if b == 2 else "moments"
+    formula = f"{optimizer} Psi" + " / N" * (p.zero > 0) + " - 4 of matrices (muon)" * bool(spared)
+    shown = f"{optimizer} x {n(over if p.zero else psi)}" + f" - {n(spared)}" * bool(spared)
+    lines.append(Line(what, formula, shown, parts["optimizer"], "bytes"))
     if p.sync_every:
         formula, shown = "8 Psi" + " / N" * (p.zero > 0), f"8 x {n(over if p.zero else psi)}"
         lines.append(Line("theta and momentum of the outer optimizer", formula, shown, parts["outer"], "bytes"))
@@ -192,15 +162,9 @@ def activations(e: Estimate) -> Section:
     layer, stored = costs.layer_activations(c, remat), costs.activations(c)
     like_x, inner = costs.layer_widths(c, remat)
     split = p.tensor if p.sequence_parallel else 1
-    lines = [
-        Line(
-            f"per layer and token (remat {remat})",
-            "residual width / t + inner width / t" if split > 1 else "residual width + inner width / t",
-            f"{n(like_x)} / {split} + {n(inner)} / {p.tensor}",
-            layer,
-            "elements",
-        )
-    ]
+    formula = "residual width / t + inner width / t" if split > 1 else "residual width + inner width / t"
+    shown = f"{n(like_x)} / {split} + {n(inner)} / {p.tensor}"
+    lines = [Line(f"per layer and token (remat {remat})", formula, shown, layer, "elements")]
     if p.pipe == 1:
         shown = f"{c.model.num_layers} x {n(layer)}"
         lines.append(Line("all layers", "L layers", shown, stored, "elements per token"))
@@ -246,12 +210,10 @@ def host(e: Estimate) -> Section:
     lines = []
     for part, size in e.on_host.items():
         factor, S = factors.get(part, (1, size))
-        shown = (
-            ("activations of all layers", number(size))
-            if part == "activations"
-            else (f"{factor} S", f"{factor} x {number(S)}")
-        )
-        lines.append(Line(part, *shown, size, "bytes"))
+        formula, shown = f"{factor} S", f"{factor} x {number(S)}"
+        if part == "activations":
+            formula, shown = "activations of all layers", number(size)
+        lines.append(Line(part, formula, shown, size, "bytes"))
     for to in ("device", "host"):
         rows = [t for t in e.copies if t.op == f"to {to}"]
         formula, shown = " + ".join(t.why for t in rows), " + ".join(f"{t.bytes / 1e9:.5g}" for t in rows)
@@ -286,29 +248,14 @@ def speed(e: Estimate) -> Section:
     tokens = c.data.batch_size * c.data.seq_len
     full, causal = flops.flops_per_token(c).values()
     shown = " + ".join(f"{s:.6g}" for s in e.seconds.values())
+    rate = f"{c.data.batch_size} x {n(c.data.seq_len)} / {e.step_seconds!r}"
+    peak, possible = "step time GPUs peak FLOP/s", f"({e.step_seconds!r} x {e.gpus} x {gpu.peak_flops:.6g})"
+    of_full, of_causal = (f"{n(per_token)} x {n(tokens)} / {possible}" for per_token in (full, causal))
     lines = [
         Line("step time", " + ".join(e.seconds), shown, e.step_seconds, "s"),
-        Line(
-            "tokens per second",
-            "batch T / step time",
-            f"{c.data.batch_size} x {n(c.data.seq_len)} / {e.step_seconds!r}",
-            e.tokens_per_second,
-            "",
-        ),
-        Line(
-            "MFU",
-            "model FLOPs per token x tokens / (step time GPUs peak FLOP/s)",
-            f"{n(full)} x {n(tokens)} / ({e.step_seconds!r} x {e.gpus} x {gpu.peak_flops:.6g})",
-            e.mfu,
-            "full attention (PaLM)",
-        ),
-        Line(
-            "MFU, causal",
-            "(6 N + 6 L D T) tokens / (step time GPUs peak FLOP/s)",
-            f"{n(causal)} x {n(tokens)} / ({e.step_seconds!r} x {e.gpus} x {gpu.peak_flops:.6g})",
-            e.mfu_causal,
-            "causal half of attention",
-        ),
+        Line("tokens per second", "batch T / step time", rate, e.tokens_per_second, ""),
+        Line("MFU", f"model FLOPs per token x tokens / ({peak})", of_full, e.mfu, "full attention (PaLM)"),
+        Line("MFU, causal", f"(6 N + 6 L D T) tokens / ({peak})", of_causal, e.mfu_causal, "causal half of attention"),
     ]
     source = "roofline (Williams et al. 2009), efficiencies of planner/estimate.py"
     return Section("Throughput, modelled", source, lines)

@@ -54,15 +54,13 @@ class Point(NamedTuple):
         return {part: seconds * self.gpus / self.batch for part, seconds in self.seconds.items()}
 
 
-def points(
-    config: Config, gpu: str, sizes: Iterable[tuple[int, int]], memory_fraction: float = MEMORY_FRACTION
-) -> list[Point]:
+def points(config: Config, gpu: str, sizes: Iterable[tuple[int, int]]) -> list[Point]:
     """Return the best layout for each (number of GPUs, batch in sequences). config: as for `search.search`."""
-    return [_point(config.replace("data", batch_size=batch), gpu, gpus, memory_fraction) for gpus, batch in sizes]
+    return [_point(config.replace("data", batch_size=batch), gpu, gpus) for gpus, batch in sizes]
 
 
-def _point(config: Config, gpu: str, gpus: int, memory_fraction: float) -> Point:
-    found = [e for e in search.search(config, gpu, gpus, memory_fraction).best if e.fits]
+def _point(config: Config, gpu: str, gpus: int) -> Point:
+    found = [e for e in search.search(config, gpu, gpus).best if e.fits]
     if not found:
         return Point(gpus, config.data.batch_size, "", {}, 0.0)
     totals = [e.step_seconds + latency(e) for e in found]

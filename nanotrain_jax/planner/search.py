@@ -39,17 +39,8 @@ POLICIES = ("none", "selective", "full")
 ONE_UNIT_PER_TICK = ("1f1b_lean", "zb_h1", "zb_h2")
 LOSS_CHUNK = 2048  # largest, tokens: enough for efficient matmuls, few logits in memory
 MESH = ("parallel.pipe", "parallel.replica", "parallel.data", "parallel.context", "parallel.tensor")
-SEARCHED = (
-    *MESH,
-    "parallel.context_attention",
-    "parallel.zero",
-    "parallel.schedule",
-    "parallel.chunks",
-    "parallel.vocab_over_pipe",
-    "parallel.microbatches",
-    "memory.remat",
-    "model.loss_chunk",
-)
+SEARCHED = (*MESH, "parallel.context_attention", "parallel.zero", "parallel.schedule", "parallel.chunks")
+SEARCHED += ("parallel.vocab_over_pipe", "parallel.microbatches", "memory.remat", "model.loss_chunk")
 
 
 class SearchResult(NamedTuple):

@@ -27,7 +27,7 @@ from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.run import banner, curves, metrics, profile_summary
 from nanotrain_jax.run.phases import Phase, begin, describe, is_over
-from nanotrain_jax.run.profiling import Profile, profiling
+from nanotrain_jax.run.profiling import Profile
 from nanotrain_jax.step import build as steps
 
 
@@ -171,7 +171,7 @@ class Loop:
             run.dataset.train, run.step.batch, self.config.data.seed, run.position, run.step.token_order
         )
         own = str(jax.process_index()) if jax.process_count() > 1 else ""  # processes of a host name theirs alike
-        with profiling(Profile(profiled, self.folder / "profile" / own, self.writer.say, self.program)) as profile:
+        with closing(Profile(profiled, self.folder / "profile" / own, self.writer.say, self.program)) as profile:
             self.writer.start_clock()
             while not is_over(self.phase, self.number, self.state) and not stopped(self.number):
                 self.take_step(train_step, batches, profile)

@@ -52,13 +52,8 @@ class Writer:
             return
         self.sinks = sinks.opened(config, self.folder, self.say)
         if self.progress == "bar":
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(),
-            )
+            text = TextColumn("{task.fields[text]}")
+            columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), text, TimeRemainingColumn()
             self.bar = Progress(*columns, console=self.console)
             self.task = self.bar.add_task("", total=config.train.steps, completed=first_step, text="")
             self.bar.start()
@@ -120,14 +115,9 @@ class Writer:
             record["mean_loss"] = mean(losses)
         if metrics["skipped_steps"]:
             record["skipped_steps"] = int(metrics["skipped_steps"])
-        if "loss_scale" in metrics:
-            record["loss_scale"] = float(metrics["loss_scale"])
-        if "noise_scale" in metrics:
-            record["noise_scale"] = float(metrics["noise_scale"])
-        if val_loss is not None:
-            record["val_loss"] = val_loss
-        if accuracy is not None:
-            record["accuracy"] = accuracy
+        record |= {name: float(metrics[name]) for name in ("loss_scale", "noise_scale") if name in metrics}
+        evaluated = {"val_loss": val_loss, "accuracy": accuracy}
+        record |= {name: value for name, value in evaluated.items() if value is not None}
         self.latest |= record
         self._note("  ".join(f"{key} {value}" for key, value in record.items() if value is not None))
         if self.active:

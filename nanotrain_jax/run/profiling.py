@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -13,17 +12,13 @@ from nanotrain_jax.run import profile_summary
 
 
 class Profile:
-    """Profiler of steps first .. last, for a loop that calls `before` and `after` around each step."""
+    """Profiler of steps first .. last, for a loop that calls `before` and `after` around each step, then `close`."""
 
     def __init__(
-        self,
-        steps: tuple[int, int] | None,
-        folder: Path,
-        say: Callable[[str], None],
-        program: Callable[[], str] | None = None,
+        self, steps: tuple[int, int] | None, folder: Path, say: Callable[[str], None], text: Callable[[], str]
     ):
-        """steps: (first, last); None: no profile. say: prints lines. program: returns the text of the compiled step."""
-        self.steps, self.folder, self.say, self.program = steps, folder, say, program
+        """steps: (first, last); None: no profile. say: prints lines. text: returns that of the compiled step."""
+        self.steps, self.folder, self.say, self.text = steps, folder, say, text
         self.open = False
 
     def begins(self, number: int) -> bool:
@@ -62,18 +57,8 @@ class Profile:
         """Summarize the newest trace, and save the summary beside it. A failure is only a warning."""
         try:
             trace = max(self.folder.glob("plugins/profile/*/*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-            sources = hlo.sources(self.program()) if self.program else {}
-            text = profile_summary.summary(trace, sources)
+            text = profile_summary.summary(trace, hlo.sources(self.text()))
             trace.with_name(trace.name.replace(".xplane.pb", ".summary.txt")).write_text(text + "\n")
         except Exception as error:  # a trace of another form, or a full disk: the run continues
             return "warning: cannot summarize the profile: " + " ".join(f"{type(error).__name__}: {error}".split())
         return text
-
-
-@contextmanager
-def profiling(profile: Profile) -> Iterator[Profile]:
-    """Yield a Profile and close it at the end, also after an exception."""
-    try:
-        yield profile
-    finally:
-        profile.close()

@@ -9,13 +9,13 @@ column per tick, e.g. F2B0, B3W3, or . for idle; dependencies must be in order. 
 (gradient of the input) and W (gradients of the weights) of a microbatch, through all chunks of a stage.
 """
 
-import argparse
 import sys
 from fractions import Fraction
 from pathlib import Path
 
 import matplotlib
 
+from nanotrain_jax.config.load import Parser
 from nanotrain_jax.parallel.pipeline import gantt, schedule_text
 from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline.schedule import Schedule
@@ -54,7 +54,7 @@ def describe(stats: Stats, schedule: Schedule, costs: Costs) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print and save a schedule; -> 2 if the request is wrong."""
-    parser = argparse.ArgumentParser(description="Draw a pipeline schedule.")
+    parser = Parser(description="Draw a pipeline schedule.")
     parser.add_argument("--schedule", help=", ".join(schedules.SCHEDULES))
     parser.add_argument("--stages", type=int)
     parser.add_argument("--microbatches", type=int)
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             figure.savefig(f"{stem}.png", dpi=160)
             figure.savefig(f"{stem}.svg", metadata={"Date": None})
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)  # of a text with the place marked in a second line
         return 2
     print(schedule_text.draw(schedule))
     print(f"\n{describe(stats, schedule, costs)}\n\n{stem}.png and .svg")

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nanotrain_jax import Config, build, load_params
-from nanotrain_jax.config.load import Parser, path_argument, refuse
+from nanotrain_jax.config.load import Parser, at_least, path_argument, refuse
 from nanotrain_jax.data import batches
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.step.build import Step
@@ -62,8 +62,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line. Exits with 2 if it is wrong."""
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--run", required=True, type=path_argument, help="folder of a run, with a checkpoint")
-    parser.add_argument("--pictures", type=int, default=4000, help="new pictures of each table (default: 4000)")
-    parser.add_argument("--seed", type=int, default=1, help="random seed of the pictures (default: 1)")
+    parser.add_argument("--pictures", type=at_least(1), default=4000, help="new pictures of each table (default: 4000)")
+    parser.add_argument("--seed", type=at_least(1), default=1, help="random seed of the pictures (default: 1)")
     return parser.parse_args(argv)
 
 
@@ -80,8 +80,6 @@ def main(argv: list[str] | None = None) -> int:
     """Print the tables; 2 if the request is wrong."""
     asked = arguments(argv)
     try:
-        if asked.pictures < 1 or asked.seed < 1:
-            raise ValueError(f"--pictures={asked.pictures} --seed={asked.seed}: both must be at least 1")
         weights, config = load_params(asked.run)
         if config.vision is None or config.vision.max_tokens != make_shapes.PLACES:
             raise ValueError(f"--run={asked.run} has no pictures of shapes; give a run of configs/vision_language.yaml")

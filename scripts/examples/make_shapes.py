@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanotrain_jax.config.load import Parser, path_argument, refuse
+from nanotrain_jax.config.load import Parser, at_least, path_argument, refuse
 from nanotrain_jax.data import arrays
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (230, 210, 40),
@@ -288,24 +288,16 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line. Exits with 2 if it is wrong."""
     parser = Parser(description="Draw pictures of coloured shapes with questions of one-word answers.")
     parser.add_argument("--out", required=True, type=path_argument, help="output folder; must not exist")
-    parser.add_argument("--train", type=int, default=60_000, help="training rows (default: 60000)")
-    parser.add_argument("--val", type=int, default=2_000, help="validation rows (default: 2000)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--train", type=at_least(1), default=60_000, help="training rows (default: 60000)")
+    parser.add_argument("--val", type=at_least(1), default=2_000, help="validation rows (default: 2000)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="random seed (default: 0)")
     return parser.parse_args(argv)
-
-
-def check(asked: argparse.Namespace) -> None:
-    """Raise ValueError for numbers below their least value."""
-    for name, least in (("train", 1), ("val", 1), ("seed", 0)):
-        if getattr(asked, name) < least:
-            raise ValueError(f"--{name}={getattr(asked, name)}: must be at least {least}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Write the folder; 2 if the request is wrong."""
     asked = arguments(argv)
     try:
-        check(asked)
         rng = np.random.default_rng(asked.seed)
         train = make_rows(rng, asked.train, np.setdiff1d(all_pairs(), held_out_pairs()), QUESTIONS)
         val = make_rows(rng, asked.val, all_pairs(), 1)

@@ -1,4 +1,4 @@
-"""A plain Flax model as a pipeline, compared with jax.grad on one device.
+"""A plain Flax model (its layers: shard_your_model.py) as a pipeline, compared with jax.grad on one device.
 
 python scripts/examples/pipeline_your_model.py
 """
@@ -10,24 +10,13 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from shard_your_model import D, Layer, T, V
 
 from nanotrain_jax import LayeredModel, as_varying, layer_order, run_schedule
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.pipeline import schedule as schedules
 
-V, D, T, LAYERS = 256, 64, 32, 8
-STAGES, CHUNKS, MICROBATCHES, BATCH = 4, 2, 8, 16
-
-
-class Layer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.norms = nnx.List([nnx.LayerNorm(D, rngs=rngs) for _ in range(2)])
-        self.attention = nnx.MultiHeadAttention(num_heads=4, in_features=D, decode=False, rngs=rngs)
-        self.up, self.down = nnx.Linear(D, 4 * D, rngs=rngs), nnx.Linear(4 * D, D, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.norms[0](x), mask=nnx.make_causal_mask(jnp.ones(x.shape[:2])))
-        return x + self.down(jax.nn.gelu(self.up(self.norms[1](x))))
+STAGES, CHUNKS, LAYERS, MICROBATCHES, BATCH = 4, 2, 8, 8, 16
 
 
 def main() -> None:

@@ -25,6 +25,8 @@ from typing import Any
 
 from gpu_stages import STAGES, Stage
 
+from nanotrain_jax.config.load import Parser, refuse
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TINY_DEVICES = 4
@@ -167,7 +169,7 @@ def machine(runner: Runner) -> dict[str, Any]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=30, help="time for all stages (default: 30)")
     parser.add_argument(
         "--size", choices=["full", "tiny"], default="full", help="tiny: simulated devices, small models"
@@ -210,8 +212,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"interrupted; the same command continues. Results so far: {path.with_suffix('.md')}")
                 return 130
     except (ValueError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return refuse(error)
     print(f"\n{table(results)}\nsaved as {path} and .md")
     return int(any(row["status"] == "failed" for row in results["stages"].values()))
 

@@ -9,7 +9,6 @@ with both directions busy; and the hidden fraction of the copies: 1 - (step - st
 for nvme, whose files take time as well). ZeRO 3 and full remat unless overridden.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -17,17 +16,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
 
+sys.path.append(str(Path(__file__).parents[1] / "measure"))
+from bench import random_batch
+
 from nanotrain_jax.audit import copies, hlo
-from nanotrain_jax.config.load import load
+from nanotrain_jax.config.load import Parser, at_least, load, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import memory
@@ -75,10 +77,7 @@ def runnable(stack: ExitStack, config: Config, step: steps.Step, train: Callable
 def measure(config: Config, mesh: jax.sharding.Mesh, count: int) -> dict[str, float]:
     """Return median seconds of a step after two warm-up steps, and bytes per device."""
     step = steps.build(config, mesh)
-    state, (B, T) = step.init(), step.batch["inputs"].shape
-    tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=(B, T + 1), dtype=np.int32)
-    shardings = {name: x.sharding for name, x in step.batch.items()}
-    batch = jax.device_put({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, shardings)
+    state, batch = step.init(), random_batch(config, step)
     train = step.train.lower(step.state, step.batch).compile()
     times = []
     with ExitStack() as stack:
@@ -120,9 +119,9 @@ def compare(config: Config, modes: list[str], count: int, nvme_dir: str) -> list
 
 def main(argv: list[str] | None = None) -> int:
     """Print a table and a JSON line; 2 if the request is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=at_least(1), default=10)
     parser.add_argument("--modes", default=",".join(list(MODES)[1:]))
     parser.add_argument("--nvme-dir", default=".", help="folder for the files of --modes nvme (default: .)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -131,24 +130,13 @@ def main(argv: list[str] | None = None) -> int:
         modes = arguments.modes.split(",")
         for mode in set(modes) - MODES.keys():
             raise ValueError(f"--modes={mode}: unknown; use {', '.join(MODES)}")
-        if arguments.steps < 1:
-            raise ValueError(f"--steps={arguments.steps}: must be at least 1")
         overrides = ["parallel.zero=3", "memory.remat=full", *arguments.overrides]
         rows = compare(load(arguments.config, overrides), modes, arguments.steps, arguments.nvme_dir)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     device = jax.devices()[0].device_kind
     table = Table(title=f"{device}, jax {jax.__version__}: {arguments.config} {' '.join(arguments.overrides)}")
-    for name in (
-        "offloaded",
-        "step s",
-        "x no offload",
-        "GB on the device",
-        "on the host",
-        "copies alone s",
-        "hidden",
-    ):
+    for name in ("offloaded", "step s", "x no offload", "GB on the device", "on the host", "copies alone s", "hidden"):
         table.add_column(name, justify="left" if name == "offloaded" else "right")
     for row in rows:
         hidden = "-" if row["hidden"] is None else f"{row['hidden']:.0%}"

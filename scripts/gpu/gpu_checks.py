@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import yaml
+from bench import placed
 from compare_offload import runnable
 
 from nanotrain_jax.audit import hlo
@@ -61,9 +62,7 @@ def small(machine: Machine, *overrides: str) -> dict:
         | {"betas": [numbers.B1, numbers.B2], "eps": numbers.EPS, "weight_decay": numbers.DECAY},
         "runtime": {"simulate": machine.simulate, "compile_cache": False},
     }
-    for section, values in nested(list(overrides)).items():
-        tree[section] = tree.get(section, {}) | values
-    return tree
+    return nested(overrides, tree)
 
 
 def batches(config: Config) -> list[np.ndarray]:
@@ -75,17 +74,12 @@ def batches(config: Config) -> list[np.ndarray]:
 def trained(config: Config, mesh: jax.sharding.Mesh) -> dict:
     """Train for a few updates -> losses, the first gradient norm, bytes in host memory."""
     step, losses, norms = steps.build(config, mesh), [], []
-    state, shardings = step.init(), jax.tree.map(lambda x: x.sharding, step.batch)
+    state = step.init()
     train = step.train.lower(step.state, step.batch).compile()
     with ExitStack() as stack:
         run = runnable(stack, config, step, train)
         for tokens in batches(config):
-            batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-            if "starts" in shardings:  # each row is one document
-                batch["starts"] = np.zeros_like(batch["inputs"])
-            if step.token_order is not None:
-                batch = {name: rows[:, step.token_order] for name, rows in batch.items()}
-            state, metrics, _ = run(state, jax.device_put(batch, shardings))
+            state, metrics, _ = run(state, placed(step, tokens, step.token_order))
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
     return {"figures": [*losses, norms[0]], "host_bytes": hlo.memory(train)["host_bytes"]}

@@ -46,15 +46,13 @@ def planned(machine: Machine, name: str, batch: int, *overrides: str) -> Config:
         model |= {"loss_chunk": 0}
     zero = 0 if machine.devices == 1 else 1 if name == "gpt2-124m" else 3
     tree: dict[str, Any] = {
-        "model": model,
+        "model": dict(model),
         "parallel": {"data": machine.devices, "zero": zero},
         "precision": {"compute": "bfloat16"},
         "data": {"source": "synthetic", "batch_size": batch * machine.devices, "seq_len": tokens},
         "runtime": {"simulate": machine.simulate},
     }
-    for section, values in nested(list(overrides)).items():
-        tree[section] = tree.get(section, {}) | values
-    return parse(tree)
+    return parse(nested(overrides, tree))
 
 
 def estimated(machine: Machine, config: Config) -> Estimate | None:

@@ -6,7 +6,6 @@ Batches are random tokens already on the devices: this times the step alone, wit
 Steps are dispatched one ahead, as in training; a step ends when its loss is ready.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -14,12 +13,13 @@ import time
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.config import schema as configs
-from nanotrain_jax.config.load import load
+from nanotrain_jax.config.load import Parser, at_least, load, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.costs import counts, flops, hardware
 from nanotrain_jax.data import batches
@@ -27,21 +27,36 @@ from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.step import build as steps
 
 
+def on_mesh(config: configs.Config, devices: list[jax.Device] | None = None) -> tuple[configs.Config, Mesh]:
+    """Return the resolved config and its mesh. devices: default those that are here. Raises ValueError or OSError."""
+    if config.memory.offload_optimizer == "nvme":
+        raise ValueError("memory.offload_optimizer=nvme: use scripts/gpu/compare_offload.py --modes nvme")
+    mesh = meshes.make(**config.parallel.axes, devices=devices)
+    vocab = None if config.model.vocab_size else batches.load(config.data).vocab_size
+    return resolve(config, mesh.shape, vocab), mesh
+
+
+def random_batch(config: configs.Config, step: steps.Step, order: np.ndarray | None = None) -> steps.Tree:
+    """Return random tokens on the mesh, a document in each row. order: of tokens in a row, as `Step.token_order`."""
+    shape = config.data.batch_size, config.data.seq_len + 1
+    tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
+    return placed(step, tokens, order)
+
+
+def placed(step: steps.Step, tokens: np.ndarray, order: np.ndarray | None = None) -> steps.Tree:
+    """tokens[B T+1] -> a batch of them, as `random_batch`."""
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "starts": np.zeros_like(tokens[:, 1:])}
+    if order is not None:
+        batch = {name: rows[:, order] for name, rows in batch.items()}
+    return {name: jax.device_put(batch[name], x.sharding) for name, x in step.batch.items()}
+
+
 def measure(config: configs.Config, count: int, warmup: int) -> dict:
     """Compile and run the step; -> figures: times in seconds, memory in bytes per device."""
     meshes.configure(config.runtime.simulate, config.runtime.deterministic)
-    mesh = meshes.make(**config.parallel.axes)
-    vocab = None if config.model.vocab_size else batches.load(config.data).vocab_size
-    config = resolve(config, mesh.shape, vocab)
-    if config.memory.offload_optimizer == "nvme":
-        raise ValueError("memory.offload_optimizer=nvme: use scripts/gpu/compare_offload.py --modes nvme")
+    config, mesh = on_mesh(config)
     step = steps.build(config, mesh)
-    state = step.init()
-    tokens = np.random.default_rng(0).integers(
-        config.model.vocab_size, size=(config.data.batch_size, config.data.seq_len + 1), dtype=np.int32
-    )
-    arrays = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "starts": np.zeros_like(tokens[:, 1:])}
-    batch = {name: jax.device_put(arrays[name], x.sharding) for name, x in step.batch.items()}
+    state, batch, tokens = step.init(), random_batch(config, step), config.data.batch_size * config.data.seq_len
     started = time.perf_counter()
     train = step.train.lower(step.state, step.batch).compile()
     compile_seconds = time.perf_counter() - started
@@ -57,7 +72,7 @@ def measure(config: configs.Config, count: int, warmup: int) -> dict:
 
     device = mesh.devices.flat[0]
     seconds = statistics.median(times)
-    rate = tokens[:, 1:].size / seconds
+    rate = tokens / seconds
     peak = hardware.peak_flops(device.device_kind)
     per_token = flops.flops_per_token(config)
     memory, allocated = hlo.memory(train), device.memory_stats()
@@ -66,7 +81,7 @@ def measure(config: configs.Config, count: int, warmup: int) -> dict:
         "devices": mesh.size,
         "jax": jax.__version__,
         "parameters": counts.parameters(config.model),
-        "tokens_per_step": tokens[:, 1:].size,
+        "tokens_per_step": tokens,
         "step_seconds": seconds,
         "step_seconds_min": min(times),
         "step_seconds_max": max(times),
@@ -92,10 +107,8 @@ def percent_of_peak(utilization: float | None) -> str:
 
 def show(f: dict) -> Table:
     """Return the figures as a table."""
-    table = Table(
-        title=f"{f['devices']} x {f['device']}, jax {f['jax']}, {f['parameters']:,} parameters",
-        show_header=False,
-    )
+    title = f"{f['devices']} x {f['device']}, jax {f['jax']}, {f['parameters']:,} parameters"
+    table = Table(title=title, show_header=False)
     rows = {
         "step time, median (min - max)": f"{f['step_seconds'] * 1e3:,.1f} ms ({f['step_seconds_min'] * 1e3:,.1f} - "
         f"{f['step_seconds_max'] * 1e3:,.1f}), {f['steps']} steps of {f['tokens_per_step']:,} tokens",
@@ -116,20 +129,17 @@ def show(f: dict) -> Table:
 
 def main(argv: list[str] | None = None) -> int:
     """Print a table and one JSON line; -> 2 if the request is wrong."""
-    parser = argparse.ArgumentParser(description="Time the training step of a config.")
+    parser = Parser(description="Time the training step of a config.")
     parser.add_argument("--config", required=True)
-    parser.add_argument("--steps", type=int, default=20, help="timed steps (default: 20)")
-    parser.add_argument("--warmup", type=int, default=3, help="warm-up steps (default: 3)")
+    parser.add_argument("--steps", type=at_least(1), default=20, help="timed steps (default: 20)")
+    parser.add_argument("--warmup", type=at_least(1), default=3, help="warm-up steps (default: 3)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parser.parse_intermixed_args(argv)
     try:
         config = load(arguments.config, arguments.overrides)
-        if arguments.steps < 1 or arguments.warmup < 1:
-            raise ValueError(f"--steps={arguments.steps} --warmup={arguments.warmup}: must be at least 1")
         figures = measure(config, arguments.steps, arguments.warmup)
     except (ValueError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return refuse(error)
     Console(width=110).print(show(figures))
     print(json.dumps(figures))
     return 0

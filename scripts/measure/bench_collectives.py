@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nanotrain_jax.audit import hlo, topology
+from nanotrain_jax.config.load import Parser, at_least, refuse
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.collectives import all_gather, all_to_all, reduce_scatter
 from nanotrain_jax.parallel.gradients import all_reduce
@@ -125,21 +126,12 @@ def show(rows: list[Row], title: str) -> Table:
     for column in ("MB", "steps", "wire MB", "ms", "algorithm GB/s", "bus GB/s"):
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(
-            row["operation"],
-            f"{row['bytes'] / 1e6:,.3f}",
-            str(row["steps"]),
-            f"{row['wire_bytes'] / 1e6:,.3f}",
-            *(
-                (
-                    f"{row['seconds'] * 1e3:,.3f}",
-                    f"{row['algorithm_bandwidth'] / 1e9:,.2f}",
-                    f"{row['bus_bandwidth'] / 1e9:,.2f}",
-                )
-                if "seconds" in row
-                else ("-", "-", "-")
-            ),
-        )
+        timed = ["-", "-", "-"]
+        if "seconds" in row:
+            bandwidths = (f"{row[f'{kind}_bandwidth'] / 1e9:,.2f}" for kind in ("algorithm", "bus"))
+            timed = [f"{row['seconds'] * 1e3:,.3f}", *bandwidths]
+        sizes = f"{row['bytes'] / 1e6:,.3f}", str(row["steps"]), f"{row['wire_bytes'] / 1e6:,.3f}"
+        table.add_row(row["operation"], *sizes, *timed)
     return table
 
 
@@ -164,24 +156,21 @@ def _mesh(asked: argparse.Namespace) -> jax.sharding.Mesh:
 
 def main(argv: list[str] | None = None) -> int:
     """Print a table and one JSON line; -> 2 if the request is wrong."""
-    parser = argparse.ArgumentParser(description="Time collectives and all-reduce algorithms.")
+    parser = Parser(description="Time collectives and all-reduce algorithms.")
     parser.add_argument(
         "--simulate", type=int, default=8, help="simulated CPU devices (default: 8); 0: the real devices"
     )
     parser.add_argument("--gpu", help="compile for this GPU instead, and time nothing: h100, ...")
     parser.add_argument("--gpus", type=int, default=8, help="with --gpu: how many (default: 8)")
     parser.add_argument("--sizes", default="4K,64K,1M,16M", help="bytes per device (default: 4K,64K,1M,16M)")
-    parser.add_argument("--rounds", type=int, default=5, help="executions of each (default: 5)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="executions of each (default: 5)")
     parser.add_argument("--picture", metavar="FILE", help="draw bus bandwidth over size")
     asked = parser.parse_args(argv)
     try:
         sizes = [size_of(text) for text in asked.sizes.split(",")]
-        if asked.rounds < 1:
-            raise ValueError(f"--rounds={asked.rounds}: use 1 or more")
         mesh = _mesh(asked)
     except ValueError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return refuse(error)
     N, rows = mesh.shape[AXIS], []
     for size in sizes:
         programs = [compiled(name, size, mesh) for name in OPERATIONS]

@@ -18,7 +18,6 @@ We reduce gradients in precision.grad_reduce; under jit they are reduced in the 
 set both to the same dtype for a fair comparison. XLA options are the same for all three.
 """
 
-import argparse
 import json
 import re
 import statistics
@@ -28,6 +27,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
+from bench import on_mesh, random_batch
 from jax.sharding import Mesh
 from jit_step import jit_step
 from rich.console import Console
@@ -36,10 +36,8 @@ from rich.table import Table
 from nanotrain_jax.audit import hlo, topology
 from nanotrain_jax.config import schema as configs
 from nanotrain_jax.config.derived import padded_vocab
-from nanotrain_jax.config.load import load
-from nanotrain_jax.config.resolve import resolve
+from nanotrain_jax.config.load import Parser, at_least, load, refuse
 from nanotrain_jax.costs import communication, counts, hardware
-from nanotrain_jax.data import batches as data
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.step import build as steps
 
@@ -67,12 +65,7 @@ def programs(config: configs.Config, mesh: Mesh) -> tuple[steps.Step, dict[str, 
 
 def random_batches(config: configs.Config, step: steps.Step) -> dict[str, steps.Tree]:
     """Return a batch of random tokens, placed on the mesh, for each program: ours takes tokens in its own order."""
-    shape = config.data.batch_size, config.data.seq_len + 1
-    tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
-    natural = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-    order = slice(None) if step.token_order is None else step.token_order
-    own = {name: rows[:, order] for name, rows in natural.items()}
-    own, natural = (jax.device_put(rows, jax.tree.map(lambda x: x.sharding, step.batch)) for rows in (own, natural))
+    own, natural = (random_batch(config, step, order) for order in (step.token_order, None))
     return {"ours": own, "jit": natural, "jit + constraints": natural}
 
 
@@ -84,10 +77,7 @@ def check(config: configs.Config, updates: int = 3, tolerance: float = 1e-5) -> 
     sizes = {"d_model": 8 * N, "d_ff": 16 * devices, "vocab_size": vocab, "max_seq_len": 16}
     config = config.replace("model", attention="xla", **sizes).replace("data", batch_size=2 * rows, seq_len=16)
     config = config.replace("precision", compute="float32", grad_reduce="float32")
-    config, losses = (
-        config.replace("parallel", persist_below=256),
-        {},
-    )  # so that some small arrays are sharded
+    config, losses = config.replace("parallel", persist_below=256), {}  # so that some small arrays are sharded
     with jax.default_matmul_precision("highest"):  # GPUs multiply float32 as TF32 otherwise
         step, trains = programs(config, mesh)
         batches = random_batches(config, step)
@@ -222,35 +212,30 @@ def show(rows: list[dict], title: str) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Compare our training step with the same step under plain jax.jit.")
+    parser = Parser(description="Compare our training step with the same step under plain jax.jit.")
     parser.add_argument("--config", required=True)
     parser.add_argument("--stages", default="0,1,2,3", help="ZeRO stages (default: 0,1,2,3)")
-    parser.add_argument("--steps", type=int, default=MIN_STEPS, help=f"timed steps (default: {MIN_STEPS})")
+    parser.add_argument("--steps", type=at_least(1), default=MIN_STEPS, help=f"timed steps (default: {MIN_STEPS})")
     parser.add_argument("--gpu", help=f"compile only, for this GPU: {', '.join(hardware.GPUS)}")
     parser.add_argument("--gpus", type=int, default=8, help="number of GPUs (default: 8)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     asked = parser.parse_intermixed_args(argv)
     try:
         config, rows, stages = load(asked.config, asked.overrides), [], asked.stages.split(",")
-        if config.memory.offload_optimizer == "nvme":
-            raise ValueError("memory.offload_optimizer=nvme: use scripts/gpu/compare_offload.py --modes nvme")
-        if not set(stages) <= set("0123") or asked.steps < 1:
-            raise ValueError(f"--stages={asked.stages} --steps={asked.steps}: stages must be 0 to 3, steps at least 1")
+        if not set(stages) <= set("0123"):
+            raise ValueError(f"--stages={asked.stages}: stages must be 0 to 3")
         meshes.configure(asked.gpus if asked.gpu else config.runtime.simulate, config.runtime.deterministic)
         try:
             devices = topology.compile_only(asked.gpu, asked.gpus) if asked.gpu else None
         except RuntimeError as error:  # no CUDA compiler
             raise ValueError(str(error)) from None
-        mesh = meshes.make(**config.parallel.axes, devices=devices)
-        vocab = None if config.model.vocab_size else data.load(config.data).vocab_size
-        config = resolve(config, mesh.shape, vocab)
+        config, mesh = on_mesh(config, devices)
         for stage in map(int, stages):
             staged = config.replace("parallel", zero=stage, prefetch=config.parallel.prefetch and stage == 3)
             check(staged)
             rows += audit(staged, mesh) if asked.gpu else run(staged, mesh, asked.steps)
     except (ValueError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return refuse(error)
     about = {"device": mesh.devices.flat[0].device_kind, "devices": mesh.size, "jax": jax.__version__}
     about |= {"parameters": counts.parameters(config.model), "remat": config.memory.remat, **dict(config.precision)}
     title = "{devices} x {device}, jax {jax}, {parameters:,} parameters, {compute}, grads {grad_reduce}, remat {remat}"

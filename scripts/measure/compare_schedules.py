@@ -28,14 +28,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from bench import on_mesh, random_batch
 from rich.console import Console
 from rich.table import Table
 
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.config import schema as configs
-from nanotrain_jax.config.load import load
+from nanotrain_jax.config.load import Parser, at_least, load, refuse
 from nanotrain_jax.config.resolve import resolve
-from nanotrain_jax.data import batches
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline import schedule_text
@@ -68,10 +68,7 @@ def prepare(config: configs.Config, mesh: jax.sharding.Mesh) -> tuple[Program, R
     started = time.perf_counter()
     train = step.train.lower(step.state, step.batch).compile()
     seconds = time.perf_counter() - started
-    shape = config.data.batch_size, config.data.seq_len + 1
-    tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
-    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-    batch = jax.device_put(batch, jax.tree.map(lambda x: x.sharding, step.batch))
+    batch = random_batch(config, step)
     state, metrics, _ = train(step.init(), batch)
     ticks, model_time = modelled(p)
     return Program(train, batch, state), {
@@ -131,7 +128,6 @@ def show(rows: Sequence[Row], title: str) -> Table:
 
 def variants(asked: argparse.Namespace, base: configs.Config, mesh: jax.sharding.Mesh) -> list[configs.Config]:
     """Return the resolved config of each schedule and idle mode. Raises ValueError or OSError."""
-    vocab = None if base.model.vocab_size else batches.load(base.data).vocab_size
     resolved = []
     for idle, text in product((asked.idle or base.parallel.idle).split(","), asked.schedules.split(",")):
         layout, _, ends = text.partition("+")
@@ -142,34 +138,29 @@ def variants(asked: argparse.Namespace, base: configs.Config, mesh: jax.sharding
         keys |= {"vocab_over_pipe": "true"} if ends else {}
         overrides = [f"parallel.{key}={value}" for key, value in keys.items()]
         config = load(asked.config, [*asked.overrides, *overrides])
-        resolved.append(resolve(config, mesh.shape, vocab))
+        resolved.append(resolve(config, mesh.shape, base.model.vocab_size))
     return resolved
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print a table and one JSON line; -> 2 if the request is wrong, 1 if the losses differ."""
-    parser = argparse.ArgumentParser(description="Time pipeline schedules side by side.")
+    parser = Parser(description="Time pipeline schedules side by side.")
     parser.add_argument("--config", required=True)
     names = f"NAME, interleaved:CHUNKS, NAME+vocab (default: {SCHEDULES})"
     parser.add_argument("--schedules", default=SCHEDULES, help=names)
     parser.add_argument("--idle", help="skip, mask, or both as skip,mask (default: the config's)")
-    parser.add_argument("--rounds", type=int, default=5, help=f"rounds of {STEPS} steps each (default: 5)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help=f"rounds of {STEPS} steps each (default: 5)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     asked = parser.parse_intermixed_args(argv)
     try:
-        if asked.rounds < 1:
-            raise ValueError(f"--rounds={asked.rounds}: use 1 or more")
         base = load(asked.config, asked.overrides)
-        if base.memory.offload_optimizer == "nvme":
-            raise ValueError("memory.offload_optimizer=nvme: use scripts/gpu/compare_offload.py --modes nvme")
         meshes.configure(base.runtime.simulate, base.runtime.deterministic)
-        mesh = meshes.make(**base.parallel.axes)
+        base, mesh = on_mesh(base)
         if mesh.shape["pipe"] == 1:
             raise ValueError("parallel.pipe=1: has no schedule to compare; use 2 or more stages")
         all_configs = variants(asked, base, mesh)
     except (ValueError, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return refuse(error)
 
     programs, rows = zip(*(prepare(config, mesh) for config in all_configs), strict=True)
     losses = [row["first_loss"] for row in rows]

@@ -28,7 +28,7 @@ from compare_schedules import measure, prepare
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax.config.load import Parser, load, refuse
+from nanotrain_jax.config.load import Parser, at_least, load, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.data import batches
@@ -50,11 +50,9 @@ def sizes_of(asked: argparse.Namespace, config: Config, default: str, batch: int
     except ValueError:
         raise ValueError(f"--devices={asked.devices}: must be numbers; write e.g. --devices 8,64,512") from None
     mesh_size = math.prod(size for size in config.parallel.axes.values() if size > 0)
-    per_device = asked.per_device if asked.per_device is not None else max(config.data.batch_size // mesh_size, 1)
-    given = {"devices": devices[0], "per-device": per_device, "batch": asked.batch, "rounds": asked.rounds}
-    for option, value in given.items():
-        if value is not None and value < 1:
-            raise ValueError(f"--{option}={value}: must be at least 1")
+    per_device = asked.per_device or max(config.data.batch_size // mesh_size, 1)
+    if devices[0] < 1:
+        raise ValueError(f"--devices={devices[0]}: must be at least 1")
     return {"weak": [(n, per_device * n) for n in devices], "strong": [(n, asked.batch or batch) for n in devices]}
 
 
@@ -194,11 +192,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True)
     parser.add_argument("--gpu", help="model this GPU instead of measuring: h100, ..., or a YAML file as for plan")
     parser.add_argument("--devices", help=f"numbers of devices (default: powers of 2; modelled: {GPUS})")
-    parser.add_argument("--per-device", type=int, help="sequences per device, weak scaling (default: the config's)")
+    parser.add_argument("--per-device", type=at_least(1), help="sequences per device, weak scaling; default: config")
     parser.add_argument(
-        "--batch", type=int, help=f"sequences, strong scaling (default: the config's; modelled: {TOKENS:,} tokens)"
+        "--batch",
+        type=at_least(1),
+        help=f"sequences, strong scaling; default: config, or {TOKENS:,} tokens modelled",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of 3 steps each, measured (default: 5)")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="rounds of 3 steps each, measured (default: 5)")
     parser.add_argument("--out", type=Path, default=Path("runs/scaling"), help="folder of scaling.json and scaling.png")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     asked = parser.parse_intermixed_args(argv)

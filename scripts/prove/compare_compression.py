@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.figure
-from converge import Job, checked, mean_curve, run
+from converge import Job, check, mean_curve, run
 from rich.console import Console
 from rich.table import Column, Table
 
-from nanotrain_jax.config.load import Parser, folder_argument, load, path_argument, path_override, refuse
+from nanotrain_jax.config.load import Parser, at_least, folder_argument, load, path_argument, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_phase, phases
@@ -84,9 +84,9 @@ def job(asked: argparse.Namespace, way: str, seed: int) -> Job:
     overrides = [*LAYOUT, *TRAINING, *asked.overrides, *overrides_of(way), *of_seed]
     config = load(asked.config, overrides)
     folder = asked.out / f"{way.replace(':', '_')}_{seed}"
-    overrides += [path_override("logging.dir", folder), path_override("checkpoint.dir", folder / "checkpoints")]
-    command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(asked.config), *overrides]
-    return checked(Job(way, seed, config, command, folder))
+    found = Job(way, seed, config, folder, asked.config, overrides)
+    check(found)
+    return found
 
 
 def table(results: list[Result]) -> Table:
@@ -116,28 +116,25 @@ def draw(results: list[Result], path: Path) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options. Exits with 2 on an error; raises ValueError."""
+    """Parse the options. Exits with 2 on an error."""
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", type=path_argument, default=ROOT / "configs" / "quickstart.yaml")
     parser.add_argument("--ways", default=WAYS, help="default: %(default)s")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each way (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default: %(default)s)")
+    parser.add_argument("--seeds", type=at_least(1), default=3, help="runs of each way (default: %(default)s)")
+    parser.add_argument("--jobs", type=at_least(1), default=1, help="runs at the same time (default: %(default)s)")
     parser.add_argument(
         "--out", type=folder_argument, default=Path("runs/compression"), help="folder of runs and picture"
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     asked = parser.parse_intermixed_args(argv)
     asked.ways = list(dict.fromkeys([CONTROL, *asked.ways.split(",")]))
-    for name in "seeds", "jobs":
-        if getattr(asked, name) < 1:
-            raise ValueError(f"--{name}={getattr(asked, name)}: must be at least 1")
     return asked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what is left, and print the table; 2 if the request is wrong, 1 if a run fails."""
+    asked = parse(argv)
     try:
-        asked = parse(argv)
         jobs = {way: [job(asked, way, seed) for seed in range(asked.seeds)] for way in asked.ways}
         moved = {way: megabytes(of_seeds[0].config) for way, of_seeds in jobs.items()}
     except (ValueError, OSError) as error:

@@ -37,15 +37,8 @@ from nanotrain_jax.models.parameters import LAYERS
 STEPS = 3
 TOLERANCE = 1e-6
 CONFIG = {
-    "model": {
-        "family": "llama",
-        "num_layers": 5,  # no multiple of the stages
-        "d_model": 32,
-        "num_heads": 8,
-        "num_kv_heads": 2,
-        "d_ff": 64,
-        "vocab_size": 61,
-    },
+    "model": {"family": "llama", "num_layers": 5, "d_model": 32, "num_heads": 8, "num_kv_heads": 2, "d_ff": 64}
+    | {"vocab_size": 61},  # layers: no multiple of the stages
     "precision": {"compute": "float32"},
     "data": {"source": "synthetic", "batch_size": 16, "seq_len": 16},
     "optimizer": {"lr": 1e-3, "schedule": "constant"},

@@ -30,7 +30,7 @@ import matplotlib.figure
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax.config.load import Parser, folder_argument, load, path_argument, path_override, refuse
+from nanotrain_jax.config.load import Parser, at_least, folder_argument, load, path_argument, path_override, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import spans
@@ -79,8 +79,16 @@ class Job(NamedTuple):
     layout: str  # a name
     seed: int
     config: Config
-    command: list[str]
     folder: Path
+    file: Path  # the config, before overrides
+    overrides: list[str]
+
+    @property
+    def command(self) -> list[str]:
+        """What trains it."""
+        folders = {"logging.dir": self.folder, "checkpoint.dir": self.folder / "checkpoints"}
+        overrides = [*self.overrides, *(path_override(key, folder) for key, folder in folders.items())]
+        return [sys.executable, "-m", "nanotrain_jax.train", "--config", str(self.file), *overrides]
 
     @property
     def steps(self) -> int:
@@ -127,17 +135,15 @@ def job(asked: argparse.Namespace, layout: str, seed: int) -> Job:
     resolve(config, axes, choice.vocabulary(config))
     if not config.train.eval_every or not config.data.val_fraction:
         raise ValueError("train.eval_every=0 or data.val_fraction=0: there would be no validation losses; set both")
-    folder = asked.out / f"{layout}_{seed}"
-    overrides += [path_override("logging.dir", folder), path_override("checkpoint.dir", folder / "checkpoints")]
-    command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(file), *overrides]
-    return checked(Job(layout, seed, config, command, folder))
+    found = Job(layout, seed, config, asked.out / f"{layout}_{seed}", file, overrides)
+    check(found)
+    return found
 
 
-def checked(job: Job) -> Job:
-    """Return a job. Raises ValueError if its folder has a run of another config."""
+def check(job: Job) -> None:
+    """Raise ValueError if the folder of a job has a run of another config."""
     if job.request.exists() and job.request.read_text() != job.text:
         raise ValueError(f"{job.folder} has a run of another config; remove it, or give another --out")
-    return job
 
 
 def run(job: Job) -> bool:
@@ -184,14 +190,8 @@ class Result(NamedTuple):
         """Return the cells of a table, see HEAD."""
         verdict = "control" if self.losses is self.control else "yes" if self.is_within else "no"
         largest = f"{max(self.paired, key=abs):+.4f}"
-        return [
-            self.layout,
-            f"{self.mean:.4f}",
-            f"{spread(self.losses):.4f}",
-            f"{self.difference:+.4f}",
-            verdict,
-            largest,
-        ]
+        means = f"{self.mean:.4f}", f"{spread(self.losses):.4f}", f"{self.difference:+.4f}"
+        return [self.layout, *means, verdict, largest]
 
 
 def spread(losses: Sequence[float]) -> float:
@@ -235,9 +235,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="default: %(default)s")
     parser.add_argument("--control", default="one", help="layout to compare with (default: %(default)s, one device)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each layout (default: %(default)s)")
+    parser.add_argument("--seeds", type=at_least(2), default=3, help="runs of each layout (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="train.steps (default: the config's; of the small model 300)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default: %(default)s)")
+    parser.add_argument("--jobs", type=at_least(1), default=1, help="runs at the same time (default: %(default)s)")
     parser.add_argument("--config", type=path_argument, help="default: quickstart.yaml with a smaller model")
     parser.add_argument(
         "--out", type=folder_argument, default=Path("runs/converge"), help="folder of runs, table and picture"
@@ -248,10 +248,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [layout for layout in asked.layouts if layout not in LAYOUTS]
     if unknown:
         raise ValueError(f"layout {unknown[0]!r} is unknown; use {', '.join(LAYOUTS)}")
-    if asked.seeds < 2:
-        raise ValueError(f"--seeds={asked.seeds}: must be at least 2, for the control's spread over seeds")
-    if asked.jobs < 1:
-        raise ValueError(f"--jobs={asked.jobs}: must be at least 1")
     return asked
 
 

@@ -11,7 +11,6 @@ if a trial fails.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -28,6 +27,8 @@ from typing import NamedTuple
 import yaml
 from rich.console import Console
 from rich.table import Table
+
+from nanotrain_jax.run import curves
 
 MOMENTS = ("training", "checkpoint", "training", "checkpoint", "start")
 CONFIG = {
@@ -150,13 +151,7 @@ def children(launcher: subprocess.Popen) -> dict[int, int]:
 
 def losses(run: Path) -> dict[int, float]:
     """Return step -> loss, as last logged."""
-    try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return {}
-    return {
-        record["step"]: record["loss"] for record in map(json.loads, (line for line in lines if line.endswith("}")))
-    }
+    return {record["step"]: record["loss"] for record in curves.read(run / "metrics.jsonl")[0]}
 
 
 def wait(launcher: subprocess.Popen, until: Callable[[], bool]) -> None:

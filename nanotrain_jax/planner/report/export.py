@@ -55,17 +55,10 @@ def as_json(plan: Planned) -> dict[str, Any]:
     e = plan.estimate
     c, parts = e.config, e.moments[e.peak]
     out = {
-        "model": {
-            "params": counts.all_parameters(c),
-            "flops_per_token": flops.flops_per_token(c)["full"],
-        },
+        "model": {"params": counts.all_parameters(c), "flops_per_token": flops.flops_per_token(c)["full"]},
         **_layout(e),
         "estimate": {
-            "state_bytes": {
-                "params": parts["params"],
-                "grads": parts["gradients"],
-                "optimizer": parts["optimizer"],
-            },
+            "state_bytes": {"params": parts["params"], "grads": parts["gradients"], "optimizer": parts["optimizer"]},
             "activation_bytes": parts["activations"],
             "moments": e.moments,
             **_numbers(e),
@@ -120,11 +113,5 @@ def _layout(e: Estimate) -> dict[str, Any]:
 
 
 def _numbers(e: Estimate) -> dict[str, float]:
-    return {
-        "peak_bytes": e.peak_bytes,
-        "step_seconds": e.step_seconds,
-        "tokens_per_second": e.tokens_per_second,
-        "mfu": e.mfu,
-        "mfu_causal": e.mfu_causal,
-        "bubble_fraction": e.bubble_fraction,
-    }
+    names = "peak_bytes", "step_seconds", "tokens_per_second", "mfu", "mfu_causal", "bubble_fraction"
+    return {name: getattr(e, name) for name in names}

@@ -22,7 +22,7 @@ from nanotrain_jax.costs import counts, hardware
 from nanotrain_jax.parallel.pipeline import gantt, schedule, schedule_text
 from nanotrain_jax.planner import formula
 from nanotrain_jax.planner.compiled import wire_bytes
-from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, verdict
+from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, stores_scores, verdict
 from nanotrain_jax.planner.report import markup, timeline
 from nanotrain_jax.planner.search import SearchResult
 from nanotrain_jax.planner.step_time import layers_time
@@ -180,7 +180,7 @@ def _memory(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
     if plan.on_host:
         parts = ", ".join(f"{part} {_gb(size)}" for part, size in plan.on_host.items())
         lead += f" Host memory per GPU: {_gb(sum(plan.on_host.values()))} ({parts})."
-    if plan.stores_scores:
+    if stores_scores(plan.config):
         lead += " No flash attention: attention scores are stored, and the estimate is less accurate."
     if compiled:
         peak = compiled["peak_bytes"]
@@ -224,11 +224,8 @@ def _time(plan: Estimate) -> str:
     rows.append(["step", _seconds(plan.step_seconds), "100%", ""])
     table = markup.table(["part", ">time, modelled", ">of the step", "description"], rows, {len(rows) - 1})
     lead = "Modelled by a roofline: the slowest of matrix units, memory and link bounds each operation."
-    return markup.section(
-        "Step time breakdown",
-        lead,
-        f'<div class="rows">{markup.bar(bar, plan.step_seconds, _seconds)}</div>{table}',
-    )
+    drawn = f'<div class="rows">{markup.bar(bar, plan.step_seconds, _seconds)}</div>'
+    return markup.section("Step time breakdown", lead, drawn + table)
 
 
 def _schedule(plan: Estimate) -> str:
@@ -257,9 +254,8 @@ def _schedule(plan: Estimate) -> str:
     lead = f"""Widths are modelled times. {f"Drawn: {reduced}" if reduced else "Drawn in full"}; bubble
     {schedule_text.stats(table, *costs).bubble_fraction:.1%} of the picture. The bubble of the plan's full schedule,
     with embedding, head and communication, is {plan.bubble_fraction:.1%}."""
-    return markup.section(
-        f"Schedule {_schedule_name(plan)}", lead, f'<div class="scroll gantt" tabindex="0">{svg}</div>'
-    )
+    drawn = f'<div class="scroll gantt" tabindex="0">{svg}</div>'
+    return markup.section(f"Schedule {_schedule_name(plan)}", lead, drawn)
 
 
 def _communication(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
@@ -322,11 +318,8 @@ def _formulas(explained: Sequence[formula.Section]) -> str:
             arithmetic = f"<code>= {escape(line.formula)}</code><code>= {escape(line.numbers)}</code>"
             value = f"<p><b>{formula.number(line.value)}</b> {escape(line.unit)}</p>"
             body += f'<div class="formula"><span>{escape(line.what)}</span><div>{arithmetic}</div>{value}</div>'
-    return (
-        markup.section("Formulas", "Each formula with this plan's numbers substituted, and its source.", body)
-        if body
-        else ""
-    )
+    lead = "Each formula with this plan's numbers substituted, and its source."
+    return markup.section("Formulas", lead, body) if body else ""
 
 
 def _axes(text: str) -> str:

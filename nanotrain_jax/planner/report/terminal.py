@@ -12,7 +12,7 @@ from rich.table import Table
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, hardware
 from nanotrain_jax.planner import compiled as compiler
-from nanotrain_jax.planner.estimate import Estimate, Verdict, margin
+from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, stores_scores
 from nanotrain_jax.planner.formula import Section, number
 from nanotrain_jax.planner.search import SearchResult, describe
 from nanotrain_jax.planner.training_stages import Staged
@@ -58,7 +58,7 @@ def estimated(console: Console, e: Estimate) -> None:
     mfu = f"MFU {e.mfu:.1%} ({e.mfu_causal:.1%} with causal attention FLOPs)"
     console.print(f"step time {e.step_seconds:,.3f} s, modelled: {parts}{bubble}")
     console.print(f"throughput {e.tokens_per_second:,.0f} tokens/s, {mfu}")
-    if e.stores_scores:
+    if stores_scores(e.config):
         console.print("no flash attention: attention scores are stored, and the memory estimate is less accurate")
     console.print(f"host memory while writing a checkpoint: {e.host_bytes / unit:,.1f} {name} of state per host")
 

@@ -155,8 +155,9 @@ def test_gradients_of_replicated_parameters_are_summed_over_data():
 
 
 @pytest.mark.long
-def test_the_example_script_equals_one_device(capsys):
+def test_the_example_script_equals_one_device(capsys, monkeypatch):
     path = ROOT / "scripts" / "examples" / "pipeline_your_model.py"
+    monkeypatch.syspath_prepend(path.parent)  # scripts import each other
     spec = importlib.util.spec_from_file_location("pipeline_your_model", path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

@@ -5,7 +5,7 @@ import re
 import sys
 
 import pytest
-from conftest import ROOT, resolved, small
+from conftest import ROOT, exit_code, resolved, small
 
 from nanotrain_jax import train
 from nanotrain_jax.step import build as steps
@@ -57,10 +57,10 @@ def with_answer(rows, token):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--run", "nowhere"], "nowhere holds no finished checkpoint"), (["--run", "x", "--seed", "0"], "at least 1")],
+    [(["--run", "nowhere"], "nowhere holds no finished checkpoint"), (["--run", "x", "--seed", "0"], "from 1")],
 )
 def test_a_wrong_request_is_one_line(arguments, message, capsys):
-    assert script.main(arguments) == 2
+    assert exit_code(script.main, arguments) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

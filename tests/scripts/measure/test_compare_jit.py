@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from conftest import LOSS, ROOT, STATE, cover, on_devices, random_tokens, resolved, small
+from conftest import LOSS, ROOT, STATE, cover, exit_code, on_devices, random_tokens, resolved, small
 
 SCRIPT = ROOT / "scripts" / "measure" / "compare_jit.py"
 sys.path.insert(0, str(SCRIPT.parent))  # scripts import each other
@@ -158,5 +158,5 @@ def test_the_script_prints_a_table_and_one_json_line(tmp_path, capsys):
 @pytest.mark.parametrize("wrong", [["--stages", "0,4"], ["--steps", "0"], ["--gpu", "h1000"], ["model.layers=3"]])
 def test_a_wrong_request_is_one_line_and_exit_code_2(tmp_path, capsys, wrong):
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(small(runtime={"simulate": 8})))
-    assert compare_jit.main(["--config", f"{tmp_path}/x.yaml", *wrong]) == 2
+    assert exit_code(compare_jit.main, ["--config", f"{tmp_path}/x.yaml", *wrong]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -2,15 +2,17 @@
 
 import importlib.util
 import json
+import sys
 
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT, small
+from conftest import ROOT, exit_code, small
 
 from nanotrain_jax.config.schema import Parallel
 
 SCRIPT = ROOT / "scripts" / "measure" / "compare_schedules.py"
+sys.path.insert(0, str(SCRIPT.parent))  # scripts import each other
 spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
 compare_schedules = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(compare_schedules)
@@ -24,7 +26,7 @@ def compare(tmp_path, capsys):
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(tree))
 
     def run(*arguments):
-        code = compare_schedules.main(["--config", f"{tmp_path}/x.yaml", "--rounds", "1", *arguments])
+        code = exit_code(compare_schedules.main, ["--config", f"{tmp_path}/x.yaml", "--rounds", "1", *arguments])
         out, err = capsys.readouterr()
         return code, out.splitlines(), err.splitlines()
 
@@ -77,7 +79,7 @@ def test_modelled_time_is_that_of_the_schedule(schedule, chunks, idle, modelled)
         (["--schedules", "gpipe:2", "model.num_layers=4"], "gpipe: 2 chunks"),
         (["--schedules", "zb_h2", "parallel.microbatches=2"], "zb_h2: 2 microbatches are too few"),
         (["--idle", "sleep"], "sleep"),
-        (["--rounds", "0"], "--rounds=0"),
+        (["--rounds", "0"], "--rounds: '0' must be a number from 1"),
         (["parallel.pipe=1"], "parallel.pipe=1"),
         (["model.layers=3"], "model.layers"),
     ],

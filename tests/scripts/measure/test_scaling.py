@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import yaml
-from conftest import ROOT, small
+from conftest import ROOT, exit_code, small
 
 SCRIPT = ROOT / "scripts" / "measure" / "scaling.py"
 sys.path.insert(0, str(SCRIPT.parent))  # scripts import each other
@@ -78,5 +78,5 @@ def test_without_several_gpus_nothing_is_measured_and_one_line_says_so(request_o
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(request_of, capsys, wrong):
-    assert scaling.main([*request_of, *wrong]) == 2
+    assert exit_code(scaling.main, [*request_of, *wrong]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 from command import TREE
-from conftest import ROOT
+from conftest import ROOT, exit_code
 
 sys.path.insert(0, str(ROOT / "scripts" / "prove"))
 import compare_compression
@@ -36,5 +36,5 @@ def test_every_way_is_trained_once_and_compared(tmp_path, text_files, capsys):
 
 @pytest.mark.parametrize("wrong", [["--ways", "topk"], ["--seeds", "0"], ["--config", "none.yaml"]])
 def test_a_wrong_request_is_one_line_and_exit_code_2(tmp_path, capsys, wrong):
-    assert compare_compression.main(["--out", str(tmp_path), *wrong]) == 2
+    assert exit_code(compare_compression.main, ["--out", str(tmp_path), *wrong]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from command import TREE
-from conftest import ROOT
+from conftest import ROOT, exit_code
 
 SCRIPT = ROOT / "scripts" / "prove" / "converge.py"
 spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
@@ -127,7 +127,7 @@ def test_a_failed_run_is_reported_and_outside(layout, training, tmp_path, capsys
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(tmp_path, capsys, wrong):
-    assert converge.main(["--out", str(tmp_path), *wrong]) == 2
+    assert exit_code(converge.main, ["--out", str(tmp_path), *wrong]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
