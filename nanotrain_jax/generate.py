@@ -33,7 +33,9 @@ from nanotrain_jax.checkpoint.read import load_params
 from nanotrain_jax.config.load import Parser, at_least, path_argument, refuse
 from nanotrain_jax.config.load import load as load_config
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.data import batches, corpus
+from nanotrain_jax.data import batches
+from nanotrain_jax.data.tokenizer import TOKENIZER, Tokenizer
+from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.models import decoder as model
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.run import shell
@@ -81,7 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def load(run: Path, step: int | None) -> tuple[Any, Config, corpus.Tokenizer]:
+def load(run: Path, step: int | None) -> tuple[Any, Config, Tokenizer]:
     """Load parameters (as host arrays), config and tokenizer of a run. Raises ValueError or OSError."""
     if not (run / "config.yaml").is_file():
         raise ValueError(f"--run={str(run)!r} has no config.yaml; give the folder of a run (logging.dir)")
@@ -99,24 +101,23 @@ def load(run: Path, step: int | None) -> tuple[Any, Config, corpus.Tokenizer]:
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids, but the model has {config.model.vocab_size}: it was "
-            f"trained with another tokenizer; put its tokenizer.json at {run / batches.TOKENIZER}"
+            f"trained with another tokenizer; put its tokenizer.json at {run / TOKENIZER}"
         )
     return params, config, tokenizer
 
 
-def tokenizer_of(run: Path, config: Config) -> corpus.Tokenizer:
+def tokenizer_of(run: Path, config: Config) -> Tokenizer:
     """Return the tokenizer that a run was trained with. Raises ValueError or OSError."""
     if config.data.source == "synthetic":
         raise ValueError(
             f"--run={str(run)!r} was trained with data.source=synthetic, which is not text; give another run"
         )
-    copy, original = run / batches.TOKENIZER, batches.tokenizer_file(config.data)
-    is_bytes = original is None and not config.data.source.startswith("tokens:")  # a token folder may have been removed
-    path = copy if copy.exists() and not is_bytes else original
-    return corpus.tokenizer(str(path or "bytes"))
+    copy = run / TOKENIZER  # the original may have been removed
+    is_bytes = config.data.tokenizer in (None, "bytes") and not config.data.source.startswith("tokens:")
+    return load_tokenizer(str(copy)) if copy.exists() and not is_bytes else batches.tokenizer_of(config.data)
 
 
-def encode(prompt: str, tokenizer: corpus.Tokenizer) -> list[int]:
+def encode(prompt: str, tokenizer: Tokenizer) -> list[int]:
     """Return the token ids of a prompt. Raises ValueError if there are none."""
     (ids,) = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
     if not len(ids):
@@ -124,13 +125,13 @@ def encode(prompt: str, tokenizer: corpus.Tokenizer) -> list[int]:
     return ids.tolist()
 
 
-def as_text(ids: Iterable[int], prompt: Sequence[int], tokenizer: corpus.Tokenizer) -> Iterator[str]:
-    """Yield the text of generated tokens as they arrive, until the end-of-document token."""
+def as_text(ids: Iterable[int], prompt: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text of generated tokens as they arrive, until a token that ends a text."""
     decode = text_decoder(tokenizer)
     seen = list(prompt)
     printed = decode(seen).rstrip(INCOMPLETE)
     for token in ids:
-        if token == tokenizer.end:
+        if token in tokenizer.stops:
             break
         seen.append(token)
         text = decode(seen).rstrip(INCOMPLETE)
@@ -139,11 +140,11 @@ def as_text(ids: Iterable[int], prompt: Sequence[int], tokenizer: corpus.Tokeniz
     yield decode(seen)[len(printed) :]
 
 
-def text_decoder(tokenizer: corpus.Tokenizer) -> Callable[[list[int]], str]:
+def text_decoder(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
     """Return a function from token ids to text."""
-    if tokenizer.text is None:
+    if tokenizer.is_bytes:
         return lambda ids: bytes(ids).decode("utf-8", "replace")
-    return partial(tokenizers.Tokenizer.from_str(tokenizer.text).decode, skip_special_tokens=False)
+    return partial(tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER]).decode, skip_special_tokens=False)
 
 
 def generate(params: Any, config: Config, prompt: Sequence[int], vocab_size: int, sampling: Sampling) -> Iterator[int]:

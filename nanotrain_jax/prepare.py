@@ -1,6 +1,6 @@
 """Tokenize text files into a folder of memory-mapped tokens for `data.source=tokens:DIR`.
 
-    python -m nanotrain_jax.prepare TEXT_FILES... --out DIR [--tokenizer bytes|train-bpe:32000|FILE] [--skip-bad]
+    python -m nanotrain_jax.prepare TEXT_FILES... --out DIR [--tokenizer bytes|train-bpe:32000|PATH] [--skip-bad]
 
 .txt: a document per file (a single file is split at line ends into about a hundred); .jsonl, .jsonl.gz: a document per
 line; .parquet: a document per row. Exit codes: 0 done; 2 the request is wrong (one line on stderr); 1 anything else.
@@ -27,6 +27,8 @@ from rich.progress import track
 
 from nanotrain_jax.config.load import Parser, one_line, path_argument, refuse
 from nanotrain_jax.data import corpus
+from nanotrain_jax.data.tokenizer import END_OF_TEXT, TOKENIZER, Tokenizer, of_files
+from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.run import shell
 
 KINDS = ".txt", ".jsonl", ".jsonl.gz", ".parquet"
@@ -108,9 +110,9 @@ def parquet_documents(path: Path, field: str) -> Iterator[bytes]:
         raise ValueError(f"{path}: not a parquet file ({error}); remove it from the list") from None
 
 
-def train_bpe(texts: Iterator[bytes], size: str) -> corpus.Tokenizer:
+def train_bpe(texts: Iterator[bytes], size: str) -> Tokenizer:
     """Train a byte-level BPE (as GPT-2) of `size` ids on the texts. Raises ValueError."""
-    end = corpus.END_OF_TEXT[0]
+    end = END_OF_TEXT[0]
     if not re.fullmatch(r"\d{1,7}", size, re.ASCII) or int(size) < 257:
         raise ValueError(
             f"--tokenizer=train-bpe:{size}: the size must be at least 257 (256 bytes and {end}); "
@@ -126,7 +128,7 @@ def train_bpe(texts: Iterator[bytes], size: str) -> corpus.Tokenizer:
         show_progress=False,
     )
     model.train_from_iterator((t.decode("utf-8", errors="replace") for t in texts), trainer)
-    return corpus.json_tokenizer(model.to_str(), "the BPE just trained")
+    return of_files({TOKENIZER: model.to_str()}, "the BPE just trained")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -141,8 +143,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "--tokenizer",
         default="bytes",
         type=path,
-        help="bytes (default) | train-bpe:SIZE | path of a tokenizer.json, as in a Hugging Face model repository",
+        help="bytes (default) | train-bpe:SIZE | path of a tokenizer.json or of its folder, as in a Hugging Face model "
+        "repository",
     )
+    parser.add_argument("--end-token", help="ends each document (default: as of data.end_token)")
     parser.add_argument("--field", default="text", help="key or column that holds the text (default: text)")
     parser.add_argument("--skip-bad", action="store_true", help="skip and count bad lines of .jsonl")
     return parser.parse_args(argv)
@@ -177,13 +181,15 @@ def main(argv: list[str] | None = None) -> int:
         if name.startswith("train-bpe:"):
             tokenizer = train_bpe(texts("training the tokenizer"), name.removeprefix("train-bpe:"))
         else:
-            tokenizer = corpus.tokenizer(name, "--tokenizer", "bytes, train-bpe:SIZE")
+            tokenizer = load_tokenizer(name, asked.end_token, "--tokenizer", "bytes, train-bpe:SIZE")
         header = corpus.write(out, texts("tokenizing"), tokenizer)
     except (ValueError, OSError) as error:
         return refuse(error)
     lines = [f"{out}: {header['tokens']:,} tokens in {header['documents']:,} documents, {header['vocab_size']:,} ids "]
     lines[0] += f"({header['tokenizer']}); train with data.source=tokens:{out}"
     lines += [f"skipped {count:,} lines: {kind}" for kind, count in sorted((skipped or {}).items())]
+    if header["end"] is None:
+        lines.append("the tokenizer names no end token: documents run into each other; --end-token sets one")
     if header["replaced"]:
         lines.append(f"replaced {header['replaced']:,} invalid UTF-8 sequences by U+FFFD")
     print("\n".join(map(one_line, lines)))

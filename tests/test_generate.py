@@ -15,8 +15,7 @@ import yaml
 from conftest import exit_code, resolved, small
 
 from nanotrain_jax import generate, load_params, train
-from nanotrain_jax.config.schema import Data
-from nanotrain_jax.data import batches, corpus
+from nanotrain_jax.data.tokenizer import of_bytes
 from nanotrain_jax.generate import Sampling
 from nanotrain_jax.models import decoder
 
@@ -86,7 +85,7 @@ def test_sampling_follows_top_k_and_temperature():
 
 
 def test_only_complete_characters_are_printed_and_the_end_token_stops():
-    tokenizer = corpus.byte_tokenizer()
+    tokenizer = of_bytes()
     ids = [*"aé€".encode(), 0xFF, *b"b", 0xE2, 256, *b"never"]
     pieces = list(generate.as_text(ids, b"x", tokenizer))
     assert pieces == ["a", "", "é", "", "", "€", "", "\ufffdb", "", "\ufffd"]
@@ -178,17 +177,6 @@ def test_checkpoints_elsewhere_win_over_older_ones_in_the_folder(runs, tmp_path)
         generate.load(folder, None)
     (folder / "checkpoints").rename(tmp_path / "elsewhere")
     generate.load(folder, None)
-
-
-def test_the_tokenizer_file_of_a_source_is_found(tmp_path):
-    def found(**keys):
-        return batches.tokenizer_file(Data(**keys))
-
-    source = f"tokens:{tmp_path}"
-    assert found() is found(tokenizer="bytes") is found(source=source) is None
-    (tmp_path / "tokenizer.json").touch()
-    assert found(source=source) == tmp_path / "tokenizer.json"
-    assert found(source="text:*.txt", tokenizer="x.json") == Path("x.json")
 
 
 BAD = [

@@ -14,6 +14,7 @@ from conftest import resolved, small
 from nanotrain_jax.config import load as request
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.data import corpus
+from nanotrain_jax.data.tokenizer import of_bytes
 from nanotrain_jax.run import banner
 
 DOCUMENTS = [f"document {i} says {'la ' * (i % 7 + 3)}\n".encode() for i in range(60)]
@@ -44,7 +45,7 @@ def write_sources(folder):
 
 
 def test_all_file_kinds_give_the_same_token_folder(tmp_path):
-    expected = corpus.build(DOCUMENTS, corpus.byte_tokenizer())
+    expected = corpus.build(DOCUMENTS, of_bytes())
     for i, files in enumerate(write_sources(tmp_path)):
         done = prepare(*files, "--out", tmp_path / f"out{i}")
         assert done.returncode == 0, done.stderr
@@ -150,7 +151,7 @@ def test_replaced_invalid_utf_8_is_counted(tmp_path):
 
 
 def test_a_missing_tokenizer_is_reported_with_the_valid_values():
-    remedy = r"the path of a tokenizer.json \(a Hugging Face model repository has one\)"
+    remedy = r"the path of a tokenizer.json or of its folder \(as in "
     with pytest.raises(
         OSError, match=rf"data.tokenizer='gpt2' cannot be read \(No such file .*; give bytes, or {remedy}"
     ):

@@ -279,7 +279,13 @@ class Data(Section):
     )
     tokenizer: Path | None = key(
         None,
-        "bytes | path of a tokenizer.json (as in Hugging Face model repositories); null: bytes, or that of tokens:DIR",
+        "bytes | path of a tokenizer.json or of its folder (as in Hugging Face model repositories); null: bytes, or "
+        "that of tokens:DIR",
+    )
+    end_token: str | None = key(
+        None,
+        "token that ends each document; null: the one that the files beside tokenizer.json name (eos_token, "
+        "eos_token_id), else <|endoftext|>, <|end_of_text|> or </s>",
     )
     batch_size: Sequences = key(32, "global batch size, in sequences per step")
     seq_len: Tokens = key(256, "sequence length, in tokens; a sequence may span documents")

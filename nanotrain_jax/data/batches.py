@@ -17,8 +17,8 @@ import numpy as np
 from nanotrain_jax.config.schema import Data
 from nanotrain_jax.data import arrays
 from nanotrain_jax.data import corpus as corpora
+from nanotrain_jax.data import tokenizer as tokenizers
 
-TOKENIZER = "tokenizer.json"  # in a token folder, and in the folder of a run
 PIECES = 8  # about, to hold out, of documents that are too long to be held out whole
 
 
@@ -100,7 +100,8 @@ Source = Windows | Synthetic | arrays.Rows
 
 class Dataset(NamedTuple):
     """Training and validation sequences (val may be empty). fingerprint identifies them; replaced: see Corpus;
-    picture_places: see data/arrays.py; pieces: into which documents were cut to hold some out (0: they are whole)."""
+    picture_places: see data/arrays.py; pieces: into which documents were cut to hold some out (0: they are whole);
+    has_ends: see Corpus."""
 
     train: Source
     val: Source
@@ -110,6 +111,7 @@ class Dataset(NamedTuple):
     replaced: int = 0
     picture_places: int | None = None
     pieces: int = 0
+    has_ends: bool = True
 
 
 def load(config: Data, vocab_size: int | None = None) -> Dataset:
@@ -136,15 +138,15 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
         )
     if kind == "tokens" and where:
         corpus = corpora.read(where, config.verify)
-        if config.tokenizer and corpora.tokenizer(config.tokenizer).name != corpus.tokenizer:
+        if (config.tokenizer or config.end_token) and tokenizer_of(config).name != corpus.tokenizer:
             raise ValueError(
-                f"data.tokenizer={config.tokenizer!r} is not the tokenizer of {config.source!r} (which is "
-                f"{corpus.tokenizer}); remove data.tokenizer"
+                f"data.tokenizer={config.tokenizer!r} with data.end_token={config.end_token!r} is not the tokenizer of "
+                f"{config.source!r} (which is {corpus.tokenizer}); remove both keys"
             )
     elif kind == "text" and where:
-        corpus = corpora.build(corpora.glob_documents(where), corpora.tokenizer(config.tokenizer or "bytes"))
+        corpus = corpora.build(corpora.glob_documents(where), tokenizer_of(config))
     elif config.source == "stdlib":
-        corpus = corpora.build(corpora.stdlib_documents(), corpora.tokenizer(config.tokenizer or "bytes"))
+        corpus = corpora.build(corpora.stdlib_documents(), tokenizer_of(config))
     else:
         raise ValueError(
             f"data.source={config.source!r} must be stdlib, text:GLOB, tokens:DIR, arrays:DIR or synthetic"
@@ -167,7 +169,8 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
             )
     fingerprint = f"{corpus.fingerprint} val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
     pieces = len(corpus.ends) if len(corpus.ends) > documents else 0
-    return Dataset(train, val, corpus.tokenizer, corpus.vocab_size, fingerprint, corpus.replaced, pieces=pieces)
+    found = Dataset(train, val, corpus.tokenizer, corpus.vocab_size, fingerprint, corpus.replaced, pieces=pieces)
+    return found._replace(has_ends=corpus.has_ends)
 
 
 def divided(corpus: corpora.Corpus, config: Data) -> tuple[corpora.Corpus, tuple[np.ndarray, np.ndarray]]:
@@ -180,19 +183,15 @@ def divided(corpus: corpora.Corpus, config: Data) -> tuple[corpora.Corpus, tuple
         return corpus, corpus.split(config.val_fraction, least)
     except corpora.NothingToHoldOut:
         budget = max(config.val_fraction * len(corpus.tokens), least)
-        path = tokenizer_file(config)
-        tokenizer = corpora.tokenizer(str(path) if path else "bytes")
-        corpus = corpus.cut(max(int(budget) // PIECES, 1), corpora.line_ends(tokenizer))
+        corpus = corpus.cut(max(int(budget) // PIECES, 1), tokenizers.line_ends(tokenizer_of(config)))
         return corpus, corpus.split(config.val_fraction, least)
 
 
-def tokenizer_file(config: Data) -> Path | None:
-    """Return the path of the tokenizer.json of a data source; None: bytes."""
-    if config.tokenizer not in (None, "bytes"):
-        return Path(config.tokenizer)
+def tokenizer_of(config: Data) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a data source of text. Raises ValueError or OSError."""
     kind, _, where = config.source.partition(":")
-    path = Path(where) / TOKENIZER
-    return path if kind == "tokens" and path.exists() else None
+    folder = where if kind == "tokens" and (Path(where) / tokenizers.TOKENIZER).exists() else None
+    return tokenizers.load(config.tokenizer or folder or "bytes", config.end_token)
 
 
 def check(dataset: Dataset, shapes: Any, source: str) -> None:

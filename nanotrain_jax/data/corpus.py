@@ -1,10 +1,10 @@
-"""Text -> tokens: tokenizers, and documents concatenated in one array. Needs no JAX.
+"""Text -> tokens: documents concatenated in one array. Needs no JAX.
 
 A token folder (`write`, `read`) contains
     header.json      format, tokenizer, vocabulary, dtype, counts, SHA-256 of the other two files
     tokens.bin       the token ids of all documents, little-endian, memory-mapped when read
     documents.npy    one row per document: its end in tokens.bin, and a hash of its text
-    tokenizer.json   the tokenizer, unless it is `bytes`
+    tokenizer.json   the tokenizer, unless it is `bytes`, and the files beside it that name its end tokens
 """
 
 from __future__ import annotations
@@ -16,41 +16,25 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import tokenizers
 
-from nanotrain_jax.config.values import with_message
+from nanotrain_jax.data.tokenizer import Tokenizer
 
 FORMAT = "nanotrain_jax tokens 1"
 DOCUMENT = np.dtype([("end", "<i8"), ("key", "<u8")])
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # names of the end-of-document token, by preference
-
-
-class Tokenizer(NamedTuple):
-    """name: identifies it (a hash for files); encode: texts -> token ids of each; end: id of the end token."""
-
-    name: str
-    vocab_size: int
-    encode: Callable[[Sequence[bytes]], list[np.ndarray]]
-    end: int | None
-    text: str | None  # content of tokenizer.json; None: bytes
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Dtype of stored token ids."""
-        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
 
 class Corpus(NamedTuple):
     """Concatenated documents: document i is tokens[ends[i-1]:ends[i]]; keys are 64-bit hashes of their texts.
 
-    replaced: number of invalid UTF-8 sequences that were replaced by U+FFFD.
+    replaced: number of invalid UTF-8 sequences that were replaced by U+FFFD. has_ends: an end token follows each
+    document.
     """
 
     tokens: np.ndarray
@@ -59,6 +43,7 @@ class Corpus(NamedTuple):
     tokenizer: str
     vocab_size: int
     replaced: int = 0
+    has_ends: bool = True
 
     @property
     def fingerprint(self) -> str:
@@ -70,8 +55,8 @@ class Corpus(NamedTuple):
 
         Documents with the smallest hashes are held out, so the choice does not depend on seed or order, and documents
         with the same text are always on the same side. A document longer than the fraction is never held out. least: of
-        tokens to hold out, if the fraction is smaller. Raises NothingToHoldOut (a ValueError) if no document is short
-        enough.
+        tokens to hold out, if the fraction is smaller. Raises NothingToHoldOut (a ValueError) if no documents are short
+        enough for that.
         """
         if fraction == 0:
             return np.arange(len(self.keys)), np.arange(0)
@@ -80,10 +65,10 @@ class Corpus(NamedTuple):
         budget = max(fraction * sizes.sum(), least)
         fits = sizes <= budget
         held_out = fits & (np.cumsum(np.where(fits, sizes, 0)) - sizes < budget)
-        if not held_out.any():
+        if not held_out.any() or sizes[held_out].sum() < least:
             raise NothingToHoldOut(
-                f"data.val_fraction={fraction} is {budget:.0f} tokens, but the shortest document has "
-                f"{sizes.min():.0f}; use more or shorter documents, a larger fraction, or 0 for no validation"
+                f"data.val_fraction={fraction} is {budget:.0f} tokens, but the documents that are not longer have "
+                f"{sizes[fits].sum():.0f}; use more or shorter documents, a larger fraction, or 0 for no validation"
             )
         return np.flatnonzero(~held_out[group]), np.flatnonzero(held_out[group])
 
@@ -112,53 +97,6 @@ class NothingToHoldOut(ValueError):
 def text_key(text: bytes) -> int:
     """Return the 64-bit hash of a text."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-def byte_tokenizer() -> Tokenizer:
-    """Return the byte tokenizer: ids 0-255 are bytes, 256 ends a document."""
-    return Tokenizer("bytes", 257, lambda texts: [np.frombuffer(t, np.uint8) for t in texts], 256, None)
-
-
-def json_tokenizer(text: str, origin: str) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json (`tokenizers` library). text: its content. Raises ValueError."""
-    try:
-        model = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"tokenizer {origin} is not a tokenizer.json ({error}); give such a file, or bytes") from None
-    model.no_truncation()
-    model.no_padding()
-    end = next((i for i in map(model.token_to_id, END_OF_TEXT) if i is not None), None)
-
-    def encode(texts: Sequence[bytes]) -> list[np.ndarray]:
-        decoded = [t.decode("utf-8", errors="replace") for t in texts]
-        return [np.asarray(e.ids, np.uint32) for e in model.encode_batch_fast(decoded, add_special_tokens=False)]
-
-    name = "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Tokenizer(name, max(model.get_vocab().values(), default=0) + 1, encode, end, text)
-
-
-def tokenizer(name: str, key: str = "data.tokenizer", others: str = "bytes") -> Tokenizer:
-    """Load a tokenizer: `bytes`, or the path of a tokenizer.json. Raises ValueError or OSError that name the key.
-
-    others: values the key accepts besides a path, for messages.
-    """
-    if name == "bytes":
-        return byte_tokenizer()
-    remedy = f"give {others}, or the path of a tokenizer.json (a Hugging Face model repository has one)"
-    try:
-        return json_tokenizer(Path(name).read_text(encoding="utf-8"), repr(name))
-    except OSError as error:
-        raise with_message(error, f"{key}={name!r} cannot be read ({error.strerror}); {remedy}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{key}={name!r} is not a tokenizer.json (not UTF-8); {remedy}") from None
-
-
-def line_ends(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of tokens with which a line ends."""
-    if tokenizer.text is None:
-        return [ord("\n")]
-    vocabulary = tokenizers.Tokenizer.from_str(tokenizer.text).get_vocab()
-    return sorted(i for token, i in vocabulary.items() if token.endswith(("\n", "\u010a", "<0x0A>")))  # byte-level BPE
 
 
 def stdlib_documents() -> Iterator[bytes]:
@@ -214,7 +152,7 @@ def encoded(
     while texts := list(islice(documents, at_once)):
         for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
             ids = np.append(ids, end).astype(tokenizer.dtype)
-            yield ids, text_key(text), 0 if tokenizer.text is None else replaced(text)
+            yield ids, text_key(text), 0 if tokenizer.is_bytes else replaced(text)
 
 
 def replaced(text: bytes) -> int:
@@ -235,7 +173,8 @@ def build(documents: Iterable[bytes], tokenizer: Tokenizer) -> Corpus:
         num_replaced += count
     ends = np.cumsum([len(ids) for ids in arrays], dtype=np.int64)
     tokens = np.concatenate(arrays) if arrays else np.zeros(0, tokenizer.dtype)
-    return Corpus(tokens, ends, np.asarray(keys, np.uint64), tokenizer.name, tokenizer.vocab_size, num_replaced)
+    keys = np.asarray(keys, np.uint64)
+    return Corpus(tokens, ends, keys, tokenizer.name, tokenizer.vocab_size, num_replaced, tokenizer.end is not None)
 
 
 @contextmanager
@@ -271,8 +210,8 @@ def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) 
         if not rows:
             raise ValueError("the files contain no text; nothing was written")
         np.save(partial / "documents.npy", np.asarray(rows, DOCUMENT))
-        if tokenizer.text is not None:
-            (partial / "tokenizer.json").write_text(tokenizer.text)
+        for name, text in tokenizer.files.items():
+            (partial / name).write_text(text, encoding="utf-8")
         header = {
             "format": FORMAT,
             "tokenizer": tokenizer.name,
@@ -281,6 +220,7 @@ def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) 
             "tokens": end,
             "documents": len(rows),
             "replaced": num_replaced,
+            "end": tokenizer.end,
             "sha256": {name: digest(partial / name) for name in ("tokens.bin", "documents.npy")},
         }
         (partial / "header.json").write_text(json.dumps(header, indent=2) + "\n")
@@ -302,6 +242,7 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
         sums = {name: str(header["sha256"][name]) for name in ("tokens.bin", "documents.npy")}
         name, vocab = str(header["tokenizer"]), int(header["vocab_size"])
         replaced = int(header.get("replaced", 0))  # missing in older versions
+        has_ends = header.get("end", "missing in older versions") is not None
         if dtype not in (np.dtype("<u2"), np.dtype("<u4")):
             raise ValueError(f"dtype {dtype}")
         size = (folder / "tokens.bin").stat().st_size
@@ -322,7 +263,7 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
     tokens = np.memmap(folder / "tokens.bin", dtype, "r", shape=(count,))
     if verify and tokens.max(initial=0) >= vocab:
         raise ValueError(f"{folder}/tokens.bin has id {tokens.max()}, but its header says vocab_size={vocab}; {remedy}")
-    return Corpus(tokens, documents["end"].copy(), documents["key"].copy(), name, vocab, replaced)
+    return Corpus(tokens, documents["end"].copy(), documents["key"].copy(), name, vocab, replaced, has_ends)
 
 
 def digest(path: Path) -> str:

@@ -13,7 +13,7 @@ from nanotrain_jax.config.load import read
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import hardware
-from nanotrain_jax.data import corpus
+from nanotrain_jax.data import corpus, tokenizer
 from nanotrain_jax.planner import search, training_stages
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate
 
@@ -139,7 +139,7 @@ def vocabulary(config: Config) -> int | None:
         return corpus.read(folder, verify=False).vocab_size
     if kind not in ("stdlib", "text"):
         return None
-    return corpus.tokenizer(config.data.tokenizer or "bytes").vocab_size
+    return tokenizer.load(config.data.tokenizer or "bytes", config.data.end_token).vocab_size
 
 
 def neutral(config: Config, vocab: int | None) -> Config:

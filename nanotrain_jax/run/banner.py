@@ -32,6 +32,8 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
     lines += without_effect(config)
     if dataset.pieces:
         lines.append(f"every document is too long to be held out: cut at line ends into {dataset.pieces:,} pieces")
+    if not dataset.has_ends:
+        lines.append("the tokenizer names no end token: documents run into each other; data.end_token sets one")
     if dataset.replaced:
         lines.append(f"warning: {dataset.replaced:,} invalid UTF-8 sequences in the text were replaced by U+FFFD")
     p, vocab = config.parallel, config.model.vocab_size

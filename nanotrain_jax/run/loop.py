@@ -263,9 +263,9 @@ def make_ready(run: Run, folder: Path) -> None:
     if jax.process_index() == 0:
         config = of_run(run.config, run.requested)
         durable.write(folder / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
-        tokenizer = data.tokenizer_file(run.config.data)
-        if tokenizer:  # makes the folder self-contained for `generate`
-            durable.write(folder / data.TOKENIZER, tokenizer.read_bytes())
+        # The tokenizer makes the folder self-contained.
+        for name, text in (data.tokenizer_of(run.config.data).files if run.dataset.tokenizer else {}).items():
+            durable.write(folder / name, text.encode())
 
 
 def new_folder(key: str, path: str) -> Path:

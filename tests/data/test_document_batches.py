@@ -9,6 +9,7 @@ from conftest import resolved, small
 from nanotrain_jax.config import load as request
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.data import corpus
+from nanotrain_jax.data.tokenizer import of_bytes
 from nanotrain_jax.step import build as steps
 
 TEXTS = [bytes([65 + i]) * length for i, length in enumerate([3, 40, 1, 1, 16, 17, 15, 31, 7, 64])]
@@ -17,7 +18,7 @@ END = 256  # the byte tokenizer ends each document with it
 
 @pytest.fixture(scope="module")
 def windows():
-    return data.Windows(corpus.build(TEXTS, corpus.byte_tokenizer()), np.arange(len(TEXTS)), 16)
+    return data.Windows(corpus.build(TEXTS, of_bytes()), np.arange(len(TEXTS)), 16)
 
 
 def step_of(**parallel):

@@ -1,0 +1,173 @@
+"""Tokenizers: bytes, or a tokenizer.json with the files that Hugging Face model folders have beside it. Needs no JAX.
+
+Which token ends a document: `data.end_token`; else `eos_token` of tokenizer_config.json; else the first `eos_token_id`
+of generation_config.json or config.json; else a usual name that the vocabulary has. Generated text stops at any token
+that one of them names.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tokenizers
+
+from nanotrain_jax.config.values import with_message
+
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # usual names of the end-of-document token, by preference
+TOKENIZER = "tokenizer.json"
+NAMES_END = "tokenizer_config.json"  # eos_token: a string, or an object with it as `content`
+NAMES_IDS = "generation_config.json", "config.json"  # eos_token_id: a number or a list
+
+
+class Tokenizer(NamedTuple):
+    """name: identifies it (a hash for files); encode: texts -> token ids of each; end: id of the token that ends
+    documents; stops: ids at which generated text stops; files: name -> text of the files that give it; none for bytes.
+    """
+
+    name: str
+    vocab_size: int
+    encode: Callable[[Sequence[bytes]], list[np.ndarray]]
+    end: int | None
+    stops: frozenset[int]
+    files: Mapping[str, str]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of stored token ids."""
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+    @property
+    def is_bytes(self) -> bool:
+        """True for the byte tokenizer."""
+        return not self.files
+
+
+def load(path: str, end_token: str | None = None, key: str = "data.tokenizer", others: str = "bytes") -> Tokenizer:
+    """Load a tokenizer: `bytes`, a tokenizer.json or a folder with one. Raises ValueError or OSError that name the key.
+
+    end_token: ends documents instead of the one that the files name. others: values the key accepts besides a path, for
+    messages.
+    """
+    if path == "bytes":
+        if end_token is not None:
+            raise ValueError(
+                f"the end token {end_token!r} is not one of bytes, where id 256 ends a document; remove it"
+            )
+        return of_bytes()
+    remedy = f"give {others}, or the path of a tokenizer.json or of its folder (as in Hugging Face model repositories)"
+    file = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
+    try:
+        files = {TOKENIZER: file.read_text(encoding="utf-8")}
+    except OSError as error:
+        raise with_message(error, f"{key}={path!r} cannot be read ({error.strerror}); {remedy}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{key}={path!r} is not a tokenizer.json (not UTF-8); {remedy}") from None
+    for name in (NAMES_END, *NAMES_IDS):
+        if (file.parent / name).is_file():
+            files[name] = (file.parent / name).read_text(encoding="utf-8", errors="replace")
+    return of_files(files, str(file), end_token)
+
+
+def of_bytes() -> Tokenizer:
+    """Return the byte tokenizer: ids 0-255 are bytes, 256 ends a document."""
+    return Tokenizer("bytes", 257, lambda texts: [np.frombuffer(t, np.uint8) for t in texts], 256, frozenset([256]), {})
+
+
+def of_files(files: Mapping[str, str], origin: str, end_token: str | None = None) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json (`tokenizers` library) and the files beside it. Raises ValueError.
+
+    files: name -> text. origin: where they come from, for messages.
+    """
+    text = files[TOKENIZER]
+    try:
+        model = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(
+            f"tokenizer {origin!r} is not a tokenizer.json ({error}); give such a file, or bytes"
+        ) from None
+    model.no_truncation()
+    model.no_padding()
+    named = ([] if end_token is None else [end_token]) + _named(files, origin)
+    end = _end(named, model)
+    if named and end is None:
+        raise ValueError(
+            f"the end token {named[0]!r} is not a token of {origin!r}; set data.end_token to one (<|endoftext|>, say)"
+        )
+    stops = frozenset({_id(token, model) for token in named} | {end}) - {None}
+
+    def encode(texts: Sequence[bytes]) -> list[np.ndarray]:
+        decoded = [t.decode("utf-8", errors="replace") for t in texts]
+        return [np.asarray(e.ids, np.uint32) for e in model.encode_batch_fast(decoded, add_special_tokens=False)]
+
+    name = "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    if end != _end([], model):
+        name += f" end {end}"
+    vocab_size = max(model.get_vocab().values(), default=0) + 1
+    return Tokenizer(name, vocab_size, encode, end, stops, _described(files, end, stops, model))
+
+
+def _id(token: str | int, model: tokenizers.Tokenizer) -> int | None:
+    """Return the id of a token or id; None if the vocabulary does not have it."""
+    token = model.id_to_token(token) if isinstance(token, int) else token
+    return None if token is None else model.token_to_id(token)
+
+
+def _end(named: Sequence[str | int], model: tokenizers.Tokenizer) -> int | None:
+    """Return the id of the token that ends documents: the first that is named, else a usual one."""
+    if named:
+        return _id(named[0], model)
+    return next((i for i in map(model.token_to_id, END_OF_TEXT) if i is not None), None)
+
+
+def _named(files: Mapping[str, str], origin: str) -> list[str | int]:
+    """Return the end tokens that the files beside a tokenizer.json name. Raises ValueError."""
+    found = []
+    for name in (NAMES_END, *NAMES_IDS):
+        key, kind = ("eos_token", str) if name == NAMES_END else ("eos_token_id", int)
+        value = _read(files, name, origin).get(key)
+        if isinstance(value, dict):
+            value = value.get("content")
+        tokens = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is kind for token in tokens) or (kind is int and min(tokens, default=0) < 0):
+            raise ValueError(f"{key}={value!r} of {name} beside {origin!r} names no token; mend or remove the file")
+        found += tokens
+    return found
+
+
+def _read(files: Mapping[str, str], name: str, origin: str) -> dict[str, Any]:
+    """Return the content of a JSON file; {} if there is none. Raises ValueError."""
+    try:
+        content = json.loads(files.get(name, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} beside {origin!r} is damaged ({error}); mend or remove the file") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} beside {origin!r} is not a JSON object; mend or remove the file")
+    return content
+
+
+def _described(
+    files: Mapping[str, str], end: int | None, stops: frozenset[int], model: tokenizers.Tokenizer
+) -> dict[str, str]:
+    """Return the files that give the same tokenizer in another folder: as they came, with what they lack added."""
+    out = {name: text for name, text in files.items() if name != "config.json"}  # which is the model's
+
+    def adds(name: str, key: str, value: Any) -> None:
+        out[name] = json.dumps(_read(out, name, "") | {key: value}, indent=2) + "\n"
+
+    if _end(_named(out, ""), model) != end:
+        adds(NAMES_END, "eos_token", model.id_to_token(end))
+    named = {_id(token, model) for token in _named(out, "")}
+    if len(stops) > 1 and not stops <= named:
+        adds("generation_config.json", "eos_token_id", sorted(stops))
+    return out
+
+
+def line_ends(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of tokens with which a line ends."""
+    if tokenizer.is_bytes:
+        return [ord("\n")]
+    vocabulary = tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER]).get_vocab()
+    return sorted(i for token, i in vocabulary.items() if token.endswith(("\n", "\u010a", "<0x0A>")))  # byte-level BPE
