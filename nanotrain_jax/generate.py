@@ -37,6 +37,7 @@ from nanotrain_jax.data import batches
 from nanotrain_jax.data.tokenizer import TOKENIZER, Tokenizer
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.models import decoder as model
+from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.run import shell
 
@@ -56,6 +57,7 @@ class Sampling(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the prompt and its continuation; an invalid request gives one line on stderr and exit code 2."""
     options = parse(argv)
+    meshes.pin()
     sampling = Sampling(options.tokens, options.temperature, options.top_k, options.seed)
     try:
         params, config, tokenizer = load(Path(options.run), options.step)

@@ -123,8 +123,9 @@ def prepare(config: Config) -> Run:
     process = processes.detect({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})
     gpus = [] if runtime.simulate else processes.local_gpus(process)
     processes.initialize(process, gpus, runtime.join_timeout)
-    on_all_processes(lambda: configure(config, process.count))
-    requested, notes = auto.with_layout(config)
+    notes = on_all_processes(lambda: configure(config, process.count))
+    requested, of_layout = auto.with_layout(config)
+    notes += of_layout
     mesh, phases = on_all_processes(lambda: build(requested))
     check_same_data(phases)
     checkpoints = restore.agree(config.checkpoint)
@@ -140,15 +141,15 @@ def prepare(config: Config) -> Run:
     return Run(requested, resumed.phases, mesh, resumed.state, resumed.position, notes, *origin, resumed.tokens)
 
 
-def configure(config: Config, count: int) -> None:
-    """Configure JAX. count: number of processes. Raises ValueError if they do not divide the simulated devices."""
+def configure(config: Config, count: int) -> list[str]:
+    """Configure JAX; -> notes. count: number of processes, which must divide runtime.simulate. Raises ValueError."""
     runtime = config.runtime
     if runtime.simulate % count:
         raise ValueError(f"runtime.simulate={runtime.simulate} is not divisible by {count} processes; use a multiple")
     # XLA:CPU aborts on cached programs with loops: it runs their collectives concurrently.
     use_cache = runtime.compile_cache and not runtime.simulate
     cache = str(Path.home() / ".cache" / "nanotrain_jax") if use_cache else None
-    meshes.configure(runtime.simulate // count, runtime.deterministic, cache)
+    return meshes.configure(runtime.simulate // count, runtime.deterministic, cache)
 
 
 def build(config: Config) -> tuple[Mesh, list[Phase]]:

@@ -22,6 +22,7 @@ from rich.table import Table
 from nanotrain_jax.config import schema as configs
 from nanotrain_jax.config.load import Parser, load, nested, refuse
 from nanotrain_jax.costs import hardware
+from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner.compiled import compile_step, ratios
 from nanotrain_jax.planner.estimate import estimate, on_gpus
 
@@ -112,6 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     try:
         jax.config.update("jax_platforms", "cpu")  # nothing runs; no GPU is asked for
+        meshes.pin()
         base = load(arguments.config, arguments.overrides)
         stages = (arguments.zero or str(base.parallel.zero)).split(",")
         policies = (arguments.remat or base.memory.remat).split(",")

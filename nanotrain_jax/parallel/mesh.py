@@ -18,10 +18,31 @@ from jax.sharding import AxisType, Mesh
 AXES = ("pipe", "replica", "data", "context", "tensor")
 BATCH_AXES = ("replica", "data", "context")
 ZERO_AXES = ("data", "context")
+PINNED = {  # settings of JAX that change the numbers of a run, or make it fail
+    "jax_enable_x64": False,
+    "jax_default_matmul_precision": None,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_numpy_rank_promotion": "allow",
+    "jax_disable_jit": False,
+}
 
 
-def configure(simulate: int = 0, deterministic: bool = False, compile_cache: str | None = None) -> None:
-    """Set up JAX. Call it before the first use of a device.
+def pin() -> list[str]:
+    """Set JAX to what all numbers here assume, whatever the environment says; -> a line for each other setting."""
+    found = {name: getattr(jax.config, name) for name in PINNED}
+    for name, value in PINNED.items():
+        jax.config.update(name, value)
+    return [
+        f"{name.upper()}={value} has no effect: a run has {PINNED[name]}"
+        for name, value in found.items()
+        if value != getattr(jax.config, name)
+    ]
+
+
+def configure(simulate: int = 0, deterministic: bool = False, compile_cache: str | None = None) -> list[str]:
+    """Set up JAX; -> notes (see `pin`). Call it before the first use of a device.
 
     simulate: number of simulated CPU devices of this process (0: use the machine's devices).
     deterministic: use deterministic GPU kernels. compile_cache: folder for compiled programs. Sets the limit of pinned
@@ -36,6 +57,7 @@ def configure(simulate: int = 0, deterministic: bool = False, compile_cache: str
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     if compile_cache:
         jax.config.update("jax_compilation_cache_dir", compile_cache)
+    return pin()
 
 
 def _simulate(count: int) -> None:

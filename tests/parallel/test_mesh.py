@@ -52,7 +52,7 @@ def test_deterministic_sets_the_xla_flag(monkeypatch):
     for deterministic in False, True:
         monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
         config = load.parse(small(runtime={"simulate": 8, "deterministic": deterministic}))
-        train.build(config)
+        train.configure(config, 1)
         seen.append(flag in os.environ["XLA_FLAGS"].split())
     assert seen == [False, True]
 
@@ -69,3 +69,21 @@ def test_simulated_devices_need_no_environment_variables_and_must_be_configured_
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("runtime.simulate=5")
     assert "JAX already runs with 3 devices" in done.stdout
+
+
+def test_settings_of_jax_in_the_environment_do_not_change_numbers():
+    code = (
+        "import jax, jax.numpy as jnp; from nanotrain_jax.parallel import mesh\n"
+        "for line in mesh.configure(simulate=2): print(line)\n"
+        "values = jax.random.normal(jax.random.key(0), (7,)) @ jnp.ones((7, 2))\n"
+        "print(values.dtype, values.tolist())"
+    )
+    others = "1", "bfloat16", "rbg", "0", "strict", "raise", "1"
+    found = []
+    for env in {}, dict(zip(map(str.upper, meshes.PINNED), others, strict=True)):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.splitlines())
+    assert found[1][-1:] == found[0]
+    assert found[1][0] == "JAX_ENABLE_X64=True has no effect: a run has False"
+    assert len(found[1]) == len(others) + 1
