@@ -44,6 +44,7 @@ from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import auto
 from nanotrain_jax.run import capacity, resume, shell, sinks
+from nanotrain_jax.run.divergence import Diverged
 from nanotrain_jax.run.loop import Run, new_folder, train
 from nanotrain_jax.run.phases import Phase
 from nanotrain_jax.step import build as steps
@@ -73,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 train(run, folder, files, stopped)
         except OSError as error:  # e.g. a full disk; the newest finished checkpoint stays usable
             return refuse_unless_transient(error)
+        except Diverged as error:
+            refuse(error)
+            return 1
     return 0
 
 
@@ -138,7 +142,8 @@ def prepare(config: Config) -> Run:
     resumed = resume.resume(checkpoints, requested, phases)
     notes += resumed.notes
     origin = resumed.start, resumed.meta, resumed.damaged
-    return Run(requested, resumed.phases, mesh, resumed.state, resumed.position, notes, *origin, resumed.tokens)
+    read = resumed.meta.data.read
+    return Run(requested, resumed.phases, mesh, resumed.state, resumed.position, notes, *origin, resumed.tokens, read)
 
 
 def configure(config: Config, count: int) -> list[str]:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from command import config_file, losses, main
 from conftest import records
 
+from nanotrain_jax.checkpoint import directory
 from nanotrain_jax.config import load
 from nanotrain_jax.config import schema as configs
 from nanotrain_jax.data import batches
@@ -201,15 +203,35 @@ def test_a_profile_survives_a_resume_within_it_and_the_end_of_the_run(config_fil
     assert len(list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))) == 2
 
 
-def test_metrics_of_a_non_finite_step_are_valid_json(config_file, tmp_path):
-    assert (
-        main(
-            config_file, f"logging.dir={tmp_path}/run", "optimizer.lr=1.0e+30", "optimizer.grad_clip=0", "train.steps=6"
-        )
-        == 0
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(apart, config_file, tmp_path, capfd):
+    keys = ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=2", "train.log_every=1", "logging.tensorboard=true"]
+    keys += ["parallel.data=1", "parallel.replica=2", "parallel.sync_every=2"] if apart else []
+    keys.append(f"logging.dir={tmp_path}/run")
+    assert main(config_file, *keys) == 0
+    diverges = "optimizer.lr=1.0e+30", "optimizer.min_lr=1.0e+30", "optimizer.grad_clip=0", "optimizer.warmup_steps=0"
+    assert main(config_file, *keys, *diverges, "train.steps=20", "train.max_skipped=6", "train.log_every=4") == 1
+    err = capfd.readouterr().err
+    assert "NaN or Inf" not in err  # of tensorboardX
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    found = re.match(
+        r"error: diverged: the gradients of 6 steps in a row until step (\d+) are not finite; the last that "
+        r"was not skipped is step (\d+), with loss [\d.e+]+; the last checkpoint is of step (\d+); lower",
+        line,
     )
+    last, taken, saved = map(int, found.groups())
+    assert taken + 6 <= last <= taken + 7
+    assert taken <= saved <= taken + 1
+    assert int(directory.latest_step(tmp_path / "run" / "checkpoints")) == saved
     lines = [
         json.loads(line, parse_constant=pytest.fail)
         for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert lines[-1]["skipped_steps"] >= 1
+    assert lines[-1]["step"] == last + 1
+    assert lines[-1]["skipped_steps"] >= 6
+
+
+def test_a_run_may_go_on_whatever_it_skips(config_file, tmp_path):
+    keys = "optimizer.lr=1.0e+30", "optimizer.grad_clip=0", "train.steps=30", "train.max_skipped=0"
+    assert main(config_file, f"logging.dir={tmp_path}/run", *keys) == 0
+    assert records(tmp_path / "run")[-1]["skipped_steps"] > 20

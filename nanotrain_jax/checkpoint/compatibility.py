@@ -29,11 +29,13 @@ REPORTED = {  # keys whose change is reported on resume; None: the whole section
 
 
 class Position(BaseModel):
-    """Position in the training data. position: sequences consumed; fingerprint: identifies the data."""
+    """Position in the training data. position: sequences consumed; fingerprint: identifies the data; read: sequences
+    consumed of data that stages read before, by fingerprint."""
 
     model_config = ConfigDict(strict=True)
     position: int = Field(ge=0)
     fingerprint: str
+    read: dict[str, int] = Field(default_factory=dict)
 
 
 class Meta(BaseModel):

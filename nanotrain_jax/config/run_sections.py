@@ -68,6 +68,9 @@ class Train(Section):
     )
     eval_every: Count = key(0, "steps between evaluations; 0: never")
     eval_steps: Positive = key(10, "batches per evaluation (fewer if the held-out text is short)")
+    max_skipped: Count = key(
+        20, "stop, with exit code 1, after so many skipped steps in a row: their gradients were not finite; 0: never"
+    )
     log_every: Count = key(1, "steps between log lines; evaluations and the last step are always logged; 0: only these")
 
     @model_validator(mode="after")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from nanotrain_jax.distributed import processes, watchdog
 from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
-from nanotrain_jax.run import banner, curves, metrics, profile_summary
+from nanotrain_jax.run import banner, curves, divergence, metrics, profile_summary
 from nanotrain_jax.run.phases import Phase, begin, describe, is_over
 from nanotrain_jax.run.profiling import Profile
 from nanotrain_jax.step import build as steps
@@ -44,6 +45,7 @@ class Run(NamedTuple):
     meta: compatibility.Meta | None  # metadata of that checkpoint
     damaged: dict[int, str]  # step of each newer, damaged checkpoint -> what is wrong with it
     tokens: int  # consumed so far
+    read: Mapping[str, int] = MappingProxyType({})  # sequences consumed of data that stages read before, by fingerprint
 
     @property
     def span(self) -> Span:
@@ -75,7 +77,7 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
     """Train until the last step or until stopped(step), save, and print a summary.
 
     A run that already took its last step only prints the summary. folder: config.logging.dir. files: the NVMe files,
-    with memory.offload_optimizer=nvme. Raises OSError (e.g. a full disk).
+    with memory.offload_optimizer=nvme. Raises OSError (e.g. a full disk), or Diverged.
     """
     config = run.config
     on_all_processes(lambda: make_ready(run, folder))
@@ -86,7 +88,12 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
         writer.say(banner.introduction(config, run.mesh, run.dataset, run.notes))
         if writer.active and int(run.state.step) == config.train.steps:
             writer.latest |= curves.last(folder / "metrics.jsonl", config.train.steps)
-        run = run_phases(run, partial(Loop, folder=folder, files=files, writer=writer, watch=watch), stopped)
+        try:
+            run = run_phases(run, partial(Loop, folder=folder, files=files, writer=writer, watch=watch), stopped)
+        except divergence.Diverged:
+            writer.write(is_last=True)
+            writer.finish(banner.title(config, run.mesh))
+            raise
         number = int(run.state.step)
         watch.at("end", number)
         bigram = None
@@ -111,14 +118,14 @@ def run_phases(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[in
 
 
 def next_phase(run: Run) -> Run:
-    """Return the run at the start of its next phase; a new stage reads on where the last one ended, or other data."""
+    """Return the run at the start of its next phase; a new stage reads on where its data were left."""
     last, phase, *later = run.phases
     phase = phase._replace(span=phase.span._replace(first=int(run.state.step)))
     run = run._replace(phases=[phase, *later], state=begin(phase, last, run.state))
     if phase.span.name == last.span.name:
         return run
-    is_same_data = phase.dataset.fingerprint == last.dataset.fingerprint
-    return run._replace(position=run.position if is_same_data else 0, start=None)
+    read = {**run.read, last.dataset.fingerprint: run.position}
+    return run._replace(position=read.get(phase.dataset.fingerprint, 0), read=read, start=None)
 
 
 class Loop:
@@ -134,12 +141,14 @@ class Loop:
     def run_steps(self, stopped: Callable[[int], bool]) -> None:
         """Run steps until the phase is over or until stopped(step), and save."""
         self.writer.tokens_per_step = self.phase.batch_size * self.config.data.seq_len
+        self.writer.skipped = int(metrics.on_host({"skipped_steps": self.state.skipped})["skipped_steps"])
         self.writer.flops_per_token = flops.flops_per_token(self.config)["full"] if self.config.is_built_in else 0.0
         for line in describe(self.phase, self.number):
             self.writer.say(line)
         every, train_step = self.config.checkpoint.every, self.compile()
         with checkpoint.writing(self.config.checkpoint) if every else nullcontext() as write:
             self.take_steps(train_step, stopped, write)
+            self.writer.write(is_last=not is_over(self.phase, self.number, self.state))
             if every and self.number > self.saved:
                 self.save(write)
             self.watch.at("end", self.number)  # leaving `writing` waits for the last checkpoint
@@ -175,6 +184,7 @@ class Loop:
             self.writer.start_clock()
             while not is_over(self.phase, self.number, self.state) and not stopped(self.number):
                 self.take_step(train_step, batches, profile)
+                divergence.check(self.writer, self.config, self.number, self.saved)
                 self.between_steps(write)
             self.writer.settle()
 
@@ -216,7 +226,7 @@ class Loop:
         profile.after(self.number)
 
     def between_steps(self, write: checkpoint.Save | None) -> None:
-        """Evaluate and save if due."""
+        """Evaluate and save if due; weights of a run that may be diverging do not push out those of before."""
         train, every = self.config.train, self.config.checkpoint.every
         is_due = train.eval_every and (self.number % train.eval_every == 0 or self.number == self.run.span.last)
         if is_due and len(self.run.dataset.val):
@@ -224,7 +234,9 @@ class Loop:
             self.writer.write(**self.evaluate())
             self.writer.start_clock()
         if every and self.number % every == 0:
-            self.save(write)
+            self.writer.settle()
+            if divergence.skipped_in_a_row(self.writer, self.config) < divergence.SUSPECT:
+                self.save(write)
             self.writer.start_clock()
 
     def evaluate(self) -> dict[str, float]:
@@ -246,7 +258,7 @@ class Loop:
         meta = {
             "config": run.config.to_dict(),
             "tokenizer": run.dataset.tokenizer,
-            "data": {"position": self.position, "fingerprint": run.dataset.fingerprint},
+            "data": {"position": self.position, "fingerprint": run.dataset.fingerprint, "read": dict(run.read)},
             "tokens": self.tokens,
             "batch_size": self.phase.batch_size,
             "nvme": files and files.seal(),

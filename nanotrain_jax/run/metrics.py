@@ -39,6 +39,8 @@ class Writer:
         self.latest: dict[str, Any] = {}  # newest value of each metric
         self.seconds, self.steps = 0.0, 0
         self.losses: list[float] = []  # of the steps since the last record
+        self.skipped = self.in_a_row = 0  # skipped steps: since the start, and until now
+        self.taken: tuple[int, float] | None = None  # the last step that was not skipped, and its loss
         self.active = jax.process_index() == 0
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         progress = config.logging.progress
@@ -81,15 +83,23 @@ class Writer:
     def settle(self) -> None:
         """Wait for the pending step, so that later work does not count as its time."""
         if self.pending and isinstance(self.pending[1]["loss"], jax.Array):
-            number, metrics = self.pending
-            self.pending = number, on_host(metrics)
-            self.losses.append(float(self.pending[1]["loss"]))
+            number, metrics = self.pending[0], on_host(self.pending[1])
+            self.pending = number, metrics
+            self.losses.append(float(metrics["loss"]))
+            skipped = int(metrics["skipped_steps"])
+            self.in_a_row = self.in_a_row + 1 if skipped > self.skipped else 0
+            if not self.in_a_row:
+                self.taken = number, self.losses[-1]
+            self.skipped = skipped
             now = time.perf_counter()
             self.seconds, self.steps, self.clock = self.seconds + now - self.clock, self.steps + 1, now
             self.tokens += self.tokens_per_step
 
-    def write(self, val_loss: float | None = None, accuracy: float | None = None) -> None:
-        """Write the metrics of the pending step, if any, with a validation loss and an accuracy, if given."""
+    def write(self, val_loss: float | None = None, accuracy: float | None = None, is_last: bool = False) -> None:
+        """Write the metrics of the pending step, if any, with a validation loss and an accuracy, if given.
+
+        is_last: of a run that stops here, so the step is written whatever train.log_every says.
+        """
         if not self.pending:
             return
         self.settle()
@@ -97,7 +107,8 @@ class Writer:
         every = self.config.train.log_every
         if self.bar:
             self.bar.update(self.task, completed=number)
-        if val_loss is None and (not every or number % every) and number != self.config.train.steps:
+        is_due = is_last or number == self.config.train.steps or (every and number % every == 0)
+        if val_loss is None and not is_due:
             return
         seconds, losses = self.seconds / self.steps, self.losses
         tokens_per_second = (self.tokens - self.tokens_written) / self.seconds

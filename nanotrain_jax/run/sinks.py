@@ -48,8 +48,7 @@ class Lines:
 
     def write(self, record: Record) -> None:
         """Append a line."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self.file.write(json.dumps(finite) + "\n")
+        self.file.write(json.dumps(dict.fromkeys(record) | finite(record)) + "\n")
 
     def close(self, failed: bool) -> None:
         """Close the file."""
@@ -65,8 +64,8 @@ class TensorBoard:
         self.board = tensorboardX.SummaryWriter(str(folder / TENSORBOARD), max_queue=0)
 
     def write(self, record: Record) -> None:
-        """Add a scalar for each value."""
-        for name, value in scalars(record).items():
+        """Add a scalar for each finite value."""
+        for name, value in finite(scalars(record)).items():
             self.board.add_scalar(name, value, record["step"])
 
     def close(self, failed: bool) -> None:
@@ -224,6 +223,11 @@ def project(name: str | bool) -> str:
 def scalars(record: Record) -> Record:
     """Return the known values of a record but its step."""
     return {name: value for name, value in record.items() if name != "step" and value is not None}
+
+
+def finite(record: Record) -> Record:
+    """Return the values of a record that are not infinite or nan."""
+    return {name: value for name, value in record.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
 def trim(jsonl: Path) -> None:

@@ -56,6 +56,17 @@ def test_only_logged_steps_evaluations_and_the_last_step_are_written(config, tmp
     assert found[0]["mfu"] == pytest.approx(1e9 / found[0]["step_seconds"] / 1e12)
 
 
+def test_the_steps_until_a_stop_are_in_the_records(config, tmp_path):
+    writer = metrics.Writer(config, 0, None)
+    writer.start_clock()
+    for number in range(1, 6):
+        writer.step(number, values(loss=float(number)))
+    writer.write(is_last=True)
+    writer.finish()
+    writer.close()
+    assert [(r["step"], r.get("mean_loss")) for r in records(tmp_path)] == [(2, 1.5), (4, 3.5), (5, None)]
+
+
 def test_tokens_and_throughput_are_right_where_the_batch_changes_between_two_records(config, tmp_path):
     writer = metrics.Writer(config, 4, 1e12, tokens=100)
     writer.flops_per_token = 1e6

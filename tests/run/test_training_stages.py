@@ -9,6 +9,7 @@ from command import config_file, main, same, saved_state
 from conftest import cover, records
 
 from nanotrain_jax import train
+from nanotrain_jax.checkpoint import read
 from nanotrain_jax.config import load
 from nanotrain_jax.config.training_stages import Span, of_span, spans
 
@@ -41,13 +42,16 @@ def run(config_file, folder, *overrides):
 @jax.numpy_dtype_promotion("standard")
 @pytest.mark.parametrize("layout", cover(["float32 shards"], ["float32", "16 bit", "host"]))
 def test_a_run_of_stages_resumes_bitwise_at_any_step(config_file, tmp_path, layout):
-    keys = [*LAYOUTS[layout], "train.steps=12", STAGES]
-    run(config_file, tmp_path / "whole", *keys)
+    (tmp_path / "other.txt").write_text("".join(f"other text, line {i}\n" for i in range(900)))
+    stages = STAGES.replace("^ends/]", f"^ends/], data: 'text:{tmp_path}/other.txt'")  # then back to the first data
+    run(config_file, tmp_path / "whole", *LAYOUTS[layout], "train.steps=12", stages)
     for steps in (4, 6, 9, 12):  # the ends of two stages, the middle of one
-        run(config_file, tmp_path / "cut", *keys[:-2], f"train.steps={steps}", STAGES)
+        run(config_file, tmp_path / "cut", *LAYOUTS[layout], f"train.steps={steps}", stages)
     found, expected = (records(tmp_path / name) for name in ("cut", "whole"))
     assert [(r["step"], r["loss"], r["lr"]) for r in found] == [(r["step"], r["loss"], r["lr"]) for r in expected]
     same(saved_state(tmp_path / "cut"), saved_state(tmp_path / "whole"))
+    meta = read.read_meta(tmp_path / "cut" / "checkpoints", 12)
+    assert (meta.data.position, sorted(meta.data.read.values())) == ((4 + 3) * 8, [4 * 8, 5 * 8])
 
 
 def test_each_stage_begins_as_a_run_of_its_own(config_file, tmp_path, capsys):
