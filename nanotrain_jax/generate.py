@@ -16,15 +16,13 @@ if __name__ == "__main__":
 
 import argparse
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
 from flax import nnx
 from jax import lax
 
@@ -34,7 +32,7 @@ from nanotrain_jax.config.load import Parser, at_least, path_argument, refuse
 from nanotrain_jax.config.load import load as load_config
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.data import batches
-from nanotrain_jax.data.tokenizer import TOKENIZER, Tokenizer
+from nanotrain_jax.data.tokenizer import TOKENIZER, Tokenizer, text_decoder
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.models import decoder as model
 from nanotrain_jax.parallel import mesh as meshes
@@ -140,13 +138,6 @@ def as_text(ids: Iterable[int], prompt: Sequence[int], tokenizer: Tokenizer) -> 
         yield text[len(printed) :]
         printed = text
     yield decode(seen)[len(printed) :]
-
-
-def text_decoder(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
-    """Return a function from token ids to text."""
-    if tokenizer.is_bytes:
-        return lambda ids: bytes(ids).decode("utf-8", "replace")
-    return partial(tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER]).decode, skip_special_tokens=False)
 
 
 def generate(params: Any, config: Config, prompt: Sequence[int], vocab_size: int, sampling: Sampling) -> Iterator[int]:

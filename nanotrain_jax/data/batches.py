@@ -194,6 +194,18 @@ def tokenizer_of(config: Data) -> tokenizers.Tokenizer:
     return tokenizers.load(config.tokenizer or folder or "bytes", config.end_token)
 
 
+def first_words(dataset: Dataset, config: Data, count: int = 3) -> str:
+    """Return the first words of a held-out document, or of a training document without one; "" if they are no text."""
+    side = dataset.val if len(dataset.val) else dataset.train
+    if not isinstance(side, Windows):
+        return ""
+    tokenizer = tokenizer_of(config)
+    tokens = side.slice(0, min(int(side.ends[0]), 256)).tolist()
+    text = tokenizers.text_decoder(tokenizer)([token for token in tokens if token != tokenizer.end])
+    lines = [line.split() for line in text.splitlines()]
+    return next((" ".join(words[:count]) for words in lines if words), "")
+
+
 def check(dataset: Dataset, shapes: Any, source: str) -> None:
     """Raise ValueError unless data.source has all arrays of a batch. shapes: `Step.batch`."""
     if isinstance(dataset.train, arrays.Rows):

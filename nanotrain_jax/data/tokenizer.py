@@ -8,6 +8,7 @@ that one of them names.
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,6 +164,13 @@ def _described(
     if len(stops) > 1 and not stops <= named:
         adds("generation_config.json", "eos_token_id", sorted(stops))
     return out
+
+
+def text_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """Return a function from token ids to text."""
+    if tokenizer.is_bytes:
+        return lambda ids: bytes(i for i in ids if i != tokenizer.end).decode("utf-8", "replace")
+    return partial(tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER]).decode, skip_special_tokens=False)
 
 
 def line_ends(tokenizer: Tokenizer) -> list[int]:

@@ -96,10 +96,11 @@ def title(config: Config, mesh: Mesh) -> str:
     return f"{Path(config.logging.dir).name}: {headline(config, mesh)}"
 
 
-def summary(config: Config, latest: dict[str, Any], bigram: float | None, number: int) -> str:
+def summary(config: Config, latest: dict[str, Any], bigram: float | None, number: int, prompt: str) -> str:
     """Return the lines printed after step `number`: final metrics, output files, next commands.
 
-    latest: the newest value of each metric. bigram: loss of a bigram model on the held-out text, if known.
+    latest: the newest value of each metric. bigram: loss of a bigram model on the held-out text, if known. prompt: for
+    generated text; "" if there is none.
     """
     folder = shlex.quote(config.logging.dir)
     lines = [f"{'stopped' if number < config.train.steps else 'done'} at step {number} of {config.train.steps}"]
@@ -119,6 +120,7 @@ def summary(config: Config, latest: dict[str, Any], bigram: float | None, number
     if config.checkpoint.every and latest_step(config.checkpoint.dir) is not None:
         resumes = "" if config.checkpoint.resume == "never" else f" (the same command resumes from step {number})"
         lines.append(f"  checkpoints       {config.checkpoint.dir}{resumes}")
-        if config.data.source != "synthetic" and config.is_decoder:
-            lines.append(f'  generate text     python -m nanotrain_jax.generate --run {folder} --prompt "def "')
+        if prompt and config.is_decoder:
+            command = f"python -m nanotrain_jax.generate --run {folder} --prompt {shlex.quote(prompt)}"
+            lines.append(f"  generate text     {command}")
     return "\n".join(lines)

@@ -101,7 +101,8 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
             most = config.train.eval_steps * config.data.batch_size
             bigram = data.bigram_loss(run.dataset, most, config.data.attend_across_documents)
         writer.finish(banner.title(config, run.mesh), bigram)
-        writer.say(banner.summary(config, writer.latest, bigram, number))
+        prompt = data.first_words(run.dataset, run.config.data)
+        writer.say(banner.summary(config, writer.latest, bigram, number, prompt))
 
 
 def run_phases(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[int], bool]) -> Run:
