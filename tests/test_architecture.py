@@ -40,9 +40,6 @@ MAX_FILE_LINES = 400
 CONTROL = ast.For | ast.While | ast.If | ast.Try
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 SCOPE = FUNCTION | ast.Lambda | ast.ClassDef
-MAY_TAKE_MORE = {  # function -> reason
-    "zero_specs": "public function: users pass their own tree and mesh by keywords; no value of ours holds them",
-}
 MAY_READ_MESSAGES = {  # file -> reason
     "checkpoint.directory": "tensorstore has the errno of a failed write only in its message",
     "scripts/measure/compare_jit.py": "XLA has no error type for a ptxas that failed to start",
@@ -152,7 +149,7 @@ def too_long(files):
 def too_many_parameters(files):
     for place, _, function in nodes(files, FUNCTION):
         count = parameters(function)
-        if count > MAX_PARAMETERS and function.name not in MAY_TAKE_MORE:
+        if count > MAX_PARAMETERS:
             yield f"{place}: {function.name} takes {count} parameters; at most {MAX_PARAMETERS}"
 
 
@@ -332,9 +329,6 @@ def test_functions_are_short():
 
 def test_functions_take_few_parameters():
     assert_none(too_many_parameters(EVERYTHING))
-    functions = {node.name: node for _, _, node in nodes(FILES, FUNCTION) if node.name in MAY_TAKE_MORE}
-    unneeded = [name for name in MAY_TAKE_MORE if parameters(functions[name]) <= MAX_PARAMETERS]
-    assert not unneeded, f"{', '.join(unneeded)}: no longer needs an exception"
 
 
 def test_blocks_are_nested_two_deep():

@@ -18,6 +18,7 @@ from nanotrain_jax.costs.counts import BYTES
 from nanotrain_jax.costs.parameter_traffic import parameter_buffers, sharded_elements
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.decoder_table import EMBEDDING
+from nanotrain_jax.models.parameters import ENDS, LAYERS
 from nanotrain_jax.parallel.mesh import ZERO_AXES
 
 
@@ -39,6 +40,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
 
     Pipeline parallelism (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence
     parallelism), where a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
+    parallel.idle=mask: idle stages communicate as well (`counts.runs` in place of M).
     With the vocabulary over pipe (arXiv 2411.05288) those of embedding and head are not, and `shares_of_ends`.
     Tied embeddings are gathered, and their gradients scattered, at both ends (ZeRO 2 and 3, `Execution.is_by_hand`).
     """
@@ -63,7 +65,8 @@ def communication(config: Config) -> list[dict[str, Any]]:
             found["tensor", op, what] = (p.tensor - 1) / p.tensor * size
         else:
             add(("tensor",), op, size, what)
-    add(p.vocab_axes, "all_reduce", 3 * 4 * counts.tokens_per_device(config), Traffic.LOSS)
+    tokens = counts.tokens_per_device(config) / p.microbatches * counts.runs(config, ENDS)
+    add(p.vocab_axes, "all_reduce", 3 * 4 * tokens, Traffic.LOSS)
     for op, size, what in attention_buffers(config):
         if op == "permute":
             found["context", op, what] = size
@@ -140,7 +143,8 @@ def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     p, m, c = config.parallel, config.model, config.parallel.context
     if c == 1:
         return []
-    w, tokens = BYTES[config.precision.compute], counts.tokens_per_device(config) * counts.stage_layers(config)
+    w, runs = BYTES[config.precision.compute], counts.runs(config, LAYERS) / p.microbatches
+    tokens = counts.tokens_per_device(config) * counts.stage_layers(config) * runs
     passes = 3 if counts.repeats_communication(config) else 2
     kv = 2 * tokens * counts.local_kv_width(config)
     if p.context_attention == "ring":
@@ -178,23 +182,25 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     over tensor where they are partial: all of them under sequence parallelism, else those of keys and values with fewer
     heads than t.
     """
-    p, L, tokens = config.parallel, counts.stage_layers(config), counts.tokens_per_device(config)
+    p, L = config.parallel, counts.stage_layers(config) * counts.runs(config, LAYERS)
+    ends = counts.runs(config, ENDS)
+    tokens = counts.tokens_per_device(config) / p.microbatches
     activations = BYTES[config.precision.compute] * tokens * config.model.d_model
     gathers, scatters = tensor_passes(config)
-    of_ends = ends_gathered(config)
+    of_ends = ends_gathered(config) * ends
     if not p.sequence_parallel:
-        return [("all_reduce", (gathers * L + 2) * activations, Traffic.ACTIVATIONS)]
+        return [("all_reduce", (gathers * L + 2 * ends) * activations, Traffic.ACTIVATIONS)]
     if p.tensor > 1 and p.overlap_tensor:
         is_full = config.memory.rematerialization.policy == "full"
         of_layer, regathers = gathers + scatters, 0 if is_full else regathered_inputs(config)
         return [
             ("permute", (of_layer - regathers - 2) * L * activations, Traffic.ACTIVATIONS),
             ("all_gather", (regathers * L + of_ends) * activations, Traffic.REGATHERED_ACTIVATIONS),
-            ("reduce_scatter", (2 * L + 2) * activations, Traffic.ACTIVATIONS),
+            ("reduce_scatter", (2 * L + 2 * ends) * activations, Traffic.ACTIVATIONS),
         ]
     return [
         ("all_gather", (gathers * L + of_ends) * activations, Traffic.REGATHERED_ACTIVATIONS),
-        ("reduce_scatter", (scatters * L + 2) * activations, Traffic.ACTIVATIONS),
+        ("reduce_scatter", (scatters * L + 2 * ends) * activations, Traffic.ACTIVATIONS),
     ]
 
 

@@ -23,6 +23,7 @@ from math import prod
 import numpy as np
 
 from nanotrain_jax.config.derived import fits_flash
+from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import EIGHT_BITS, Config, Model
 from nanotrain_jax.models import vision_table
 from nanotrain_jax.models.decoder_table import frozen_table, table
@@ -217,6 +218,18 @@ def outline(config: Config) -> schedule_text.Outline:
     p = config.parallel
     name = p.schedule if p.pipe > 1 else "1f1b"
     return schedule_text.outline(name, p.pipe, p.microbatches, p.chunks, bool(p.vocab_over_pipe))
+
+
+def runs(config: Config, part: str) -> float:
+    """Return how often a device runs its layers, or other parts of the model, in a step: once for each microbatch.
+
+    With parallel.idle=mask in every tick, of the layers one chunk.
+    """
+    p = config.parallel
+    if p.idle == "skip" or execution(config) is not Execution.PIPELINE:
+        return p.microbatches
+    ticks = outline(config).ticks
+    return ticks / p.chunks if part == LAYERS else ticks
 
 
 def _layers(parameter: Parameter, model: Model) -> int:

@@ -18,6 +18,7 @@ from nanotrain_jax.costs.counts import (
     is_sharded,
     local_elements,
     rows,
+    runs,
     stage_layers,
     zero_devices,
 )
@@ -36,7 +37,7 @@ class Buffer(NamedTuple):
     what: Traffic
     part: str  # of the tree of parameters
     itemsize: float  # bytes per element on the wire
-    times: int  # collectives per step
+    times: float  # collectives per step
     elements: float  # of the full buffer; in 8 bits with the padding to whole blocks
 
 
@@ -51,7 +52,7 @@ def parameter_buffers(config: Config) -> list[Buffer]:
     g, w = gradient_bytes(config), BYTES[config.precision.compute]
     buffers = []
 
-    def add(axes: tuple[str, ...], op: str, what: Traffic, times: int, arrays: int, divisor: float = 1) -> None:
+    def add(axes: tuple[str, ...], op: str, what: Traffic, times: float, arrays: int, divisor: float = 1) -> None:
         """Append the buffers of the current row. arrays: those in which it travels."""
         apart = ("replica",) if p.sync_every else ()
         present = tuple(axis for axis in axes if getattr(p, axis) > 1 and axis not in apart)
@@ -88,14 +89,14 @@ def parameter_buffers(config: Config) -> list[Buffer]:
     return buffers
 
 
-def uses(path: str, row: Parameter, config: Config) -> int:
-    """Return how often a step uses a parameter, in forwards: once for each microbatch, or for each that a device
+def uses(path: str, row: Parameter, config: Config) -> float:
+    """Return how often a step uses a parameter, in forwards: `counts.runs`, or once for each microbatch that a device
     encodes. Loops by hand use ends at each end apart, and the embedding again for the question about a picture."""
     if row.part in (VISION, ENCODER):
         return encodes(config)
-    is_by_hand, M = execution(config).is_by_hand, config.parallel.microbatches
+    is_by_hand = execution(config).is_by_hand
     is_asked = is_by_hand and config.vision is not None and path == EMBEDDING
-    return M * (2 if row.used == "both" and is_by_hand else 1) + is_asked * encodes(config)
+    return runs(config, row.part) * (2 if row.used == "both" and is_by_hand else 1) + is_asked * encodes(config)
 
 
 def passes(row: Parameter, config: Config) -> int:

@@ -90,7 +90,6 @@ def zero_specs(
     mesh: Mesh,
     stage: int,
     persist_below: int = 10_000,
-    stacked: Sequence[str] = (),
     specs: Tree = None,
     axis: str = "data",
 ) -> tuple[Tree, Tree]:
@@ -109,7 +108,7 @@ def zero_specs(
     for spec in jax.tree.leaves(specs):
         if axis in jax.tree.leaves(tuple(spec)):
             raise ValueError(f"{spec} is already sharded over {axis}, the axis of ZeRO; use other axes in specs")
-    return ZERO[stage].storage(specs, shard_dims(shapes, mesh.shape[axis], persist_below, stacked, specs), (axis,))
+    return ZERO[stage].storage(specs, shard_dims(shapes, mesh.shape[axis], persist_below, (), specs), (axis,))
 
 
 def _over(axes: tuple[str, ...], specs: Tree, dims: Tree) -> Tree:
