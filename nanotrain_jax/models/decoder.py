@@ -30,6 +30,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nanotrain_jax.config.derived import fits_flash
+from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.models import contract, decoder_table
 from nanotrain_jax.models.decoder_layer import ONE_DEVICE, Layer, Norm, Split, fill
@@ -247,6 +248,22 @@ def attention_kernel(config: Model, dtype: jnp.dtype, device: jax.Device) -> str
     return ("cudnn" if is_supported else "xla") if config.attention == "auto" else config.attention
 
 
+def check_flash_rows(config: Config) -> None:
+    """Raise Misfit for rows whose parts cuDNN attention cannot take: their backward needs an even number of tokens.
+
+    A row is cut into 2 c parts for context parallelism but Ulysses, and in two to keep documents or pictures apart.
+    """
+    p, d = config.parallel, config.data
+    is_cut = (p.context > 1 and p.context_attention != "ulysses") or not d.attend_across_documents or config.vision
+    multiple = 4 * p.context if is_cut else 2
+    if d.seq_len % multiple:
+        longer = -(-d.seq_len // multiple) * multiple
+        raise Misfit(
+            f"data.seq_len={d.seq_len} must be a multiple of {multiple} for flash attention",
+            f"use data.seq_len={longer}, or model.attention=xla",
+        )
+
+
 def is_decayed(path: tuple) -> bool:
     """True if weight decay applies to the parameter at this tree path: all but gains, biases and learned positions."""
     return PARAMETERS[path[-1].key].decay
@@ -256,6 +273,8 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
     """Build the decoder of a resolved config for the training step. counts_correct: with `Model.correct`."""
     p = config.parallel
     kernel = attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
+    if kernel == "cudnn":
+        check_flash_rows(config)
     decoder = config.model.model_copy(update={"attention": kernel})
     # Full remat recomputes the layer's forward, which has just gathered what its backward needs.
     regather = config.memory.rematerialization.policy != "full"

@@ -178,6 +178,26 @@ def test_the_attention_kernel_is_chosen_by_its_requirements(keys, dtype, device,
     assert model.attention_kernel(config.model, jnp.dtype(dtype), device) == kernel
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "multiple", "keys"),
+    [
+        (45, 2, {}),
+        (50, 4, {"data": {"attend_across_documents": False}}),
+        (52, 8, {"parallel": {"context": 2}}),
+        (54, 2, {"parallel": {"context": 2, "context_attention": "ulysses"}}),
+        (54, 2, {}),
+    ],
+)
+def test_rows_that_flash_attention_cannot_cut_are_refused(seq_len, multiple, keys):
+    """What XLA's compiler says for each, with jax 0.10.2: Unsupported sequence length Q 45, KV 45."""
+    config = load.parse({**keys, "data": {"seq_len": seq_len} | keys.get("data", {})})
+    if seq_len % multiple == 0:
+        model.check_flash_rows(config)
+        return
+    with pytest.raises(ValueError, match=f"data.seq_len={seq_len} must be a multiple of {multiple} for flash"):
+        model.check_flash_rows(config)
+
+
 def test_layers_are_one_loop_for_any_number():
     sizes = []
     for layers in 2, 12:
