@@ -1,14 +1,14 @@
 """Training state: shapes, shardings, memory placement, initialization."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nanotrain_jax.config.execution import casts_at_use
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
@@ -235,7 +235,8 @@ def orders(plan: Plan, state: State) -> tuple[Callable[[State], State], Callable
             reordered(state, partial(swapped, outer=p.chunks, inner=p.pipe), donate=(0,)),
         )
     to_layers, to_stages = (partial(jnp.take, indices=rows, axis=0) for rows in (np.argsort(order), order))
-    return reordered(state, to_layers), reordered(state, to_stages, donate=(0,))
+    # Rows are gathered over pipe: array by array, so that a device never holds all layers of the state.
+    return one_by_one(state, to_layers), one_by_one(state, to_stages, donate=(0,))
 
 
 def unchanged(tree: Tree) -> Tree:
@@ -254,11 +255,35 @@ def reordered(
     """Return a compiled function of a State that applies reorder to stacked layers, in the same memory."""
 
     def of_leaf(path: tuple, x: jax.Array) -> jax.Array:
-        if next((key.key for key in path if isinstance(key, jax.tree_util.DictKey)), None) != LAYERS:
-            return x
-        y = reorder(host_offload.to_device(x))
-        return host_offload.to_host(y) if host_offload.on_host(x) else y
+        return in_same_memory(reorder, x) if is_of_layers(path) else x
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
     of_state = partial(jax.tree_util.tree_map_with_path, of_leaf)
     return jax.jit(of_state, out_shardings=shardings, donate_argnums=donate)
+
+
+def one_by_one(
+    state: State, reorder: Callable[[jax.Array], jax.Array], donate: tuple[int, ...] = ()
+) -> Callable[[State], State]:
+    """As `reordered`, but one array after another: at most one is gathered at a time."""
+
+    def of_leaf(path: tuple, x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        return jax.block_until_ready(compiled_for(sharding)(x)) if is_of_layers(path) else x
+
+    @lru_cache
+    def compiled_for(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+        return jax.jit(partial(in_same_memory, reorder), out_shardings=sharding, donate_argnums=donate)
+
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    return lambda state: jax.tree_util.tree_map_with_path(of_leaf, state, shardings)
+
+
+def is_of_layers(path: tuple) -> bool:
+    """True if an array at this path of a State has a leading dim of layers."""
+    return next((key.key for key in path if isinstance(key, jax.tree_util.DictKey)), None) == LAYERS
+
+
+def in_same_memory(change: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Return change(x), computed on the device, in host memory if x is."""
+    y = change(host_offload.to_device(x))
+    return host_offload.to_host(y) if host_offload.on_host(x) else y
