@@ -1,6 +1,8 @@
 """Helpers for hand-written loops and backwards: conditional work, and stacked arrays. Nothing here communicates."""
 
+import operator
 from collections.abc import Callable, Collection
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +45,21 @@ def skip_or_mask(
     with jax.named_scope(what):
         new, store = work(0, values, store)
     return jax.tree.map(lambda new, old: jnp.where(predicate, new, old), new, values), store
+
+
+def after(first: Tree, then: Tree) -> Tree:
+    """Return then; on CPU each array of it is computed after all of first. Elsewhere this is nothing at all.
+
+    XLA:CPU does not wait for a loop that holds collectives before it starts another such loop or a collective, unless
+    that depends on the loop: devices would run them in different orders (audit/collective_order.py). As it drops
+    barriers, then depends on values of first: on whether one is below and above zero at a time.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None or device.platform != "cpu":
+        return then
+    values = [jnp.ravel(lax.stop_gradient(x))[0].astype(jnp.float32) for x in jax.tree.leaves(first) if jnp.size(x)]
+    never = reduce(operator.or_, ((x < 0) & (x > 0) for x in values))
+    return lax.cond(never, partial(jax.tree.map, jnp.zeros_like), lambda then: then, then)
 
 
 def get(stack: Tree, i: jax.Array) -> Tree:

@@ -21,6 +21,7 @@ from nanotrain_jax.models.contract import Model
 from nanotrain_jax.parallel.collectives import Tree, all_reduce
 from nanotrain_jax.parallel.context import context
 from nanotrain_jax.parallel.gradients import local_steps
+from nanotrain_jax.parallel.loops import after
 from nanotrain_jax.parallel.mesh import BATCH_AXES
 from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline.executor import run_forward
@@ -145,7 +146,9 @@ def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, ...]:
         weights = forward.Weights(params, forward.inputs(plan, plan.zero, params))
         sums = lax.map(partial(forward.scores, plan, plan.zero, weights), microbatches)
         sums = jax.tree.map(lambda x: x.sum(0), sums)
-    return all_reduce(sums, plan.loss_axes)
+    loss, *counts = sums
+    loss = all_reduce(loss, plan.loss_axes)
+    return loss, *all_reduce(after(loss, counts), plan.loss_axes)
 
 
 def microbatched(plan: Plan, batch: Tree) -> Tree:
