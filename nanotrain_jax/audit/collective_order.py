@@ -82,16 +82,19 @@ def _passed_on(program: Program, block: list[Instruction]) -> dict[str, str]:
     by_name, found = {i.name: i for i in block}, {}
     for i in block:
         loop = by_name.get(i.operands[0]) if i.opcode == "get-tuple-element" else None
-        if loop is None or loop.opcode != "while":
-            continue
-        body, index = program.computations[BODY.search(loop.attributes)[1]], _index(i)
-        result = next((other for other in body if other.name == body[-1].operands[index]), None)
-        start = by_name[loop.operands[0]]
-        if result and (result.opcode, _index(result)) == ("get-tuple-element", index):
-            found[i.name] = start.operands[index] if start.opcode == "tuple" else start.name
+        if loop and loop.opcode == "while" and _is_unchanged(program, loop, _index(i)):
+            start = by_name[loop.operands[0]]
+            found[i.name] = start.operands[_index(i)] if start.opcode == "tuple" else start.name
     return found
 
 
-def _index(i: Instruction) -> int | None:
-    found = INDEX.search(i.attributes)
-    return int(found[1]) if found else None
+def _is_unchanged(program: Program, loop: Instruction, index: int) -> bool:
+    """Return True if the body of a loop returns an element of its argument as it is, in the same place."""
+    body = {i.name: i for i in program.computations[BODY.search(loop.attributes)[1]]}
+    result = body.get(list(body.values())[-1].operands[index])
+    is_element = result is not None and result.opcode == "get-tuple-element" and _index(result) == index
+    return is_element and body[result.operands[0]].opcode == "parameter"
+
+
+def _index(element: Instruction) -> int:
+    return int(INDEX.search(element.attributes)[1])

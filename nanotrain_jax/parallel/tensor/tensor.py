@@ -140,10 +140,11 @@ def columns(
     def backward(residuals: tuple, grads: list) -> tuple[jax.Array, list]:
         x_BTD, weights = residuals
         if regather:
-            x_BTD = matmul.operand(enter(x_BTD, axis, sequence_parallel))
+            x_BTD = matmul.operand(enter(after(grads, x_BTD) if overlap else x_BTD, axis, sequence_parallel))
         pairs = list(zip(map(matmul.gradient, grads), weights, strict=True))
         partial_grads = [float8.input_gradient(matmul, g_BTF, w_DF) for g_BTF, w_DF in pairs]
-        g_BTD = leave(reduce(operator.add, partial_grads).astype(dtype), axis, sequence_parallel)
+        g_BTD = reduce(operator.add, partial_grads).astype(dtype)
+        g_BTD = leave(after(x_BTD, g_BTD) if overlap else g_BTD, axis, sequence_parallel)
         grads_DF = [float8.weight_gradient(matmul, x_BTD, g_BTF, w_DF) for g_BTF, w_DF in pairs]
         # The barrier makes XLA compute the weight gradients during the reduce-scatter, not after it.
         return lax.optimization_barrier((g_BTD, grads_DF)) if sequence_parallel else (g_BTD, grads_DF)
