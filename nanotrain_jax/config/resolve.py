@@ -275,7 +275,7 @@ def check_float8(config: Config) -> None:
             "precision.matmul=float8 with model.factory: the model decides how it multiplies",
             "use parallel/tensor/float8.py in it, and leave precision.matmul out",
         )
-    t, head = p.tensor, m.d_model // m.num_heads
+    t, head = p.tensor, m.head_width
     tokens = config.data.batch_size * config.data.seq_len // (p.replica * p.data * p.context * p.microbatches)
     sizes = {
         "model.d_model": m.d_model,

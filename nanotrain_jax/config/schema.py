@@ -49,7 +49,8 @@ class Model(Section):
     )
     num_layers: Layers = key(4, "transformer layers")
     d_model: Width = key(128, "hidden size (width of the residual stream)")
-    num_heads: Width = key(4, "attention (query) heads; head dim = d_model / num_heads")
+    num_heads: Width = key(4, "attention (query) heads")
+    head_dim: Width | None = key(None, "width of a head; null: d_model / num_heads")
     num_kv_heads: Width | None = key(None, "key/value heads (grouped-query attention); null: num_heads")
     d_ff: Width | None = key(
         None, "MLP hidden size; null: 4 d_model (gpt2), 8/3 d_model rounded up to a multiple of 256 (llama)"
@@ -72,24 +73,29 @@ class Model(Section):
     def features(self) -> families.Family:
         return families.FAMILIES[self.family]
 
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.d_model // self.num_heads
+
     @model_validator(mode="after")
     def _heads(self) -> Model:
         if self.factory:
             return self
-        if self.d_model % self.num_heads:
+        if self.head_dim is None and self.d_model % self.num_heads:
             raise ValueError(
                 f"model.num_heads={self.num_heads} does not divide model.d_model={self.d_model}; "
-                f"use {near_divisors(self.d_model, self.num_heads)}"
+                f"use {near_divisors(self.d_model, self.num_heads)}, or set model.head_dim"
             )
         if self.num_kv_heads and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
                 f"use {near_divisors(self.num_heads, self.num_kv_heads)}"
             )
-        if not self.features.learned_positions and (self.d_model // self.num_heads) % 2:
+        if not self.features.learned_positions and self.head_width % 2:
+            given = "model.head_dim" if self.head_dim else "model.d_model / model.num_heads"
             raise ValueError(
-                f"head dim {self.d_model // self.num_heads} (model.d_model / model.num_heads) is odd, but rotary "
-                "embeddings rotate pairs; choose an even head dim"
+                f"head dim {self.head_width} ({given}) is odd, but rotary embeddings rotate pairs; choose an even "
+                "head dim"
             )
         return self
 

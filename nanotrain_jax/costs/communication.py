@@ -151,7 +151,7 @@ def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
             ("all_gather", gathered, Traffic.ATTENTION),
             ("reduce_scatter", scattered, Traffic.ATTENTION),
         ]
-    queries = 2 * tokens * m.d_model / p.tensor  # and outputs
+    queries = 2 * tokens * counts.query_width(m) / p.tensor  # and outputs
     return [("all_to_all", passes * w * (queries + ulysses_copies(config) * kv), Traffic.HEADS)]
 
 

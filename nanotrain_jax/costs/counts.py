@@ -73,9 +73,14 @@ def frozen_parameters(config: Config) -> int:
     return sum(row.size * _layers(row, config.model) for row in marked if row.is_frozen) + sum(of_vision)
 
 
+def query_width(model: Model) -> int:
+    """Return N H, the width of all query heads."""
+    return model.head_width * model.num_heads
+
+
 def kv_width(model: Model) -> int:
     """Return K H, the width of all key (or value) heads."""
-    return model.d_model // model.num_heads * model.num_kv_heads
+    return model.head_width * model.num_kv_heads
 
 
 def rows(config: Config) -> Table:

@@ -2,7 +2,8 @@
 
 Model FLOPs are what the algorithm requires (the numerator of MFU); hardware FLOPs are what a device executes, with
 recomputation. Only matmuls count, 2 FLOPs per multiply-add. N: parameters that multiply every token
-(`counts.matmul_parameters`), L layers, d model width, F ffn width, T sequence length, t tensor-parallel devices.
+(`counts.matmul_parameters`), L layers, d width of all query heads, D model width, F ffn width, T sequence length, t
+tensor-parallel devices.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def flops_per_token(config: Config) -> dict[str, float]:
     (costs/vision.py), over T.
     """
     m = config.model
-    attention = float(m.num_layers * m.d_model * config.data.seq_len)
+    attention = float(m.num_layers * counts.query_width(m) * config.data.seq_len)
     fixed = 6.0 * counts.matmul_parameters(m) - 2.0 * counts.frozen_matmul_parameters(config)
     fixed += vision.model_flops(config) / config.data.seq_len
     return {"full": fixed + 12.0 * attention, "causal": fixed + 6.0 * attention}
@@ -55,7 +56,7 @@ def local_flops(config: Config) -> dict[str, float]:
     recompute                 on top of 6 N + 12 L d T:
         selective   4 L d T                          the forward of attention; half if the matmul after it is frozen,
                                                      without flash attention
-        full        2 N_layers + 4 L d T - 2 L d F   the forward without the last matmul
+        full        2 N_layers + 4 L d T - 2 L D F   the forward without the last matmul
         block:n     2 N_layers + 4 L d T             the whole forward (`counts.last_matmuls_spared`)
 
     All are divided by t, except that each device computes at least one head of keys and values. With pipeline stages:
@@ -77,7 +78,8 @@ def local_flops(config: Config) -> dict[str, float]:
             of_row = 2 * row.size * copies[row.part] * share
             flops[row.part] += of_row
             weights += 0.0 if row.is_frozen else of_row
-    layers, attention = flops[LAYERS], 4.0 * L * m.d_model * T / t * ((c + 1) / (2 * c) if c > 1 else 1)
+    layers = flops[LAYERS]
+    attention = 4.0 * L * counts.query_width(m) * T / t * ((c + 1) / (2 * c) if c > 1 else 1)
     down = 2.0 * L * m.d_model * m.d_ff / t
     spared = counts.last_matmuls_spared(config) * down
     spares = counts.rows(config)[f"{ATTENTION}/out_NHD"].is_frozen and not fits_flash(m, config.precision.compute)

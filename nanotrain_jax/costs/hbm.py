@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs.counts import BYTES, kv_width, tokens_per_device
+from nanotrain_jax.costs.counts import BYTES, kv_width, query_width, tokens_per_device
 from nanotrain_jax.models.decoder_table import MLP, table
 from nanotrain_jax.models.parameters import LAYERS
 
@@ -35,7 +35,7 @@ def layer_bytes(config: Config) -> dict[str, float] | None:
     if config.vision or p.tensor * p.context > 1 or execution(config) not in (Execution.AUTODIFF, Execution.PER_LAYER):
         return None
     size, tokens = BYTES[config.precision.compute], tokens_per_device(config) / p.microbatches
-    D, Q, K, F, g = m.d_model, m.d_model, kv_width(m), m.d_ff, 2 if m.features.gated_mlp else 1
+    D, Q, K, F, g = m.d_model, query_width(m), kv_width(m), m.d_ff, 2 if m.features.gated_mlp else 1
     down = F + 2 * D
     forward = 4 * D + (3 * D + Q + 2 * K) + (2 * Q + 2 * K) + (Q + 2 * D) + (g * D + 2 * g * F) + down
     backward = 8 * D + (4 * D + 2 * Q + 4 * K) + (4 * Q + 4 * K) + 2 * (D + Q) + (g + 1) * D + 2 * g * F

@@ -236,13 +236,12 @@ def attention_kernel(config: Model, dtype: jnp.dtype, device: jax.Device) -> str
 
     Raises ValueError if the config sets cudnn and it does not support the model.
     """
-    H = config.d_model // config.num_heads
     ampere = float(getattr(device, "compute_capability", None) or 8.0) >= 8.0
     is_supported = device.platform in ("gpu", "cuda") and ampere and fits_flash(config, dtype.name)
     if config.attention == "cudnn" and not is_supported:
         raise ValueError(
             "model.attention=cudnn needs an NVIDIA GPU (Ampere or newer), a 16-bit precision.compute and a head dim of "
-            f"at most 128 that 8 divides, not {device.platform}, {dtype} and {H}; use auto or xla"
+            f"at most 128 that 8 divides, not {device.platform}, {dtype} and {config.head_width}; use auto or xla"
         )
     return ("cudnn" if is_supported else "xla") if config.attention == "auto" else config.attention
 

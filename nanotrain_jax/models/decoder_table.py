@@ -72,7 +72,7 @@ def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
 
     tensor: size of the tensor axis. vocab_shards: `Parallel.vocab_shards`.
     """
-    V, K, H = padded_vocab(model.vocab_size, vocab_shards), model.num_kv_heads, model.d_model // model.num_heads
+    V, K, H = padded_vocab(model.vocab_size, vocab_shards), model.num_kv_heads, model.head_width
     sizes = {"D": model.d_model, "F": model.d_ff, "N": model.num_heads, "K": K, "H": H, "V": V, "T": model.max_seq_len}
 
     def sized(row: Parameter) -> Parameter:

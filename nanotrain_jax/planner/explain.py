@@ -97,11 +97,12 @@ def pictures(e: Estimate) -> Section:
 def compute(e: Estimate) -> Section:
     """Return model FLOPs per token, and hardware FLOPs per GPU."""
     c, m, n = e.config, e.config.model, number
-    L, D, T, N = m.num_layers, m.d_model, c.data.seq_len, counts.matmul_parameters(m)
+    L, Q, T, N = m.num_layers, counts.query_width(m), c.data.seq_len, counts.matmul_parameters(m)
     frozen = counts.frozen_matmul_parameters(c)
     local, tokens, iterations = flops.local_flops(c), counts.tokens_per_device(c), muon.flops(c)
     full, picture, encoder = flops.flops_per_token(c)["full"], vision.model_flops(c), vision.step_flops(c)
-    formula, numbers = "6 N + 12 L D T", f"6 x {n(N)} + 12 x {L} x {n(D)} x {n(T)}"
+    width = "D" if m.d_model == Q else "Q"
+    formula, numbers = f"6 N + 12 L {width} T", f"6 x {n(N)} + 12 x {L} x {n(Q)} x {n(T)}"
     if frozen:
         formula, numbers = f"{formula} - 2 frozen", f"{numbers} - 2 x {n(frozen)}"
     if picture:

@@ -112,9 +112,10 @@ def test_sizes_left_out_follow_the_family(family, d_ff, tied, tmp_path):
         ("train: {steps: 1}\ntrain: {seed: 2}", "key 'train' is given twice"),
         (
             "model: {d_model: 30, num_heads: 4}",
-            "model.num_heads=4 does not divide model.d_model=30; use 3 or 5",
+            "model.num_heads=4 does not divide model.d_model=30; use 3 or 5, or set model.head_dim",
         ),
-        ("model: {d_model: 12, num_heads: 4}", "odd"),
+        ("model: {d_model: 12, num_heads: 4}", "head dim 3 (model.d_model / model.num_heads) is odd"),
+        ("model: {head_dim: 5}", "head dim 5 (model.head_dim) is odd"),
         ("parallel: {zero: true}", "parallel.zero=True: input should be an integer"),
         ("parallel: {zero: 1.0}", "parallel.zero=1.0: input should be an integer"),
         ("model: {num_layers: 10000000}", "model.num_layers=10000000: input should be less than or equal to 1000000"),

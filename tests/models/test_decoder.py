@@ -22,7 +22,8 @@ from nanotrain_jax.models.parameters import LAYERS
 AXES = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
 GPT2 = {"family": "gpt2", "vocab_size": 50257, "max_seq_len": 1024}
 LLAMA3 = {"family": "llama", "vocab_size": 128256, "num_kv_heads": 8, "rope_theta": 500000.0}
-PUBLISHED = {  # Radford et al. 2019 as released; Llama 3, arXiv 2407.21783, as released
+NEMO = {"vocab_size": 131072, "num_layers": 40, "d_model": 5120, "num_heads": 32, "num_kv_heads": 8, "d_ff": 14336}
+PUBLISHED = {  # Radford et al. 2019 as released; Llama 3, arXiv 2407.21783, as released; others: their model cards
     "GPT-2": (124_439_808, GPT2 | {"num_layers": 12, "d_model": 768, "num_heads": 12}),
     "GPT-2 medium": (354_823_168, GPT2 | {"num_layers": 24, "d_model": 1024, "num_heads": 16}),
     "GPT-2 large": (774_030_080, GPT2 | {"num_layers": 36, "d_model": 1280, "num_heads": 20}),
@@ -39,6 +40,7 @@ PUBLISHED = {  # Radford et al. 2019 as released; Llama 3, arXiv 2407.21783, as 
         405_853_388_800,
         LLAMA3 | {"num_layers": 126, "d_model": 16384, "num_heads": 128, "d_ff": 53248},
     ),
+    "Mistral-Nemo": (12_247_782_400, NEMO | {"head_dim": 128}),
 }
 
 
