@@ -12,7 +12,8 @@ class Family(NamedTuple):
     centered_norms: bool = False  # LayerNorm (subtracts the mean, adds a bias); else RMSNorm
     learned_positions: bool = False  # learned, at most model.max_seq_len; else rotary
     gated_mlp: bool = False  # SwiGLU, three matmuls; else GELU, two
-    biases: bool = False  # after every matmul except the output head
+    biases: bool = False  # after every matmul except the output head, and those of queries, keys and values
+    qkv_bias: bool = False  # after the matmuls of queries, keys and values
     tied_embeddings: bool = False  # default of model.tie_embeddings
 
     def default_d_ff(self, d_model: int) -> int:
@@ -23,6 +24,7 @@ class Family(NamedTuple):
 # To add a family of these features, add a row here and a name to Name. To add a feature, implement it also in
 # models/decoder_table.py (parameters), models/decoder.py (computation) and, if its activations differ, in
 # costs/memory.py and planner/estimate.py.
+KEYS = ("qkv_bias",)  # features that are also keys of model
 Name = Literal["llama", "gpt2"]
 FAMILIES: dict[Name, Family] = {
     "llama": Family("RMSNorm, rotary, SwiGLU", ffn_ratio=(8, 3), ffn_multiple=256, gated_mlp=True),
@@ -32,6 +34,7 @@ FAMILIES: dict[Name, Family] = {
         centered_norms=True,
         learned_positions=True,
         biases=True,
+        qkv_bias=True,
         tied_embeddings=True,
     ),
 }

@@ -52,6 +52,7 @@ class Model(Section):
     num_heads: Width = key(4, "attention (query) heads")
     head_dim: Width | None = key(None, "width of a head; null: d_model / num_heads")
     num_kv_heads: Width | None = key(None, "key/value heads (grouped-query attention); null: num_heads")
+    qkv_bias: bool | None = key(None, "biases of queries, keys and values; null: true for gpt2")
     d_ff: Width | None = key(
         None, "MLP hidden size; null: 4 d_model (gpt2), 8/3 d_model rounded up to a multiple of 256 (llama)"
     )
@@ -71,7 +72,9 @@ class Model(Section):
 
     @property
     def features(self) -> families.Family:
-        return families.FAMILIES[self.family]
+        """The family's features, with those that keys of their names give."""
+        given = {name: value for name in families.KEYS if (value := getattr(self, name)) is not None}
+        return families.FAMILIES[self.family]._replace(**given)
 
     @property
     def head_width(self) -> int:

@@ -89,7 +89,7 @@ class Attention(nnx.Module):
         weights = self.q_DNH[...], self.own_head(self.k_DKH[...]), self.own_head(self.v_DKH[...])
         qkv = tensor.columns(x_BTD, weights, axis, sequence_parallel, options)
         q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *x.shape[2:]) for x in qkv)
-        if self.features.biases:
+        if self.features.qkv_bias:
             q_BTNH = add(q_BTNH, self.bias_q_NH[...])
             k_BSKH = add(k_BSKH, self.own_head(self.bias_k_KH[...]))
             v_BSKH = add(v_BSKH, self.own_head(self.bias_v_KH[...]))

@@ -42,11 +42,14 @@ def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
         table[f"{MLP}/gate_DF"] = _weight("D F/tensor")
     for norm in (NORM_ATTENTION, NORM_MLP):
         table |= _norm(norm, family)
-    if family.biases:
+    if family.qkv_bias:
         table |= {
             f"{ATTENTION}/bias_q_NH": _bias("N/tensor H"),
             f"{ATTENTION}/bias_k_KH": _bias("K/tensor H", is_partial=True),
             f"{ATTENTION}/bias_v_KH": _bias("K/tensor H", is_partial=True),
+        }
+    if family.biases:
+        table |= {
             f"{ATTENTION}/bias_out_D": _bias("D"),
             f"{MLP}/bias_up_F": _bias("F/tensor"),
             f"{MLP}/bias_down_D": _bias("D"),

@@ -1,0 +1,81 @@
+"""Logits of the families in float64 and NumPy, written from the papers and from the definitions of Hugging Face.
+
+It imports nothing from the package. Parameters have the package's names, as in oracle.py.
+"""
+
+import math
+
+import numpy as np
+
+
+def rms_norm(x, gain, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gain
+
+
+def layer_norm(x, gain, bias, eps):
+    x = x - x.mean(-1, keepdims=True)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gain + bias
+
+
+def norm(model, p, x):
+    if "bias_D" in p:
+        return layer_norm(x, p["gain_D"], p["bias_D"], model.norm_eps)
+    return rms_norm(x, p["gain_D"], model.norm_eps)
+
+
+def activation(name, x):
+    if name == "silu":
+        return x / (1 + np.exp(-x))
+    if name == "gelu":  # exact
+        return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def rotary(x, theta):
+    """x[B T N H], rotated by its positions: dims h and h + H/2 are a pair (arXiv 2104.09864)."""
+    T, H = x.shape[1], x.shape[3]
+    frequency = 1 / theta ** (np.arange(0, H, 2) / H)
+    angle = np.outer(np.arange(T), frequency)[:, None]
+    a, b = x[..., : H // 2], x[..., H // 2 :]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+
+
+def attention(model, p, x):
+    q, k, v = (np.tensordot(x, p[name], 1) for name in ("q_DNH", "k_DKH", "v_DKH"))
+    if "bias_q_NH" in p:
+        q, k, v = q + p["bias_q_NH"], k + p["bias_k_KH"], v + p["bias_v_KH"]
+    if model.family != "gpt2":
+        q, k = rotary(q, model.rope_theta), rotary(k, model.rope_theta)
+    group, T = q.shape[2] // k.shape[2], x.shape[1]
+    k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[3])
+    query, key = np.arange(T)[:, None], np.arange(T)[None]
+    scores = np.where(key <= query, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    y = np.tensordot(np.einsum("bnts,bsnh->btnh", weights, v), p["out_NHD"], 2)
+    return y + p.get("bias_out_D", 0)
+
+
+def mlp(model, p, x):
+    up = x @ p["up_DF"] + p.get("bias_up_F", 0)
+    kind = {"gpt2": "gelu_tanh"}.get(model.family, "silu")
+    h = activation(kind, x @ p["gate_DF"]) * up if "gate_DF" in p else activation(kind, up)
+    return h @ p["down_FD"] + p.get("bias_down_D", 0)
+
+
+def logits(model, params, tokens):
+    """A config.Model, its parameters (host arrays), tokens[B T] -> logits[B T V]."""
+    ends, layers = in_float64(params["ends"]), in_float64(params["layers"])
+    x = ends["embedding_VD"][tokens]
+    if "positions_TD" in ends:
+        x = x + ends["positions_TD"][: tokens.shape[1]]
+    for i in range(model.num_layers):
+        layer = {module: {name: w[i] for name, w in rows.items()} for module, rows in layers.items()}
+        x = x + attention(model, layer["attention"], norm(model, layer["norm_attention"], x))
+        x = x + mlp(model, layer["mlp"], norm(model, layer["norm_mlp"], x))
+    return norm(model, ends["norm"], x) @ ends.get("head_VD", ends["embedding_VD"]).T
+
+
+def in_float64(tree):
+    return {k: in_float64(v) if isinstance(v, dict) else np.asarray(v, np.float64) for k, v in tree.items()}
