@@ -44,6 +44,8 @@ def attention(model, p, x):
     q, k, v = (np.tensordot(x, p[name], 1) for name in ("q_DNH", "k_DKH", "v_DKH"))
     if "bias_q_NH" in p:
         q, k, v = q + p["bias_q_NH"], k + p["bias_k_KH"], v + p["bias_v_KH"]
+    if "gain_q_H" in p:
+        q, k = rms_norm(q, p["gain_q_H"], model.norm_eps), rms_norm(k, p["gain_k_H"], model.norm_eps)
     if model.family != "gpt2":
         q, k = rotary(q, model.rope_theta), rotary(k, model.rope_theta)
     group, T = q.shape[2] // k.shape[2], x.shape[1]
@@ -59,7 +61,7 @@ def attention(model, p, x):
 
 def mlp(model, p, x):
     up = x @ p["up_DF"] + p.get("bias_up_F", 0)
-    kind = {"gpt2": "gelu_tanh"}.get(model.family, "silu")
+    kind = model.activation or {"gpt2": "gelu_tanh"}.get(model.family, "silu")
     h = activation(kind, x @ p["gate_DF"]) * up if "gate_DF" in p else activation(kind, up)
     return h @ p["down_FD"] + p.get("bias_down_D", 0)
 

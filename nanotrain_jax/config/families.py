@@ -1,6 +1,8 @@
-"""Decoder families (llama, gpt2) as features, read by the model and the cost formulas. Needs no JAX."""
+"""Decoder families as features, read by the model and the cost formulas. Needs no JAX."""
 
 from typing import Literal, NamedTuple
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 class Family(NamedTuple):
@@ -11,9 +13,11 @@ class Family(NamedTuple):
     ffn_multiple: int = 1  # the default d_ff is rounded up to a multiple of this
     centered_norms: bool = False  # LayerNorm (subtracts the mean, adds a bias); else RMSNorm
     learned_positions: bool = False  # learned, at most model.max_seq_len; else rotary
-    gated_mlp: bool = False  # SwiGLU, three matmuls; else GELU, two
+    gated_mlp: bool = False  # three matmuls, one of them of a gate; else two
+    activation: Activation = "gelu_tanh"  # of the gate, else of the MLP's hidden values
     biases: bool = False  # after every matmul except the output head, and those of queries, keys and values
     qkv_bias: bool = False  # after the matmuls of queries, keys and values
+    qk_norm: bool = False  # RMSNorm of each query and key head, before rotary positions
     tied_embeddings: bool = False  # default of model.tie_embeddings
 
     def default_d_ff(self, d_model: int) -> int:
@@ -24,10 +28,11 @@ class Family(NamedTuple):
 # To add a family of these features, add a row here and a name to Name. To add a feature, implement it also in
 # models/decoder_table.py (parameters), models/decoder.py (computation) and, if its activations differ, in
 # costs/memory.py and planner/estimate.py.
-KEYS = ("qkv_bias",)  # features that are also keys of model
-Name = Literal["llama", "gpt2"]
+KEYS = "qkv_bias", "qk_norm", "activation"  # features that are also keys of model
+Name = Literal["llama", "gpt2", "mistral", "qwen2", "qwen3"]
+LLAMA = Family("RMSNorm, rotary, SwiGLU", ffn_ratio=(8, 3), ffn_multiple=256, gated_mlp=True, activation="silu")
 FAMILIES: dict[Name, Family] = {
-    "llama": Family("RMSNorm, rotary, SwiGLU", ffn_ratio=(8, 3), ffn_multiple=256, gated_mlp=True),
+    "llama": LLAMA,
     "gpt2": Family(
         "LayerNorm, learned positions, GELU, biases",
         ffn_ratio=(4, 1),
@@ -37,4 +42,12 @@ FAMILIES: dict[Name, Family] = {
         qkv_bias=True,
         tied_embeddings=True,
     ),
+    "mistral": LLAMA._replace(description="as llama, wider MLP", ffn_ratio=(7, 2)),
+    "qwen2": LLAMA._replace(description="as llama, biases of queries, keys and values", qkv_bias=True),
+    "qwen3": LLAMA._replace(description="as llama, norms of query and key heads", ffn_ratio=(3, 1), qk_norm=True),
 }
+
+
+def those(feature: str) -> str:
+    """Return the names of the families that have a feature, as text."""
+    return ", ".join(name for name, family in FAMILIES.items() if getattr(family, feature))

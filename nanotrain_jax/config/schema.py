@@ -52,16 +52,25 @@ class Model(Section):
     num_heads: Width = key(4, "attention (query) heads")
     head_dim: Width | None = key(None, "width of a head; null: d_model / num_heads")
     num_kv_heads: Width | None = key(None, "key/value heads (grouped-query attention); null: num_heads")
-    qkv_bias: bool | None = key(None, "biases of queries, keys and values; null: true for gpt2")
+    qkv_bias: bool | None = key(
+        None, f"biases of queries, keys and values; null: true for {families.those('qkv_bias')}"
+    )
+    qk_norm: bool | None = key(
+        None, f"RMSNorm of each query and key head, before rotary positions; null: true for {families.those('qk_norm')}"
+    )
     d_ff: Width | None = key(
-        None, "MLP hidden size; null: 4 d_model (gpt2), 8/3 d_model rounded up to a multiple of 256 (llama)"
+        None,
+        "MLP hidden size; null: of the family: 4 d_model (gpt2), 8/3 d_model rounded up to a multiple of 256 (llama)",
+    )
+    activation: families.Activation | None = key(
+        None, "activation of the MLP: silu, gelu or its approximation gelu_tanh; null: gelu_tanh for gpt2, else silu"
     )
     vocab_size: Vocabulary | None = key(None, "vocabulary size; null: that of the tokenizer")
     max_seq_len: Tokens | None = key(None, "maximum sequence length, in tokens; null: data.seq_len")
-    rope_theta: float = key(10000.0, "base of the rotary embedding frequencies (llama)", gt=0)
+    rope_theta: float = key(10000.0, "base of the frequencies of rotary positions", gt=0)
     norm_eps: float = key(1e-5, "epsilon of RMSNorm and LayerNorm", gt=0)
     tie_embeddings: bool | None = key(
-        None, "share weights of embedding and output head; null: true for gpt2, false for llama"
+        None, f"share weights of embedding and output head; null: true for {families.those('tied_embeddings')}"
     )
     attention: Literal["auto", "xla", "cudnn"] = key(
         "auto", "attention kernel; auto: cuDNN flash attention for 16-bit dtypes on a GPU, else xla"

@@ -63,7 +63,8 @@ def layer_activations(config: Config, remat: Remat) -> float:
     over t tensor-parallel devices; with sequence parallelism all of it over t (table 2 of the paper). `none` also keeps
     a float32 softmax statistic per head, or without flash attention the scores: in bytes (4 + b) T + 8 per head, 4 T at
     ZeRO-3, (9 + b) T with pipeline stages (b bytes of the compute dtype). With grouped-query attention XLA keeps about
-    4 T (8 T) more than the program asks for. At 2 bytes and t = 1 the first row is 32 d: the paper's 34 d without its
+    4 T (8 T) more than the program asks for. With model.qk_norm `none` keeps queries and keys also before their norm,
+    but not at ZeRO-3. At 2 bytes and t = 1 the first row is 32 d: the paper's 34 d without its
     two dropout masks.
     """
     like_x, inner = layer_widths(config, remat)
@@ -90,8 +91,14 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
     elif p.zero == 3:
         like_x, inner = 2, matmuls + attention
     else:
-        like_x, inner = 4, matmuls + attention + m.d_ff
+        like_x, inner = 4, matmuls + attention + m.d_ff + normed_width(config)
     return like_x * m.d_model, inner
+
+
+def normed_width(config: Config) -> float:
+    """Return the elements per token, before division by t, of queries and keys before model.qk_norm normalizes them."""
+    m, t = config.model, config.parallel.tensor
+    return query_width(m) + t * local_kv_width(config) if m.features.qk_norm else 0.0
 
 
 def _communicated_widths(config: Config) -> float:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import decoder_table
-from nanotrain_jax.models.ops import add, gelu, normalize, rotate, swiglu
+from nanotrain_jax.models.ops import activated, add, gated, normalize, rotate
 from nanotrain_jax.models.parameters import Parameter, Table, under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import position
@@ -80,7 +80,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.features, self.split, self.num_kv_heads = config.features, split, config.num_kv_heads
-        self.theta, self.kernel = config.rope_theta, config.attention
+        self.theta, self.kernel, self.eps = config.rope_theta, config.attention, config.norm_eps
         fill(self, under(decoder_table.table(config, split.size), decoder_table.ATTENTION), rngs)
 
     @jax.named_scope("attention")
@@ -93,14 +93,24 @@ class Attention(nnx.Module):
             q_BTNH = add(q_BTNH, self.bias_q_NH[...])
             k_BSKH = add(k_BSKH, self.own_head(self.bias_k_KH[...]))
             v_BSKH = add(v_BSKH, self.own_head(self.bias_v_KH[...]))
+        if self.features.qk_norm:  # whose backward needs its inputs
+            q_BTNH = self.normalized(remat.name(q_BTNH, "q"), self.gain_q_H[...])
+            k_BSKH = self.normalized(remat.name(k_BSKH, "k"), self.gain_k_H[...])
         if not self.features.learned_positions:
             positions = self.split.positions(q_BTNH.shape[1], starts_BT)
             q_BTNH, k_BSKH = (rotate(x, self.theta, positions) for x in (q_BTNH, k_BSKH))
-        qkv = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k"), remat.name(v_BSKH, "v")
-        y_BTNH = self.attend(*qkv, starts_BT)
+        if not self.features.qk_norm:
+            q_BTNH, k_BSKH = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k")
+        y_BTNH = self.attend(q_BTNH, k_BSKH, remat.name(v_BSKH, "v"), starts_BT)
         y_BTD = tensor.row(y_BTNH, self.out_NHD[...], axis, sequence_parallel, options, len(x_BTD))
         y_BTD = remat.name(y_BTD, "attention_out")
         return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
+
+    @jax.named_scope("norm")
+    def normalized(self, x_BTNH: jax.Array, gain_H: jax.Array) -> jax.Array:
+        """x[B T N H] -> x[B T N H]: RMSNorm of each head (arXiv 2010.04245; Qwen3, arXiv 2505.09388, section 2)."""
+        B, _, _, H = x_BTNH.shape
+        return normalize(x_BTNH.reshape(B, -1, H), gain_H, None, self.eps).reshape(x_BTNH.shape)
 
     @jax.named_scope("kernel")
     def attend(self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, starts_BT: jax.Array | None) -> jax.Array:
@@ -125,7 +135,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """x[B T D] -> y[B T D]: SwiGLU (arXiv 2002.05202), or GELU (tanh form, as GPT-2)."""
+    """x[B T D] -> y[B T D]: an activation, or a gated one (arXiv 2002.05202)."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.features, self.split = config.features, split
@@ -140,7 +150,8 @@ class MLP(nnx.Module):
         up_BTF = remat.name(up_BTF, "up")
         if self.features.biases:
             up_BTF = add(up_BTF, self.bias_up_F[...])
-        h_BTF = swiglu(*gates, up_BTF) if gates else gelu(up_BTF)
+        kind = self.features.activation
+        h_BTF = gated(*gates, up_BTF, kind) if gates else activated(up_BTF, kind)
         y_BTD = tensor.row(h_BTF, self.down_FD[...], axis, sequence_parallel, options)
         return add(y_BTD, self.bias_down_D[...]) if self.features.biases else y_BTD
 

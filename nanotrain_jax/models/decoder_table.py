@@ -48,6 +48,8 @@ def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
             f"{ATTENTION}/bias_k_KH": _bias("K/tensor H", is_partial=True),
             f"{ATTENTION}/bias_v_KH": _bias("K/tensor H", is_partial=True),
         }
+    if family.qk_norm:
+        table |= {f"{ATTENTION}/gain_{x}_H": _gain("H", is_partial=True) for x in "qk"}
     if family.biases:
         table |= {
             f"{ATTENTION}/bias_out_D": _bias("D"),
@@ -79,7 +81,7 @@ def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
     sizes = {"D": model.d_model, "F": model.d_ff, "N": model.num_heads, "K": K, "H": H, "V": V, "T": model.max_seq_len}
 
     def sized(row: Parameter) -> Parameter:
-        is_partial = row.is_partial and tensor > K
+        is_partial = row.is_partial and tensor > (K if TENSOR in row.layout else 1)
         layout = row.layout.replace(TENSOR, "") if is_partial or tensor == 1 else row.layout
         return row._replace(
             layout=layout.replace(VOCAB, "") if vocab_shards == 1 else layout,

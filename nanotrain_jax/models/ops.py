@@ -63,16 +63,28 @@ _layer_norm.defvjp(
 )
 
 
-@_saves_inputs
-def swiglu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-    """gate[B T F], up[B T F] -> h[B T F] = silu(gate) up"""
-    return jax.nn.silu(gate_BTF) * up_BTF
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),  # arXiv 1606.08415
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),  # of GPT-2
+}
 
 
-@_saves_inputs
+@partial(_saves_inputs, static_argnums=2)
+def gated(gate_BTF: jax.Array, up_BTF: jax.Array, activation: str) -> jax.Array:
+    """gate[B T F], up[B T F] -> h[B T F] = activation(gate) up"""
+    return ACTIVATIONS[activation](gate_BTF) * up_BTF
+
+
+@partial(_saves_inputs, static_argnums=1)
+def activated(x_BTF: jax.Array, activation: str) -> jax.Array:
+    """x[B T F] -> h[B T F]"""
+    return ACTIVATIONS[activation](x_BTF)
+
+
 def gelu(x_BTF: jax.Array) -> jax.Array:
-    """x[B T F] -> h[B T F], the tanh form of GPT-2"""
-    return jax.nn.gelu(x_BTF, approximate=True)
+    """x[B T F] -> h[B T F], the tanh form"""
+    return activated(x_BTF, "gelu_tanh")
 
 
 def add(x: jax.Array, bias: jax.Array) -> jax.Array:

@@ -26,7 +26,8 @@ class Parameter(NamedTuple):
     decay: bool = True  # True: weight decay applies
     is_matmul: bool = False  # True: it multiplies every token of the decoder
     is_padded: bool = False  # True: its first dim is the vocabulary; where that is sharded, padded with rows of zeros
-    is_partial: bool = False  # True: if replicated over tensor, each device uses and differentiates only a part of it
+    is_partial: bool = False  # True: if replicated over tensor, each device uses and differentiates only a part of it,
+    # or multiplies its own heads with it
     shape: tuple[int, ...] = ()  # global, with padding; () where sizes are unknown
     padding: int = 0  # rows
     is_frozen: bool = False  # True: train.freeze has no gradient of it

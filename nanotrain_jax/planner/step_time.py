@@ -269,8 +269,8 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     down = matmul(m.d_ff / t, D)
     attention = attention_time(config, gpu)
     split_x = t if p.sequence_parallel else 1
-    rotary = 0 if m.features.learned_positions else 2 * (Q + K) / t
-    stream = b * n * (10 * D / split_x + rotary + (1 + num_up) * m.d_ff / t)
+    of_heads = ((not m.features.learned_positions) + m.features.qk_norm) * 2 * (Q + K) / t  # rotary, norms
+    stream = b * n * (10 * D / split_x + of_heads + (1 + num_up) * m.d_ff / t)
     elementwise = stream / (STREAM * gpu.memory_bandwidth) + 6 * KERNEL
     forward = inner + down + attention + elementwise
     kept = attention if p.is_blockwise else 0.0  # `selective` and `full` keep the output of ring and gather

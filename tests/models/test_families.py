@@ -13,7 +13,11 @@ TOKENS = 48
 CASES = {  # family, and keys of model: none is what the family has without them
     "gpt2": ("gpt2", {}),
     "heads wider than d_model": ("llama", {"head_dim": 12}),
-    "biases of queries, keys and values": ("llama", {"qkv_bias": True}),
+    "gpt2 with exact GELU": ("gpt2", {"activation": "gelu"}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {"tie_embeddings": True}),
+    "qwen3": ("qwen3", {"num_kv_heads": 1, "head_dim": 10}),
+    "gated GELU": ("llama", {"activation": "gelu"}),
     "gpt2 without biases of queries, keys and values": ("gpt2", {"qkv_bias": False}),
 }
 

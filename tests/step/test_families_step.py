@@ -12,7 +12,7 @@ from nanotrain_jax.step import build as steps
 
 ULYSSES = {"context_attention": "ulysses"}
 FEATURES = {  # family, and keys of model: all at once
-    "wide heads": ("llama", {"num_heads": 8, "num_kv_heads": 2, "head_dim": 6, "qkv_bias": True}),
+    "qwen3": ("qwen3", {"num_heads": 8, "num_kv_heads": 2, "head_dim": 6, "qkv_bias": True}),
 }
 LAYOUTS = {
     "stages": ("tensor 2 pipe 2", "none", {"microbatches": 4, "schedule": "zb_h1", "zero": 0}),
