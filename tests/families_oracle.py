@@ -31,10 +31,45 @@ def activation(name, x):
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def rotary(x, theta):
+def scaled(frequency, theta, scaling):
+    """Frequencies, and the factor of cosines and sines, as modeling_rope_utils of Hugging Face defines them."""
+    if scaling is None:
+        return frequency, 1.0
+    result, length, factor = frequency.copy(), scaling.original_max_seq_len, scaling.factor
+    dims = 2 * len(frequency)
+
+    def dim_of(turns):
+        return dims * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    for i, f in enumerate(frequency):
+        if scaling.type == "linear":
+            result[i] = f / factor
+        elif scaling.type == "llama3":
+            wavelength = 2 * math.pi / f
+            if wavelength > length / scaling.low_freq_factor:
+                result[i] = f / factor
+            elif wavelength >= length / scaling.high_freq_factor:
+                smooth = (length / wavelength - scaling.low_freq_factor) / (
+                    scaling.high_freq_factor - scaling.low_freq_factor
+                )
+                result[i] = (1 - smooth) * f / factor + smooth * f
+        else:
+            low, high = (
+                max(math.floor(dim_of(scaling.beta_fast)), 0),
+                min(math.ceil(dim_of(scaling.beta_slow)), dims - 1),
+            )
+            ramp = min(max((i - low) / (high - low), 0), 1)
+            result[i] = f / factor * ramp + f * (1 - ramp)
+    if scaling.type != "yarn":
+        return result, 1.0
+    return result, scaling.attention_factor or 0.1 * math.log(factor) + 1
+
+
+def rotary(x, theta, scaling):
     """x[B T N H], rotated by its positions: dims h and h + H/2 are a pair (arXiv 2104.09864)."""
     T, H = x.shape[1], x.shape[3]
-    frequency = 1 / theta ** (np.arange(0, H, 2) / H)
+    frequency, factor = scaled(1 / theta ** (np.arange(0, H, 2) / H), theta, scaling)
+    x = x * factor
     angle = np.outer(np.arange(T), frequency)[:, None]
     a, b = x[..., : H // 2], x[..., H // 2 :]
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
@@ -47,7 +82,7 @@ def attention(model, p, x):
     if "gain_q_H" in p:
         q, k = rms_norm(q, p["gain_q_H"], model.norm_eps), rms_norm(k, p["gain_k_H"], model.norm_eps)
     if model.family != "gpt2":
-        q, k = rotary(q, model.rope_theta), rotary(k, model.rope_theta)
+        q, k = (rotary(x, model.rope_theta, model.rope_scaling) for x in (q, k))
     group, T = q.shape[2] // k.shape[2], x.shape[1]
     k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
     scores = np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[3])

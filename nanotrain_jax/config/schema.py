@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, model_validator
 
 from nanotrain_jax.config import families
+from nanotrain_jax.config.rope import RopeScaling
 from nanotrain_jax.config.run_sections import Checkpoint, Logging, Runtime, Train
 from nanotrain_jax.config.section import Pair, Section, key
 from nanotrain_jax.config.values import (
@@ -68,6 +69,9 @@ class Model(Section):
     vocab_size: Vocabulary | None = key(None, "vocabulary size; null: that of the tokenizer")
     max_seq_len: Tokens | None = key(None, "maximum sequence length, in tokens; null: data.seq_len")
     rope_theta: float = key(10000.0, "base of the frequencies of rotary positions", gt=0)
+    rope_scaling: RopeScaling | None = key(
+        None, "{type: linear | llama3 | yarn, factor, original_max_seq_len, ...}, as models/ops.py says; null: none"
+    )
     norm_eps: float = key(1e-5, "epsilon of RMSNorm and LayerNorm", gt=0)
     tie_embeddings: bool | None = key(
         None, f"share weights of embedding and output head; null: true for {families.those('tied_embeddings')}"
@@ -108,6 +112,10 @@ class Model(Section):
             raise ValueError(
                 f"head dim {self.head_width} ({given}) is odd, but rotary embeddings rotate pairs; choose an even "
                 "head dim"
+            )
+        if self.features.learned_positions and self.rope_scaling:
+            raise ValueError(
+                f"model.rope_scaling with model.family={self.family}: its positions are learned; leave rope_scaling out"
             )
         return self
 

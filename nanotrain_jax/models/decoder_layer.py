@@ -10,7 +10,7 @@ from flax import nnx
 
 from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import decoder_table
-from nanotrain_jax.models.ops import activated, add, gated, normalize, rotate
+from nanotrain_jax.models.ops import Rope, activated, add, gated, normalize, rotate
 from nanotrain_jax.models.parameters import Parameter, Table, under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import position
@@ -80,7 +80,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.features, self.split, self.num_kv_heads = config.features, split, config.num_kv_heads
-        self.theta, self.kernel, self.eps = config.rope_theta, config.attention, config.norm_eps
+        self.rope, self.eps = Rope(config.rope_theta, config.rope_scaling), config.norm_eps
+        self.kernel = config.attention
         fill(self, under(decoder_table.table(config, split.size), decoder_table.ATTENTION), rngs)
 
     @jax.named_scope("attention")
@@ -98,7 +99,7 @@ class Attention(nnx.Module):
             k_BSKH = self.normalized(remat.name(k_BSKH, "k"), self.gain_k_H[...])
         if not self.features.learned_positions:
             positions = self.split.positions(q_BTNH.shape[1], starts_BT)
-            q_BTNH, k_BSKH = (rotate(x, self.theta, positions) for x in (q_BTNH, k_BSKH))
+            q_BTNH, k_BSKH = (rotate(x, self.rope, positions) for x in (q_BTNH, k_BSKH))
         if not self.features.qk_norm:
             q_BTNH, k_BSKH = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k")
         y_BTNH = self.attend(q_BTNH, k_BSKH, remat.name(v_BSKH, "v"), starts_BT)

@@ -8,8 +8,11 @@ from conftest import resolved, small
 from flax import nnx
 
 from nanotrain_jax.models import decoder
+from nanotrain_jax.models.ops import Rope
 
-TOKENS = 48
+TOKENS = 48  # more than the original length of a scaling
+WIDE = {"head_dim": 32, "rope_theta": 100.0}  # so that frequencies are of every kind
+YARN = {"type": "yarn", "factor": 3.0, "original_max_seq_len": 16, "beta_fast": 4.0, "beta_slow": 0.5}
 CASES = {  # family, and keys of model: none is what the family has without them
     "gpt2": ("gpt2", {}),
     "heads wider than d_model": ("llama", {"head_dim": 12}),
@@ -17,6 +20,10 @@ CASES = {  # family, and keys of model: none is what the family has without them
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {"tie_embeddings": True}),
     "qwen3": ("qwen3", {"num_kv_heads": 1, "head_dim": 10}),
+    "rotary, linear": ("llama", WIDE | {"rope_scaling": {"type": "linear", "factor": 4}}),
+    "rotary, llama3": ("llama", WIDE | {"rope_scaling": {"type": "llama3", "factor": 8.0, "original_max_seq_len": 32}}),
+    "rotary, yarn": ("qwen3", WIDE | {"rope_scaling": YARN}),
+    "rotary, yarn with a factor": ("llama", WIDE | {"rope_scaling": YARN | {"attention_factor": 1.5}}),
     "gated GELU": ("llama", {"activation": "gelu"}),
     "gpt2 without biases of queries, keys and values": ("gpt2", {"qkv_bias": False}),
 }
@@ -30,6 +37,15 @@ def built(family, keys):
     params = jax.tree.map(lambda w: np.asarray(w) + rng.normal(0, 0.2, w.shape).astype(np.float32), params)
     graph, _ = nnx.split(nnx.eval_shape(lambda: decoder.Decoder(config.model, nnx.Rngs(0))), nnx.Param)
     return config.model, nnx.merge(graph, params), params
+
+
+@pytest.mark.parametrize("name", ["rotary, llama3", "rotary, yarn"])
+def test_a_scaling_keeps_some_frequencies_divides_others_and_some_in_part(name):
+    config, _ = resolved(small(CASES[name][0], model=CASES[name][1]))
+    theta, scaling = config.model.rope_theta, config.model.rope_scaling
+    ratio = Rope(theta, scaling).frequencies(32) / Rope(theta).frequencies(32) * scaling.factor
+    np.testing.assert_allclose([ratio[0], ratio[-1]], [scaling.factor, 1], rtol=1e-5)
+    assert ((ratio > 1.01) & (ratio < scaling.factor - 0.01)).any()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,11 +11,12 @@ from test_tensor_step import moves_the_bytes_of_the_papers
 from nanotrain_jax.step import build as steps
 
 ULYSSES = {"context_attention": "ulysses"}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_seq_len": 8, "beta_fast": 2.0}
 FEATURES = {  # family, and keys of model: all at once
-    "qwen3": ("qwen3", {"num_heads": 8, "num_kv_heads": 2, "head_dim": 6, "qkv_bias": True}),
+    "qwen3": ("qwen3", {"num_heads": 8, "num_kv_heads": 2, "head_dim": 6, "qkv_bias": True, "rope_scaling": YARN}),
 }
 LAYOUTS = {
-    "stages": ("tensor 2 pipe 2", "none", {"microbatches": 4, "schedule": "zb_h1", "zero": 0}),
+    "stages": ("tensor 2 pipe 2", "none", {"microbatches": 4, "zero": 0}),
     "tensor": ("tensor 4", "selective", {"zero": 0, "sequence_parallel": False}),
     "ring": ("data 2 context 2", "full", {"zero": 3, "microbatches": 2}),
     "ulysses": ("context 2 tensor 2", "selective", {"zero": 1} | ULYSSES),
