@@ -87,7 +87,8 @@ def attention(model, p, x):
     k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
     scores = np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[3])
     query, key = np.arange(T)[:, None], np.arange(T)[None]
-    scores = np.where(key <= query, scores, -np.inf)
+    is_near = key > query - (model.sliding_window or T)
+    scores = np.where((key <= query) & is_near, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     y = np.tensordot(np.einsum("bnts,bsnh->btnh", weights, v), p["out_NHD"], 2)

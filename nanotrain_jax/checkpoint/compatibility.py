@@ -77,7 +77,7 @@ class Meta(BaseModel):
 
 def of_weights(config: Config) -> dict[str, Any]:
     """Return the model keys that determine the weights, with values, as plain data."""
-    free = SAME_RESULT | ROPE | {"norm_eps", "activation"}
+    free = SAME_RESULT | ROPE | {"norm_eps", "activation", "sliding_window"}
     free |= set() if config.model.features.learned_positions else {"max_seq_len"}
     free |= {key for key in NEWER if getattr(config.model, key) is None}
     return {key: value for key, value in config.to_dict()["model"].items() if key not in free}

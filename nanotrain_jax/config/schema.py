@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from nanotrain_jax.config import families
-from nanotrain_jax.config.rope import RopeScaling
+from nanotrain_jax.config.model import Model
 from nanotrain_jax.config.run_sections import Checkpoint, Logging, Runtime, Train
 from nanotrain_jax.config.section import Pair, Section, key
 from nanotrain_jax.config.values import (
@@ -30,94 +29,10 @@ from nanotrain_jax.config.values import (
     Sequences,
     Source,
     Tokens,
-    Vocabulary,
-    Width,
-    near_divisors,
 )
 from nanotrain_jax.config.vision import Vision
 
 EIGHT_BITS = "float8", "int8"  # values of precision.grad_reduce and precision.gather
-
-
-class Model(Section):
-    """The decoder. A model built by `factory` may read the same keys."""
-
-    factory: Factory | None = key(
-        None, "package.module:function that builds a custom model (models/contract.py); null: the built-in decoder"
-    )
-    family: families.Name = key(
-        "llama", "; ".join(f"{name}: {family.description}" for name, family in families.FAMILIES.items())
-    )
-    num_layers: Layers = key(4, "transformer layers")
-    d_model: Width = key(128, "hidden size (width of the residual stream)")
-    num_heads: Width = key(4, "attention (query) heads")
-    head_dim: Width | None = key(None, "width of a head; null: d_model / num_heads")
-    num_kv_heads: Width | None = key(None, "key/value heads (grouped-query attention); null: num_heads")
-    qkv_bias: bool | None = key(
-        None, f"biases of queries, keys and values; null: true for {families.those('qkv_bias')}"
-    )
-    qk_norm: bool | None = key(
-        None, f"RMSNorm of each query and key head, before rotary positions; null: true for {families.those('qk_norm')}"
-    )
-    d_ff: Width | None = key(
-        None,
-        "MLP hidden size; null: of the family: 4 d_model (gpt2), 8/3 d_model rounded up to a multiple of 256 (llama)",
-    )
-    activation: families.Activation | None = key(
-        None, "activation of the MLP: silu, gelu or its approximation gelu_tanh; null: gelu_tanh for gpt2, else silu"
-    )
-    vocab_size: Vocabulary | None = key(None, "vocabulary size; null: that of the tokenizer")
-    max_seq_len: Tokens | None = key(None, "maximum sequence length, in tokens; null: data.seq_len")
-    rope_theta: float = key(10000.0, "base of the frequencies of rotary positions", gt=0)
-    rope_scaling: RopeScaling | None = key(
-        None, "{type: linear | llama3 | yarn, factor, original_max_seq_len, ...}, as models/ops.py says; null: none"
-    )
-    norm_eps: float = key(1e-5, "epsilon of RMSNorm and LayerNorm", gt=0)
-    tie_embeddings: bool | None = key(
-        None, f"share weights of embedding and output head; null: true for {families.those('tied_embeddings')}"
-    )
-    attention: Literal["auto", "xla", "cudnn"] = key(
-        "auto", "attention kernel; auto: cuDNN flash attention for 16-bit dtypes on a GPU, else xla"
-    )
-    loss_chunk: Count = key(
-        0, "compute logits and loss in chunks of this many tokens per device; 0: the whole microbatch"
-    )
-
-    @property
-    def features(self) -> families.Family:
-        """The family's features, with those that keys of their names give."""
-        given = {name: value for name in families.KEYS if (value := getattr(self, name)) is not None}
-        return families.FAMILIES[self.family]._replace(**given)
-
-    @property
-    def head_width(self) -> int:
-        return self.head_dim or self.d_model // self.num_heads
-
-    @model_validator(mode="after")
-    def _heads(self) -> Model:
-        if self.factory:
-            return self
-        if self.head_dim is None and self.d_model % self.num_heads:
-            raise ValueError(
-                f"model.num_heads={self.num_heads} does not divide model.d_model={self.d_model}; "
-                f"use {near_divisors(self.d_model, self.num_heads)}, or set model.head_dim"
-            )
-        if self.num_kv_heads and self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
-                f"use {near_divisors(self.num_heads, self.num_kv_heads)}"
-            )
-        if not self.features.learned_positions and self.head_width % 2:
-            given = "model.head_dim" if self.head_dim else "model.d_model / model.num_heads"
-            raise ValueError(
-                f"head dim {self.head_width} ({given}) is odd, but rotary embeddings rotate pairs; choose an even "
-                "head dim"
-            )
-        if self.features.learned_positions and self.rope_scaling:
-            raise ValueError(
-                f"model.rope_scaling with model.family={self.family}: its positions are learned; leave rope_scaling out"
-            )
-        return self
 
 
 class Parallel(Section):

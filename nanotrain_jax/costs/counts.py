@@ -178,6 +178,25 @@ def keeps_documents_apart(config: Config) -> bool:
     return config.vision is not None or not config.data.attend_across_documents
 
 
+def window(config: Config) -> int:
+    """Return how many tokens a token attends to at most: T, or model.sliding_window."""
+    T = config.data.seq_len
+    return min(config.model.sliding_window or T, T)
+
+
+def masks_attention(config: Config) -> bool:
+    """True if attention takes a mask: of documents or, over context or documents, of a window."""
+    is_windowed = window(config) < config.data.seq_len and config.parallel.context > 1
+    return is_windowed or keeps_documents_apart(config)
+
+
+def computed_keys(config: Config) -> int:
+    """Return for how many keys attention computes a score of each query, as if nothing hid later ones: T, or the window
+    where flash attention leaves out what is before it."""
+    is_flash = fits_flash(config.model, config.precision.compute)
+    return window(config) if is_flash and not masks_attention(config) else config.data.seq_len
+
+
 def local_kv_width(config: Config) -> float:
     """Return K H on a tensor-parallel device: the width of its key (or value) heads, at least one."""
     m, t = config.model, config.parallel.tensor
@@ -195,13 +214,13 @@ def batch_bytes(config: Config) -> int:
 def attention_parts(config: Config) -> int:
     """Return the parts of a row between which attention is computed block by block: 1 if a kernel takes whole rows.
 
-    Devices along context, with ring and gather; else, with flash attention within documents, those of
+    Devices along context, with ring and gather; else, with flash attention that takes a mask, those of
     parallel/context/packed_attention.py.
     """
     if config.parallel.is_blockwise:
         return config.parallel.context
     is_flash = fits_flash(config.model, config.precision.compute)
-    return num_parts(config.data.seq_len) if is_flash and keeps_documents_apart(config) else 1
+    return num_parts(config.data.seq_len) if is_flash and masks_attention(config) else 1
 
 
 def last_matmuls_spared(config: Config) -> float:

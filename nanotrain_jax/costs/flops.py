@@ -20,15 +20,17 @@ def flops_per_token(config: Config) -> dict[str, float]:
 
     full    6 N + 12 L d T   full attention (PaLM, arXiv 2204.02311, appendix B; the convention of most published MFU)
     causal  6 N +  6 L d T   only the half of attention that a causal mask leaves
+    With model.sliding_window W in place of T; causal: 12 L d W (1 - W / 2 T).
 
     Frozen parameters have no gradient: each takes 4 instead of 6. With vision the FLOPs of a row's picture are added
     (costs/vision.py), over T.
     """
     m = config.model
-    attention = float(m.num_layers * counts.query_width(m) * config.data.seq_len)
+    T, W = config.data.seq_len, counts.window(config)
+    attention = float(m.num_layers * counts.query_width(m) * W)
     fixed = 6.0 * counts.matmul_parameters(m) - 2.0 * counts.frozen_matmul_parameters(config)
-    fixed += vision.model_flops(config) / config.data.seq_len
-    return {"full": fixed + 12.0 * attention, "causal": fixed + 6.0 * attention}
+    fixed += vision.model_flops(config) / T
+    return {"full": fixed + 12.0 * attention, "causal": fixed + 12.0 * attention * (1 - W / (2 * T))}
 
 
 def step_flops(config: Config) -> float:
@@ -63,11 +65,12 @@ def local_flops(config: Config) -> dict[str, float]:
     of the stage that has the head; with the vocabulary over pipe of any, with 1/P of the head. Compute that idle stages
     discard (parallel.idle=mask) is not counted.
 
-    Ring and gather attention over c devices, and flash attention within documents over c parts of a row, compute
-    (c+1) / (2 c) of the full attention: blocks that the causal mask hides are left out. Of ring and gather only block:n
-    recomputes them. The scores that the backward of flash attention recomputes are not counted.
+    Flash attention with a window computes W keys in place of T (`counts.computed_keys`). Ring and gather attention over
+    c devices, and flash attention with a mask over c parts of a row, compute (c+1) / (2 c) of the full attention:
+    blocks that the causal mask hides are left out. Of ring and gather only block:n recomputes them. The scores that the
+    backward of flash attention recomputes are not counted.
     """
-    m, T, t = config.model, config.data.seq_len, config.parallel.tensor
+    m, S, t = config.model, counts.computed_keys(config), config.parallel.tensor
     c, is_blockwise = counts.attention_parts(config), config.parallel.is_blockwise
     L = counts.stage_layers(config)
     copies, flops, weights = {LAYERS: L, ENDS: 1}, {LAYERS: 0.0, ENDS: 0.0}, 0.0
@@ -79,7 +82,7 @@ def local_flops(config: Config) -> dict[str, float]:
             flops[row.part] += of_row
             weights += 0.0 if row.is_frozen else of_row
     layers = flops[LAYERS]
-    attention = 4.0 * L * counts.query_width(m) * T / t * ((c + 1) / (2 * c) if c > 1 else 1)
+    attention = 4.0 * L * counts.query_width(m) * S / t * ((c + 1) / (2 * c) if c > 1 else 1)
     down = 2.0 * L * m.d_model * m.d_ff / t
     spared = counts.last_matmuls_spared(config) * down
     spares = counts.rows(config)[f"{ATTENTION}/out_NHD"].is_frozen and not fits_flash(m, config.precision.compute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -81,7 +82,7 @@ class Attention(nnx.Module):
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.features, self.split, self.num_kv_heads = config.features, split, config.num_kv_heads
         self.rope, self.eps = Rope(config.rope_theta, config.rope_scaling), config.norm_eps
-        self.kernel = config.attention
+        self.kernel, self.window = config.attention, config.sliding_window
         fill(self, under(decoder_table.table(config, split.size), decoder_table.ATTENTION), rngs)
 
     @jax.named_scope("attention")
@@ -116,6 +117,10 @@ class Attention(nnx.Module):
     @jax.named_scope("kernel")
     def attend(self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, starts_BT: jax.Array | None) -> jax.Array:
         """q[B T N H], k[B T K H], v[B T K H] -> y[B T N H]; over context, if the tokens are split."""
+        shape = len(q_BTNH), q_BTNH.shape[1] * (jax.lax.axis_size("context") if self.split.context else 1)
+        window = self.window if self.window and self.window < shape[1] else None
+        if window and (self.split.context or starts_BT is not None):
+            starts_BT = context.starts_of_window(window, shape, starts_BT)
         if self.split.context:
             attention = context.ATTENTION[self.split.context]
             return attention(q_BTNH, k_BSKH, v_BSKH, "context", self.kernel, starts_BT)
@@ -125,7 +130,9 @@ class Attention(nnx.Module):
         if self.kernel == "xla" and q_BTNH.dtype == jnp.float16:  # XLA:CPU lacks the float16 matmul that JAX asks for
             qkv = [x.astype(jnp.float32) for x in qkv]
         kernel = None if self.kernel == "auto" else self.kernel
-        return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=kernel).astype(q_BTNH.dtype)
+        reach = (window - 1, 0) if window else None
+        attention = partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=reach)
+        return attention(*qkv, implementation=kernel).astype(q_BTNH.dtype)
 
     def own_head(self, w_KH: jax.Array) -> jax.Array:
         """w[... K H] -> w[... 1 H]: the head of this device's queries, if there are fewer heads than devices."""

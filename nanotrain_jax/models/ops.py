@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nanotrain_jax.config.rope import RopeScaling
+from nanotrain_jax.config.model import RopeScaling
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 
 # Cheap functions save only their inputs for the backward, as fused kernels do. Otherwise each intermediate of a norm or

@@ -98,11 +98,12 @@ def compute(e: Estimate) -> Section:
     """Return model FLOPs per token, and hardware FLOPs per GPU."""
     c, m, n = e.config, e.config.model, number
     L, Q, T, N = m.num_layers, counts.query_width(m), c.data.seq_len, counts.matmul_parameters(m)
+    W = counts.window(c)
     frozen = counts.frozen_matmul_parameters(c)
     local, tokens, iterations = flops.local_flops(c), counts.tokens_per_device(c), muon.flops(c)
     full, picture, encoder = flops.flops_per_token(c)["full"], vision.model_flops(c), vision.step_flops(c)
     width = "D" if m.d_model == Q else "Q"
-    formula, numbers = f"6 N + 12 L {width} T", f"6 x {n(N)} + 12 x {L} x {n(Q)} x {n(T)}"
+    formula, numbers = f"6 N + 12 L {width} {'T' if W == T else 'W'}", f"6 x {n(N)} + 12 x {L} x {n(Q)} x {n(W)}"
     if frozen:
         formula, numbers = f"{formula} - 2 frozen", f"{numbers} - 2 x {n(frozen)}"
     if picture:

@@ -242,13 +242,17 @@ def _forward_share(config: Config, transfer: Transfer) -> float:
 def attention_time(config: Config, gpu: Gpu) -> float:
     """Return the seconds of the forward of attention of one layer and microbatch, without communication.
 
-    Flash, and blocks over context: half of the scores.
+    Flash, and blocks over context: without the scores of later tokens.
     """
-    m, p, T = config.model, config.parallel, config.data.seq_len
+    m, p, T, S = config.model, config.parallel, config.data.seq_len, counts.computed_keys(config)
     n, b = counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
     flash = fits_flash(m, config.precision.compute)
-    scores = 4.0 * n * counts.query_width(m) / p.tensor * T
-    seconds = scores / (2 if flash or p.is_blockwise else 1) / (gpu.matmul * gpu.peak_flops * (1.0 if b == 2 else 0.5))
+    scores = 4.0 * n * counts.query_width(m) / p.tensor * S
+    seconds = (
+        scores
+        * (1 - S / (2 * T) if flash or p.is_blockwise else 1)
+        / (gpu.matmul * gpu.peak_flops * (1.0 if b == 2 else 0.5))
+    )
     if not flash:  # write and read scores and probabilities
         seconds += 20.0 * n * T * m.num_heads / p.tensor / (STREAM * gpu.memory_bandwidth)
     return seconds

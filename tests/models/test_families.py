@@ -24,6 +24,8 @@ CASES = {  # family, and keys of model: none is what the family has without them
     "rotary, llama3": ("llama", WIDE | {"rope_scaling": {"type": "llama3", "factor": 8.0, "original_max_seq_len": 32}}),
     "rotary, yarn": ("qwen3", WIDE | {"rope_scaling": YARN}),
     "rotary, yarn with a factor": ("llama", WIDE | {"rope_scaling": YARN | {"attention_factor": 1.5}}),
+    "sliding window": ("mistral", {"sliding_window": 7}),
+    "window longer than the row": ("mistral", {"sliding_window": 64}),
     "gated GELU": ("llama", {"activation": "gelu"}),
     "gpt2 without biases of queries, keys and values": ("gpt2", {"qkv_bias": False}),
 }

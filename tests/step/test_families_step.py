@@ -13,7 +13,10 @@ from nanotrain_jax.step import build as steps
 ULYSSES = {"context_attention": "ulysses"}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_seq_len": 8, "beta_fast": 2.0}
 FEATURES = {  # family, and keys of model: all at once
-    "qwen3": ("qwen3", {"num_heads": 8, "num_kv_heads": 2, "head_dim": 6, "qkv_bias": True, "rope_scaling": YARN}),
+    "qwen3": (
+        "qwen3",
+        {"num_heads": 8, "num_kv_heads": 2, "head_dim": 6, "qkv_bias": True, "rope_scaling": YARN, "sliding_window": 5},
+    ),
 }
 LAYOUTS = {
     "stages": ("tensor 2 pipe 2", "none", {"microbatches": 4, "zero": 0}),
