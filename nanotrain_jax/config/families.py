@@ -26,8 +26,8 @@ class Family(NamedTuple):
 
 
 # To add a family of these features, add a row here and a name to Name. To add a feature, implement it also in
-# models/decoder_table.py (parameters), models/decoder.py (computation) and, if its activations differ, in
-# costs/memory.py and planner/estimate.py.
+# models/decoder_table.py (parameters), models/decoder_layer.py (computation) and, if its activations differ, in
+# costs/activations.py and planner/step_time.py.
 KEYS = "qkv_bias", "qk_norm", "activation"  # features that are also keys of model
 Name = Literal["llama", "gpt2", "mistral", "qwen2", "qwen3"]
 LLAMA = Family("RMSNorm, rotary, SwiGLU", ffn_ratio=(8, 3), ffn_multiple=256, gated_mlp=True, activation="silu")

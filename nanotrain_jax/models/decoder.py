@@ -1,7 +1,8 @@
-"""The decoder (Flax NNX): two families from one set of modules, stacked layers run by `lax.scan`.
+"""The decoder (Flax NNX): families from one set of modules, stacked layers run by `lax.scan`.
 
     llama  RMSNorm, rotary positions, SwiGLU, grouped-query attention       Touvron et al. 2023, arXiv 2302.13971
     gpt2   LayerNorm, learned positions, GELU, biases, tied embeddings      Radford et al. 2019
+    others by their features: config/families.py
 
 Names: B batch, T tokens, S key tokens, D model, F ffn, N query heads, K kv heads, H head dim, V vocab, L layers.
 models/decoder_layer.py has the modules of a layer. A module has the parameters that models/decoder_table.py lists under

@@ -30,7 +30,8 @@ LAYOUTS = {
 def tree(name, layout):
     family, model = FEATURES[name]
     axes, remat, parallel = LAYOUTS.get(layout, (layout, "none", {}))
-    return layout_case(axes, family, remat, model, **parallel).tree(parallel={"persist_below": 64})
+    plain = layout_case(axes, family, remat, model, **parallel).tree(parallel={"persist_below": 64})
+    return plain | {"data": plain["data"] | {"attend_across_documents": "within documents" not in name}}
 
 
 def trained(tree, start=None):
