@@ -8,8 +8,9 @@ import math
 import numpy as np
 
 
-def rms_norm(x, gain, eps):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * gain
+def rms_norm(model, x, gain):
+    gain = 1 + gain if model.family == "gemma3" else gain
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + model.norm_eps) * gain
 
 
 def layer_norm(x, gain, bias, eps):
@@ -20,7 +21,7 @@ def layer_norm(x, gain, bias, eps):
 def norm(model, p, x):
     if "bias_D" in p:
         return layer_norm(x, p["gain_D"], p["bias_D"], model.norm_eps)
-    return rms_norm(x, p["gain_D"], model.norm_eps)
+    return rms_norm(model, x, p["gain_D"])
 
 
 def activation(name, x):
@@ -75,19 +76,22 @@ def rotary(x, theta, scaling):
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
 
-def attention(model, p, x):
+def attention(model, p, x, is_global):
     q, k, v = (np.tensordot(x, p[name], 1) for name in ("q_DNH", "k_DKH", "v_DKH"))
     if "bias_q_NH" in p:
         q, k, v = q + p["bias_q_NH"], k + p["bias_k_KH"], v + p["bias_v_KH"]
     if "gain_q_H" in p:
-        q, k = rms_norm(q, p["gain_q_H"], model.norm_eps), rms_norm(k, p["gain_k_H"], model.norm_eps)
+        q, k = rms_norm(model, q, p["gain_q_H"]), rms_norm(model, k, p["gain_k_H"])
     if model.family != "gpt2":
-        q, k = (rotary(x, model.rope_theta, model.rope_scaling) for x in (q, k))
+        rope = model.rope_theta, model.rope_scaling
+        if model.family == "gemma3" and not is_global:
+            rope = model.rope_local_theta or 10000, None
+        q, k = (rotary(x, *rope) for x in (q, k))
     group, T = q.shape[2] // k.shape[2], x.shape[1]
     k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
     scores = np.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.shape[3])
     query, key = np.arange(T)[:, None], np.arange(T)[None]
-    is_near = key > query - (model.sliding_window or T)
+    is_near = key > query - (T if is_global else model.sliding_window or T)
     scores = np.where((key <= query) & is_near, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
@@ -95,9 +99,16 @@ def attention(model, p, x):
     return y + p.get("bias_out_D", 0)
 
 
+def is_global(model, layer):
+    """Gemma 3: every sixth layer (sliding_window_pattern); Qwen2: the first ones (max_window_layers)."""
+    every = model.global_layers or ("every:6" if model.family == "gemma3" else "first:0")
+    kind, number = every.split(":")
+    return (layer + 1) % int(number) == 0 if kind == "every" else layer < int(number)
+
+
 def mlp(model, p, x):
     up = x @ p["up_DF"] + p.get("bias_up_F", 0)
-    kind = model.activation or {"gpt2": "gelu_tanh"}.get(model.family, "silu")
+    kind = model.activation or {"gpt2": "gelu_tanh", "gemma3": "gelu_tanh"}.get(model.family, "silu")
     h = activation(kind, x @ p["gate_DF"]) * up if "gate_DF" in p else activation(kind, up)
     return h @ p["down_FD"] + p.get("bias_down_D", 0)
 
@@ -105,13 +116,15 @@ def mlp(model, p, x):
 def logits(model, params, tokens):
     """A config.Model, its parameters (host arrays), tokens[B T] -> logits[B T V]."""
     ends, layers = in_float64(params["ends"]), in_float64(params["layers"])
-    x = ends["embedding_VD"][tokens]
+    x = ends["embedding_VD"][tokens] * (math.sqrt(model.d_model) if model.family == "gemma3" else 1)
     if "positions_TD" in ends:
         x = x + ends["positions_TD"][: tokens.shape[1]]
     for i in range(model.num_layers):
         layer = {module: {name: w[i] for name, w in rows.items()} for module, rows in layers.items()}
-        x = x + attention(model, layer["attention"], norm(model, layer["norm_attention"], x))
-        x = x + mlp(model, layer["mlp"], norm(model, layer["norm_mlp"], x))
+        y = attention(model, layer["attention"], norm(model, layer["norm_attention"], x), is_global(model, i))
+        x = x + (norm(model, layer["norm_attention_out"], y) if model.family == "gemma3" else y)
+        y = mlp(model, layer["mlp"], norm(model, layer["norm_mlp"], x))
+        x = x + (norm(model, layer["norm_mlp_out"], y) if model.family == "gemma3" else y)
     return norm(model, ends["norm"], x) @ ends.get("head_VD", ends["embedding_VD"]).T
 
 

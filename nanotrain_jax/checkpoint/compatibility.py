@@ -17,7 +17,7 @@ from nanotrain_jax.config.schema import Config
 Plain = dict[str, dict[str, Any]]  # section -> key -> value, from `Config.to_dict`
 SAME_RESULT = {"attention", "loss_chunk"}  # model keys that do not change the result
 ROPE = {"rope_theta", "rope_scaling"}
-NEWER = {"head_dim", "qkv_bias", "qk_norm"}  # model keys that older versions do not save
+NEWER = {"head_dim", "qkv_bias", "qk_norm", "global_layers"}  # model keys that older versions do not save
 # Section, key, value where it is not saved: must be the same, besides the keys of `_must_match`.
 MUST_MATCH = ("optimizer", "name", "adamw"), ("optimizer", "factory", None), ("precision", "compute", None)
 REPORTED = {  # keys whose change is reported on resume; None: the whole section
@@ -77,7 +77,7 @@ class Meta(BaseModel):
 
 def of_weights(config: Config) -> dict[str, Any]:
     """Return the model keys that determine the weights, with values, as plain data."""
-    free = SAME_RESULT | ROPE | {"norm_eps", "activation", "sliding_window"}
+    free = SAME_RESULT | ROPE | {"norm_eps", "activation", "sliding_window", "rope_local_theta"}
     free |= set() if config.model.features.learned_positions else {"max_seq_len"}
     free |= {key for key in NEWER if getattr(config.model, key) is None}
     return {key: value for key, value in config.to_dict()["model"].items() if key not in free}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from nanotrain_jax.config import families
 from nanotrain_jax.config.section import Section, key
@@ -64,7 +64,8 @@ class Model(Section):
         "MLP hidden size; null: of the family: 4 d_model (gpt2), 8/3 d_model rounded up to a multiple of 256 (llama)",
     )
     activation: families.Activation | None = key(
-        None, "activation of the MLP: silu, gelu or its approximation gelu_tanh; null: gelu_tanh for gpt2, else silu"
+        None,
+        "activation of the MLP: silu, gelu or its approximation gelu_tanh; null: gelu_tanh (gpt2, gemma3), else silu",
     )
     vocab_size: Vocabulary | None = key(None, "vocabulary size; null: that of the tokenizer")
     max_seq_len: Tokens | None = key(None, "maximum sequence length, in tokens; null: data.seq_len")
@@ -78,6 +79,14 @@ class Model(Section):
     )
     sliding_window: Tokens | None = key(
         None, "tokens that a token attends to at most, itself and those before it; null: all before it"
+    )
+    global_layers: Annotated[str, Field(pattern=r"^(none|(every|first):[1-9]\d{0,5})$")] | None = key(
+        None, "layers that attend beyond sliding_window: none, every:N, first:N; null: every:6 for gemma3, else none"
+    )
+    rope_local_theta: float | None = key(
+        None,
+        "rope_theta of the other layers, there without rope_scaling; null: 10000 for gemma3, else rope_theta",
+        gt=0,
     )
     attention: Literal["auto", "xla", "cudnn"] = key(
         "auto", "attention kernel; auto: cuDNN flash attention for 16-bit dtypes on a GPU, else xla"

@@ -64,8 +64,8 @@ def layer_activations(config: Config, remat: Remat) -> float:
     a float32 softmax statistic per head, or without flash attention the scores: in bytes (4 + b) T + 8 per head, 4 T at
     ZeRO-3, (9 + b) T with pipeline stages (b bytes of the compute dtype). With grouped-query attention XLA keeps about
     4 T (8 T) more than the program asks for. With model.qk_norm `none` keeps queries and keys also before their norm,
-    but not at ZeRO-3. At 2 bytes and t = 1 the first row is 32 d: the paper's 34 d without its
-    two dropout masks.
+    but not at ZeRO-3. Norms after attention and MLP keep their inputs. At 2 bytes and t = 1 the first row is 32 d: the
+    paper's 34 d without its two dropout masks.
     """
     like_x, inner = layer_widths(config, remat)
     split_x = config.parallel.tensor if config.parallel.sequence_parallel else 1
@@ -87,11 +87,11 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
     if remat.recomputes_layers:
         like_x, inner = 1 / remat.block, (_communicated_widths(config) if remat.policy == "full" else 0)
     elif remat.policy == "selective":
-        like_x, inner = 2, matmuls + _communicated_widths(config)
+        like_x, inner = 2 + m.features.norms_after, matmuls + _communicated_widths(config)
     elif p.zero == 3:
-        like_x, inner = 2, matmuls + attention
+        like_x, inner = 2 + m.features.norms_after, matmuls + attention
     else:
-        like_x, inner = 4, matmuls + attention + m.d_ff + normed_width(config)
+        like_x, inner = 4 + 2 * m.features.norms_after, matmuls + attention + m.d_ff + normed_width(config)
     return like_x * m.d_model, inner
 
 

@@ -179,15 +179,21 @@ def keeps_documents_apart(config: Config) -> bool:
 
 
 def window(config: Config) -> int:
-    """Return how many tokens a token attends to at most: T, or model.sliding_window."""
+    """Return how many tokens a token attends to at most, in layers that are not global: T, or model.sliding_window."""
     T = config.data.seq_len
     return min(config.model.sliding_window or T, T)
 
 
+def windows(config: Config) -> list[int]:
+    """Return the same of each layer."""
+    m, T = config.model, config.data.seq_len
+    return [window(config) if m.features.is_local(layer) else T for layer in range(m.num_layers)]
+
+
 def masks_attention(config: Config) -> bool:
-    """True if attention takes a mask: of documents or, over context or documents, of a window."""
-    is_windowed = window(config) < config.data.seq_len and config.parallel.context > 1
-    return is_windowed or keeps_documents_apart(config)
+    """True if attention takes a mask: of documents or, over context or where layers differ, of a window."""
+    is_split = config.parallel.context > 1 or config.model.features.has_local_layers
+    return (is_split and window(config) < config.data.seq_len) or keeps_documents_apart(config)
 
 
 def computed_keys(config: Config) -> int:
@@ -225,8 +231,10 @@ def attention_parts(config: Config) -> int:
 
 def last_matmuls_spared(config: Config) -> float:
     """Return the share of layers whose last matmul block:N does not recompute: where a schedule with W writes out the
-    layers of a block (parallel/remat.py), that of each block's last layer, else none."""
+    layers of a block (parallel/remat.py), that of each block's last layer, else none. A norm after it needs it."""
     p, remat = config.parallel, config.memory.rematerialization
+    if config.model.features.norms_after:
+        return 0.0
     return 1 / remat.block if remat.policy == "block" and p.pipe > 1 and p.schedule in schedule.SPLIT else 0.0
 
 

@@ -20,17 +20,17 @@ def flops_per_token(config: Config) -> dict[str, float]:
 
     full    6 N + 12 L d T   full attention (PaLM, arXiv 2204.02311, appendix B; the convention of most published MFU)
     causal  6 N +  6 L d T   only the half of attention that a causal mask leaves
-    With model.sliding_window W in place of T; causal: 12 L d W (1 - W / 2 T).
+    In layers with model.sliding_window W in place of T; causal: 12 d W (1 - W / 2 T) each.
 
     Frozen parameters have no gradient: each takes 4 instead of 6. With vision the FLOPs of a row's picture are added
     (costs/vision.py), over T.
     """
     m = config.model
-    T, W = config.data.seq_len, counts.window(config)
-    attention = float(m.num_layers * counts.query_width(m) * W)
+    T, Q, windows = config.data.seq_len, counts.query_width(m), counts.windows(config)
+    attention, hidden = float(Q * sum(windows)), Q * sum(W * W for W in windows) / (2 * T)
     fixed = 6.0 * counts.matmul_parameters(m) - 2.0 * counts.frozen_matmul_parameters(config)
     fixed += vision.model_flops(config) / T
-    return {"full": fixed + 12.0 * attention, "causal": fixed + 12.0 * attention * (1 - W / (2 * T))}
+    return {"full": fixed + 12.0 * attention, "causal": fixed + 12.0 * (attention - hidden)}
 
 
 def step_flops(config: Config) -> float:
@@ -89,7 +89,7 @@ def local_flops(config: Config) -> dict[str, float]:
     recompute = {
         "none": 0.0,
         "selective": attention / 2 if spares else attention,
-        "full": layers + attention - down,
+        "full": layers + attention - down * (not m.features.norms_after),
         "block": layers + attention - spared,
     }
     policy = config.memory.rematerialization.policy

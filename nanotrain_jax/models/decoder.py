@@ -20,6 +20,7 @@ Initialization (GPT-2 and its successors): normal, std 0.02; the two projections
 0.02 / sqrt(2 L), so that its variance does not grow with depth; gains one, biases zero.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
@@ -55,6 +56,7 @@ class Ends(nnx.Module):
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.vocab_size, self.loss_chunk, self.split = config.vocab_size, config.loss_chunk, split
         self.learns_positions = config.features.learned_positions
+        self.scale = math.sqrt(config.d_model) if config.features.scaled_embeddings else 1.0
         rows = under(decoder_table.table(config, split.size, split.vocab_shards), ENDS)
         fill(self, {name: row for name, row in rows.items() if row.is_used("first")}, rngs)
         self.norm = Norm(config, decoder_table.NORM_LAST)
@@ -64,6 +66,8 @@ class Ends(nnx.Module):
     def embed(self, tokens_BT: jax.Array, starts_BT: jax.Array | None = None) -> jax.Array:
         """tokens[B T] -> x[B T D], under sequence parallelism x[1 BT/tensor D]. starts: as of `Attention`."""
         x_BTD = self.look_up(tokens_BT.reshape(1, -1) if self.split.sequence_parallel else tokens_BT)
+        if self.scale != 1.0:
+            x_BTD = x_BTD * self.scale
         if not self.learns_positions:
             return x_BTD
         positions = self.split.positions(tokens_BT.shape[1], starts_BT)
@@ -137,6 +141,8 @@ class Decoder(nnx.Module):
             return nnx.vmap(lambda rngs: Layer(config, rngs, split), in_axes=0, out_axes=0)(rngs)
 
         self.layers = stack(rngs)
+        if config.features.has_local_layers:
+            self.layers.attention.is_local_1 = nnx.Param(is_local(config, order))
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         layer, weights = nnx.split(self.layers)
@@ -146,6 +152,12 @@ class Decoder(nnx.Module):
 
         x_BTD = remat.scan(run, self.ends.embed(tokens_BT), weights, remat.Policy())
         return self.ends.logits(x_BTD)
+
+
+def is_local(config: Model, order: Sequence[int] | jax.Array | None) -> jax.Array:
+    """Return for each row of the stacked weights whether its layer has a window, 1 or 0, [L 1]."""
+    flags_L = jnp.asarray([float(config.features.is_local(layer)) for layer in range(config.num_layers)])
+    return (flags_L if order is None else flags_L[jnp.asarray(order)])[:, None]
 
 
 class Graphs(NamedTuple):
@@ -183,7 +195,10 @@ def init(
 
         return jax.lax.map(init_layer, keys)
 
-    return {ENDS: ends, LAYERS: stack(rngs)}
+    layers = stack(rngs)
+    if config.features.has_local_layers:
+        layers["attention"][decoder_table.IS_LOCAL] = put(is_local(config, order))
+    return {ENDS: ends, LAYERS: layers}
 
 
 def abstract(config: Model, split: Split = ONE_DEVICE) -> tuple[Graphs, dict]:
@@ -295,6 +310,7 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
         used_by_last=partial(used_by, "last"),
         is_decayed=is_decayed,
         has_partial_gradient=partial(has_partial_gradient, split=split),
+        constants=(decoder_table.IS_LOCAL,) if decoder.features.has_local_layers else (),
         is_padded=is_padded,
         splits_context=True,
         splits_documents=True,

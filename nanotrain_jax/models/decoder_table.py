@@ -20,6 +20,8 @@ EMBEDDING, POSITIONS, HEAD = f"{ENDS}/embedding_VD", f"{ENDS}/positions_TD", f"{
 
 _weight = partial(Parameter, std=STD, is_matmul=True)
 _gain = partial(Parameter, init="ones", decay=False)
+NORM_ATTENTION_OUT, NORM_MLP_OUT = f"{LAYERS}/norm_attention_out", f"{LAYERS}/norm_mlp_out"
+IS_LOCAL = "is_local_1"  # of attention: which layers have a window
 _bias = partial(Parameter, init="zeros", decay=False)
 
 
@@ -40,7 +42,7 @@ def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
     }
     if family.gated_mlp:
         table[f"{MLP}/gate_DF"] = _weight("D F/tensor")
-    for norm in (NORM_ATTENTION, NORM_MLP):
+    for norm in (NORM_ATTENTION, NORM_MLP, *[NORM_ATTENTION_OUT, NORM_MLP_OUT] * family.norms_after):
         table |= _norm(norm, family)
     if family.qkv_bias:
         table |= {
@@ -49,7 +51,10 @@ def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
             f"{ATTENTION}/bias_v_KH": _bias("K/tensor H", is_partial=True),
         }
     if family.qk_norm:
-        table |= {f"{ATTENTION}/gain_{x}_H": _gain("H", is_partial=True) for x in "qk"}
+        gain = partial(_gain, init="zeros") if family.gains_from_one else _gain
+        table |= {f"{ATTENTION}/gain_{x}_H": gain("H", is_partial=True) for x in "qk"}
+    if family.has_local_layers:
+        table[f"{ATTENTION}/{IS_LOCAL}"] = Parameter("1", init="is_local", decay=False, is_frozen=True)
     if family.biases:
         table |= {
             f"{ATTENTION}/bias_out_D": _bias("D"),
@@ -67,7 +72,7 @@ def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
 
 
 def _norm(path: str, family: Family, used: Use = "layer") -> Table:
-    gain = {f"{path}/gain_D": _gain("D", used=used)}
+    gain = {f"{path}/gain_D": _gain("D", used=used, init="zeros" if family.gains_from_one else "ones")}
     return gain | {f"{path}/bias_D": _bias("D", used=used)} if family.centered_norms else gain
 
 
@@ -79,6 +84,7 @@ def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
     """
     V, K, H = padded_vocab(model.vocab_size, vocab_shards), model.num_kv_heads, model.head_width
     sizes = {"D": model.d_model, "F": model.d_ff, "N": model.num_heads, "K": K, "H": H, "V": V, "T": model.max_seq_len}
+    sizes["1"] = 1
 
     def sized(row: Parameter) -> Parameter:
         is_partial = row.is_partial and tensor > (K if TENSOR in row.layout else 1)
@@ -99,7 +105,7 @@ def frozen_table(model: Model, tensor: int, vocab_shards: int, freeze: tuple[str
     """Return `table` with the rows that patterns of train.freeze freeze marked. Do not mutate."""
 
     def marked(path: str, row: Parameter) -> Parameter:
-        return row._replace(is_frozen=any(re.search(pattern, path) for pattern in freeze))
+        return row._replace(is_frozen=row.is_frozen or any(re.search(pattern, path) for pattern in freeze))
 
     return {path: marked(path, row) for path, row in table(model, tensor, vocab_shards).items()}
 

@@ -98,7 +98,7 @@ def compute(e: Estimate) -> Section:
     """Return model FLOPs per token, and hardware FLOPs per GPU."""
     c, m, n = e.config, e.config.model, number
     L, Q, T, N = m.num_layers, counts.query_width(m), c.data.seq_len, counts.matmul_parameters(m)
-    W = counts.window(c)
+    W = sum(counts.windows(c)) / L
     frozen = counts.frozen_matmul_parameters(c)
     local, tokens, iterations = flops.local_flops(c), counts.tokens_per_device(c), muon.flops(c)
     full, picture, encoder = flops.flops_per_token(c)["full"], vision.model_flops(c), vision.step_flops(c)

@@ -274,14 +274,18 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     attention = attention_time(config, gpu)
     split_x = t if p.sequence_parallel else 1
     of_heads = ((not m.features.learned_positions) + m.features.qk_norm) * 2 * (Q + K) / t  # rotary, norms
-    stream = b * n * (10 * D / split_x + of_heads + (1 + num_up) * m.d_ff / t)
+    stream = b * n * ((10 + 4 * m.features.norms_after) * D / split_x + of_heads + (1 + num_up) * m.d_ff / t)
     elementwise = stream / (STREAM * gpu.memory_bandwidth) + 6 * KERNEL
     forward = inner + down + attention + elementwise
     kept = attention if p.is_blockwise else 0.0  # `selective` and `full` keep the output of ring and gather
     if config.precision.matmul == "float8":  # inputs and weights; in the backward gradients and weights
         quantize = quantize_time(config, gpu)
         forward, elementwise = forward + quantize, elementwise + quantize
-    recompute = {"none": 0.0, "selective": attention - kept + elementwise, "full": forward - down - kept}
+    recompute = {
+        "none": 0.0,
+        "selective": attention - kept + elementwise,
+        "full": forward - down * (not m.features.norms_after) - kept,
+    }
     recompute["block"] = forward
     B = recompute[config.memory.rematerialization.policy] + inner + down + 2.5 * attention + 2 * elementwise
     if t > 1 and p.overlap_tensor:

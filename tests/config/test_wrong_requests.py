@@ -14,7 +14,7 @@ BAD = [
     (["model.num_layer=3"], "unknown key model.num_layer; did you mean model.num_layers?"),
     (["train.lr=1"], "did you mean optimizer.lr?"),
     (["optimizer.lr=fast"], "optimizer.lr='fast': input should be a valid number"),
-    (["model.family=bert"], "'llama', 'gpt2', 'mistral', 'qwen2' or 'qwen3'"),
+    (["model.family=bert"], "'llama', 'gpt2', 'mistral', 'qwen2', 'qwen3' or 'gemma3'"),
     (["train.steps"], "must be section.key=value"),
     (["logging.dir=runs/exp #1"], "YAML reads a comment after #; quote the value"),
     (["data.source=text:nowhere/*.txt"], "matches no file"),

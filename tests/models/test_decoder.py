@@ -26,6 +26,8 @@ MISTRAL = {"family": "mistral", "vocab_size": 32000, "num_kv_heads": 8}
 NEMO = {"vocab_size": 131072, "num_layers": 40, "d_model": 5120, "num_heads": 32, "head_dim": 128, "d_ff": 14336}
 QWEN2_7B = {"vocab_size": 152064, "num_heads": 28, "num_kv_heads": 4, "d_ff": 18944}
 QWEN3 = {"family": "qwen3", "vocab_size": 151936, "num_kv_heads": 8, "head_dim": 128}
+GEMMA3_1B = {"family": "gemma3", "num_layers": 26, "d_model": 1152, "num_heads": 4, "num_kv_heads": 1}
+GEMMA3_1B |= {"head_dim": 256, "d_ff": 6912, "sliding_window": 512}
 QWEN3_06B = {"d_model": 1024, "num_layers": 28, "num_heads": 16, "tie_embeddings": True}
 PUBLISHED = {  # Radford et al. 2019 as released; Llama 3, arXiv 2407.21783, as released; others: their model cards
     "GPT-2": (124_439_808, GPT2 | {"num_layers": 12, "d_model": 768, "num_heads": 12}),
@@ -48,6 +50,7 @@ PUBLISHED = {  # Radford et al. 2019 as released; Llama 3, arXiv 2407.21783, as 
     "Mistral-Nemo": (12_247_782_400, MISTRAL | NEMO),
     "Qwen2-7B": (7_615_616_512, {"family": "qwen2", "num_layers": 28, "d_model": 3584} | QWEN2_7B),
     "Qwen3-0.6B": (596_049_920, QWEN3 | QWEN3_06B),
+    "Gemma-3-1B": (999_885_952 + 26, GEMMA3_1B | {"vocab_size": 262144}),  # and which of 26 layers are local
     "Qwen3-8B": (8_190_735_360, QWEN3 | {"d_model": 4096, "num_layers": 36, "num_heads": 32}),
 }
 

@@ -26,6 +26,8 @@ CASES = {  # family, and keys of model: none is what the family has without them
     "rotary, yarn with a factor": ("llama", WIDE | {"rope_scaling": YARN | {"attention_factor": 1.5}}),
     "sliding window": ("mistral", {"sliding_window": 7}),
     "window longer than the row": ("mistral", {"sliding_window": 64}),
+    "qwen2, a window from the second layer on": ("qwen2", {"sliding_window": 7, "global_layers": "first:1"}),
+    "gemma3": ("gemma3", {"num_layers": 7, "sliding_window": 7, "rope_theta": 1e4, "rope_local_theta": 100.0}),
     "gated GELU": ("llama", {"activation": "gelu"}),
     "gpt2 without biases of queries, keys and values": ("gpt2", {"qkv_bias": False}),
 }
@@ -36,7 +38,9 @@ def built(family, keys):
     config, _ = resolved(small(family, model=keys, data={"seq_len": TOKENS}))
     params = decoder.init(config.model, 0)
     rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda w: np.asarray(w) + rng.normal(0, 0.2, w.shape).astype(np.float32), params)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, w: w if "is_local" in path[-1].key else w + rng.normal(0, 0.2, w.shape).astype(np.float32), params
+    )
     graph, _ = nnx.split(nnx.eval_shape(lambda: decoder.Decoder(config.model, nnx.Rngs(0))), nnx.Param)
     return config.model, nnx.merge(graph, params), params
 

@@ -17,6 +17,10 @@ FEATURES = {  # family, and keys of model: all at once
         "qwen3",
         {"num_heads": 8, "num_kv_heads": 2, "head_dim": 6, "qkv_bias": True, "rope_scaling": YARN, "sliding_window": 5},
     ),
+    "gemma3": (
+        "gemma3",
+        {"num_heads": 8, "num_kv_heads": 2, "head_dim": 8, "global_layers": "every:2", "sliding_window": 5},
+    ),
 }
 LAYOUTS = {
     "stages": ("tensor 2 pipe 2", "none", {"microbatches": 4, "zero": 0}),
@@ -63,7 +67,10 @@ def one_device():
             config, mesh = resolved(tree(name, "data 1"))
             state = jax.device_get(steps.build(config, mesh).init())
             rng = np.random.default_rng(0)
-            params = jax.tree.map(lambda w: w + rng.normal(0, 0.1, w.shape).astype(w.dtype), state.params)
+            params = jax.tree_util.tree_map_with_path(
+                lambda path, w: w if "is_local" in path[-1].key else w + rng.normal(0, 0.1, w.shape).astype(w.dtype),
+                state.params,
+            )
             found[name] = trained(tree(name, "data 1"), state._replace(params=params))
         return found[name]
 
