@@ -33,12 +33,9 @@ class Family(NamedTuple):
     def is_local(self, layer: int) -> bool:
         """Return whether model.sliding_window holds for a layer, numbered from 0."""
         kind, _, number = self.global_layers.partition(":")
-        is_global = {
-            "none": False,
-            "every": number and (layer + 1) % int(number) == 0,
-            "first": number and layer < int(number),
-        }
-        return not is_global[kind]
+        if kind == "every":
+            return (layer + 1) % int(number) != 0
+        return kind == "none" or layer >= int(number)
 
     def default_d_ff(self, d_model: int) -> int:
         numerator, denominator = self.ffn_ratio
@@ -62,7 +59,7 @@ FAMILIES: dict[Name, Family] = {
         qkv_bias=True,
         tied_embeddings=True,
     ),
-    "mistral": LLAMA._replace(description="as llama, wider MLP", ffn_ratio=(7, 2)),
+    "mistral": LLAMA._replace(description="as llama, with a wider MLP", ffn_ratio=(7, 2)),
     "qwen2": LLAMA._replace(description="as llama, biases of queries, keys and values", qkv_bias=True),
     "qwen3": LLAMA._replace(description="as llama, norms of query and key heads", ffn_ratio=(3, 1), qk_norm=True),
     "gemma3": LLAMA._replace(

@@ -125,8 +125,28 @@ class Model(Section):
                 f"head dim {self.head_width} ({given}) is odd, but rotary embeddings rotate pairs; choose an even "
                 "head dim"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _positions(self) -> Model:
         if self.features.learned_positions and self.rope_scaling:
             raise ValueError(
                 f"model.rope_scaling with model.family={self.family}: its positions are learned; leave rope_scaling out"
+            )
+        if self.rope_scaling and self.rope_scaling.type == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"model.rope_theta={self.rope_theta} with yarn: must be above 1; use a larger rope_theta")
+        if self.rope_local_theta and not self.features.has_local_layers:
+            raise ValueError(
+                f"model.rope_local_theta={self.rope_local_theta} with model.global_layers=none: all layers are alike; "
+                "use model.rope_theta, or set model.global_layers"
+            )
+        if (
+            self.global_layers
+            and self.features.has_local_layers
+            and not (self.sliding_window or self.features.rope_local_theta)
+        ):
+            raise ValueError(
+                f"model.global_layers={self.global_layers} without model.sliding_window: the other layers are global "
+                "too; set model.sliding_window, or leave global_layers out"
             )
         return self

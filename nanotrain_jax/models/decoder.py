@@ -1,8 +1,11 @@
 """The decoder (Flax NNX): families from one set of modules, stacked layers run by `lax.scan`.
 
-    llama  RMSNorm, rotary positions, SwiGLU, grouped-query attention       Touvron et al. 2023, arXiv 2302.13971
-    gpt2   LayerNorm, learned positions, GELU, biases, tied embeddings      Radford et al. 2019
-    others by their features: config/families.py
+    llama    RMSNorm, rotary positions, SwiGLU, grouped-query attention     Touvron et al. 2023, arXiv 2302.13971
+    gpt2     LayerNorm, learned positions, GELU, biases, tied embeddings    Radford et al. 2019
+    mistral  as llama, a window                                             Jiang et al. 2023, arXiv 2310.06825
+    qwen2    as llama, biases of queries, keys and values                   arXiv 2407.10671
+    qwen3    as llama, norms of query and key heads                         arXiv 2505.09388
+    gemma3   as qwen3, norms after attention and MLP, local layers          arXiv 2503.19786
 
 Names: B batch, T tokens, S key tokens, D model, F ffn, N query heads, K kv heads, H head dim, V vocab, L layers.
 models/decoder_layer.py has the modules of a layer. A module has the parameters that models/decoder_table.py lists under
@@ -154,8 +157,10 @@ class Decoder(nnx.Module):
         return self.ends.logits(x_BTD)
 
 
-def is_local(config: Model, order: Sequence[int] | jax.Array | None) -> jax.Array:
-    """Return for each row of the stacked weights whether its layer has a window, 1 or 0, [L 1]."""
+def is_local(config: Model, order: Sequence[int] | jax.Array | None) -> jax.Array | None:
+    """Return 1 for each row of the stacked weights whose layer has a window, else 0, [L 1]; None if layers are alike."""
+    if not config.features.has_local_layers:
+        return None
     flags_L = jnp.asarray([float(config.features.is_local(layer)) for layer in range(config.num_layers)])
     return (flags_L if order is None else flags_L[jnp.asarray(order)])[:, None]
 
@@ -190,15 +195,16 @@ def init(
         if order is not None:
             keys = jax.tree.map(lambda keys: keys[jnp.asarray(order)], keys)
 
-        def init_layer(keys: nnx.State) -> dict:
-            return put(nnx.to_pure_dict(nnx.state(Layer(config, nnx.merge(graph, keys), split), nnx.Param)))
+        def init_layer(of_layer: tuple[nnx.State, jax.Array | None]) -> dict:
+            keys, is_local_1 = of_layer
+            weights = nnx.to_pure_dict(nnx.state(Layer(config, nnx.merge(graph, keys), split), nnx.Param))
+            if is_local_1 is not None:
+                weights["attention"][decoder_table.IS_LOCAL] = is_local_1
+            return put(weights)
 
-        return jax.lax.map(init_layer, keys)
+        return jax.lax.map(init_layer, (keys, is_local(config, order)))
 
-    layers = stack(rngs)
-    if config.features.has_local_layers:
-        layers["attention"][decoder_table.IS_LOCAL] = put(is_local(config, order))
-    return {ENDS: ends, LAYERS: layers}
+    return {ENDS: ends, LAYERS: stack(rngs)}
 
 
 def abstract(config: Model, split: Split = ONE_DEVICE) -> tuple[Graphs, dict]:

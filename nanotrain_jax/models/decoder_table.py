@@ -16,12 +16,12 @@ STD = 0.02
 
 ATTENTION, MLP = f"{LAYERS}/attention", f"{LAYERS}/mlp"
 NORM_ATTENTION, NORM_MLP, NORM_LAST = f"{LAYERS}/norm_attention", f"{LAYERS}/norm_mlp", f"{ENDS}/norm"
+NORM_ATTENTION_OUT, NORM_MLP_OUT = f"{LAYERS}/norm_attention_out", f"{LAYERS}/norm_mlp_out"
+IS_LOCAL = "is_local_1"  # of attention: 1 in layers with a window
 EMBEDDING, POSITIONS, HEAD = f"{ENDS}/embedding_VD", f"{ENDS}/positions_TD", f"{ENDS}/head_VD"
 
 _weight = partial(Parameter, std=STD, is_matmul=True)
 _gain = partial(Parameter, init="ones", decay=False)
-NORM_ATTENTION_OUT, NORM_MLP_OUT = f"{LAYERS}/norm_attention_out", f"{LAYERS}/norm_mlp_out"
-IS_LOCAL = "is_local_1"  # of attention: which layers have a window
 _bias = partial(Parameter, init="zeros", decay=False)
 
 
@@ -84,7 +84,7 @@ def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
     """
     V, K, H = padded_vocab(model.vocab_size, vocab_shards), model.num_kv_heads, model.head_width
     sizes = {"D": model.d_model, "F": model.d_ff, "N": model.num_heads, "K": K, "H": H, "V": V, "T": model.max_seq_len}
-    sizes["1"] = 1
+    sizes |= {"1": 1}
 
     def sized(row: Parameter) -> Parameter:
         is_partial = row.is_partial and tensor > (K if TENSOR in row.layout else 1)

@@ -97,6 +97,10 @@ BAD = [
         ],
         "parallel.tensor=4 does not divide data.seq_len / parallel.context=34",
     ),
+    (
+        ["model.family=gemma3", "parallel.sync_every=2"],
+        "model.global_layers=every:6 with parallel.sync_every=2: the outer optimizer holds all weights",
+    ),
     (["parallel.tensor=4", "parallel.data=1"], "parallel.tensor=4 does not divide model.num_heads=2; use 1 or 2"),
     (["precision.matmul=float8"], "precision.matmul=float8 with precision.compute=float32; use bfloat16"),
     (

@@ -1,5 +1,7 @@
 """Features of the families: the logits of a float64 oracle."""
 
+from functools import partial
+
 import families_oracle
 import jax
 import numpy as np
@@ -52,6 +54,15 @@ def test_a_scaling_keeps_some_frequencies_divides_others_and_some_in_part(name):
     ratio = Rope(theta, scaling).frequencies(32) / Rope(theta).frequencies(32) * scaling.factor
     np.testing.assert_allclose([ratio[0], ratio[-1]], [scaling.factor, 1], rtol=1e-5)
     assert ((ratio > 1.01) & (ratio < scaling.factor - 0.01)).any()
+
+
+def test_layers_created_one_at_a_time_and_in_another_order_are_the_same():
+    config, _ = resolved(small(CASES["gemma3"][0], model=CASES["gemma3"][1]))
+    order = [6, 5, 3, 4, 0, 1, 2]
+    (layers,) = decoder.init(config.model, 0, order=order, put=lambda layer: (layer,))["layers"]
+    together = decoder.init(config.model, 0, order=order)["layers"]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), layers, together)
+    assert [order[i] for i in np.flatnonzero(layers["attention"]["is_local_1"] == 0)] == [5]  # the sixth layer
 
 
 @pytest.mark.parametrize("name", CASES)
