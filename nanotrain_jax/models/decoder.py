@@ -158,7 +158,7 @@ class Decoder(nnx.Module):
 
 
 def is_local(config: Model, order: Sequence[int] | jax.Array | None) -> jax.Array | None:
-    """Return 1 for each row of the stacked weights whose layer has a window, else 0, [L 1]; None if layers are alike."""
+    """Return for each row of the stacked weights 1 if its layer has a window, else 0, [L 1]; None: layers are alike."""
     if not config.features.has_local_layers:
         return None
     flags_L = jnp.asarray([float(config.features.is_local(layer)) for layer in range(config.num_layers)])
