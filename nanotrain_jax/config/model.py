@@ -98,8 +98,9 @@ class Model(Section):
     @property
     def features(self) -> families.Family:
         """The family's features, with those that keys of their names give."""
+        family = families.FAMILIES[self.family]
         given = {name: value for name in families.KEYS if (value := getattr(self, name)) is not None}
-        return families.FAMILIES[self.family]._replace(**given)
+        return family._replace(**given) if given else family
 
     @property
     def head_width(self) -> int:

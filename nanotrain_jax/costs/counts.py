@@ -186,8 +186,8 @@ def window(config: Config) -> int:
 
 def windows(config: Config) -> list[int]:
     """Return the same of each layer."""
-    m, T = config.model, config.data.seq_len
-    return [window(config) if m.features.is_local(layer) else T for layer in range(m.num_layers)]
+    features, T, W = config.model.features, config.data.seq_len, window(config)
+    return [W if features.is_local(layer) else T for layer in range(config.model.num_layers)]
 
 
 def masks_attention(config: Config) -> bool:

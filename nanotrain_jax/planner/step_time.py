@@ -248,11 +248,8 @@ def attention_time(config: Config, gpu: Gpu) -> float:
     n, b = counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
     flash = fits_flash(m, config.precision.compute)
     scores = 4.0 * n * counts.query_width(m) / p.tensor * S
-    seconds = (
-        scores
-        * (1 - S / (2 * T) if flash or p.is_blockwise else 1)
-        / (gpu.matmul * gpu.peak_flops * (1.0 if b == 2 else 0.5))
-    )
+    seen = 1 - S / (2 * T) if flash or p.is_blockwise else 1
+    seconds = scores * seen / (gpu.matmul * gpu.peak_flops * (1.0 if b == 2 else 0.5))
     if not flash:  # write and read scores and probabilities
         seconds += 20.0 * n * T * m.num_heads / p.tensor / (STREAM * gpu.memory_bandwidth)
     return seconds
