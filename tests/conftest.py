@@ -103,7 +103,7 @@ def small(family="llama", **changes):
         | {"betas": [oracle.B1, oracle.B2], "eps": oracle.EPS, "weight_decay": oracle.DECAY},
         "train": {"seed": 3},
     }
-    if family == "llama":
+    if family != "gpt2":
         tree["model"]["num_kv_heads"] = 2
     for section, values in changes.items():
         tree[section] = tree.get(section, {}) | values

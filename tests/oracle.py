@@ -36,11 +36,11 @@ def rotary(x, theta=THETA):
 
 
 def attention(p, x):
-    gpt2 = "bias_out_D" in p
+    biases, gpt2 = "bias_q_NH" in p, "bias_out_D" in p
     heads = []
     for name, bias in ("q_DNH", "bias_q_NH"), ("k_DKH", "bias_k_KH"), ("v_DKH", "bias_v_KH"):
         y = jnp.tensordot(x, p[name], axes=1)
-        heads.append(y + p[bias].reshape(1, 1, *p[bias].shape) if gpt2 else y)
+        heads.append(y + p[bias].reshape(1, 1, *p[bias].shape) if biases else y)
     q, k, v = heads
     if not gpt2:
         q, k = rotary(q), rotary(k)

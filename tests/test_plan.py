@@ -36,6 +36,8 @@ EXPLAINED = [(name, []) for name in CONFIGS] + [
     *((name, ["model.vocab_size=50", *more]) for name in PICTURES for more in ([], FROZEN)),
     ("vision_language_74b", ["parallel.zero=3", "memory.remat=block:8", "parallel.sequence_parallel=false"]),
     ("vision_language_74b", ["parallel.pipe=1", "parallel.tensor=8", "memory.remat=none", *FROZEN]),
+    ("qwen3_8b", ["model.head_dim=64", "model.sliding_window=2048", "model.family=qwen2"]),
+    ("qwen3_8b", ["model.family=gemma3", "model.sliding_window=1024", "parallel.tensor=2", "parallel.data=4"]),
     ("llama3_70b", ["parallel.zero=3", "parallel.sequence_parallel=false"]),
     ("llama3_70b", [*LAYOUTS["llama3_70b"], "parallel.zero=3", "memory.remat=block:4"]),
     ("llama3_70b", [*LAYOUTS["llama3_70b"], "parallel.zero=0", "parallel.microbatches=1", "parallel.replica=2"]),

@@ -266,8 +266,8 @@ def _axes(attributes: str, axes: Mapping[str, int]) -> tuple[str, ...]:
 def matmul_flops(text: str, rates: Rates = NO_RATES) -> float:
     """Return the matmul FLOPs of a compiled program per device, 2 per multiply-add.
 
-    cuDNN attention counts as full attention, whatever the mask: 2 matmuls forward, 4 backward; the recomputation of
-    scores in its backward is not counted.
+    cuDNN attention counts as full attention, whatever the mask, with a sliding window as that many keys: 2 matmuls
+    forward, 4 backward; the recomputation of scores in its backward is not counted.
     """
     program = parse(text)
     return sum(count * _flops(program, name, index) for name, index, count in walk(program, rates))
@@ -287,8 +287,10 @@ def _flops(program: Program, name: str, index: int) -> float:
         contracted = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', i.attributes)[1]
     else:
         scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', i.attributes)[1]
-        matmuls = 4 if "Backward" in i.attributes else 2
-        return matmuls * 2.0 * math.prod(int(n) for n in re.findall(r"\d+", scores)) * shape[-1]
+        window = re.search(r'"sliding_window_length":\s*(\d+)', i.attributes)
+        *queries, keys = (int(n) for n in re.findall(r"\d+", scores))
+        keys = min(keys, int(window[1]) or keys) if window else keys
+        return (4 if "Backward" in i.attributes else 2) * 2.0 * math.prod(queries) * keys * shape[-1]
     return 2.0 * math.prod(_shapes(i.type)[0]) * math.prod(shape[int(d)] for d in re.findall(r"\d+", contracted))
 
 

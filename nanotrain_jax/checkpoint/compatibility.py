@@ -1,8 +1,8 @@
 """Check that a run may resume from a checkpoint, and report what changed.
 
 Tokenizer, compute dtype and the model keys that decide what the model computes must match. Other keys may change, and
-with rotary positions also the context length: llama resumes with another data.seq_len, and then also with another
-model.rope_theta.
+with rotary positions also the context length: such a model resumes with another data.seq_len, and then also with
+another model.rope_theta and rope_scaling.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from nanotrain_jax.config.schema import Config
 
 Plain = dict[str, dict[str, Any]]  # section -> key -> value, from `Config.to_dict`
 SAME_RESULT = {"attention", "loss_chunk"}  # model keys that do not change the result
+ROPE = {"rope_theta", "rope_scaling"}
+NEWER = {"head_dim", "qkv_bias", "qk_norm", "global_layers"}  # model keys that older versions do not save
 # Section, key, value where it is not saved: must be the same, besides the keys of `_must_match`.
 MUST_MATCH = ("optimizer", "name", "adamw"), ("optimizer", "factory", None), ("precision", "compute", None)
 REPORTED = {  # keys whose change is reported on resume; None: the whole section
-    "model": ("rope_theta",),
+    "model": ("rope_theta", "rope_scaling"),
     "parallel": ("sync_every", "compress", "full_sync_steps"),
     "precision": ("loss_scale", "grad_reduce"),
     "data": ("source", "batch_size", "seq_len", "seed", "val_fraction"),
@@ -77,8 +79,9 @@ class Meta(BaseModel):
 
 def of_weights(config: Config) -> dict[str, Any]:
     """Return the model keys that determine the weights, with values, as plain data."""
-    free = SAME_RESULT | {"rope_theta", "norm_eps"}
+    free = SAME_RESULT | ROPE | {"norm_eps", "activation", "sliding_window", "rope_local_theta"}
     free |= set() if config.model.features.learned_positions else {"max_seq_len"}
+    free |= {key for key in NEWER if getattr(config.model, key) is None}
     return {key: value for key, value in config.to_dict()["model"].items() if key not in free}
 
 
@@ -105,7 +108,7 @@ def check(meta: Meta, requested: Config, config: Config, tokenizer: str | None) 
                 f"(model.family={config.model.family}); "
                 f"use data.seq_len={was}{shorter}, {remedy}"
             )
-        hint = " (rope_theta may change only together with data.seq_len)" if key == "rope_theta" else ""
+        hint = f" ({key} may change only together with data.seq_len)" if key in ROPE else ""
         raise ValueError(
             f"model.{key}={now} but the checkpoint was trained with {was}; resume with the same model{hint}, {remedy}"
         )
@@ -124,7 +127,7 @@ def _must_match(meta: Meta, config: Config) -> list[str]:
     if config.model.features.learned_positions:
         free |= {"rope_theta"}
     else:
-        free |= {"max_seq_len"} if config.data.seq_len == meta.seq_len else {"max_seq_len", "rope_theta"}
+        free |= {"max_seq_len"} if config.data.seq_len == meta.seq_len else ROPE | {"max_seq_len"}
     return [key for key in config.to_dict()["model"] if key not in free]
 
 

@@ -15,5 +15,5 @@ def padded_vocab(vocab_size: int, shards: int) -> int:
 
 def fits_flash(model: Model, compute: str) -> bool:
     """True if cuDNN flash attention supports this head dim and dtype and is not disabled; it stores no scores."""
-    head = model.d_model // model.num_heads
+    head = model.head_width
     return model.attention != "xla" and compute != "float32" and head <= 128 and head % 8 == 0

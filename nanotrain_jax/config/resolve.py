@@ -241,11 +241,13 @@ def check_ulysses(config: Config) -> None:
 
 
 def check_documents(config: Config) -> None:
-    """Raise Misfit for rows of an odd number of tokens, which flash attention within documents cannot cut in two."""
-    d = config.data
-    if d.seq_len % 2 and not d.attend_across_documents and fits_flash(config.model, config.precision.compute):
+    """Raise Misfit for rows of an odd number of tokens, which flash attention with a mask cannot cut in two."""
+    d, window = config.data, config.model.sliding_window if config.parallel.context > 1 else None
+    is_masked = window or not d.attend_across_documents
+    if d.seq_len % 2 and is_masked and fits_flash(config.model, config.precision.compute):
+        key = f"model.sliding_window={window} over context" if window else "data.attend_across_documents=false"
         raise Misfit(
-            f"data.seq_len={d.seq_len} with data.attend_across_documents=false: flash attention cuts rows in two",
+            f"data.seq_len={d.seq_len} with {key}: flash attention cuts rows in two",
             f"use data.seq_len={d.seq_len + 1}, or model.attention=xla",
         )
 
@@ -275,7 +277,7 @@ def check_float8(config: Config) -> None:
             "precision.matmul=float8 with model.factory: the model decides how it multiplies",
             "use parallel/tensor/float8.py in it, and leave precision.matmul out",
         )
-    t, head = p.tensor, m.d_model // m.num_heads
+    t, head = p.tensor, m.head_width
     tokens = config.data.batch_size * config.data.seq_len // (p.replica * p.data * p.context * p.microbatches)
     sizes = {
         "model.d_model": m.d_model,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from nanotrain_jax.config import families
+from nanotrain_jax.config.model import Model
 from nanotrain_jax.config.run_sections import Checkpoint, Logging, Runtime, Train
 from nanotrain_jax.config.section import Pair, Section, key
 from nanotrain_jax.config.values import (
@@ -29,69 +29,10 @@ from nanotrain_jax.config.values import (
     Sequences,
     Source,
     Tokens,
-    Vocabulary,
-    Width,
-    near_divisors,
 )
 from nanotrain_jax.config.vision import Vision
 
 EIGHT_BITS = "float8", "int8"  # values of precision.grad_reduce and precision.gather
-
-
-class Model(Section):
-    """The decoder. A model built by `factory` may read the same keys."""
-
-    factory: Factory | None = key(
-        None, "package.module:function that builds a custom model (models/contract.py); null: the built-in decoder"
-    )
-    family: families.Name = key(
-        "llama", "; ".join(f"{name}: {family.description}" for name, family in families.FAMILIES.items())
-    )
-    num_layers: Layers = key(4, "transformer layers")
-    d_model: Width = key(128, "hidden size (width of the residual stream)")
-    num_heads: Width = key(4, "attention (query) heads; head dim = d_model / num_heads")
-    num_kv_heads: Width | None = key(None, "key/value heads (grouped-query attention); null: num_heads")
-    d_ff: Width | None = key(
-        None, "MLP hidden size; null: 4 d_model (gpt2), 8/3 d_model rounded up to a multiple of 256 (llama)"
-    )
-    vocab_size: Vocabulary | None = key(None, "vocabulary size; null: that of the tokenizer")
-    max_seq_len: Tokens | None = key(None, "maximum sequence length, in tokens; null: data.seq_len")
-    rope_theta: float = key(10000.0, "base of the rotary embedding frequencies (llama)", gt=0)
-    norm_eps: float = key(1e-5, "epsilon of RMSNorm and LayerNorm", gt=0)
-    tie_embeddings: bool | None = key(
-        None, "share weights of embedding and output head; null: true for gpt2, false for llama"
-    )
-    attention: Literal["auto", "xla", "cudnn"] = key(
-        "auto", "attention kernel; auto: cuDNN flash attention for 16-bit dtypes on a GPU, else xla"
-    )
-    loss_chunk: Count = key(
-        0, "compute logits and loss in chunks of this many tokens per device; 0: the whole microbatch"
-    )
-
-    @property
-    def features(self) -> families.Family:
-        return families.FAMILIES[self.family]
-
-    @model_validator(mode="after")
-    def _heads(self) -> Model:
-        if self.factory:
-            return self
-        if self.d_model % self.num_heads:
-            raise ValueError(
-                f"model.num_heads={self.num_heads} does not divide model.d_model={self.d_model}; "
-                f"use {near_divisors(self.d_model, self.num_heads)}"
-            )
-        if self.num_kv_heads and self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model.num_kv_heads={self.num_kv_heads} does not divide model.num_heads={self.num_heads}; "
-                f"use {near_divisors(self.num_heads, self.num_kv_heads)}"
-            )
-        if not self.features.learned_positions and (self.d_model // self.num_heads) % 2:
-            raise ValueError(
-                f"head dim {self.d_model // self.num_heads} (model.d_model / model.num_heads) is odd, but rotary "
-                "embeddings rotate pairs; choose an even head dim"
-            )
-        return self
 
 
 class Parallel(Section):

@@ -7,10 +7,12 @@ from nanotrain_jax.config.schema import Config
 
 def check_frozen(config: Config) -> None:
     """Raise Misfit unless parts can be frozen (train.freeze), and stages of training follow each other."""
-    p, t = config.parallel, config.train
-    if not (t.freeze or t.stages):
+    p, t, features = config.parallel, config.train, config.model.features
+    if not (t.freeze or t.stages or features.has_local_layers):
         return
     key = "train.stages" if t.stages else f"train.freeze={list(t.freeze)}"
+    if features.has_local_layers:  # which layers are local is stored with the weights, and frozen
+        key = f"model.global_layers={features.global_layers}"
     if config.memory.offload_optimizer == "nvme":
         raise Misfit(
             f"{key} with memory.offload_optimizer=nvme: the files hold the state of all weights",

@@ -9,7 +9,15 @@ from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import Remat
 from nanotrain_jax.costs.communication import ulysses_copies
-from nanotrain_jax.costs.counts import BYTES, kv_width, local_kv_width, outline, stage_layers, tokens_per_device
+from nanotrain_jax.costs.counts import (
+    BYTES,
+    kv_width,
+    local_kv_width,
+    outline,
+    query_width,
+    stage_layers,
+    tokens_per_device,
+)
 
 NO_REMAT = Remat("none")
 
@@ -42,7 +50,7 @@ def stage_buffers(config: Config) -> float:
 
 def layer_activations(config: Config, remat: Remat) -> float:
     """Return the elements per token that one layer stores for its backward (Korthikanti et al. 2022, arXiv 2205.05198,
-    section 4, recounted: no dropout, flash attention). With d_ff = 4 d and as many key heads as query heads:
+    section 4, recounted: no dropout, flash attention). With d_ff = 4 d and as many key heads as query heads, d wide:
 
                 gpt2            llama
     none        4 d + 12 d / t  4 d + 16 d / t   inputs of norms, matmuls, attention and the activation function
@@ -55,8 +63,9 @@ def layer_activations(config: Config, remat: Remat) -> float:
     over t tensor-parallel devices; with sequence parallelism all of it over t (table 2 of the paper). `none` also keeps
     a float32 softmax statistic per head, or without flash attention the scores: in bytes (4 + b) T + 8 per head, 4 T at
     ZeRO-3, (9 + b) T with pipeline stages (b bytes of the compute dtype). With grouped-query attention XLA keeps about
-    4 T (8 T) more than the program asks for. At 2 bytes and t = 1 the first row is 32 d: the paper's 34 d without its
-    two dropout masks.
+    4 T (8 T) more than the program asks for. With model.qk_norm `none` keeps queries and keys also before their norm,
+    but not at ZeRO-3. Norms after attention and MLP keep their inputs. At 2 bytes and t = 1 the first row is 32 d: the
+    paper's 34 d without its two dropout masks.
     """
     like_x, inner = layer_widths(config, remat)
     split_x = config.parallel.tensor if config.parallel.sequence_parallel else 1
@@ -68,22 +77,28 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
     only), and inner (split by tensor); with or without attention scores."""
     m, p, b, t = config.model, config.parallel, BYTES[config.precision.compute], config.parallel.tensor
     up = (1 + m.features.gated_mlp) * m.d_ff
-    matmuls = m.d_model + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + up  # at least one key head per device
+    matmuls = query_width(m) + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + up  # at least one key head per device
     T, per_head = config.data.seq_len, 4
     if scores and not p.is_blockwise and not fits_flash(m, config.precision.compute):
         per_head = 4 * T if p.zero == 3 else (9 + b) * T if p.pipe > 1 else (4 + b) * T + 8
         if m.num_kv_heads < m.num_heads:
             per_head += (8 if p.pipe > 1 else 4) * T
-    attention = m.d_model + m.num_heads / b * per_head
+    attention = query_width(m) + m.num_heads / b * per_head
     if remat.recomputes_layers:
         like_x, inner = 1 / remat.block, (_communicated_widths(config) if remat.policy == "full" else 0)
     elif remat.policy == "selective":
-        like_x, inner = 2, matmuls + _communicated_widths(config)
+        like_x, inner = 2 + m.features.norms_after, matmuls + _communicated_widths(config)
     elif p.zero == 3:
-        like_x, inner = 2, matmuls + attention
+        like_x, inner = 2 + m.features.norms_after, matmuls + attention
     else:
-        like_x, inner = 4, matmuls + attention + m.d_ff
+        like_x, inner = 4 + 2 * m.features.norms_after, matmuls + attention + m.d_ff + normed_width(config)
     return like_x * m.d_model, inner
+
+
+def normed_width(config: Config) -> float:
+    """Return the elements per token, before division by t, of queries and keys before model.qk_norm normalizes them."""
+    m, t = config.model, config.parallel.tensor
+    return query_width(m) + t * local_kv_width(config) if m.features.qk_norm else 0.0
 
 
 def _communicated_widths(config: Config) -> float:
@@ -95,8 +110,8 @@ def _communicated_widths(config: Config) -> float:
     if p.context == 1 or (policy == "full" and not p.is_blockwise):
         return 0.0
     if p.is_blockwise:
-        return m.d_model + 4 * m.num_heads / BYTES[config.precision.compute]
-    return m.d_model + 2 * p.tensor * local_kv_width(config) * (ulysses_copies(config) - 1)
+        return query_width(m) + 4 * m.num_heads / BYTES[config.precision.compute]
+    return query_width(m) + 2 * p.tensor * local_kv_width(config) * (ulysses_copies(config) - 1)
 
 
 def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
@@ -108,10 +123,10 @@ def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
     m, p = config.model, config.parallel
     if not outline(config).weights:
         return 0.0, 0.0
-    t, D, K = p.tensor, m.d_model, kv_width(m) * max(1, p.tensor / m.num_kv_heads)
+    t, D, Q, K = p.tensor, m.d_model, query_width(m), kv_width(m) * max(1, p.tensor / m.num_kv_heads)
     entered = 2 * D / (t if p.sequence_parallel and remat.policy != "full" else 1)
-    inputs, out_input = entered + m.d_ff / t, D / t  # of q, k, v, up, gate and down; of attention's output matmul
-    grads = 2 * D + (D + 2 * K + (1 + m.features.gated_mlp) * m.d_ff) / t
+    inputs, out_input = entered + m.d_ff / t, Q / t  # of q, k, v, up, gate and down; of attention's output matmul
+    grads = 2 * D + (Q + 2 * K + (1 + m.features.gated_mlp) * m.d_ff) / t
     from_forward = 0.0
     if remat == NO_REMAT:
         from_forward = out_input if p.zero == 3 else inputs + out_input

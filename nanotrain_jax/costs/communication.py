@@ -155,7 +155,7 @@ def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
             ("all_gather", gathered, Traffic.ATTENTION),
             ("reduce_scatter", scattered, Traffic.ATTENTION),
         ]
-    queries = 2 * tokens * m.d_model / p.tensor  # and outputs
+    queries = 2 * tokens * counts.query_width(m) / p.tensor  # and outputs
     return [("all_to_all", passes * w * (queries + ulysses_copies(config) * kv), Traffic.HEADS)]
 
 
@@ -212,7 +212,8 @@ def tensor_passes(config: Config) -> tuple[float, float]:
     """
     policy = config.memory.rematerialization.policy
     inputs = regathered_inputs(config)
-    recomputed = {"none": 0, "selective": 0, "full": 1, "block": 2 - counts.last_matmuls_spared(config)}[policy]
+    of_full = 2 if config.model.features.norms_after else 1  # reductions over tensor that a norm needs
+    recomputed = {"none": 0, "selective": 0, "full": of_full, "block": 2 - counts.last_matmuls_spared(config)}[policy]
     if not config.parallel.sequence_parallel:
         return 4 + recomputed, 0
     return 4 + (2 + inputs if policy == "block" else 2 if policy == "full" else inputs), 4 + recomputed

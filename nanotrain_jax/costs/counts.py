@@ -74,9 +74,14 @@ def frozen_parameters(config: Config) -> int:
     return sum(row.size * _layers(row, config.model) for row in marked if row.is_frozen) + sum(of_vision)
 
 
+def query_width(model: Model) -> int:
+    """Return N H, the width of all query heads."""
+    return model.head_width * model.num_heads
+
+
 def kv_width(model: Model) -> int:
     """Return K H, the width of all key (or value) heads."""
-    return model.d_model // model.num_heads * model.num_kv_heads
+    return model.head_width * model.num_kv_heads
 
 
 def rows(config: Config) -> Table:
@@ -174,6 +179,31 @@ def keeps_documents_apart(config: Config) -> bool:
     return config.vision is not None or not config.data.attend_across_documents
 
 
+def window(config: Config) -> int:
+    """Return how many tokens a token attends to at most, in layers that are not global: T, or model.sliding_window."""
+    T = config.data.seq_len
+    return min(config.model.sliding_window or T, T)
+
+
+def windows(config: Config) -> list[int]:
+    """Return the same of each layer."""
+    features, T, W = config.model.features, config.data.seq_len, window(config)
+    return [W if features.is_local(layer) else T for layer in range(config.model.num_layers)]
+
+
+def masks_attention(config: Config) -> bool:
+    """True if attention takes a mask: of documents or, over context or where layers differ, of a window."""
+    is_split = config.parallel.context > 1 or config.model.features.has_local_layers
+    return (is_split and window(config) < config.data.seq_len) or keeps_documents_apart(config)
+
+
+def computed_keys(config: Config) -> int:
+    """Return for how many keys attention computes a score of each query, as if nothing hid later ones: T, or the window
+    where flash attention leaves out what is before it."""
+    is_flash = fits_flash(config.model, config.precision.compute)
+    return window(config) if is_flash and not masks_attention(config) else config.data.seq_len
+
+
 def local_kv_width(config: Config) -> float:
     """Return K H on a tensor-parallel device: the width of its key (or value) heads, at least one."""
     m, t = config.model, config.parallel.tensor
@@ -191,19 +221,21 @@ def batch_bytes(config: Config) -> int:
 def attention_parts(config: Config) -> int:
     """Return the parts of a row between which attention is computed block by block: 1 if a kernel takes whole rows.
 
-    Devices along context, with ring and gather; else, with flash attention within documents, those of
+    Devices along context, with ring and gather; else, with flash attention that takes a mask, those of
     parallel/context/packed_attention.py.
     """
     if config.parallel.is_blockwise:
         return config.parallel.context
     is_flash = fits_flash(config.model, config.precision.compute)
-    return num_parts(config.data.seq_len) if is_flash and keeps_documents_apart(config) else 1
+    return num_parts(config.data.seq_len) if is_flash and masks_attention(config) else 1
 
 
 def last_matmuls_spared(config: Config) -> float:
     """Return the share of layers whose last matmul block:N does not recompute: where a schedule with W writes out the
-    layers of a block (parallel/remat.py), that of each block's last layer, else none."""
+    layers of a block (parallel/remat.py), that of each block's last layer, else none. A norm after it needs it."""
     p, remat = config.parallel, config.memory.rematerialization
+    if config.model.features.norms_after:
+        return 0.0
     return 1 / remat.block if remat.policy == "block" and p.pipe > 1 and p.schedule in schedule.SPLIT else 0.0
 
 

@@ -2,7 +2,8 @@
 
 Model FLOPs are what the algorithm requires (the numerator of MFU); hardware FLOPs are what a device executes, with
 recomputation. Only matmuls count, 2 FLOPs per multiply-add. N: parameters that multiply every token
-(`counts.matmul_parameters`), L layers, d model width, F ffn width, T sequence length, t tensor-parallel devices.
+(`counts.matmul_parameters`), L layers, d width of all query heads, D model width, F ffn width, T sequence length, t
+tensor-parallel devices.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ def flops_per_token(config: Config) -> dict[str, float]:
 
     full    6 N + 12 L d T   full attention (PaLM, arXiv 2204.02311, appendix B; the convention of most published MFU)
     causal  6 N +  6 L d T   only the half of attention that a causal mask leaves
+    In layers with model.sliding_window W in place of T; causal: 12 d W (1 - W / 2 T) each.
 
     Frozen parameters have no gradient: each takes 4 instead of 6. With vision the FLOPs of a row's picture are added
     (costs/vision.py), over T.
     """
     m = config.model
-    attention = float(m.num_layers * m.d_model * config.data.seq_len)
+    T, Q, windows = config.data.seq_len, counts.query_width(m), counts.windows(config)
+    attention, hidden = float(Q * sum(windows)), Q * sum(W * W for W in windows) / (2 * T)
     fixed = 6.0 * counts.matmul_parameters(m) - 2.0 * counts.frozen_matmul_parameters(config)
-    fixed += vision.model_flops(config) / config.data.seq_len
-    return {"full": fixed + 12.0 * attention, "causal": fixed + 6.0 * attention}
+    fixed += vision.model_flops(config) / T
+    return {"full": fixed + 12.0 * attention, "causal": fixed + 12.0 * (attention - hidden)}
 
 
 def step_flops(config: Config) -> float:
@@ -55,18 +58,19 @@ def local_flops(config: Config) -> dict[str, float]:
     recompute                 on top of 6 N + 12 L d T:
         selective   4 L d T                          the forward of attention; half if the matmul after it is frozen,
                                                      without flash attention
-        full        2 N_layers + 4 L d T - 2 L d F   the forward without the last matmul
+        full        2 N_layers + 4 L d T - 2 L D F   the forward without the last matmul
         block:n     2 N_layers + 4 L d T             the whole forward (`counts.last_matmuls_spared`)
 
     All are divided by t, except that each device computes at least one head of keys and values. With pipeline stages:
     of the stage that has the head; with the vocabulary over pipe of any, with 1/P of the head. Compute that idle stages
     discard (parallel.idle=mask) is not counted.
 
-    Ring and gather attention over c devices, and flash attention within documents over c parts of a row, compute
-    (c+1) / (2 c) of the full attention: blocks that the causal mask hides are left out. Of ring and gather only block:n
-    recomputes them. The scores that the backward of flash attention recomputes are not counted.
+    Flash attention with a window computes W keys in place of T (`counts.computed_keys`). Ring and gather attention over
+    c devices, and flash attention with a mask over c parts of a row, compute (c+1) / (2 c) of the full attention:
+    blocks that the causal mask hides are left out. Of ring and gather only block:n recomputes them. The scores that the
+    backward of flash attention recomputes are not counted.
     """
-    m, T, t = config.model, config.data.seq_len, config.parallel.tensor
+    m, S, t = config.model, counts.computed_keys(config), config.parallel.tensor
     c, is_blockwise = counts.attention_parts(config), config.parallel.is_blockwise
     L = counts.stage_layers(config)
     copies, flops, weights = {LAYERS: L, ENDS: 1}, {LAYERS: 0.0, ENDS: 0.0}, 0.0
@@ -77,14 +81,15 @@ def local_flops(config: Config) -> dict[str, float]:
             of_row = 2 * row.size * copies[row.part] * share
             flops[row.part] += of_row
             weights += 0.0 if row.is_frozen else of_row
-    layers, attention = flops[LAYERS], 4.0 * L * m.d_model * T / t * ((c + 1) / (2 * c) if c > 1 else 1)
+    layers = flops[LAYERS]
+    attention = 4.0 * L * counts.query_width(m) * S / t * ((c + 1) / (2 * c) if c > 1 else 1)
     down = 2.0 * L * m.d_model * m.d_ff / t
     spared = counts.last_matmuls_spared(config) * down
     spares = counts.rows(config)[f"{ATTENTION}/out_NHD"].is_frozen and not fits_flash(m, config.precision.compute)
     recompute = {
         "none": 0.0,
         "selective": attention / 2 if spares else attention,
-        "full": layers + attention - down,
+        "full": layers + attention - down * (not m.features.norms_after),
         "block": layers + attention - spared,
     }
     policy = config.memory.rematerialization.policy

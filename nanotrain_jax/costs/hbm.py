@@ -9,7 +9,9 @@ keys, F the ffn width, g = 2 with a gate, else 1 (elements read and written):
                  up and gate  g D + g F + (g - 1) F + F;  down F + 2 D
     backward     norms 8 D;  q, k, v  Q + 2 K + D, 3 D + Q + 2 K;  attention 4 Q + 4 K;  out D + Q, Q + D
                  up and gate  g F + D, g D + g F;  down D + 2 g F, F + D
-    recompute    remat full and block:n: the forward again, without down
+    qk_norm      2 (Q + K) more in the forward, 3 (Q + K) in the backward
+    norms after attention and MLP (gemma3): as those before
+    recompute    remat full and block:n: the forward again, without down unless a norm follows it
 
 The log-sum-exp of attention is left out, as are collectives.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs.counts import BYTES, kv_width, tokens_per_device
+from nanotrain_jax.costs.counts import BYTES, kv_width, query_width, tokens_per_device
 from nanotrain_jax.models.decoder_table import MLP, table
 from nanotrain_jax.models.parameters import LAYERS
 
@@ -35,18 +37,22 @@ def layer_bytes(config: Config) -> dict[str, float] | None:
     if config.vision or p.tensor * p.context > 1 or execution(config) not in (Execution.AUTODIFF, Execution.PER_LAYER):
         return None
     size, tokens = BYTES[config.precision.compute], tokens_per_device(config) / p.microbatches
-    D, Q, K, F, g = m.d_model, m.d_model, kv_width(m), m.d_ff, 2 if m.features.gated_mlp else 1
-    down = F + 2 * D
+    D, Q, K, F, g = m.d_model, query_width(m), kv_width(m), m.d_ff, 2 if m.features.gated_mlp else 1
+    down, spared = F + 2 * D, 0 if m.features.norms_after else 1
     forward = 4 * D + (3 * D + Q + 2 * K) + (2 * Q + 2 * K) + (Q + 2 * D) + (g * D + 2 * g * F) + down
     backward = 8 * D + (4 * D + 2 * Q + 4 * K) + (4 * Q + 4 * K) + 2 * (D + Q) + (g + 1) * D + 2 * g * F
     backward += 2 * D + (2 * g + 1) * F
+    if m.features.norms_after:
+        forward, backward = forward + 4 * D, backward + 8 * D
+    if m.features.qk_norm:
+        forward, backward = forward + 2 * (Q + K), backward + 3 * (Q + K)
     weights = {name: row.size for name, row in table(m).items() if row.part == LAYERS and row.is_matmul}
     again = config.memory.rematerialization.policy in ("full", "block")
-    read = 2 * sum(weights.values()) + again * (sum(weights.values()) - weights[f"{MLP}/down_FD"])
+    read = 2 * sum(weights.values()) + again * (sum(weights.values()) - spared * weights[f"{MLP}/down_FD"])
     return {
         "forward": tokens * size * forward,
         "backward": tokens * size * backward,
-        "recompute": tokens * size * (forward - down) * again,
+        "recompute": tokens * size * (forward - spared * down) * again,
         "weights": float(size * read),
         "gradients": float(GRADIENT * sum(weights.values())),
     }

@@ -28,9 +28,9 @@ from nanotrain_jax.costs.counts import (
     attention_parts,
     gradient_bytes,
     is_sharded,
-    keeps_documents_apart,
     local_elements,
     local_kv_width,
+    masks_attention,
     message_bytes,
     outline,
     rows,
@@ -203,11 +203,11 @@ def _transposed_bytes(config: Config) -> float:
 
 
 def _mask_bytes(config: Config, tokens: float) -> float:
-    """Return the bytes of masks in a layer's backward, of flash attention within documents. tokens: of a microbatch.
+    """Return the bytes of masks in a layer's backward, of flash attention that takes them. tokens: of a microbatch.
 
     A boolean and a 16-bit bias of each block: those of a part's own keys, and of a hop, half as many.
     """
-    if not (keeps_documents_apart(config) and fits_flash(config.model, config.precision.compute)):
+    if not (masks_attention(config) and fits_flash(config.model, config.precision.compute)):
         return 0.0
     p = config.parallel
     rows = tokens if p.is_blockwise else tokens * p.context  # ulysses: of whole rows

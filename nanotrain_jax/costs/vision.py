@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nanotrain_jax.config.families import FAMILIES
+from nanotrain_jax.config.families import FAMILIES, KEYS
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.counts import BYTES, encodes, rows, rows_per_device
 from nanotrain_jax.costs.traffic import Traffic
@@ -172,6 +172,7 @@ def as_decoder(config: Config) -> Config:
     v = config.vision
     family = next(name for name, features in FAMILIES.items() if not features.gated_mlp)
     sizes = {"num_layers": v.num_layers, "d_model": v.width, "num_heads": v.num_heads, "num_kv_heads": v.num_heads}
+    sizes |= dict.fromkeys(("head_dim", "sliding_window", *KEYS))  # as the family has them
     config = config.replace("model", family=family, attention="xla", d_ff=4 * v.width, loss_chunk=0, **sizes)
     one_stage = {"pipe": 1, "chunks": 1, "sequence_parallel": False, "overlap_tensor": False}
     config = config.replace("data", seq_len=v.max_tokens).replace("train", freeze=()).replace("precision", matmul=None)

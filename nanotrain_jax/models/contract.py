@@ -70,6 +70,7 @@ class Model:
     is_decayed  tree path of a weight -> True if weight decay applies; default: all but biases and scales
     has_partial_gradient   tree path of a weight that is replicated over tensor -> True if its gradient on each device
                 is a partial sum: then it is summed once per step. If False, JAX sums it at each use
+    constants   patterns of paths of weights that never train, as of train.freeze
     is_padded   path of a weight ("params/ends/head_VD") -> True if its rows are padded to a multiple of tensor
     splits_context   True if the model works on the tokens of one device along context: its attention is one of
                 `parallel.context`, and positions are those of `own_positions` of parallel/context/context.py
@@ -92,6 +93,7 @@ class Model:
     correct: Callable[[Tree, jax.Array, Tree], jax.Array] | None = None
     is_decayed: Callable[[tuple], bool] = lambda path: path[-1].key not in ("bias", "scale")
     has_partial_gradient: Callable[[tuple], bool] = lambda path: False
+    constants: tuple[str, ...] = ()
     is_padded: Callable[[str], bool] = lambda path: False
     splits_context: bool = False
     splits_documents: bool = False

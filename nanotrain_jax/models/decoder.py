@@ -1,7 +1,11 @@
-"""The decoder (Flax NNX): two families from one set of modules, stacked layers run by `lax.scan`.
+"""The decoder (Flax NNX): families from one set of modules, stacked layers run by `lax.scan`.
 
-    llama  RMSNorm, rotary positions, SwiGLU, grouped-query attention       Touvron et al. 2023, arXiv 2302.13971
-    gpt2   LayerNorm, learned positions, GELU, biases, tied embeddings      Radford et al. 2019
+    llama    RMSNorm, rotary positions, SwiGLU, grouped-query attention     Touvron et al. 2023, arXiv 2302.13971
+    gpt2     LayerNorm, learned positions, GELU, biases, tied embeddings    Radford et al. 2019
+    mistral  as llama, a window                                             Jiang et al. 2023, arXiv 2310.06825
+    qwen2    as llama, biases of queries, keys and values                   arXiv 2407.10671
+    qwen3    as llama, norms of query and key heads                         arXiv 2505.09388
+    gemma3   as qwen3, norms after attention and MLP, local layers          arXiv 2503.19786
 
 Names: B batch, T tokens, S key tokens, D model, F ffn, N query heads, K kv heads, H head dim, V vocab, L layers.
 models/decoder_layer.py has the modules of a layer. A module has the parameters that models/decoder_table.py lists under
@@ -19,6 +23,7 @@ Initialization (GPT-2 and its successors): normal, std 0.02; the two projections
 0.02 / sqrt(2 L), so that its variance does not grow with depth; gains one, biases zero.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
@@ -55,6 +60,7 @@ class Ends(nnx.Module):
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.vocab_size, self.loss_chunk, self.split = config.vocab_size, config.loss_chunk, split
         self.learns_positions = config.features.learned_positions
+        self.scale = math.sqrt(config.d_model) if config.features.scaled_embeddings else 1.0
         rows = under(decoder_table.table(config, split.size, split.vocab_shards), ENDS)
         fill(self, {name: row for name, row in rows.items() if row.is_used("first")}, rngs)
         self.norm = Norm(config, decoder_table.NORM_LAST)
@@ -64,6 +70,8 @@ class Ends(nnx.Module):
     def embed(self, tokens_BT: jax.Array, starts_BT: jax.Array | None = None) -> jax.Array:
         """tokens[B T] -> x[B T D], under sequence parallelism x[1 BT/tensor D]. starts: as of `Attention`."""
         x_BTD = self.look_up(tokens_BT.reshape(1, -1) if self.split.sequence_parallel else tokens_BT)
+        if self.scale != 1.0:
+            x_BTD = x_BTD * self.scale
         if not self.learns_positions:
             return x_BTD
         positions = self.split.positions(tokens_BT.shape[1], starts_BT)
@@ -137,6 +145,8 @@ class Decoder(nnx.Module):
             return nnx.vmap(lambda rngs: Layer(config, rngs, split), in_axes=0, out_axes=0)(rngs)
 
         self.layers = stack(rngs)
+        if config.features.has_local_layers:
+            self.layers.attention.is_local_1 = nnx.Param(is_local(config, order))
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         layer, weights = nnx.split(self.layers)
@@ -146,6 +156,14 @@ class Decoder(nnx.Module):
 
         x_BTD = remat.scan(run, self.ends.embed(tokens_BT), weights, remat.Policy())
         return self.ends.logits(x_BTD)
+
+
+def is_local(config: Model, order: Sequence[int] | jax.Array | None) -> jax.Array | None:
+    """Return for each row of the stacked weights 1 if its layer has a window, else 0, [L 1]; None: layers are alike."""
+    if not config.features.has_local_layers:
+        return None
+    flags_L = jnp.asarray([float(config.features.is_local(layer)) for layer in range(config.num_layers)])
+    return (flags_L if order is None else flags_L[jnp.asarray(order)])[:, None]
 
 
 class Graphs(NamedTuple):
@@ -178,10 +196,14 @@ def init(
         if order is not None:
             keys = jax.tree.map(lambda keys: keys[jnp.asarray(order)], keys)
 
-        def init_layer(keys: nnx.State) -> dict:
-            return put(nnx.to_pure_dict(nnx.state(Layer(config, nnx.merge(graph, keys), split), nnx.Param)))
+        def init_layer(of_layer: tuple[nnx.State, jax.Array | None]) -> dict:
+            keys, is_local_1 = of_layer
+            weights = nnx.to_pure_dict(nnx.state(Layer(config, nnx.merge(graph, keys), split), nnx.Param))
+            if is_local_1 is not None:
+                weights["attention"][decoder_table.IS_LOCAL] = is_local_1
+            return put(weights)
 
-        return jax.lax.map(init_layer, keys)
+        return jax.lax.map(init_layer, (keys, is_local(config, order)))
 
     return {ENDS: ends, LAYERS: stack(rngs)}
 
@@ -237,13 +259,12 @@ def attention_kernel(config: Model, dtype: jnp.dtype, device: jax.Device) -> str
 
     Raises ValueError if the config sets cudnn and it does not support the model.
     """
-    H = config.d_model // config.num_heads
     ampere = float(getattr(device, "compute_capability", None) or 8.0) >= 8.0
     is_supported = device.platform in ("gpu", "cuda") and ampere and fits_flash(config, dtype.name)
     if config.attention == "cudnn" and not is_supported:
         raise ValueError(
             "model.attention=cudnn needs an NVIDIA GPU (Ampere or newer), a 16-bit precision.compute and a head dim of "
-            f"at most 128 that 8 divides, not {device.platform}, {dtype} and {H}; use auto or xla"
+            f"at most 128 that 8 divides, not {device.platform}, {dtype} and {config.head_width}; use auto or xla"
         )
     return ("cudnn" if is_supported else "xla") if config.attention == "auto" else config.attention
 
@@ -314,6 +335,7 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
         used_by_last=partial(used_by, "last"),
         is_decayed=is_decayed,
         has_partial_gradient=partial(has_partial_gradient, split=split),
+        constants=(decoder_table.IS_LOCAL,) if decoder.features.has_local_layers else (),
         is_padded=is_padded,
         splits_context=True,
         splits_documents=True,

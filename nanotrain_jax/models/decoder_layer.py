@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from nanotrain_jax.config.families import Family
 from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import decoder_table
-from nanotrain_jax.models.ops import add, gelu, normalize, rotate, swiglu
+from nanotrain_jax.models.ops import Rope, activated, add, gated, normalize, rotate
 from nanotrain_jax.models.parameters import Parameter, Table, under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import position
@@ -45,8 +47,8 @@ ONE_DEVICE = Split()
 
 
 def _initial(row: Parameter, rngs: nnx.Rngs | None) -> jax.Array:
-    if row.init != "normal":
-        return jnp.zeros(row.shape) if row.init == "zeros" else jnp.ones(row.shape)
+    if row.init != "normal":  # of is_local: `decoder.init`
+        return jnp.ones(row.shape) if row.init == "ones" else jnp.zeros(row.shape)
     rows, *dims = row.shape
     drawn = row.std * jax.random.normal(rngs.params(), (rows - row.padding, *dims), jnp.float32)
     return jnp.pad(drawn, [(0, row.padding)] + [(0, 0)] * len(dims)) if row.is_padded else drawn
@@ -58,17 +60,22 @@ def fill(module: nnx.Module, rows: Table, rngs: nnx.Rngs | None = None) -> None:
         setattr(module, name, nnx.Param(_initial(row, rngs)))
 
 
+def _gain(gain: jax.Array, features: Family) -> jax.Array:
+    """What a norm multiplies with."""
+    return 1.0 + gain.astype(jnp.float32) if features.gains_from_one else gain
+
+
 class Norm(nnx.Module):
     """x[B T D] -> x[B T D], normalized over D in float32: RMSNorm (arXiv 1910.07467), LayerNorm (arXiv 1607.06450)."""
 
     def __init__(self, config: Model, path: str):
-        self.eps, self.center = config.norm_eps, config.features.centered_norms
+        self.eps, self.features = config.norm_eps, config.features
         fill(self, under(decoder_table.table(config), path))
 
     @jax.named_scope("norm")
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        bias_D = self.bias_D[...] if self.center else None
-        return normalize(x_BTD, self.gain_D[...], bias_D, self.eps)
+        bias_D = self.bias_D[...] if self.features.centered_norms else None
+        return normalize(x_BTD, _gain(self.gain_D[...], self.features), bias_D, self.eps)
 
 
 class Attention(nnx.Module):
@@ -80,7 +87,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.features, self.split, self.num_kv_heads = config.features, split, config.num_kv_heads
-        self.theta, self.kernel = config.rope_theta, config.attention
+        self.rope, self.eps = Rope(config.rope_theta, config.rope_scaling), config.norm_eps
+        self.kernel, self.window = config.attention, config.sliding_window
         fill(self, under(decoder_table.table(config, split.size), decoder_table.ATTENTION), rngs)
 
     @jax.named_scope("attention")
@@ -89,32 +97,65 @@ class Attention(nnx.Module):
         weights = self.q_DNH[...], self.own_head(self.k_DKH[...]), self.own_head(self.v_DKH[...])
         qkv = tensor.columns(x_BTD, weights, axis, sequence_parallel, options)
         q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *x.shape[2:]) for x in qkv)
-        if self.features.biases:
+        if self.features.qkv_bias:
             q_BTNH = add(q_BTNH, self.bias_q_NH[...])
             k_BSKH = add(k_BSKH, self.own_head(self.bias_k_KH[...]))
             v_BSKH = add(v_BSKH, self.own_head(self.bias_v_KH[...]))
+        if self.features.qk_norm:  # whose backward needs its inputs
+            q_BTNH = self.normalized(remat.name(q_BTNH, "q"), self.gain_q_H[...])
+            k_BSKH = self.normalized(remat.name(k_BSKH, "k"), self.gain_k_H[...])
         if not self.features.learned_positions:
             positions = self.split.positions(q_BTNH.shape[1], starts_BT)
-            q_BTNH, k_BSKH = (rotate(x, self.theta, positions) for x in (q_BTNH, k_BSKH))
-        qkv = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k"), remat.name(v_BSKH, "v")
-        y_BTNH = self.attend(*qkv, starts_BT)
+            q_BTNH, k_BSKH = (self.rotated(x, positions) for x in (q_BTNH, k_BSKH))
+        if not self.features.qk_norm:
+            q_BTNH, k_BSKH = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k")
+        y_BTNH = self.attend(q_BTNH, k_BSKH, remat.name(v_BSKH, "v"), starts_BT)
         y_BTD = tensor.row(y_BTNH, self.out_NHD[...], axis, sequence_parallel, options, len(x_BTD))
         y_BTD = remat.name(y_BTD, "attention_out")
         return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
 
+    def rotated(self, x_BTNH: jax.Array, positions: jax.Array | None) -> jax.Array:
+        """x[B T N H] -> x[B T N H], rotated by the frequencies of this layer."""
+        x = rotate(x_BTNH, self.rope, positions)
+        if not (self.features.has_local_layers and self.features.rope_local_theta):
+            return x
+        local = rotate(x_BTNH, Rope(self.features.rope_local_theta), positions)
+        return jax.lax.select(self.is_local_1[0] > 0, local, x)  # saves a scalar for the backward, not a mask
+
+    @jax.named_scope("norm")
+    def normalized(self, x_BTNH: jax.Array, gain_H: jax.Array) -> jax.Array:
+        """x[B T N H] -> x[B T N H]: RMSNorm of each head (arXiv 2010.04245; Qwen3, arXiv 2505.09388, section 2)."""
+        B, _, _, H = x_BTNH.shape
+        return normalize(x_BTNH.reshape(B, -1, H), _gain(gain_H, self.features), None, self.eps).reshape(x_BTNH.shape)
+
     @jax.named_scope("kernel")
     def attend(self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, starts_BT: jax.Array | None) -> jax.Array:
         """q[B T N H], k[B T K H], v[B T K H] -> y[B T N H]; over context, if the tokens are split."""
+        shape = len(q_BTNH), q_BTNH.shape[1] * (jax.lax.axis_size("context") if self.split.context else 1)
+        window = self.window if self.window and self.window < shape[1] else None
+        if window and (self.split.context or starts_BT is not None or self.features.has_local_layers):
+            starts_BT = self.first_seen(window, shape, starts_BT)
         if self.split.context:
             attention = context.ATTENTION[self.split.context]
             return attention(q_BTNH, k_BSKH, v_BSKH, "context", self.kernel, starts_BT)
         if starts_BT is not None:
-            return context.one_device(q_BTNH, k_BSKH, v_BSKH, self.kernel, starts_BT)
+            kernel = "xla" if self.kernel == "auto" else self.kernel
+            return context.one_device(q_BTNH, k_BSKH, v_BSKH, kernel, starts_BT)
         qkv = q_BTNH, k_BSKH, v_BSKH
         if self.kernel == "xla" and q_BTNH.dtype == jnp.float16:  # XLA:CPU lacks the float16 matmul that JAX asks for
             qkv = [x.astype(jnp.float32) for x in qkv]
         kernel = None if self.kernel == "auto" else self.kernel
-        return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation=kernel).astype(q_BTNH.dtype)
+        reach = (window - 1, 0) if window else None
+        attention = partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=reach)
+        return attention(*qkv, implementation=kernel).astype(q_BTNH.dtype)
+
+    def first_seen(self, window: int, shape: tuple[int, int], starts_BT: jax.Array | None) -> jax.Array:
+        """Return starts[B T] of whole rows, with the window if this layer has one."""
+        with_window_BT = context.starts_of_window(window, shape, starts_BT)
+        if not self.features.has_local_layers:
+            return with_window_BT
+        without_BT = jnp.zeros_like(with_window_BT) if starts_BT is None else starts_BT
+        return jnp.where(self.is_local_1[...] > 0, with_window_BT, without_BT)
 
     def own_head(self, w_KH: jax.Array) -> jax.Array:
         """w[... K H] -> w[... 1 H]: the head of this device's queries, if there are fewer heads than devices."""
@@ -125,7 +166,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """x[B T D] -> y[B T D]: SwiGLU (arXiv 2002.05202), or GELU (tanh form, as GPT-2)."""
+    """x[B T D] -> y[B T D]: an activation, or a gated one (arXiv 2002.05202)."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.features, self.split = config.features, split
@@ -140,20 +181,29 @@ class MLP(nnx.Module):
         up_BTF = remat.name(up_BTF, "up")
         if self.features.biases:
             up_BTF = add(up_BTF, self.bias_up_F[...])
-        h_BTF = swiglu(*gates, up_BTF) if gates else gelu(up_BTF)
+        kind = self.features.activation
+        h_BTF = gated(*gates, up_BTF, kind) if gates else activated(up_BTF, kind)
         y_BTD = tensor.row(h_BTF, self.down_FD[...], axis, sequence_parallel, options)
+        if self.features.norms_after:  # whose backward needs its input
+            y_BTD = remat.name(y_BTD, "mlp_out")
         return add(y_BTD, self.bias_down_D[...]) if self.features.biases else y_BTD
 
 
 class Layer(nnx.Module):
-    """x[B T D] -> x[B T D]: attention and MLP, each pre-normalized and added to the residual stream."""
+    """x[B T D] -> x[B T D]: attention and MLP, each added to the residual stream; norms before, or before and after."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.norm_attention = Norm(config, decoder_table.NORM_ATTENTION)
         self.attention = Attention(config, rngs, split)
         self.norm_mlp = Norm(config, decoder_table.NORM_MLP)
         self.mlp = MLP(config, rngs, split)
+        self.norms_after = config.features.norms_after
+        if self.norms_after:
+            self.norm_attention_out = Norm(config, decoder_table.NORM_ATTENTION_OUT)
+            self.norm_mlp_out = Norm(config, decoder_table.NORM_MLP_OUT)
 
     def __call__(self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None) -> jax.Array:
-        x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD), sequences, starts_BT)
-        return x_BTD + self.mlp(self.norm_mlp(x_BTD))
+        y_BTD = self.attention(self.norm_attention(x_BTD), sequences, starts_BT)
+        x_BTD = x_BTD + (self.norm_attention_out(y_BTD) if self.norms_after else y_BTD)
+        y_BTD = self.mlp(self.norm_mlp(x_BTD))
+        return x_BTD + (self.norm_mlp_out(y_BTD) if self.norms_after else y_BTD)

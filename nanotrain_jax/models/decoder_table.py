@@ -16,6 +16,8 @@ STD = 0.02
 
 ATTENTION, MLP = f"{LAYERS}/attention", f"{LAYERS}/mlp"
 NORM_ATTENTION, NORM_MLP, NORM_LAST = f"{LAYERS}/norm_attention", f"{LAYERS}/norm_mlp", f"{ENDS}/norm"
+NORM_ATTENTION_OUT, NORM_MLP_OUT = f"{LAYERS}/norm_attention_out", f"{LAYERS}/norm_mlp_out"
+IS_LOCAL = "is_local_1"  # of attention: 1 in layers with a window
 EMBEDDING, POSITIONS, HEAD = f"{ENDS}/embedding_VD", f"{ENDS}/positions_TD", f"{ENDS}/head_VD"
 
 _weight = partial(Parameter, std=STD, is_matmul=True)
@@ -40,13 +42,21 @@ def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
     }
     if family.gated_mlp:
         table[f"{MLP}/gate_DF"] = _weight("D F/tensor")
-    for norm in (NORM_ATTENTION, NORM_MLP):
+    for norm in (NORM_ATTENTION, NORM_MLP, *[NORM_ATTENTION_OUT, NORM_MLP_OUT] * family.norms_after):
         table |= _norm(norm, family)
-    if family.biases:
+    if family.qkv_bias:
         table |= {
             f"{ATTENTION}/bias_q_NH": _bias("N/tensor H"),
             f"{ATTENTION}/bias_k_KH": _bias("K/tensor H", is_partial=True),
             f"{ATTENTION}/bias_v_KH": _bias("K/tensor H", is_partial=True),
+        }
+    if family.qk_norm:
+        gain = partial(_gain, init="zeros") if family.gains_from_one else _gain
+        table |= {f"{ATTENTION}/gain_{x}_H": gain("H", is_partial=True) for x in "qk"}
+    if family.has_local_layers:
+        table[f"{ATTENTION}/{IS_LOCAL}"] = Parameter("1", init="is_local", decay=False, is_frozen=True)
+    if family.biases:
+        table |= {
             f"{ATTENTION}/bias_out_D": _bias("D"),
             f"{MLP}/bias_up_F": _bias("F/tensor"),
             f"{MLP}/bias_down_D": _bias("D"),
@@ -62,7 +72,7 @@ def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
 
 
 def _norm(path: str, family: Family, used: Use = "layer") -> Table:
-    gain = {f"{path}/gain_D": _gain("D", used=used)}
+    gain = {f"{path}/gain_D": _gain("D", used=used, init="zeros" if family.gains_from_one else "ones")}
     return gain | {f"{path}/bias_D": _bias("D", used=used)} if family.centered_norms else gain
 
 
@@ -72,11 +82,12 @@ def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
 
     tensor: size of the tensor axis. vocab_shards: `Parallel.vocab_shards`.
     """
-    V, K, H = padded_vocab(model.vocab_size, vocab_shards), model.num_kv_heads, model.d_model // model.num_heads
+    V, K, H = padded_vocab(model.vocab_size, vocab_shards), model.num_kv_heads, model.head_width
     sizes = {"D": model.d_model, "F": model.d_ff, "N": model.num_heads, "K": K, "H": H, "V": V, "T": model.max_seq_len}
+    sizes |= {"1": 1}
 
     def sized(row: Parameter) -> Parameter:
-        is_partial = row.is_partial and tensor > K
+        is_partial = row.is_partial and tensor > (K if TENSOR in row.layout else 1)
         layout = row.layout.replace(TENSOR, "") if is_partial or tensor == 1 else row.layout
         return row._replace(
             layout=layout.replace(VOCAB, "") if vocab_shards == 1 else layout,
@@ -94,7 +105,7 @@ def frozen_table(model: Model, tensor: int, vocab_shards: int, freeze: tuple[str
     """Return `table` with the rows that patterns of train.freeze freeze marked. Do not mutate."""
 
     def marked(path: str, row: Parameter) -> Parameter:
-        return row._replace(is_frozen=any(re.search(pattern, path) for pattern in freeze))
+        return row._replace(is_frozen=row.is_frozen or any(re.search(pattern, path) for pattern in freeze))
 
     return {path: marked(path, row) for path, row in table(model, tensor, vocab_shards).items()}
 

@@ -4,12 +4,15 @@ None communicates. Names: B batch, T tokens, D model, F ffn, N heads, H head dim
 computed in float32.
 """
 
+import math
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nanotrain_jax.config.model import RopeScaling
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 
 # Cheap functions save only their inputs for the backward, as fused kernels do. Otherwise each intermediate of a norm or
@@ -63,16 +66,28 @@ _layer_norm.defvjp(
 )
 
 
-@_saves_inputs
-def swiglu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-    """gate[B T F], up[B T F] -> h[B T F] = silu(gate) up"""
-    return jax.nn.silu(gate_BTF) * up_BTF
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),  # arXiv 1606.08415
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),  # of GPT-2
+}
 
 
-@_saves_inputs
+@partial(_saves_inputs, static_argnums=2)
+def gated(gate_BTF: jax.Array, up_BTF: jax.Array, activation: str) -> jax.Array:
+    """gate[B T F], up[B T F] -> h[B T F] = activation(gate) up"""
+    return ACTIVATIONS[activation](gate_BTF) * up_BTF
+
+
+@partial(_saves_inputs, static_argnums=1)
+def activated(x_BTF: jax.Array, activation: str) -> jax.Array:
+    """x[B T F] -> h[B T F]"""
+    return ACTIVATIONS[activation](x_BTF)
+
+
 def gelu(x_BTF: jax.Array) -> jax.Array:
-    """x[B T F] -> h[B T F], the tanh form of GPT-2"""
-    return jax.nn.gelu(x_BTF, approximate=True)
+    """x[B T F] -> h[B T F], the tanh form"""
+    return activated(x_BTF, "gelu_tanh")
 
 
 def add(x: jax.Array, bias: jax.Array) -> jax.Array:
@@ -96,9 +111,49 @@ def _project_backward(saved: tuple[jax.Array, jax.Array], g_BTV: jax.Array) -> t
 project.defvjp(lambda x_BTD, head_VD: (project(x_BTD, head_VD), (x_BTD, head_VD)), _project_backward)
 
 
+class Rope(NamedTuple):
+    """Frequencies of rotary positions: theta^(-2 h / H), of a pair h; with a scaling some are divided by its factor."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+    def frequencies(self, H: int) -> jax.Array:
+        """Return the frequencies [H/2], float32. A scaling keeps a share of each, and divides the rest by its factor:
+
+        linear   none (arXiv 2306.15595)
+        llama3   by the turns in the original length: all from high_freq_factor on, none to low_freq_factor (Llama 3.1)
+        yarn     by the pair: all to the one that turns beta_fast times, none from that which turns beta_slow times
+                 (arXiv 2309.00071, section 3.2; from whole pair to whole pair, as in its code)
+        """
+        frequency_h, s = self.theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H), self.scaling
+        if s is None:
+            return frequency_h
+        if s.type == "linear":
+            return frequency_h / s.factor
+        if s.type == "llama3":
+            turns_h = frequency_h * (s.original_max_seq_len / (2 * math.pi))
+            kept_h = (turns_h - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        else:
+            first, last = (self.pair(turns, H) for turns in (s.beta_fast, s.beta_slow))
+            first, last = max(math.floor(first), 0), min(math.ceil(last), H - 1)
+            kept_h = 1 - (jnp.arange(H // 2, dtype=jnp.float32) - first) / max(last - first, 0.001)
+        kept_h = jnp.clip(kept_h, 0.0, 1.0)
+        return frequency_h * (kept_h + (1 - kept_h) / s.factor)
+
+    def pair(self, turns: float, H: int) -> float:
+        """Return which pair turns so often in the original length."""
+        return H * math.log(self.scaling.original_max_seq_len / (2 * math.pi * turns)) / (2 * math.log(self.theta))
+
+    @property
+    def magnitude(self) -> float:
+        """What rotated queries and keys are multiplied by (yarn, section 3.4)."""
+        s = self.scaling
+        return (s.attention_factor or 0.1 * math.log(s.factor) + 1) if s and s.type == "yarn" else 1.0
+
+
 @jax.named_scope("rotary")
 @partial(_saves_inputs, static_argnums=1)
-def rotate(x_BTNH: jax.Array, theta: float, positions: jax.Array | None = None) -> jax.Array:
+def rotate(x_BTNH: jax.Array, rope: Rope, positions: jax.Array | None = None) -> jax.Array:
     """x[B T N H] -> x[B T N H]: rotary positions (arXiv 2104.09864) in float32; dims h and h + H/2 form a pair.
 
     positions: of the tokens, int32 [T] or [B T]; None: 0 to T-1.
@@ -106,8 +161,10 @@ def rotate(x_BTNH: jax.Array, theta: float, positions: jax.Array | None = None) 
     T, H = x_BTNH.shape[1], x_BTNH.shape[3]
     positions = jnp.arange(T) if positions is None else positions
     positions_BT = positions.reshape(-1, T)  # one row for all, or a row for each
-    frequency_h = theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
+    frequency_h = rope.frequencies(H)
     angle_BTh = positions_BT.astype(jnp.float32)[..., None] * frequency_h[None, None]
     cos, sin = jnp.cos(angle_BTh)[:, :, None], jnp.sin(angle_BTh)[:, :, None]
+    if rope.magnitude != 1.0:
+        cos, sin = cos * rope.magnitude, sin * rope.magnitude
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)

@@ -21,15 +21,16 @@ class Parameter(NamedTuple):
     layout: str  # a word for each dim, after a slash the mesh axis that shards it: "D N/tensor H"
     used: Use = "layer"  # in each layer; before the first layer, after the last one, or both; to encode a picture,
     # in each layer of its encoder
-    init: Literal["normal", "zeros", "ones"] = "normal"
+    init: Literal["normal", "zeros", "ones", "is_local"] = "normal"  # is_local: 1 in layers with a window, else 0
     std: float = 0.0  # of normal
     decay: bool = True  # True: weight decay applies
     is_matmul: bool = False  # True: it multiplies every token of the decoder
     is_padded: bool = False  # True: its first dim is the vocabulary; where that is sharded, padded with rows of zeros
-    is_partial: bool = False  # True: if replicated over tensor, each device uses and differentiates only a part of it
+    is_partial: bool = False  # True: if replicated over tensor, each device uses and differentiates only a part of it,
+    # or multiplies its own heads with it
     shape: tuple[int, ...] = ()  # global, with padding; () where sizes are unknown
     padding: int = 0  # rows
-    is_frozen: bool = False  # True: train.freeze has no gradient of it
+    is_frozen: bool = False  # True: it has no gradient; of train.freeze, or a constant of the model
 
     @property
     def part(self) -> Literal["ends", "layers", "vision", "encoder"]:

@@ -17,8 +17,8 @@ from nanotrain_jax.planner.explain_traffic import traffic
 from nanotrain_jax.planner.formula import Line, Section, number
 
 # In printing order: vocabulary, positions, patch, model, encoder, query heads, kv heads, head dim, ffn or features of a
-# position, width of the scorers and their number.
-DIMS = "VTPDENKHFSs"
+# position, width of the scorers and their number; of a constant of a layer 1.
+DIMS = "VTPDENKHFSs1"
 
 
 def explain(e: Estimate) -> list[Section]:
@@ -97,11 +97,13 @@ def pictures(e: Estimate) -> Section:
 def compute(e: Estimate) -> Section:
     """Return model FLOPs per token, and hardware FLOPs per GPU."""
     c, m, n = e.config, e.config.model, number
-    L, D, T, N = m.num_layers, m.d_model, c.data.seq_len, counts.matmul_parameters(m)
+    L, Q, T, N = m.num_layers, counts.query_width(m), c.data.seq_len, counts.matmul_parameters(m)
+    W = sum(counts.windows(c)) / L
     frozen = counts.frozen_matmul_parameters(c)
     local, tokens, iterations = flops.local_flops(c), counts.tokens_per_device(c), muon.flops(c)
     full, picture, encoder = flops.flops_per_token(c)["full"], vision.model_flops(c), vision.step_flops(c)
-    formula, numbers = "6 N + 12 L D T", f"6 x {n(N)} + 12 x {L} x {n(D)} x {n(T)}"
+    width = "D" if m.d_model == Q else "Q"
+    formula, numbers = f"6 N + 12 L {width} {'T' if W == T else 'W'}", f"6 x {n(N)} + 12 x {L} x {n(Q)} x {n(W)}"
     if frozen:
         formula, numbers = f"{formula} - 2 frozen", f"{numbers} - 2 x {n(frozen)}"
     if picture:

@@ -242,13 +242,14 @@ def _forward_share(config: Config, transfer: Transfer) -> float:
 def attention_time(config: Config, gpu: Gpu) -> float:
     """Return the seconds of the forward of attention of one layer and microbatch, without communication.
 
-    Flash, and blocks over context: half of the scores.
+    Flash, and blocks over context: without the scores of later tokens.
     """
-    m, p, T = config.model, config.parallel, config.data.seq_len
+    m, p, T, S = config.model, config.parallel, config.data.seq_len, counts.computed_keys(config)
     n, b = counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
     flash = fits_flash(m, config.precision.compute)
-    scores = 4.0 * n * m.d_model / p.tensor * T
-    seconds = scores / (2 if flash or p.is_blockwise else 1) / (gpu.matmul * gpu.peak_flops * (1.0 if b == 2 else 0.5))
+    scores = 4.0 * n * counts.query_width(m) / p.tensor * S
+    seen = 1 - S / (2 * T) if flash or p.is_blockwise else 1
+    seconds = scores * seen / (gpu.matmul * gpu.peak_flops * (1.0 if b == 2 else 0.5))
     if not flash:  # write and read scores and probabilities
         seconds += 20.0 * n * T * m.num_heads / p.tensor / (STREAM * gpu.memory_bandwidth)
     return seconds
@@ -258,30 +259,34 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     """Return F, B and W of one microbatch through a stage's layers in seconds, without communication."""
     m, p = config.model, config.parallel
     t, n, b = p.tensor, counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
-    D, L = m.d_model, counts.stage_layers(config)
+    D, Q, L = m.d_model, counts.query_width(m), counts.stage_layers(config)
     K, num_up = counts.kv_width(m) * max(1, t / m.num_kv_heads), 1 + m.features.gated_mlp
     faster = FLOAT8 if config.precision.matmul == "float8" else 1.0
 
     def matmul(k: float, out: float) -> float:
         return _matmul((n, k, out), b, gpu) / faster
 
-    inner = 2 * matmul(D, D / t) + 2 * matmul(D, K / t) + num_up * matmul(D, m.d_ff / t)
+    inner = matmul(D, Q / t) + matmul(Q / t, D) + 2 * matmul(D, K / t) + num_up * matmul(D, m.d_ff / t)
     down = matmul(m.d_ff / t, D)
     attention = attention_time(config, gpu)
     split_x = t if p.sequence_parallel else 1
-    rotary = 0 if m.features.learned_positions else 2 * (D + K) / t
-    stream = b * n * (10 * D / split_x + rotary + (1 + num_up) * m.d_ff / t)
+    of_heads = ((not m.features.learned_positions) + m.features.qk_norm) * 2 * (Q + K) / t  # rotary, norms
+    stream = b * n * ((10 + 4 * m.features.norms_after) * D / split_x + of_heads + (1 + num_up) * m.d_ff / t)
     elementwise = stream / (STREAM * gpu.memory_bandwidth) + 6 * KERNEL
     forward = inner + down + attention + elementwise
     kept = attention if p.is_blockwise else 0.0  # `selective` and `full` keep the output of ring and gather
     if config.precision.matmul == "float8":  # inputs and weights; in the backward gradients and weights
         quantize = quantize_time(config, gpu)
         forward, elementwise = forward + quantize, elementwise + quantize
-    recompute = {"none": 0.0, "selective": attention - kept + elementwise, "full": forward - down - kept}
+    recompute = {
+        "none": 0.0,
+        "selective": attention - kept + elementwise,
+        "full": forward - down * (not m.features.norms_after) - kept,
+    }
     recompute["block"] = forward
     B = recompute[config.memory.rematerialization.policy] + inner + down + 2.5 * attention + 2 * elementwise
     if t > 1 and p.overlap_tensor:
-        written = b * n * ((D + 2 * K + num_up * m.d_ff) / t + 2 * D)  # a hop copies its block of rows into the whole
+        written = b * n * ((Q + 2 * K + num_up * m.d_ff) / t + 2 * D)  # a hop copies its block of rows into the whole
         hops = 2 * written / (STREAM * gpu.memory_bandwidth) + 4 * (t - 1) * 3 * KERNEL
         forward, B = forward + hops, B + hops / 2 + 4 * COLLECTIVE
     elif t > 1:
@@ -304,10 +309,10 @@ def encoder_time(config: Config, gpu: Gpu) -> float:
 
 def quantize_time(config: Config, gpu: Gpu) -> float:
     """Return the seconds to quantize the operands of a layer's seven matmuls to FP8."""
-    m, t, D = config.model, config.parallel.tensor, config.model.d_model
+    m, t, D, Q = config.model, config.parallel.tensor, config.model.d_model, counts.query_width(config.model)
     K, num_up = counts.kv_width(m) * max(1, t / m.num_kv_heads), 1 + m.features.gated_mlp
-    of_tokens = counts.tokens_per_device(config) / config.parallel.microbatches * (2 * D + (D + m.d_ff) / t)
-    of_weights = (2 * D * (D + K) + (1 + num_up) * D * m.d_ff) / t
+    of_tokens = counts.tokens_per_device(config) / config.parallel.microbatches * (2 * D + (Q + m.d_ff) / t)
+    of_weights = (2 * D * (Q + K) + (1 + num_up) * D * m.d_ff) / t
     return QUANTIZE * (of_tokens + of_weights) / (STREAM * gpu.memory_bandwidth) + 4 * 7 * KERNEL
 
 

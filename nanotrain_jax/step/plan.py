@@ -186,7 +186,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         kept=("replica",) if p.compression.kind != "none" and not p.sync_every else (),
     )
     is_large = large(shapes, p.persist_below, stacks)
-    trainable = frozen.trainable(config.train.freeze, shapes)
+    trainable = frozen.trainable((*model.constants, *config.train.freeze), shapes)
     in_files = jax.tree.map(lambda is_large: is_large and config.memory.offload_optimizer == "nvme", is_large)
     return Plan(
         config=config,

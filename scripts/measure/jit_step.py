@@ -88,6 +88,8 @@ def check_is_comparable(config: configs.Config) -> None:
         raise ValueError(f"model.vocab_size={vocab_size}: padding is not implemented under jit; use {rows}")
     if config.optimizer.name != "adamw" or config.optimizer.factory:
         raise ValueError(f"optimizer.name={config.optimizer.name} under jit: only adamw is implemented; use it")
+    if config.model.features.norms_after:
+        raise ValueError(f"model.family={config.model.family}: norms after attention and MLP under jit; use another")
     if config.model.loss_chunk:
         raise ValueError(f"model.loss_chunk={config.model.loss_chunk}: not implemented under jit; use 0")
 

@@ -218,6 +218,15 @@ def test_a_layer_stores_exactly_the_activations_of_the_closed_form(name, zero, s
 
 
 @needs_cuda_compiler
+@pytest.mark.parametrize(("zero", "remat"), [(0, "none"), (0, "selective"), (3, "none")])
+def test_a_layer_with_norms_of_heads_stores_exactly_those_of_the_closed_form(zero, remat):
+    overrides = ["model.family=qwen3", "model.head_dim=64", "parallel.tensor=4", "parallel.data=1", "data.batch_size=2"]
+    overrides += ["parallel.microbatches=1", f"parallel.zero={zero}", f"memory.remat={remat}"]
+    found, config = residuals_of_a_layer(request.load(str(ROOT / "configs" / f"{LLAMA}.yaml"), overrides), 4)
+    assert found == 2 * activations.layer_activations(config, config.memory.rematerialization)
+
+
+@needs_cuda_compiler
 @pytest.mark.parametrize(
     "layout",
     cover(

@@ -1,11 +1,14 @@
 """The HLO parser, on programs with known collectives and FLOPs."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import needs_cuda_compiler
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import hlo, topology
 from nanotrain_jax.parallel import mesh as meshes
 
 X = jax.ShapeDtypeStruct((8, 128), jnp.float32)
@@ -186,3 +189,22 @@ def test_the_summary_groups_by_axis_and_operation():
 def test_bytes_of_hlo_types():
     assert hlo.size("bf16[8,128]{1,0:T(8,128)}") == 2048
     assert hlo.size("(f32[2]{0}, (s8[3], pred[5]), f8e4m3fn[7], token[], u32[])") == 8 + 3 + 5 + 7 + 0 + 4
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize(("window", "keys"), [(None, 1024), (256, 256)])
+@jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
+def test_cudnn_attention_counts_the_keys_of_its_window(window, keys):
+    mesh = meshes.make(data=1, devices=topology.compile_only("h100", 1))
+    x = jax.ShapeDtypeStruct((2, 1024, 4, 64), jnp.bfloat16, sharding=jax.NamedSharding(mesh, P()))
+
+    def run(q, k, v):
+        reach = (window - 1, 0) if window else None
+        attention = partial(
+            jax.nn.dot_product_attention, is_causal=True, local_window_size=reach, implementation="cudnn"
+        )
+        y, pull = jax.vjp(attention, q, k, v)
+        return pull(y)
+
+    text = jax.jit(run).lower(x, x, x).compile().as_text()
+    assert hlo.matmul_flops(text) == (2 + 4) * 2 * 2 * 4 * 1024 * keys * 64

@@ -22,7 +22,14 @@ from nanotrain_jax.models.parameters import LAYERS
 AXES = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
 GPT2 = {"family": "gpt2", "vocab_size": 50257, "max_seq_len": 1024}
 LLAMA3 = {"family": "llama", "vocab_size": 128256, "num_kv_heads": 8, "rope_theta": 500000.0}
-PUBLISHED = {  # Radford et al. 2019 as released; Llama 3, arXiv 2407.21783, as released
+MISTRAL = {"family": "mistral", "vocab_size": 32000, "num_kv_heads": 8}
+NEMO = {"vocab_size": 131072, "num_layers": 40, "d_model": 5120, "num_heads": 32, "head_dim": 128, "d_ff": 14336}
+QWEN2_7B = {"vocab_size": 152064, "num_heads": 28, "num_kv_heads": 4, "d_ff": 18944}
+QWEN3 = {"family": "qwen3", "vocab_size": 151936, "num_kv_heads": 8, "head_dim": 128}
+GEMMA3_1B = {"family": "gemma3", "num_layers": 26, "d_model": 1152, "num_heads": 4, "num_kv_heads": 1}
+GEMMA3_1B |= {"head_dim": 256, "d_ff": 6912, "sliding_window": 512}
+QWEN3_06B = {"d_model": 1024, "num_layers": 28, "num_heads": 16, "tie_embeddings": True}
+PUBLISHED = {  # Radford et al. 2019 as released; Llama 3, arXiv 2407.21783, as released; others: their model cards
     "GPT-2": (124_439_808, GPT2 | {"num_layers": 12, "d_model": 768, "num_heads": 12}),
     "GPT-2 medium": (354_823_168, GPT2 | {"num_layers": 24, "d_model": 1024, "num_heads": 16}),
     "GPT-2 large": (774_030_080, GPT2 | {"num_layers": 36, "d_model": 1280, "num_heads": 20}),
@@ -39,6 +46,12 @@ PUBLISHED = {  # Radford et al. 2019 as released; Llama 3, arXiv 2407.21783, as 
         405_853_388_800,
         LLAMA3 | {"num_layers": 126, "d_model": 16384, "num_heads": 128, "d_ff": 53248},
     ),
+    "Mistral-7B": (7_241_732_096, MISTRAL | {"num_layers": 32, "d_model": 4096, "num_heads": 32}),
+    "Mistral-Nemo": (12_247_782_400, MISTRAL | NEMO),
+    "Qwen2-7B": (7_615_616_512, {"family": "qwen2", "num_layers": 28, "d_model": 3584} | QWEN2_7B),
+    "Qwen3-0.6B": (596_049_920, QWEN3 | QWEN3_06B),
+    "Gemma-3-1B": (999_885_952 + 26, GEMMA3_1B | {"vocab_size": 262144}),  # and which of 26 layers are local
+    "Qwen3-8B": (8_190_735_360, QWEN3 | {"d_model": 4096, "num_layers": 36, "num_heads": 32}),
 }
 
 

@@ -19,10 +19,10 @@ so a hop is one call on a batch of two blocks, the same program on every device.
 blocks are merged by their log-sum-exp (lse) in float32.
 
 Rows of several documents: with starts[B T], the position in the row of the first token of each token's document,
-attention does not leave a document. starts are of the whole row, in its natural order, the same along axis: nothing
-more is communicated. Each block takes a mask, to "cudnn" a bias of its size; one device and ulysses compute in blocks
-then (packed_attention.py). Barriers tie starts to the queries: JAX moves what depends on loop constants alone
-out of a loop over layers, here the masks of all blocks at once.
+attention does not leave a document. A window is such starts too (`starts_of_window`). starts are of the whole row, in
+its natural order, the same along axis: nothing more is communicated. Each block takes a mask, to "cudnn" a bias of its
+size; one device and ulysses compute in blocks then (packed_attention.py). Barriers tie starts to the queries: JAX moves
+what depends on loop constants alone out of a loop over layers, here the masks of all blocks at once.
 
 In suffixes, P is the pair of key and value, Z the two chunks of a device, early and late, and C the tokens of a chunk.
 
@@ -69,6 +69,16 @@ def own_positions(tokens: int, axis: str | None = "context", is_zigzag: bool = T
     chunk = tokens // 2
     starts = jnp.stack([device, 2 * size - 1 - device]) * chunk
     return (starts[:, None] + jnp.arange(chunk)[None]).reshape(-1)
+
+
+def starts_of_window(window: int, shape: tuple[int, int], starts_BT: jax.Array | None = None) -> jax.Array:
+    """Return starts[B T] with which attention sees `window` tokens at most, a token itself and those before it.
+
+    shape: [B T] of whole rows. starts: of documents, which attention does not leave either. Moves nothing.
+    """
+    first_T = jnp.arange(shape[1]) - (window - 1)
+    first_BT = jnp.broadcast_to(jnp.maximum(first_T, 0)[None], shape)
+    return first_BT if starts_BT is None else jnp.maximum(first_BT, starts_BT)
 
 
 def ring_attention(

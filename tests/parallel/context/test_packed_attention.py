@@ -27,6 +27,7 @@ from test_context import (
 
 from nanotrain_jax.audit import hlo, topology
 from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.parallel.context.context import starts_of_window
 from nanotrain_jax.parallel.context.packed_attention import packed_attention
 
 CUTS = 3, 4, 15, 16, 27  # where documents begin after the first, in and between chunks; one has a single token
@@ -53,14 +54,14 @@ def test_a_packed_row_is_its_documents(chunk, kernel, monkeypatch):
     if kernel == "cudnn":
         imitated_cudnn.use(monkeypatch)
     run = gradients_with(partial(packed_attention, kernel=kernel, chunk=chunk))
-    close(jax.jit(run)(*operands(2), starts()), one_device(2, CUTS))
+    close(jax.jit(run)(*operands(2), starts()), one_device(2, tuple(STARTS)))
 
 
 def test_rows_differ():
     """Each row of a batch has its own documents."""
     both = jnp.stack([starts(1)[0], jnp.zeros(T, jnp.int32)])
     run = jax.jit(gradients_with(partial(packed_attention, kernel="xla", chunk=4)))
-    for found, packed, whole in zip(run(*operands(2), both), one_device(2, CUTS), one_device(2), strict=True):
+    for found, packed, whole in zip(run(*operands(2), both), one_device(2, tuple(STARTS)), one_device(2), strict=True):
         close([found[0], found[1]], [packed[0], whole[1]])
 
 
@@ -80,7 +81,23 @@ def test_documents_over_context_are_those_of_one_device(case, kernel, monkeypatc
 
     run = jax.jit(on(mesh_of(size), gradients_with(attention), (*[ROWS] * 4, P())))
     found = run(*(x[:, order] for x in operands(2)), starts())
-    close([x[:, inverse] for x in found], one_device(2, CUTS))
+    close([x[:, inverse] for x in found], one_device(2, tuple(STARTS)))
+
+
+@pytest.mark.parametrize("case", [("ring", 4, "xla"), ("ulysses", 2, "cudnn")])
+def test_a_window_within_documents_is_starts(case, monkeypatch):
+    kind, size, kernel = case
+    order, inverse = orders(kind, T, size)
+    if kernel == "cudnn":
+        imitated_cudnn.use(monkeypatch)
+
+    def attention(q, k, v, starts):
+        return ATTENTION[kind](q, k, v, kernel=kernel, starts_BT=starts_of_window(6, starts.shape, starts))
+
+    run = jax.jit(on(mesh_of(size), gradients_with(attention), (*[ROWS] * 4, P())))
+    found = run(*(x[:, order] for x in operands(2)), starts())
+    seen = np.maximum(STARTS, np.arange(T) - 5)
+    close([x[:, inverse] for x in found], one_device(2, tuple(seen)))
 
 
 def test_odd_rows_are_one_line():
