@@ -34,10 +34,8 @@ def communication(config: Config) -> list[dict[str, Any]]:
     each times (N-1)/N, over data and context; without prefetch block:n gathers layers once more, to recompute a block.
     From stage 1, gradient shards are all-reduced over replica: 2 (R-1)/R g Psi / N. In 8 bits: `on_the_wire`; with
     parallel.compress `compression.sums`; with parallel.sync_every nothing over replica, but `synchronization`.
-    optimizer.name=muon adds all-to-alls (costs/muon.py).
 
-    Tensor parallelism: `tensor_buffers`. Attention over context: `attention_buffers`. Pictures: `vision.buffers`.
-
+    Tensor parallelism: `tensor_buffers`. Over context: `attention_buffers`. Pictures: `vision.buffers`. Muon: muon.py.
     Pipeline parallelism (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence
     parallelism), where a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
     parallel.idle=mask: idle stages communicate as well (`counts.runs` in place of M).
