@@ -40,7 +40,7 @@ class Meta(BaseModel):
     """Metadata of a checkpoint.
 
     config: resolved, as plain data; tokens: consumed so far; batch_size: sequences of the last step (both None in
-    checkpoints of older versions); nvme: digest of the NVMe files.
+    checkpoints of older versions); nvme: digest of the NVMe files. weights_only: it holds no state of an optimizer.
     """
 
     model_config = ConfigDict(strict=True)
@@ -50,6 +50,7 @@ class Meta(BaseModel):
     tokens: int | None = Field(default=None, ge=0)
     batch_size: int | None = Field(default=None, ge=1)
     nvme: str | None = None
+    weights_only: bool = False
 
     @field_validator("config")
     @classmethod
@@ -107,7 +108,7 @@ def check(meta: Meta, requested: Config, config: Config, tokenizer: str | None) 
         raise ValueError(
             f"model.{key}={now} but the checkpoint was trained with {was}; resume with the same model{hint}, {remedy}"
         )
-    for section, key, default in MUST_MATCH:
+    for section, key, default in () if meta.weights_only else MUST_MATCH:
         now, was = getattr(getattr(config, section), key), then[section].get(key, default)
         if now != was:
             raise ValueError(

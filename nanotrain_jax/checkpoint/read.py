@@ -276,20 +276,29 @@ def load_params(folder: str | Path, step: int | None = None) -> tuple[Any, Confi
     that stepped apart: the mean of their weights. Raises ValueError or OSError if there is no such checkpoint,
     or no intact one.
     """
+    return of_run(folder, step, _weights)
+
+
+def of_run(folder: str | Path, step: int | None, use: Callable[[Path, int], T]) -> T:
+    """Return use(folder of checkpoints, step) of the newest intact checkpoint of a run, or of that step.
+
+    folder: a run's folder (with checkpoints/ in it) or a checkpoint folder. Raises ValueError or OSError if there is no
+    such checkpoint, or no intact one.
+    """
     subfolder = Path(folder) / "checkpoints"
     folder = subfolder if directory.latest_step(subfolder) is not None else Path(folder)
     steps = directory.finished(folder)
     if not steps:
         raise ValueError(f"{folder} holds no finished checkpoint; give the folder of a run or of its checkpoints")
     if step is None:
-        _, loaded, _ = newest(folder, True, lambda number: _weights(folder, number))
-        return loaded
+        _, used, _ = newest(folder, True, lambda number: use(folder, number))
+        return used
     if step not in steps:
         raise ValueError(f"{folder} holds no checkpoint of step {step}; use {' or '.join(map(str, reversed(steps)))}")
     problem = _damage(folder, step)
     if problem:
         raise Unreadable(folder, step, problem)
-    return _weights(folder, step)
+    return use(folder, step)
 
 
 def _weights(folder: str | Path, step: int) -> tuple[Any, Config]:
