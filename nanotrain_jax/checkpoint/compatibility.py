@@ -87,7 +87,8 @@ def check(meta: Meta, requested: Config, config: Config, tokenizer: str | None) 
     requested: the config before `resolve`, to name the key that the user set; config: resolved.
     """
     remedy = "or start again in another logging.dir"
-    if tokenizer != meta.tokenizer:
+    is_unknown = meta.weights_only and None in (tokenizer, meta.tokenizer)  # synthetic data; a model without one
+    if tokenizer != meta.tokenizer and not is_unknown:
         raise ValueError(
             f"the data's tokenizer is {tokenizer} but the checkpoint was trained with {meta.tokenizer}; "
             f"resume with the same tokenizer, {remedy}"

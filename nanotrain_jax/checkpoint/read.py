@@ -22,6 +22,7 @@ from nanotrain_jax.checkpoint import checksums, conversions, directory
 from nanotrain_jax.checkpoint.compatibility import Meta
 from nanotrain_jax.config import load
 from nanotrain_jax.config.schema import Checkpoint, Config
+from nanotrain_jax.config.values import HUGGING_FACE
 from nanotrain_jax.distributed import processes
 from nanotrain_jax.distributed.processes import all_gather_text, on_all_processes, raise_on_all
 from nanotrain_jax.models.parameters import LAYERS
@@ -60,7 +61,7 @@ def agree(config: Checkpoint) -> Path | None:
 
 
 def find(config: Checkpoint) -> Path | None:
-    """Return the checkpoint folder to resume from (checkpoint.resume); None: start at step 0.
+    """Return the checkpoint folder to resume from (checkpoint.resume); None: start at step 0, perhaps from hf:FOLDER.
 
     The run's own checkpoints take precedence, so that a run started from a path restarts with the same command.
     Raises ValueError if a given path has no checkpoints, or if this run would mix with another.
@@ -73,7 +74,7 @@ def find(config: Checkpoint) -> Path | None:
                 "another run; use checkpoint.resume=auto to resume, or another checkpoint.dir (or logging.dir)"
             )
         return Path(config.dir)
-    if config.resume in ("auto", "never"):
+    if config.resume in ("auto", "never") or config.resume.startswith(HUGGING_FACE):
         return None
     if directory.latest_step(config.resume) is None:
         raise ValueError(
@@ -196,6 +197,12 @@ def saved_shapes(folder: str | Path, step: int) -> dict[str, tuple[int, ...]]:
     """Return the path and shape of each array of a checkpoint's state. Raises Unreadable."""
     with _readable(folder, step):
         return directory.shapes(_metadata(Path(folder).absolute() / str(step) / "state"))
+
+
+def dtype_of_weights(folder: str | Path, step: int) -> np.dtype:
+    """Return the dtype of the weights of a checkpoint that holds nothing else. Raises Unreadable."""
+    with _readable(folder, step):
+        return jax.tree.leaves(_metadata(Path(folder).absolute() / str(step) / "state"))[0].dtype
 
 
 def _unread(abstract: Any) -> list[str]:

@@ -25,10 +25,10 @@ from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.config.values import with_message
 from nanotrain_jax.data import corpus
-from nanotrain_jax.data.batches import TOKENIZER
 from nanotrain_jax.models import decoder, hugging_face
 from nanotrain_jax.models.parameters import ENDS, LAYERS
-from nanotrain_jax.run.hugging_face import CONFIG, ONE_DEVICE, Folder, opened
+from nanotrain_jax.run.hugging_face import Folder, opened
+from nanotrain_jax.run.model_config import CONFIG, ONE_DEVICE, TOKENIZER
 
 # Files that come in and go out as they are, beside config.json.
 FILES = (
@@ -60,7 +60,6 @@ def to_run(source: Folder, run: Path, checks: bool) -> Iterator[str]:
     nbytes = sum(int(np.prod(shape)) for shape in source.shapes.values()) * source.dtype.itemsize
     with _new_folder(run, nbytes) as partial:
         copy_files(source.path, partial)
-        shutil.copyfile(source.path / CONFIG, partial / CONFIG)
         durable.write(partial / "config.yaml", yaml.safe_dump(_plain(config), sort_keys=False).encode())
         folder = partial / CHECKPOINTS
         folder.mkdir()
@@ -149,6 +148,11 @@ class Export:
         self.weights = by_layer.Weights(checkpoints, step, is_exact=self.dtype == jnp.float32)
         self.rows = {path: row.shape[0] for path, row in hugging_face.ours.table(self.model).items() if row.is_padded}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(int(np.prod(x.shape)) for x in self.stored.values()) * self.dtype.itemsize
+
     def read(self, path: str, layer: int | None) -> np.ndarray:
         """Return one of our arrays, without padding, in the dtype of the folder."""
         return self.weights.read(path, layer, self.rows.get(path)).astype(self.dtype)
@@ -170,13 +174,23 @@ class Export:
         safetensors.write(folder, shapes, self.dtype, self.tensor)
 
 
+def replace(export: Export, folder: Path) -> None:
+    """Write a model folder, in the place of an older one. Raises ValueError or OSError."""
+    old = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    with _new_folder(folder, export.nbytes) as partial:
+        export.write(partial)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def to_folder(export: Export, folder: Path, checks: bool) -> Iterator[str]:
     """Write a model folder; yield lines about it. Raises ValueError or OSError; then nothing is left."""
-    size = sum(int(np.prod(x.shape)) for x in export.stored.values())
-    with _new_folder(folder, size * export.dtype.itemsize) as partial:
+    with _new_folder(folder, export.nbytes) as partial:
         export.write(partial)
         difference = _largest_difference(export, opened(partial)) if checks else None
-    yield f"wrote {folder}: {export.kind}, {size:,} parameters in {export.dtype}"
+    yield f"wrote {folder}: {export.kind}, {export.nbytes // export.dtype.itemsize:,} parameters in {export.dtype}"
     if difference is not None:
         yield f"checked: {difference}"
     if not (folder / TOKENIZER).exists():
@@ -219,10 +233,12 @@ def logits(model: Model, read: Read, tokens_T: np.ndarray) -> np.ndarray:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer and of generation, as they are. Raises OSError."""
-    for path in sorted({path for name in FILES for path in source.glob(name)}):
-        copy = shutil.copytree if path.is_dir() else shutil.copyfile  # chat_templates/ is a folder
-        copy(path, target / path.name)
+    """Copy the config.json of a model folder and the files of its tokenizer, as they are. Raises OSError."""
+    for path in sorted({path for name in (*FILES, CONFIG) for path in source.glob(name)}):
+        if path.is_dir():  # chat_templates/
+            shutil.copytree(path, target / path.name, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(path, target / path.name)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Read a model folder of Hugging Face: its config, and its weights in any layout of a mesh.
+"""Read the weights of a model folder of Hugging Face, in any layout of a mesh.
 
 Every device, and so every process, reads only the bytes that it holds.
 """
@@ -16,19 +16,12 @@ import numpy as np
 
 from nanotrain_jax.checkpoint import directory
 from nanotrain_jax.checkpoint.safetensors import Tensors, read_json
-from nanotrain_jax.config import load as configs
-from nanotrain_jax.config.resolve import resolve
-from nanotrain_jax.config.schema import Config, Model
-from nanotrain_jax.config.values import expanded
-from nanotrain_jax.data.batches import TOKENIZER
+from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import hugging_face
 from nanotrain_jax.models.hugging_face import Stored
 from nanotrain_jax.models.parameters import LAYERS
 from nanotrain_jax.parallel.collectives import Tree
-
-CONFIG, PREFIX = "config.json", "hf:"
-ONE_DEVICE = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
-PLANNED_TOKENS = 4096  # data.seq_len of a plan without a config, at most
+from nanotrain_jax.run.model_config import CONFIG, resolved_model
 
 
 @dataclass(frozen=True)
@@ -77,11 +70,6 @@ def opened(path: Path) -> Folder:
     return Folder(path, config, kind, model, tensors, stored, copy, dtype)
 
 
-def resolved_model(section: Mapping[str, Any]) -> Model:
-    """Return a section model with every size. Raises ValueError."""
-    return resolve(configs.parse({"model": section, "data": {"seq_len": 1}}), ONE_DEVICE).model
-
-
 def weights(folder: Folder, like: Tree, order: np.ndarray | None) -> Tree:
     """Read the weights onto the shardings of like (ShapeDtypeStructs), each array in its dtype.
 
@@ -124,62 +112,3 @@ class _Blocks:
             x = self.folder.read(self.path, None, [slice(index[0].start, stop), *index[1:]])
             block[: len(x)] = x
         return block
-
-
-def folder_of(resume: str | None) -> Path | None:
-    """Return the folder of a value hf:FOLDER of checkpoint.resume; None for others."""
-    is_one = isinstance(resume, str) and resume.startswith(PREFIX)
-    return Path(expanded(resume.removeprefix(PREFIX))) if is_one else None
-
-
-def load(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Load a config as `config.load.load`, with the model of checkpoint.resume=hf:FOLDER. path: as of `read`."""
-    return configs.finish(read(path, overrides), path)
-
-
-def read(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a config as `config.load.read`, with the model of checkpoint.resume=hf:FOLDER.
-
-    path: a YAML file, hf:FOLDER or a config.json: then training starts from the weights of the folder.
-    """
-    source = Path(path) if Path(path).name == CONFIG else folder_of(path)
-    if source is None:
-        return _completed(configs.read(path, overrides))
-    folder = source.parent if source.name == CONFIG else source
-    model = hugging_face.section(read_json(folder / CONFIG), str(folder / CONFIG))
-    tokens = min(resolved_model(model).max_seq_len, PLANNED_TOKENS)
-    tree = {"model": model, "data": {"seq_len": tokens}, "checkpoint": {"resume": f"{PREFIX}{folder}"}}
-    return _completed(configs.nested(overrides, tree))
-
-
-def _completed(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree of a config with the model that checkpoint.resume=hf:FOLDER has, and its tokenizer.
-
-    Raises ValueError if a key of model contradicts it.
-    """
-    folder = folder_of((tree.get("checkpoint") or {}).get("resume"))
-    if folder is None:
-        return tree
-    known = hugging_face.section(read_json(folder / CONFIG), str(folder / CONFIG))
-    if not isinstance(tree.get("model") or {}, dict):
-        return tree  # `parse` says what is wrong
-    given = {key: value for key, value in (tree.get("model") or {}).items() if value is not None}
-    whole = resolved_model(known)
-    free = set() if whole.features.learned_positions else {"max_seq_len"}
-    for key, value in given.items():
-        theirs = getattr(whole, key) if key in known or key == "factory" else value
-        if key not in free and value != theirs:
-            raise ValueError(
-                f"model.{key}={value}, but {folder / CONFIG} says {theirs}; leave model.{key} out, or start from "
-                "other weights (checkpoint.resume)"
-            )
-    return tree | {"model": known | given, "data": _with_tokenizer(tree.get("data"), folder)}
-
-
-def _with_tokenizer(data: Any, folder: Path) -> Any:
-    """Return the section data with the tokenizer of a folder, if it names none and reads text."""
-    keys = data or {}
-    if not isinstance(keys, dict) or keys.get("tokenizer") is not None or not (folder / TOKENIZER).is_file():
-        return data
-    is_text = str(keys.get("source", "stdlib")).partition(":")[0] in ("stdlib", "text")
-    return keys | {"tokenizer": str(folder / TOKENIZER)} if is_text else data

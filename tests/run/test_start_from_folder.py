@@ -1,0 +1,115 @@
+"""checkpoint.resume=hf:FOLDER: a run starts from the weights of a model folder in every layout, and gives them back."""
+
+import hugging_face_folders as folders
+import jax
+import numpy as np
+import pytest
+import yaml
+from conftest import cover
+
+from nanotrain_jax import convert, train
+from nanotrain_jax.checkpoint import write
+from nanotrain_jax.run import conversion, model_config
+
+B, T = 12, folders.golden.TOKENS
+TREE = {
+    "precision": {"compute": "float32"},
+    "data": {"source": "synthetic", "batch_size": B, "seq_len": T},
+    "train": {"steps": 1},
+    "logging": {"tensorboard": False, "progress": "lines"},
+    "runtime": {"simulate": 8, "compile_cache": False},
+}
+LAYOUTS = {
+    "tensor 2, pipe 2 of uneven stages, vocabulary over pipe": {"tensor": 2, "pipe": 2, "vocab_over_pipe": True},
+    "zero 3": {"data": 2, "zero": 3, "persist_below": 1},
+    "context 2": {"context": 2, "context_attention": "ulysses"},
+    "zero 1, pipe 3": {"data": 2, "zero": 1, "pipe": 3, "persist_below": 1},
+    "ring": {"context": 2, "tensor": 2},
+    "replicas apart": {"replica": 2, "data": 2, "zero": 2, "sync_every": 2},
+}
+
+
+def started(tmp_path, model, parallel, **sections):
+    """Prepare a run that starts from a folder."""
+    tree = TREE | {"parallel": {"data": 1, "microbatches": 3} | parallel, "checkpoint": {"resume": f"hf:{model}"}}
+    for section, keys in sections.items():
+        tree[section] = tree.get(section, {}) | keys
+    tree["logging"] = tree["logging"] | {"dir": str(tmp_path / "run")}
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return train.prepare(model_config.load(str(file)))
+
+
+def exported(tmp_path, run):
+    """Write a checkpoint of the state of a run, and that as a model folder; -> its tensors."""
+    checkpoints, back = tmp_path / "run" / "checkpoints", tmp_path / "back"
+    checkpoints.mkdir(parents=True)
+    meta = {"config": run.config.to_dict(), "tokenizer": None, "data": {"position": 0, "fingerprint": ""}}
+    with write.writing(run.config.checkpoint.model_copy(update={"dir": str(checkpoints)})) as save:
+        save(0, run.step.in_layer_order(run.state), meta)
+    back.mkdir()
+    conversion.Export(checkpoints, 0, tmp_path / "run").write(back)
+    return folders.read(back)
+
+
+def loss(logits_TV, targets_T):
+    """Return the sum of cross-entropies."""
+    largest = logits_TV.max(-1, keepdims=True)
+    log_sum = np.log(np.exp(logits_TV - largest).sum(-1)) + largest[:, 0]
+    return float((log_sum - logits_TV[np.arange(len(targets_T)), targets_T]).sum())
+
+
+@pytest.mark.parametrize(
+    "case",
+    cover(
+        [("llama", name) for name in [*LAYOUTS][:1]] + [("gpt2", "zero 3"), ("llama_tied", "context 2")],
+        [("llama", name) for name in [*LAYOUTS][1:]] + [("gpt2", name) for name in LAYOUTS if name != "zero 3"],
+    ),
+)
+def test_a_run_starts_from_a_folder_and_gives_every_bit_back(case, tmp_path):
+    name, layout = case
+    model = folders.folder(tmp_path / "model", name)
+    run = started(tmp_path, model, LAYOUTS[layout])
+    tokens, logits = folders.logits(name)
+    inputs, targets = np.tile(tokens, (B, 1)), np.tile(np.roll(tokens, -1), (B, 1))
+    batch = {"inputs": inputs.astype(np.int32), "targets": targets.astype(np.int32)}
+    order = run.step.token_order
+    batch = {key: rows if order is None else rows[:, order] for key, rows in batch.items()}
+    batch = jax.device_put(batch, jax.tree.map(lambda x: x.sharding, run.step.batch))
+    losses, count = run.step.evaluate(run.step.average(run.state.params), batch)
+    np.testing.assert_allclose(float(losses), B * loss(logits, targets[0]), rtol=2e-6)
+    assert int(count) == B * T
+    if not run.config.parallel.sync_every:
+        folders.assert_same_bits(exported(tmp_path, run), folders.tensors(name))
+
+
+def test_state_in_host_memory_starts_from_a_folder(tmp_path):
+    model = folders.folder(tmp_path / "model", "llama", "bfloat16")
+    host = {"offload_optimizer": "host", "offload_params": "host"}
+    precision = {"compute": "bfloat16"}
+    run = started(tmp_path, model, {"data": 2, "zero": 3, "persist_below": 1}, memory=host, precision=precision)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(run.state.opt.master)} == {"pinned_host"}
+    folders.assert_same_bits(exported(tmp_path, run), folders.tensors("llama", "bfloat16"))
+
+
+@pytest.mark.parametrize("by_way_of_a_run", [False, True])
+def test_a_step_that_changes_nothing_gives_the_same_bits_of_bfloat16(by_way_of_a_run, tmp_path, capsys):
+    """The command trains with float32 master weights and train.save_hf; also from the folder of a converted run."""
+    model, run = folders.folder(tmp_path / "model", "gpt2", "bfloat16"), tmp_path / "run"
+    source = f"hf:{model}"
+    if by_way_of_a_run:
+        assert convert.main(["--from", str(model), "--out", str(tmp_path / "converted")]) == 0
+        source = str(tmp_path / "converted" / "checkpoints")
+    tree = TREE | {"precision": {"compute": "bfloat16"}, "parallel": {"data": 2, "zero": 3, "persist_below": 1}}
+    tree["optimizer"] = {"lr": 1e-37, "weight_decay": 0.0}
+    tree["train"] = {"steps": 1, "save_hf": True}
+    if by_way_of_a_run:
+        tree["model"] = yaml.safe_load((tmp_path / "converted" / "config.yaml").read_text())["model"]
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    keys = [f"logging.dir={run}", f"checkpoint.resume={source}", f"data.tokenizer={model / 'tokenizer.json'}"]
+    with jax.numpy_dtype_promotion("standard"):
+        assert train.main(["--config", str(file), *keys[:2]]) == 0
+    assert "starts from the weights" in capsys.readouterr().out
+    folders.assert_same_bits(folders.read(run / "hf"), folders.tensors("gpt2", "bfloat16"))
+    assert (run / "hf" / "tokenizer_config.json").read_bytes() == (model / "tokenizer_config.json").read_bytes()
