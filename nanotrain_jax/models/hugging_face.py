@@ -209,7 +209,7 @@ def located(kind: str, model: Model, have: Shapes, origin: str) -> tuple[list[St
     """Find every tensor of a model among those of a folder -> the tensors, and the name of a stored copy of the tied
     embedding, if there is one. have: names and shapes in the folder. Raises ValueError that names what differs."""
     prefix = KINDS[kind].prefix
-    is_bare = not any(name.startswith(prefix) for name in have)
+    is_bare = KINDS[kind].tensors[0].name.removeprefix(prefix) in have
     wanted = [x._replace(name=x.name.removeprefix(prefix)) if is_bare else x for x in inventory(kind, model)]
     head = next(row.name for row in KINDS[kind].tensors if row.paths == (ours.HEAD,))
     shapes = {x.name: x.shape for x in wanted}

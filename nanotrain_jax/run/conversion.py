@@ -107,7 +107,7 @@ def _check_copy(source: Folder) -> None:
     embedding = next(x.name for (path, _), x in source.stored.items() if path == hugging_face.ours.EMBEDDING)
     rows = 1 << 12
     for start in range(0, source.model.vocab_size, rows):
-        index = slice(start, start + rows), slice(None)
+        index = slice(start, min(start + rows, source.model.vocab_size)), slice(None)
         first, second = (source.tensors.read(name, index) for name in (embedding, source.copy))
         if not _same_bits(first, second):
             raise ValueError(
