@@ -7,8 +7,8 @@ import pytest
 import yaml
 from conftest import cover
 
-from nanotrain_jax import convert, train
-from nanotrain_jax.checkpoint import write
+from nanotrain_jax import convert, plan, train
+from nanotrain_jax.checkpoint import safetensors, write
 from nanotrain_jax.run import conversion, model_config
 
 B, T = 12, folders.golden.TOKENS
@@ -29,9 +29,9 @@ LAYOUTS = {
 }
 
 
-def started(tmp_path, model, parallel, **sections):
+def started(tmp_path, source, parallel, **sections):
     """Prepare a run that starts from a folder."""
-    tree = TREE | {"parallel": {"data": 1, "microbatches": 3} | parallel, "checkpoint": {"resume": f"hf:{model}"}}
+    tree = TREE | {"parallel": {"data": 1, "microbatches": 3} | parallel, "checkpoint": {"resume": f"hf:{source}"}}
     for section, keys in sections.items():
         tree[section] = tree.get(section, {}) | keys
     tree["logging"] = tree["logging"] | {"dir": str(tmp_path / "run")}
@@ -113,3 +113,59 @@ def test_a_step_that_changes_nothing_gives_the_same_bits_of_bfloat16(by_way_of_a
     assert "starts from the weights" in capsys.readouterr().out
     folders.assert_same_bits(folders.read(run / "hf"), folders.tensors("gpt2", "bfloat16"))
     assert (run / "hf" / "tokenizer_config.json").read_bytes() == (model / "tokenizer_config.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"model": {"d_model": 64}}, r"model.d_model=64, but .*config.json says 32; leave model.d_model out"),
+        ({"model": {"family": "gpt2"}}, "model.family=gpt2, but .* says llama"),
+        ({"model": {"factory": "a.b:c"}}, "model.factory=a.b:c, but .* says None"),
+        ({"memory": {"offload_optimizer": "nvme", "nvme_dir": "."}}, "convert the folder first"),
+        ({"train": {"save_hf": True}, "checkpoint": {"every": 0}}, "use checkpoint.every above 0"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_folder_gives_one_line(sections, named, tmp_path):
+    model = folders.folder(tmp_path / "model")
+    with pytest.raises(ValueError, match=named) as error:
+        started(tmp_path, model, {"data": 2, "zero": 3, "persist_below": 1}, **sections)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_tokenizer_of_the_data_must_be_the_models(tmp_path):
+    model, other = folders.folder(tmp_path / "model"), folders.folder(tmp_path / "other") / "tokenizer.json"
+    (tmp_path / "a.txt").write_text("w1 w2 " * 5000)
+    text = {"source": f"text:{tmp_path}/a.txt", "val_fraction": 0.0}
+    run = started(tmp_path, model, {}, data=text)
+    assert run.config.data.tokenizer == str(model / "tokenizer.json")
+    other.write_text(other.read_text().replace("w60", "w61"))
+    with pytest.raises(ValueError, match=r"tokenizer is sha256:.*, but the model's is .*; use data.tokenizer="):
+        started(tmp_path, model, {}, data=text | {"tokenizer": str(other)})
+
+
+def test_a_sharded_folder_is_read_once_and_by_each_device_its_own(tmp_path, monkeypatch):
+    """With ZeRO 3 over 4 devices every element of the large arrays is read once, by no device more than its quarter."""
+    model = folders.in_shards(folders.folder(tmp_path / "model"))
+    sizes = []
+    read = safetensors.Tensors.read
+
+    def counted(*arguments):
+        sizes.append(read(*arguments).size)
+        return read(*arguments)
+
+    monkeypatch.setattr(safetensors.Tensors, "read", counted)
+    started(tmp_path, model, {"data": 4, "zero": 3, "persist_below": 100})
+    total = sum(x.size for x in folders.tensors("llama").values())
+    assert sum(sizes) == total
+    assert max(sizes) <= 64 * 32 // 4
+
+
+def test_configs_and_plans_take_the_model_of_a_folder(tmp_path, capsys):
+    model = folders.folder(tmp_path / "model")
+    for path in (f"hf:{model}", str(model / "config.json")):
+        config = model_config.load(path, ["data.seq_len=12"])
+        assert (config.model.d_model, config.model.num_kv_heads, config.data.seq_len) == (32, 2, 12)
+        assert config.checkpoint.resume == f"hf:{model}" and config.data.tokenizer == str(model / "tokenizer.json")
+        assert plan.main(["--config", path, "--gpus", "1", "data.seq_len=12"]) == 0
+        assert "fits: peak memory" in capsys.readouterr().out
