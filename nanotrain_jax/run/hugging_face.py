@@ -5,6 +5,7 @@ Every device, and so every process, reads only the bytes that it holds.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from nanotrain_jax.checkpoint import directory
 from nanotrain_jax.checkpoint.safetensors import Tensors, read_json
@@ -73,42 +75,35 @@ def opened(path: Path) -> Folder:
 def weights(folder: Folder, like: Tree, order: np.ndarray | None) -> Tree:
     """Read the weights onto the shardings of like (ShapeDtypeStructs), each array in its dtype.
 
-    order: the layer of each row of a stack; None: model order. Rows of padding are zero.
+    order: the layer of each row of a stack; None: model order. Rows of padding are zero. The host holds one
+    block of one array at a time; a block that several devices of this process have is read once.
     """
+    order = np.arange(folder.model.num_layers) if order is None else order
 
     def array(path: tuple, x: jax.ShapeDtypeStruct) -> jax.Array:
-        read = _Blocks(folder, directory.path_name(path), x, order)
-        return jax.make_array_from_callback(x.shape, x.sharding, read)
+        name, owners = directory.path_name(path), defaultdict(list)
+        for device, index in x.sharding.addressable_devices_indices_map(x.shape).items():
+            bounds = tuple(s.indices(size)[:2] for s, size in zip(index, x.shape, strict=True))
+            owners[bounds].append(SingleDeviceSharding(device, memory_kind=x.sharding.memory_kind))
+        shards = []
+        for bounds, where in owners.items():
+            block = _block(folder, name, [slice(*bound) for bound in bounds], order).astype(x.dtype, copy=False)
+            shards += jax.block_until_ready([jax.device_put(block, one) for one in where])
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
     return jax.tree_util.tree_map_with_path(array, like)
 
 
-class _Blocks:
-    """Reads blocks of an array, each once: several devices may hold the same one."""
-
-    def __init__(self, folder: Folder, path: str, like: jax.ShapeDtypeStruct, order: np.ndarray | None):
-        self.folder, self.path, self.like = folder, path, like
-        self.is_stacked = path.startswith(f"{LAYERS}/")
-        self.order = np.arange(folder.model.num_layers) if order is None else order
-        self.seen: dict[tuple, np.ndarray] = {}
-
-    def __call__(self, index: tuple[slice, ...]) -> np.ndarray:
-        ranges = tuple(s.indices(size)[:2] for s, size in zip(index, self.like.shape, strict=True))
-        if ranges not in self.seen:
-            self.seen[ranges] = self.block([slice(*r) for r in ranges])
-        return self.seen[ranges]
-
-    def block(self, index: list[slice]) -> np.ndarray:
-        """Read a block; rows beyond those of the folder are zero."""
-        block = np.zeros([s.stop - s.start for s in index], self.like.dtype)
-        if self.is_stacked:
-            layers = enumerate(self.order[index[0]])
-            for row, layer in [(row, layer) for row, layer in layers if layer < self.folder.model.num_layers]:
-                block[row] = self.folder.read(self.path, int(layer), index[1:])
-            return block
-        (rows, *_) = self.folder.shapes[self.path]
-        stop = min(index[0].stop, rows)
-        if index[0].start < stop:
-            x = self.folder.read(self.path, None, [slice(index[0].start, stop), *index[1:]])
-            block[: len(x)] = x
+def _block(folder: Folder, path: str, index: Sequence[slice], order: np.ndarray) -> np.ndarray:
+    """Read a block of an array; rows beyond those of the folder are zero."""
+    block = np.zeros([s.stop - s.start for s in index], folder.dtype)
+    rows, inner = index[0], index[1:]
+    if path.startswith(f"{LAYERS}/"):
+        layers = enumerate(order[rows])
+        for row, layer in [(row, int(layer)) for row, layer in layers if layer < folder.model.num_layers]:
+            block[row] = folder.read(path, layer, inner)
         return block
+    stop = min(rows.stop, folder.shapes[path][0])
+    if rows.start < stop:
+        block[: stop - rows.start] = folder.read(path, None, [slice(rows.start, stop), *inner])
+    return block
