@@ -88,10 +88,12 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
         writer.say(banner.introduction(config, run.mesh, run.dataset, run.notes))
         if writer.active and int(run.state.step) == config.train.steps:
             writer.latest |= curves.last(folder / "metrics.jsonl", config.train.steps)
+        first = int(run.state.step)
         run = run_phases(run, partial(Loop, folder=folder, files=files, writer=writer, watch=watch), stopped)
         number = int(run.state.step)
         watch.at("end", number)
-        if config.train.save_hf and number == config.train.steps:
+        is_new = number > first or not (folder / MODEL).exists()
+        if config.train.save_hf and number == config.train.steps and is_new:
             writer.say(on_all_processes(lambda: save_model(folder, config, number)))
         bigram = None
         if "val_loss" in writer.latest:  # computed on all processes, so that none waits for another at the end
