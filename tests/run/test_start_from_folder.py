@@ -94,7 +94,7 @@ def test_state_in_host_memory_starts_from_a_folder(tmp_path):
 
 @pytest.mark.parametrize("by_way_of_a_run", [False, True])
 def test_a_step_that_changes_nothing_gives_the_same_bits_of_bfloat16(by_way_of_a_run, tmp_path, capsys):
-    """The command trains with float32 master weights and train.save_hf; also from the folder of a converted run."""
+    """The command trains with float32 master weights and train.save_hf; also from a converted run, and state in files."""
     model, run = folders.folder(tmp_path / "model", "gpt2", "bfloat16"), tmp_path / "run"
     source = f"hf:{model}"
     if by_way_of_a_run:
@@ -104,6 +104,7 @@ def test_a_step_that_changes_nothing_gives_the_same_bits_of_bfloat16(by_way_of_a
     tree["optimizer"] = {"lr": 1e-37, "weight_decay": 0.0}
     tree["train"] = {"steps": 1, "save_hf": True}
     if by_way_of_a_run:
+        tree["memory"] = {"offload_optimizer": "nvme", "nvme_dir": str(tmp_path / "nvme")}
         tree["model"] = yaml.safe_load((tmp_path / "converted" / "config.yaml").read_text())["model"]
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(tree))
@@ -113,6 +114,10 @@ def test_a_step_that_changes_nothing_gives_the_same_bits_of_bfloat16(by_way_of_a
     assert "starts from the weights" in capsys.readouterr().out
     folders.assert_same_bits(folders.read(run / "hf"), folders.tensors("gpt2", "bfloat16"))
     assert (run / "hf" / "tokenizer_config.json").read_bytes() == (model / "tokenizer_config.json").read_bytes()
+    master = ["--to", str(tmp_path / "master"), "--dtype", "float32", "--no-check"]
+    assert convert.main(["--run", str(run), *master]) == 0
+    exact = {key: x.astype(np.float32) for key, x in folders.tensors("gpt2", "bfloat16").items()}
+    folders.assert_same_bits(folders.read(tmp_path / "master"), exact)
 
 
 @pytest.mark.parametrize(
