@@ -202,3 +202,20 @@ def test_the_model_without_its_head_has_names_without_a_prefix(tmp_path):
     source = hugging_face.opened(model)
     tokens, expected = folders.logits("gpt2")
     np.testing.assert_allclose(conversion.logits(source.model, source.read, tokens), expected, rtol=0, atol=1e-5)
+
+
+def test_a_run_that_did_not_start_from_a_folder_says_where_its_text_ends(tmp_path):
+    model, run, back = (tmp_path / name for name in ("model", "run", "back"))
+    folders.folder(model)
+    tokenizer = (model / "tokenizer.json").read_text().replace('w3"', '</s>"')
+    (model / "tokenizer.json").write_text(tokenizer)
+    assert convert.main(["--from", str(model), "--out", str(run), "--no-check"]) == 0
+    (run / "config.json").unlink()
+    (run / "tokenizer_config.json").unlink()
+    assert convert.main(["--run", str(run), "--to", str(back), "--no-check"]) == 0
+    for name in ("config.json", "generation_config.json"):
+        written = json.loads((back / name).read_text())
+        assert (written["eos_token_id"], written["bos_token_id"], written["pad_token_id"]) == (3, None, None)
+    assert json.loads((back / "tokenizer_config.json").read_text())["eos_token"] == "</s>"
+    assert hugging_face.opened(back).model == hugging_face.opened(model).model
+    folders.assert_same_bits(folders.read(back), folders.tensors("llama"))

@@ -7,7 +7,6 @@ chunks are layers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +78,7 @@ class Weights:
         self.folder, self.step, self.shapes = Path(folder).absolute(), step, saved_shapes(folder, step)
         self.is_apart = were_apart(self.shapes)
         self.parts = (MASTER, PARAMS) if is_exact else (PARAMS,)
+        self.opened: dict[str, tensorstore.TensorStore] = {}
 
     def read(self, path: str, layer: int | None, rows: int | None = None) -> np.ndarray:
         """Read an array, of a stack that of one layer. rows: of its first dim; None: all."""
@@ -97,13 +97,20 @@ class Weights:
             code = directory.os_error_code(error)
             raise (OSError(code, str(error)) if code else error) from None
 
-    @lru_cache  # noqa: B019, few of them live
     def _array(self, path: str) -> tensorstore.TensorStore:
+        if path not in self.opened:
+            base, name = self._place(path)
+            kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{base}/"}, "path": f"{name}/"}
+            self.opened[path] = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True).result()
+        return self.opened[path]
+
+    def _place(self, path: str) -> tuple[Path, str]:
+        """Return the folder that orbax wrote an array to, and its name there."""
         for part in self.parts:
             name = (part + path).replace("/", ".")
             apart = directory.apart_folder(self.folder, self.step) / name
-            base = apart if apart.exists() else self.folder / str(self.step) / "state"
-            if apart.exists() or part + path in self.shapes:
-                kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{base}/"}, "path": f"{name}/"}
-                return tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True).result()
+            if apart.exists():
+                return apart, name
+            if part + path in self.shapes:
+                return self.folder / str(self.step) / "state", name
         raise ValueError(f"checkpoint {self.step} in {self.folder} has no weight {path}; give a run of our decoder")

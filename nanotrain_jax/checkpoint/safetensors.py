@@ -154,7 +154,7 @@ def _save(tensors: dict[str, np.ndarray], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(0o644)  # it is private
     except SafetensorError as error:  # it has no errno
-        raise OSError(errno.EIO, f"{path} cannot be written ({error})") from None
+        raise OSError(errno.EIO, str(error)) from None
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -15,11 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 import yaml
 from flax import nnx
 
 from nanotrain_jax.checkpoint import by_layer, compatibility, durable, safetensors
 from nanotrain_jax.checkpoint import read as restore
+from nanotrain_jax.checkpoint.directory import latest_step
 from nanotrain_jax.config import load as configs
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config, Model
@@ -35,7 +37,8 @@ FILES = (
     TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model", "chat_template*", "generation_config.json",
 )  # fmt: skip
-GENERATION = "generation_config.json"
+GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
+TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 CHECKPOINTS = "checkpoints"
 PROMPT = 16  # tokens of the prompt whose logits are compared
 ROOM = 1 << 26  # bytes beside weights
@@ -129,7 +132,10 @@ def _compare(source: Folder, read: Read) -> None:
 
 def checkpoint_of(run: Path, step: int | None) -> tuple[Path, int]:
     """Return the folder and step of the newest intact checkpoint of a run, or of that step. Raises ValueError."""
-    return restore.of_run(run, step, lambda folder, number: (folder, number))
+    folder, file = run, run / "config.yaml"
+    if latest_step(run / CHECKPOINTS) is None and file.is_file():
+        folder = Path(configs.load(file).checkpoint.dir)
+    return restore.of_run(folder, step, lambda folder, number: (folder, number))
 
 
 class Export:
@@ -165,13 +171,29 @@ class Export:
     def write(self, folder: Path) -> None:
         """Write the files of a model into a folder that exists. Raises OSError."""
         copy_files(self.run, folder)
-        config = hugging_face.as_json(self.kind, self.model, str(self.dtype), self.base)
+        base = self.base or self._tokens(folder)
+        config = hugging_face.as_json(self.kind, self.model, str(self.dtype), base)
         safetensors.write_json(folder / CONFIG, config)
         if not (folder / GENERATION).exists():
-            ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-            safetensors.write_json(folder / GENERATION, ids)
+            safetensors.write_json(folder / GENERATION, {key: config[key] for key in TOKEN_IDS if key in config})
         shapes = {name: x.shape for name, x in self.stored.items()}
         safetensors.write(folder, shapes, self.dtype, self.tensor)
+
+    def _tokens(self, folder: Path) -> dict[str, int | None]:
+        """Return the token ids for config.json of a run that did not start from one; write tokenizer_config.json.
+
+        Every id is given: readers take the family's for those that are left out.
+        """
+        ids = dict.fromkeys(TOKEN_IDS)
+        if (folder / TOKENIZER).exists():
+            tokenizer = corpus.tokenizer(str(folder / TOKENIZER))
+            ids["eos_token_id"] = tokenizer.end
+            known = tokenizers.Tokenizer.from_str(tokenizer.text)
+            end = {} if tokenizer.end is None else {"eos_token": known.id_to_token(tokenizer.end)}
+            keys = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": self.model.max_seq_len}
+            if not (folder / TOKENIZER_CONFIG).exists():
+                safetensors.write_json(folder / TOKENIZER_CONFIG, keys | end)
+        return ids
 
 
 def replace(export: Export, folder: Path) -> None:
@@ -189,22 +211,22 @@ def to_folder(export: Export, folder: Path, checks: bool) -> Iterator[str]:
     """Write a model folder; yield lines about it. Raises ValueError or OSError; then nothing is left."""
     with _new_folder(folder, export.nbytes) as partial:
         export.write(partial)
-        difference = _largest_difference(export, opened(partial)) if checks else None
+        found = _checked(export, opened(partial)) if checks else None
     yield f"wrote {folder}: {export.kind}, {export.nbytes // export.dtype.itemsize:,} parameters in {export.dtype}"
-    if difference is not None:
-        yield f"checked: {difference}"
+    if found:
+        yield f"checked: {found}"
     if not (folder / TOKENIZER).exists():
         yield f"{export.run} has no {TOKENIZER}: the folder has none"
 
 
-def _largest_difference(export: Export, written: Folder) -> str:
+def _checked(export: Export, written: Folder) -> str:
     """Compare the logits of a prompt, of the run and of the written folder. Raises OSError if they differ."""
     tokens = np.random.default_rng(0).integers(export.model.vocab_size, size=min(PROMPT, export.model.max_seq_len))
     ours, theirs = (
         logits(model, read, tokens) for model, read in ((export.model, export.read), (written.model, written.read))
     )
-    difference = float(np.abs(ours - theirs).max())
-    if not difference == 0:
+    if not np.array_equal(ours, theirs, equal_nan=True):
+        difference = np.abs(ours - theirs).max()
         raise OSError(f"logits of the written folder differ from the run's by {difference:.3g}; check the disk")
     largest = np.abs(ours).max()
     return f"logits of {len(tokens)} tokens (up to {largest:.3g}), of the run and of the folder as read back, are equal"

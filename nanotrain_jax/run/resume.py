@@ -92,6 +92,10 @@ def start_from(path: Path, phases: list[Phase]) -> tuple[State, list[str]]:
 
 def _matching(path: Path, config: Config, dataset: Dataset) -> hugging_face.Folder:
     """Open a model folder that a run can start from. Raises ValueError or OSError."""
+    if config.vision:
+        raise ValueError(
+            f"vision with checkpoint.resume={HUGGING_FACE}{path}: such a folder has no encoder; leave one of them out"
+        )
     source = hugging_face.opened(path)
     check_model(config.model.model_dump(), source.model, path)
     file = path / TOKENIZER

@@ -62,6 +62,15 @@ def write_folder(folder: Path, layers: int) -> None:
     safetensors.write(folder, shapes, np.dtype(ml_dtypes.bfloat16), random)
 
 
+def read_once(path: Path) -> int:
+    """Read a file; -> its bytes."""
+    size = 0
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(1 << 24):
+            size += len(chunk)
+    return size
+
+
 def measured(what: str, command: Sequence[str]) -> None:
     """Run a command; print its time and the largest RssAnon."""
     started, largest = time.monotonic(), 0.0
@@ -87,11 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         write_folder(folder, options.layers)
         started = time.monotonic()
-        for path in folder.glob("*.safetensors"):
-            with open(path, "rb", buffering=0) as file:
-                while file.read(1 << 24):
-                    pass
-        size = sum(path.stat().st_size for path in folder.iterdir()) / 1e9
+        size = sum(map(read_once, folder.glob("*.safetensors"))) / 1e9
         print(f"folder: {size:.2f} GB; reading its files once: {time.monotonic() - started:.1f} s", flush=True)
         measured("onto 8 devices", ["-c", LOAD, str(folder)])
         convert = "-m", "nanotrain_jax.convert"
