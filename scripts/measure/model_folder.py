@@ -8,6 +8,7 @@ anonymous pages of a process (RssAnon, sampled): pages of files, which the syste
 
 import argparse
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -71,9 +72,15 @@ def read_once(path: Path) -> int:
     return size
 
 
+def core_seconds(who: int) -> float:
+    """Return the time that processes have spent on cores so far."""
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime
+
+
 def measured(what: str, command: Sequence[str]) -> None:
-    """Run a command; print its time and the largest RssAnon."""
-    started, largest = time.monotonic(), 0.0
+    """Run a command; print its time, that of its threads on the cores, and the largest RssAnon."""
+    started, largest, cores = time.monotonic(), 0.0, core_seconds(resource.RUSAGE_CHILDREN)
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
     status = Path(f"/proc/{process.pid}/status")
     while process.poll() is None:
@@ -82,8 +89,9 @@ def measured(what: str, command: Sequence[str]) -> None:
         time.sleep(0.02)
     if process.returncode:
         raise SystemExit(f"{what} failed")
-    seconds = time.monotonic() - started
-    print(f"{what}: {seconds:.1f} s, {largest:.2f} GB; {' '.join(process.stdout.read().split())}", flush=True)
+    seconds, cores = time.monotonic() - started, core_seconds(resource.RUSAGE_CHILDREN) - cores
+    said = " ".join(process.stdout.read().split())
+    print(f"{what}: {seconds:.1f} s, {cores:.1f} s on cores, {largest:.2f} GB; {said}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -95,9 +103,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder, run, back = (options.scratch / name for name in ("model", "run", "back"))
     try:
         write_folder(folder, options.layers)
-        started = time.monotonic()
+        started, cores = time.monotonic(), core_seconds(resource.RUSAGE_SELF)
         size = sum(map(read_once, folder.glob("*.safetensors"))) / 1e9
-        print(f"folder: {size:.2f} GB; reading its files once: {time.monotonic() - started:.1f} s", flush=True)
+        seconds, cores = time.monotonic() - started, core_seconds(resource.RUSAGE_SELF) - cores
+        print(f"{size:.2f} GB; reading its files once: {seconds:.1f} s, {cores:.1f} s on cores", flush=True)
         measured("onto 8 devices", ["-c", LOAD, str(folder)])
         convert = "-m", "nanotrain_jax.convert"
         measured("into a run", [*convert, "--from", str(folder), "--out", str(run), "--no-check"])

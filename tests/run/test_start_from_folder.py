@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import yaml
 from conftest import cover
+from launching import finished, launched
 
 from nanotrain_jax import convert, plan, train
 from nanotrain_jax.checkpoint import safetensors, write
@@ -174,3 +175,15 @@ def test_configs_and_plans_take_the_model_of_a_folder(tmp_path, capsys):
         assert config.checkpoint.resume == f"hf:{model}" and config.data.tokenizer == str(model / "tokenizer.json")
         assert plan.main(["--config", path, "--gpus", "1", "data.seq_len=12"]) == 0
         assert "fits: peak memory" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_two_processes_start_from_a_folder_and_write_one(tmp_path):
+    model = folders.in_shards(folders.folder(tmp_path / "model", "llama", "bfloat16"))
+    tree = TREE | {"parallel": {"data": 2, "tensor": 2, "zero": 3, "persist_below": 1}}
+    tree |= {"precision": {"compute": "bfloat16"}, "optimizer": {"lr": 1e-37, "weight_decay": 0.0}}
+    tree |= {"train": {"steps": 1, "save_hf": True}, "runtime": {"simulate": 4, "compile_cache": False}}
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(tree | {"checkpoint": {"resume": f"hf:{model}"}}))
+    finished(launched(2, file, f"logging.dir={tmp_path / 'run'}"))
+    folders.assert_same_bits(folders.read(tmp_path / "run" / "hf"), folders.tensors("llama", "bfloat16"))
