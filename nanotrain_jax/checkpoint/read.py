@@ -199,12 +199,6 @@ def saved_shapes(folder: str | Path, step: int) -> dict[str, tuple[int, ...]]:
         return directory.shapes(_metadata(Path(folder).absolute() / str(step) / "state"))
 
 
-def dtype_of_weights(folder: str | Path, step: int) -> np.dtype:
-    """Return the dtype of the weights of a checkpoint that holds nothing else. Raises Unreadable."""
-    with _readable(folder, step):
-        return jax.tree.leaves(_metadata(Path(folder).absolute() / str(step) / "state"))[0].dtype
-
-
 def _unread(abstract: Any) -> list[str]:
     """Return the paths of the None leaves of a tree."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract, is_leaf=lambda x: x is None)

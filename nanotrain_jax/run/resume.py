@@ -85,8 +85,8 @@ def start_from(path: Path, phases: list[Phase]) -> tuple[State, list[str]]:
     """
     _, config, dataset, step = phases[0]
     source = on_all_processes(lambda: _matching(path, config, dataset))
-    like = states.weights_like(step.plan, source.dtype)
-    state = _started(step, hugging_face.weights(source, like, step.plan.layer_order))
+    weights = hugging_face.weights(source, states.weights_like(step.plan), step.plan.layer_order)
+    state = _started(step, weights)
     return state, [f"starts from the weights of {path}: {source.kind}, {source.dtype}"]
 
 
@@ -114,7 +114,7 @@ def _matching(path: Path, config: Config, dataset: Dataset) -> hugging_face.Fold
 def _read_weights(folder: Path, number: int, step: Step) -> State:
     """Return the state before the first step with the weights of a checkpoint that has no more."""
     empty = jax.tree.map(lambda _: None, step.state)
-    wanted = empty._replace(params=states.weights_like(step.plan, restore.dtype_of_weights(folder, number)))
+    wanted = empty._replace(params=states.weights_like(step.plan))
     _, in_stage_order = states.orders(step.plan, wanted)
     weights = in_stage_order(restore.read_state(folder, number, wanted, step.plan.is_padded))
     return _started(step, weights.params)

@@ -70,7 +70,7 @@ def with_weights(plan: Plan, make: Callable[..., Tree]) -> State:
 
 
 def from_weights(plan: Plan, weights: Tree) -> State:
-    """Return the state before the first step with given weights, in any dtype, layers in stage order."""
+    """Return the state before the first step with given weights, layers in stage order."""
 
     def make(put: Callable | None = None) -> Tree:
         if put is None:
@@ -92,15 +92,14 @@ def continued(plan: Plan, before: State) -> State:
     return from_weights(plan, weights)._replace(step=before.step, skipped=before.skipped)
 
 
-def weights_like(plan: Plan, dtype: jnp.dtype) -> Tree:
-    """Return the shapes and shardings of weights in a dtype, for `from_weights`: stored as the float32 master weights,
-    others as `State.params`."""
+def weights_like(plan: Plan) -> Tree:
+    """Return the shapes and shardings of float32 weights for `from_weights`: those of the state that it makes of them,
+    so that it needs no memory beside it."""
     rows = plan.config.model.num_layers if plan.layer_order is None else len(plan.layer_order)
     params, master = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
-    is_master = dtype == jnp.float32
-    specs, on_host = (master, plan.host_memory.optimizer) if is_master else (params, plan.host_memory.params)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), with_rows(plan.model.shapes, rows))
-    return jax.tree.map(partial(with_sharding, plan.mesh), shapes, specs, on_host)
+    is_stored = stored_dtype(plan) == jnp.float32
+    specs, on_host = (params, plan.host_memory.params) if is_stored else (master, plan.host_memory.optimizer)
+    return jax.tree.map(partial(with_sharding, plan.mesh), with_rows(plan.model.shapes, rows), specs, on_host)
 
 
 def with_synchronization(plan: Plan, state: State) -> State:
