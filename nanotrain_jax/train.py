@@ -39,6 +39,7 @@ from nanotrain_jax.config.training_stages import Span, of_phase, spans
 from nanotrain_jax.data import batches
 from nanotrain_jax.distributed import processes, watchdog
 from nanotrain_jax.distributed.processes import STOPS, on_all_processes, raise_on_all
+from nanotrain_jax.models import hugging_face
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
@@ -209,6 +210,8 @@ def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batc
     dataset = datasets[source]
     config = resolve(config, mesh.shape, dataset.vocab_size)
     capacity.check(config, mesh)
+    if config.train.save_hf:
+        hugging_face.inventory(hugging_face.kind_of(config.model), config.model)  # refuses what no folder can hold
     parts = training_stages.phases(config, span)
     phases = [Phase(part, config, dataset, steps.build(of_phase(config, part), mesh)) for part in parts]
     step = phases[-1].step

@@ -188,7 +188,7 @@ def inventory(kind: str, model: Model) -> list[Stored]:
     table = ours.table(model)
     rows = [row for row in KINDS[kind].tensors if table.keys() >= {*row.paths}]
     missing = sorted(table.keys() - {path for row in rows for path in row.paths})
-    unequal = [row.name for row in rows if len({table[path].shape for path in row.paths}) > 1]
+    unequal = [row.name.format("N") for row in rows if len({table[path].shape for path in row.paths}) > 1]
     if missing or unequal:
         what = f"{unequal[0]} holds arrays of one shape" if unequal else f"it has no tensor for {missing[0]}"
         raise ValueError(f"a model with these keys cannot be a {kind} of Hugging Face: {what}")

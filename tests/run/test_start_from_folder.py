@@ -129,6 +129,11 @@ def test_a_step_that_changes_nothing_gives_the_same_bits_of_bfloat16(by_way_of_a
         ({"model": {"factory": "a.b:c"}}, "model.factory=a.b:c, but .* says None"),
         ({"memory": {"offload_optimizer": "nvme", "nvme_dir": "."}}, "convert the folder first"),
         ({"train": {"save_hf": True}, "checkpoint": {"every": 0}}, "use checkpoint.every above 0"),
+        (
+            {"train": {"save_hf": True}, "checkpoint": {"resume": "never"}}
+            | {"model": {"family": "gpt2", "num_kv_heads": 1, "vocab_size": 61}},
+            "cannot be a gpt2 of Hugging Face: transformer.h.N.attn.c_attn.weight holds arrays of one shape",
+        ),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_folder_gives_one_line(sections, named, tmp_path):
