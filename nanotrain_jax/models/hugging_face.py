@@ -286,21 +286,19 @@ def section(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
             )
     keys: dict[str, Any] = {"family": kind.family}
     for theirs, key in kind.keys.items():
-        if theirs not in config and theirs not in kind.defaults:
+        if config.get(theirs) is None and theirs not in kind.defaults:
             raise ValueError(f"{origin} has no {theirs}; give the config.json of a {config['model_type']} model")
         value = config.get(theirs, kind.defaults.get(theirs))
         keys |= {} if value is None else {key: value}
-    head, whole = config.get("head_dim"), keys["num_heads"] and keys["d_model"] // keys["num_heads"]
-    if head not in (None, whole):
-        raise ValueError(
-            f"{origin}: head_dim={head}: not supported; only hidden_size / num_attention_heads, {whole}, is"
-        )
+    head, heads, width = (config.get("head_dim"), keys["num_heads"], keys["d_model"])
+    if isinstance(head, int) and isinstance(heads, int) and head * heads != width:
+        raise ValueError(f"{origin}: head_dim={head}: not supported; only hidden_size / num_attention_heads is")
     return keys
 
 
 def _kind(config: Mapping[str, Any], origin: str) -> Kind:
     name = config.get("model_type")
-    if name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS:
         raise ValueError(f"{origin}: model_type={name!r} is not supported; give a model of {', '.join(KINDS)}")
     return KINDS[name]
 
@@ -311,7 +309,8 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     Version 5 writes rope_parameters for rope_theta and rope_scaling.
     """
     plain = dict(config)
-    rope = plain.pop("rope_parameters", None) or {}
+    rope = plain.pop("rope_parameters", None)
+    rope = rope if isinstance(rope, dict) else {}
     if "rope_theta" in rope:
         plain["rope_theta"] = rope["rope_theta"]
     if rope.get("rope_type", "default") != "default":
