@@ -119,6 +119,7 @@ BROKEN = {  # what -> (how to break a folder, what the line names)
     "left over": (lambda p: change_tensors(p, lambda t: t.update({"model.x": t[NORM]})), "model.x [32]"),
     "feature": (config(attention_bias=True), "attention_bias=True"),
     "head": (config(head_dim=4), "head_dim=4"),
+    "window": (config(model_type="mistral"), "sliding_window=4096"),
     "not a copy": (config(tie_word_embeddings=True), "lm_head.weight is not model.embed_tokens.weight"),
     "shard": (lambda p: (folders.in_shards(p) / SECOND).unlink(), f"{SECOND} is missing"),
     "path": (

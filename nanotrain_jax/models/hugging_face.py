@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     prefix: str  # of tensors; left out in folders of the model without its head
     tensors: tuple[Tensor, ...]
     keys: Mapping[str, str]  # key of config.json -> key of the section model
-    defaults: Mapping[str, Any]  # of keys that config.json may leave out; None: the default of ours
+    defaults: Mapping[str, Any]  # of keys that config.json may leave out, as transformers has; None: that of ours
     fixed: Mapping[str, tuple[Any, ...]]  # keys with the values that we compute; the first is written
     buffers: str  # regular expression: tensors that are no weights
 
@@ -123,7 +123,7 @@ KINDS: dict[str, Kind] = {
     "llama": LLAMA,
     "mistral": LLAMA._replace(
         architecture="MistralForCausalLM",
-        defaults=LLAMA.defaults | {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+        defaults=LLAMA.defaults | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         fixed={"hidden_act": ("silu",), "rope_scaling": (None,), "sliding_window": (None,)},
     ),
     "gpt2": Kind(
@@ -148,7 +148,7 @@ KINDS: dict[str, Kind] = {
             "scale_attn_by_inverse_layer_idx": (False,),
             "add_cross_attention": (False,),
         },
-        buffers=r".*attn\.(bias|masked_bias)",
+        buffers=r".*\.attn\.(bias|masked_bias)",
     ),
 }
 
@@ -280,10 +280,9 @@ def section(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     if config.get("quantization_config") is not None:
         raise ValueError(f"{origin}: quantization_config: weights are quantized; give a folder in bfloat16 or float32")
     for key, values in kind.fixed.items():
-        if config.get(key, values[0]) not in values:
-            raise ValueError(
-                f"{origin}: {key}={config[key]!r}: not supported; only {' or '.join(map(repr, values))} is"
-            )
+        value = config.get(key, kind.defaults.get(key, values[0]))
+        if value not in values:
+            raise ValueError(f"{origin}: {key}={value!r}: not supported; only {' or '.join(map(repr, values))} is")
     keys: dict[str, Any] = {"family": kind.family}
     for theirs, key in kind.keys.items():
         if config.get(theirs) is None and theirs not in kind.defaults:
