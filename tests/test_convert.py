@@ -200,6 +200,7 @@ def test_a_folder_may_have_no_tokenizer_buffers_and_a_copy_of_the_embedding(tmp_
 def test_the_model_without_its_head_has_names_without_a_prefix(tmp_path):
     model = folders.folder(tmp_path / "model", "gpt2")
     change_tensors(model, lambda t: [t.update({key.removeprefix("transformer."): t.pop(key)}) for key in [*t]])
+    change_tensors(model, lambda t: t.update({"h.0.attn.bias": np.ones((1, 1, 24, 24), np.float32)}))  # a buffer
     source = hugging_face.opened(model)
     tokens, expected = folders.logits("gpt2")
     np.testing.assert_allclose(conversion.logits(source.model, source.read, tokens), expected, rtol=0, atol=1e-5)
