@@ -91,7 +91,7 @@ def _of_replicas(wanted: jax.ShapeDtypeStruct, replicas: tuple[int, ...]) -> jax
 def convert(path: str, x: jax.Array, wanted: jax.ShapeDtypeStruct, was_apart: bool = False) -> jax.Array:
     """Return the array of the state from that of its `source`. Each device computes its own part: moves nothing."""
     is_apart = _has_replicas(wanted)
-    if x.sharding == wanted.sharding and x.shape == wanted.shape:
+    if x.shape == wanted.shape and not isinstance(wanted.sharding, NamedSharding):  # as read, for files
         return x
 
     def change(x: jax.Array) -> jax.Array:
@@ -107,7 +107,7 @@ def convert(path: str, x: jax.Array, wanted: jax.ShapeDtypeStruct, was_apart: bo
 
 def zeros(wanted: jax.ShapeDtypeStruct) -> jax.Array:
     """Return an array of zeros, in the layout of wanted."""
-    if not isinstance(wanted.sharding, NamedSharding):  # in the memory of the host, for files (nvme/checkpointing.py)
+    if not isinstance(wanted.sharding, NamedSharding):  # in the memory of the host, for files
         return jax.device_put(np.zeros(wanted.shape, wanted.dtype), wanted.sharding)
     return jnp.zeros(wanted.shape, wanted.dtype, device=wanted.sharding)
 
