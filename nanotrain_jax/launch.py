@@ -23,13 +23,13 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from nanotrain_jax.config.load import Parser, at_least, load, refuse
+from nanotrain_jax.config.load import Parser, at_least, refuse
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.distributed import processes
 from nanotrain_jax.distributed.agent import Agent
 from nanotrain_jax.distributed.coordinator import LOOPBACK, Coordinator, RestartPolicy
 from nanotrain_jax.distributed.protocol import GRACE
-from nanotrain_jax.run import shell
+from nanotrain_jax.run import model_config, shell
 
 MAX_PROCESSES = 1024  # per host
 RUN = ("-m", "nanotrain_jax.train")
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         this_host = processes.detect(flags)
         if this_host.count > 1 and this_host.coordinator is None:
             raise ValueError(f"{this_host.source} does not give the address of host 0; give {', '.join(flags)}")
-        config = load(run.config, run.overrides)
+        config = model_config.load(run.config, run.overrides)
         check_ranks(config)
         slots = divide(options.processes, config.runtime.simulate, this_host.count)
         place, _, port = (this_host.coordinator if this_host.count > 1 else f"{LOOPBACK}:0").rpartition(":")

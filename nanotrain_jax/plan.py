@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 
 from nanotrain_jax.audit import topology
-from nanotrain_jax.config.load import Parser, load, nested, path_argument, read, refuse
+from nanotrain_jax.config.load import Parser, finish, nested, path_argument, refuse
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, hardware
 from nanotrain_jax.parallel import mesh as meshes
@@ -37,7 +37,7 @@ from nanotrain_jax.planner import compiled as compiler
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate, Verdict, estimate, on_gpus
 from nanotrain_jax.planner.report import export, page, terminal
 from nanotrain_jax.planner.report.export import Planned
-from nanotrain_jax.run import shell
+from nanotrain_jax.run import model_config, shell
 
 EXIT: dict[Verdict, int] = {"fits": 0, "does not fit": 1, "may not fit": 3}
 CODES = """exit codes:
@@ -116,8 +116,8 @@ def plan(options: argparse.Namespace, console: Console) -> int:
     """Plan and print; -> exit code. Raises ValueError, OSError or NoCompiler if the request is invalid."""
     if not 0 < options.memory_fraction <= 1:
         raise ValueError(f"--memory-fraction={options.memory_fraction:g}: must be in (0, 1]")
-    tree = read(options.config, options.overrides)
-    given = load(options.config, options.overrides)
+    tree = model_config.read(options.config, options.overrides)
+    given = finish(tree, options.config)
     config = training_stages.config_of(given, options.stage)
     chooses = options.choose or config.parallel.auto or not any(key in search.MESH for key in choice.keys(tree))
     choice.check_supported(config, chooses)

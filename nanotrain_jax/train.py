@@ -32,22 +32,24 @@ from jax.sharding import Mesh
 from nanotrain_jax.checkpoint import lock
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.config import training_stages
-from nanotrain_jax.config.load import Parser, describe, load, refuse
+from nanotrain_jax.config.load import Parser, describe, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_phase, spans
 from nanotrain_jax.data import batches
 from nanotrain_jax.distributed import processes, watchdog
 from nanotrain_jax.distributed.processes import STOPS, on_all_processes, raise_on_all
+from nanotrain_jax.models import hugging_face
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import auto
-from nanotrain_jax.run import capacity, resume, shell, sinks
+from nanotrain_jax.run import capacity, model_config, resume, shell, sinks
 from nanotrain_jax.run.divergence import Diverged
 from nanotrain_jax.run.loop import Run, new_folder, train
 from nanotrain_jax.run.phases import Phase
 from nanotrain_jax.step import build as steps
+from nanotrain_jax.step.state import State
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     with stop_signals() as stopped:
         try:
-            run = prepare(load(arguments.config, arguments.overrides))
+            run = prepare(model_config.load(arguments.config, arguments.overrides))
         except (ValueError, OSError) as error:
             return refuse_unless_transient(error)
         try:
@@ -138,12 +140,19 @@ def prepare(config: Config) -> Run:
         notes.append(f"{process.count} processes on {len(set(hosts))} hosts (from {process.source})")
         notes += [f"warning: {text}" for text in [meshes.cross_host_warning(mesh, hosts)] if text]
     if checkpoints is None:
-        return Run(requested, phases, mesh, phases[0].step.init(), 0, notes, None, None, {}, 0)
+        state, started = start(requested, phases)
+        return Run(requested, phases, mesh, state, 0, notes + started, None, None, {}, 0)
     resumed = resume.resume(checkpoints, requested, phases)
     notes += resumed.notes
     origin = resumed.start, resumed.meta, resumed.damaged
     read = resumed.meta.data.read
     return Run(requested, resumed.phases, mesh, resumed.state, resumed.position, notes, *origin, resumed.tokens, read)
+
+
+def start(requested: Config, phases: list[Phase]) -> tuple[State, list[str]]:
+    """Return the state before the first step, and lines for the banner. Raises ValueError or OSError."""
+    folder = model_config.folder_of(requested.checkpoint.resume)
+    return resume.start_from(folder, phases) if folder else (phases[0].step.init(), [])
 
 
 def configure(config: Config, count: int) -> list[str]:
@@ -207,6 +216,8 @@ def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batc
     dataset = datasets[source]
     config = resolve(config, mesh.shape, dataset.vocab_size)
     capacity.check(config, mesh)
+    if config.train.save_hf:
+        hugging_face.inventory(hugging_face.kind_of(config.model), config.model)  # refuses what no folder can hold
     parts = training_stages.phases(config, span)
     phases = [Phase(part, config, dataset, steps.build(of_phase(config, part), mesh)) for part in parts]
     step = phases[-1].step

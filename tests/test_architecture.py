@@ -20,7 +20,7 @@ LAYERS = {
     "techniques": {"config.resolve", "parallel", "audit", "data", "checkpoint", "distributed"},
     "models": {"models"},
     "step": {"step", "nvme", "costs", "run"},
-    "commands": {"planner", "plan", "train", "launch", "generate", "compare", "prepare", "__main__"},
+    "commands": {"planner", "plan", "train", "launch", "generate", "convert", "compare", "prepare", "__main__"},
 }  # fmt: skip
 # The wings of parallel/, lowest first: a wing imports the ground (the files beside them) and the wings before it. The
 # ground imports no wing.
@@ -53,7 +53,7 @@ MAY_NAME_KEYS = {
     "scripts/measure/jit_step.py", "scripts/examples/your_model.py",
 }  # fmt: skip
 FAMILIES = {"llama", "gpt2"}
-MAY_NAME_FAMILIES = {"config.model", "config.families"}
+MAY_NAME_FAMILIES = {"config.model", "config.families", "models.hugging_face"}
 
 
 def module_name(path):

@@ -44,7 +44,7 @@ class Meta(BaseModel):
     """Metadata of a checkpoint.
 
     config: resolved, as plain data; tokens: consumed so far; batch_size: sequences of the last step (both None in
-    checkpoints of older versions); nvme: digest of the NVMe files.
+    checkpoints of older versions); nvme: digest of the NVMe files. weights_only: it holds no state of an optimizer.
     """
 
     model_config = ConfigDict(strict=True)
@@ -54,6 +54,7 @@ class Meta(BaseModel):
     tokens: int | None = Field(default=None, ge=0)
     batch_size: int | None = Field(default=None, ge=1)
     nvme: str | None = None
+    weights_only: bool = False
 
     @field_validator("config")
     @classmethod
@@ -91,7 +92,8 @@ def check(meta: Meta, requested: Config, config: Config, tokenizer: str | None) 
     requested: the config before `resolve`, to name the key that the user set; config: resolved.
     """
     remedy = "or start again in another logging.dir"
-    if tokenizer != meta.tokenizer:
+    is_unknown = meta.weights_only and None in (tokenizer, meta.tokenizer)  # synthetic data; a model without one
+    if tokenizer != meta.tokenizer and not is_unknown:
         raise ValueError(
             f"the data's tokenizer is {tokenizer} but the checkpoint was trained with {meta.tokenizer}; "
             f"resume with the same tokenizer, {remedy}"
@@ -112,7 +114,7 @@ def check(meta: Meta, requested: Config, config: Config, tokenizer: str | None) 
         raise ValueError(
             f"model.{key}={now} but the checkpoint was trained with {was}; resume with the same model{hint}, {remedy}"
         )
-    for section, key, default in MUST_MATCH:
+    for section, key, default in () if meta.weights_only else MUST_MATCH:
         now, was = getattr(getattr(config, section), key), then[section].get(key, default)
         if now != was:
             raise ValueError(

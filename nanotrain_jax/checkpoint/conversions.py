@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from nanotrain_jax.parallel.gradients import local_steps
@@ -90,6 +91,8 @@ def _of_replicas(wanted: jax.ShapeDtypeStruct, replicas: tuple[int, ...]) -> jax
 def convert(path: str, x: jax.Array, wanted: jax.ShapeDtypeStruct, was_apart: bool = False) -> jax.Array:
     """Return the array of the state from that of its `source`. Each device computes its own part: moves nothing."""
     is_apart = _has_replicas(wanted)
+    if x.shape == wanted.shape and not isinstance(wanted.sharding, NamedSharding):  # as read, for files
+        return x
 
     def change(x: jax.Array) -> jax.Array:
         if path.startswith(RESIDUAL):
@@ -104,6 +107,8 @@ def convert(path: str, x: jax.Array, wanted: jax.ShapeDtypeStruct, was_apart: bo
 
 def zeros(wanted: jax.ShapeDtypeStruct) -> jax.Array:
     """Return an array of zeros, in the layout of wanted."""
+    if not isinstance(wanted.sharding, NamedSharding):  # in the memory of the host, for files
+        return jax.device_put(np.zeros(wanted.shape, wanted.dtype), wanted.sharding)
     return jnp.zeros(wanted.shape, wanted.dtype, device=wanted.sharding)
 
 

@@ -22,6 +22,7 @@ from nanotrain_jax.checkpoint import checksums, conversions, directory
 from nanotrain_jax.checkpoint.compatibility import Meta
 from nanotrain_jax.config import load
 from nanotrain_jax.config.schema import Checkpoint, Config
+from nanotrain_jax.config.values import HUGGING_FACE
 from nanotrain_jax.distributed import processes
 from nanotrain_jax.distributed.processes import all_gather_text, on_all_processes, raise_on_all
 from nanotrain_jax.models.parameters import LAYERS
@@ -60,7 +61,7 @@ def agree(config: Checkpoint) -> Path | None:
 
 
 def find(config: Checkpoint) -> Path | None:
-    """Return the checkpoint folder to resume from (checkpoint.resume); None: start at step 0.
+    """Return the checkpoint folder to resume from (checkpoint.resume); None: start at step 0, perhaps from hf:FOLDER.
 
     The run's own checkpoints take precedence, so that a run started from a path restarts with the same command.
     Raises ValueError if a given path has no checkpoints, or if this run would mix with another.
@@ -73,7 +74,7 @@ def find(config: Checkpoint) -> Path | None:
                 "another run; use checkpoint.resume=auto to resume, or another checkpoint.dir (or logging.dir)"
             )
         return Path(config.dir)
-    if config.resume in ("auto", "never"):
+    if config.resume in ("auto", "never") or config.resume.startswith(HUGGING_FACE):
         return None
     if directory.latest_step(config.resume) is None:
         raise ValueError(
@@ -276,20 +277,29 @@ def load_params(folder: str | Path, step: int | None = None) -> tuple[Any, Confi
     that stepped apart: the mean of their weights. Raises ValueError or OSError if there is no such checkpoint,
     or no intact one.
     """
+    return of_run(folder, step, _weights)
+
+
+def of_run(folder: str | Path, step: int | None, use: Callable[[Path, int], T]) -> T:
+    """Return use(folder of checkpoints, step) of the newest intact checkpoint of a run, or of that step.
+
+    folder: a run's folder (with checkpoints/ in it) or a checkpoint folder. Raises ValueError or OSError if there is no
+    such checkpoint, or no intact one.
+    """
     subfolder = Path(folder) / "checkpoints"
     folder = subfolder if directory.latest_step(subfolder) is not None else Path(folder)
     steps = directory.finished(folder)
     if not steps:
         raise ValueError(f"{folder} holds no finished checkpoint; give the folder of a run or of its checkpoints")
     if step is None:
-        _, loaded, _ = newest(folder, True, lambda number: _weights(folder, number))
-        return loaded
+        _, used, _ = newest(folder, True, lambda number: use(folder, number))
+        return used
     if step not in steps:
         raise ValueError(f"{folder} holds no checkpoint of step {step}; use {' or '.join(map(str, reversed(steps)))}")
     problem = _damage(folder, step)
     if problem:
         raise Unreadable(folder, step, problem)
-    return _weights(folder, step)
+    return use(folder, step)
 
 
 def _weights(folder: str | Path, step: int) -> tuple[Any, Config]:

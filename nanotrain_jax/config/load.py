@@ -89,7 +89,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises ValueError (one line: value, rule, remedy), or OSError if the file cannot be read.
     """
-    config = parse(read(path, overrides))
+    return finish(read(path, overrides), path)
+
+
+def finish(tree: Mapping[str, Any], path: str | Path) -> Config:
+    """Validate the tree of a config, and fill in the folders of its run. path: of its file. Raises ValueError."""
+    config = parse(tree)
     run = Path(config.logging.dir or f"runs/{Path(path).stem}")
     config = config.replace("logging", dir=str(run))
     return config.replace("checkpoint", dir=str(Path(config.checkpoint.dir or run / "checkpoints")))

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from nanotrain_jax.config.section import Pair, Section, key
-from nanotrain_jax.config.values import Count, Path, Positive, Seed, Sequences, Service, Source
+from nanotrain_jax.config.values import Count, Path, Positive, Resume, Seed, Sequences, Service, Source
 
 
 def check_pattern(pattern: str) -> None:
@@ -71,6 +71,7 @@ class Train(Section):
     max_skipped: Count = key(
         20, "stop, with exit code 1, after so many skipped steps in a row: their gradients were not finite; 0: never"
     )
+    save_hf: bool = key(False, "write <logging.dir>/hf at the end: a model folder of Hugging Face in precision.compute")
     log_every: Count = key(1, "steps between log lines; evaluations and the last step are always logged; 0: only these")
 
     @model_validator(mode="after")
@@ -101,8 +102,10 @@ class Checkpoint(Section):
     asynchronous: bool = Field(
         default=True, alias="async", description="write in the background while training continues"
     )
-    resume: Path = key(
-        "auto", "auto: from the newest checkpoint in dir, if any | never | PATH of another run's checkpoints"
+    resume: Resume = key(
+        "auto",
+        "auto: from the newest checkpoint in dir, if any | never | PATH of another run's checkpoints | hf:FOLDER: the "
+        "weights of a model folder of Hugging Face",
     )
     verify: bool = key(True, "verify checksums before loading; if damaged, fall back to the previous checkpoint")
 

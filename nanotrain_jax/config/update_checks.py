@@ -30,6 +30,19 @@ def check_frozen(config: Config) -> None:
         )
 
 
+def check_saved_model(config: Config) -> None:
+    """Raise Misfit unless the weights can be written as a model folder at the end (train.save_hf)."""
+    if not config.train.save_hf:
+        return
+    if not config.is_decoder:
+        raise Misfit("train.save_hf=true with vision or model.factory: only the decoder has a format", "leave it out")
+    if not config.checkpoint.every:
+        raise Misfit(
+            "train.save_hf=true with checkpoint.every=0: the model is written from the last checkpoint",
+            "use checkpoint.every above 0",
+        )
+
+
 def check_noise_scale(config: Config) -> None:
     """Raise Misfit unless each microbatch of a device has a gradient of its own, to compare with that of the batch."""
     p, key = config.parallel, "train.noise_scale=true"

@@ -38,6 +38,11 @@ def _expanded_source(source: str) -> str:
     return f"{kind}:{expanded(where)}" if kind in ("text", "tokens", "arrays") else source
 
 
+def _expanded_resume(resume: str) -> str:
+    kind = HUGGING_FACE if resume.startswith(HUGGING_FACE) else ""
+    return kind + expanded(resume.removeprefix(kind))
+
+
 def _factory(name: str) -> str:
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", name):
         raise ValueError(f"{name!r} must be package.module:function; write e.g. scripts.examples.your_model:build")
@@ -56,6 +61,7 @@ def _not_a_bool(value: Any) -> Any:
     return value
 
 
+HUGGING_FACE = "hf:"  # of a path: a model folder
 INT32 = 2**31 - 1  # range of the step and token counters on a device
 Positive = Annotated[int, Field(gt=0, le=INT32)]
 Count = Annotated[int, Field(ge=0, le=INT32)]
@@ -72,6 +78,7 @@ SCHEDULE_CELLS = 2**20  # ticks x stages of a pipeline schedule: 128 stages with
 Path = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(expanded)]
 Service = Annotated[bool | str, BeforeValidator(_service)]  # name of a project, or on or off
 Factory = Annotated[str, AfterValidator(_factory)]  # builds a model
+Resume = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_expanded_resume)]
 Source = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_expanded_source)]
 
 

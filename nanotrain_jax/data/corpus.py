@@ -181,7 +181,7 @@ def build(documents: Iterable[bytes], tokenizer: Tokenizer) -> Corpus:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `folder`, or is removed after an exception. Raises ValueError."""
     if folder.exists():
-        raise ValueError(f"{folder} already exists; remove it or choose another --out")
+        raise ValueError(f"{folder} already exists; remove it or choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=folder.name + "."))
     try:

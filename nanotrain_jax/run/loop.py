@@ -26,10 +26,12 @@ from nanotrain_jax.distributed import processes, watchdog
 from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
-from nanotrain_jax.run import banner, curves, divergence, metrics, profile_summary
+from nanotrain_jax.run import banner, conversion, curves, divergence, metrics, model_config, profile_summary
 from nanotrain_jax.run.phases import Phase, begin, describe, is_over
 from nanotrain_jax.run.profiling import Profile
 from nanotrain_jax.step import build as steps
+
+MODEL = "hf"  # in the folder of a run: its weights as a model folder
 
 
 class Run(NamedTuple):
@@ -88,6 +90,7 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
         writer.say(banner.introduction(config, run.mesh, run.dataset, run.notes))
         if writer.active and int(run.state.step) == config.train.steps:
             writer.latest |= curves.last(folder / "metrics.jsonl", config.train.steps)
+        first = int(run.state.step)
         try:
             run = run_phases(run, partial(Loop, folder=folder, files=files, writer=writer, watch=watch), stopped)
         except divergence.Diverged:
@@ -96,6 +99,9 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
             raise
         number = int(run.state.step)
         watch.at("end", number)
+        is_new = number > first or not (folder / MODEL).exists()
+        if config.train.save_hf and number == config.train.steps and is_new:
+            writer.say(on_all_processes(lambda: save_model(folder, config, number)))
         bigram = None
         if "val_loss" in writer.latest:  # computed on all processes, so that none waits for another at the end
             most = config.train.eval_steps * config.data.batch_size
@@ -276,9 +282,29 @@ def make_ready(run: Run, folder: Path) -> None:
     if jax.process_index() == 0:
         config = of_run(run.config, run.requested)
         durable.write(folder / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
+        for source in model_folders(run):
+            conversion.copy_files(source, folder)
         # The tokenizer makes the folder self-contained.
         for name, text in (data.tokenizer_of(run.config.data).files if run.dataset.tokenizer else {}).items():
             durable.write(folder / name, text.encode())
+
+
+def model_folders(run: Run) -> list[Path]:
+    """Return the folder whose weights a run starts from, if it has the files of a model folder, which the run keeps."""
+    if run.start is None:
+        source = model_config.folder_of(run.requested.checkpoint.resume)
+    else:
+        source = run.start[0].parent if run.meta.weights_only else None
+    is_other = source is not None and source.resolve() != Path(run.config.logging.dir).resolve()
+    return [source] if is_other else []
+
+
+def save_model(folder: Path, config: Config, number: int) -> str:
+    """Write <folder>/hf from the checkpoint of step `number`, in process 0; -> a line about it. Raises OSError."""
+    if jax.process_index() == 0:
+        export = conversion.Export(Path(config.checkpoint.dir), number, folder)
+        conversion.replace(export, folder / MODEL)
+    return f"wrote {folder / MODEL}: a model folder of Hugging Face"
 
 
 def new_folder(key: str, path: str) -> Path:

@@ -17,9 +17,17 @@ from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.compatibility import Meta
 from nanotrain_jax.config.schema import Config, Optimizer
 from nanotrain_jax.config.training_stages import rate_of_batch
+from nanotrain_jax.config.values import HUGGING_FACE
+from nanotrain_jax.data.batches import Dataset
+from nanotrain_jax.data.tokenizer import load as load_tokenizer
+from nanotrain_jax.distributed.processes import on_all_processes
+from nanotrain_jax.parallel.collectives import Tree
+from nanotrain_jax.run import hugging_face
+from nanotrain_jax.run.model_config import TOKENIZER, check_model
 from nanotrain_jax.run.phases import Phase, index_at
 from nanotrain_jax.step import compressed
 from nanotrain_jax.step import optimizer as optim
+from nanotrain_jax.step import state as states
 from nanotrain_jax.step.build import State, Step, shardings
 
 
@@ -47,12 +55,16 @@ def resume(folder: Path, requested: Config, phases: list[Phase]) -> Resumed:
         meta = restore.read_meta(folder, number)
         saved_by = phases[index_at(phases, number, meta.batch_size)]
         compatibility.check(meta, requested, saved_by.config, saved_by.dataset.tokenizer)
-        return meta, _read_state(folder, number, meta, saved_by.config, saved_by.step)
+        read_it = _read_weights if meta.weights_only else partial(_read_state, meta, saved_by.config)
+        return meta, read_it(folder, number, saved_by.step)
 
     number, (meta, state), damaged = restore.newest(folder, requested.checkpoint.verify, read)
     phases = phases[index_at(phases, number, meta.batch_size) :]
     _, config, dataset, step = phases[0]
     notes = [f"warning: skipped checkpoint {bad} in {folder}: {problem}" for bad, problem in damaged.items()]
+    if meta.weights_only:
+        notes.append(f"starts from the weights in {folder}")
+        return Resumed(phases, state, 0, 0, notes, (folder, number), meta, damaged)
     summary = f"resumed from step {number} in {folder}"
     if meta.data.fingerprint != dataset.fingerprint or meta.seq_len != config.data.seq_len:
         summary += "; the training data differ from the checkpoint's: sequences may repeat"
@@ -63,11 +75,62 @@ def resume(folder: Path, requested: Config, phases: list[Phase]) -> Resumed:
     updates = min(int(np.min(shard.data)) for shard in optim.num_updates(state).addressable_shards)
     notes += _learning_rate_jump(meta, step.plan.config, number, updates)
     position = meta.data.position * meta.seq_len // config.data.seq_len
-    state = step.in_stage_order(state)
     return Resumed(phases, state, position, meta.tokens_seen, notes, (folder, number), meta, damaged)
 
 
-def _read_state(folder: Path, number: int, meta: Meta, config: Config, step: Step) -> State:
+def start_from(path: Path, phases: list[Phase]) -> tuple[State, list[str]]:
+    """Return the state before the first step with the weights of a model folder, and lines for the banner.
+
+    Raises ValueError or OSError, on all processes.
+    """
+    _, config, dataset, step = phases[0]
+    source = on_all_processes(lambda: _matching(path, config, dataset))
+    weights = hugging_face.weights(source, states.weights_like(step.plan), step.plan.layer_order)
+    state = _started(step, weights)
+    return state, [f"starts from the weights of {path}: {source.kind}, {source.dtype}"]
+
+
+def _matching(path: Path, config: Config, dataset: Dataset) -> hugging_face.Folder:
+    """Open a model folder that a run can start from. Raises ValueError or OSError."""
+    if config.vision:
+        raise ValueError(
+            f"vision with checkpoint.resume={HUGGING_FACE}{path}: such a folder has no encoder; leave one of them out"
+        )
+    source = hugging_face.opened(path)
+    check_model(config.model.model_dump(), source.model, path)
+    file = path / TOKENIZER
+    is_known = dataset.tokenizer and file.is_file()
+    if is_known and load_tokenizer(str(file), config.data.end_token).name != dataset.tokenizer:
+        raise ValueError(
+            f"the data's tokenizer is {dataset.tokenizer}, but the model's is {file}; use data.tokenizer={file}"
+        )
+    if config.memory.offload_optimizer == "nvme":
+        raise ValueError(
+            f"memory.offload_optimizer=nvme with checkpoint.resume={HUGGING_FACE}{path}: the files are made of a "
+            f"checkpoint; convert the folder first (python -m nanotrain_jax.convert --from {path} --out RUN)"
+        )
+    return source
+
+
+def _read_weights(folder: Path, number: int, step: Step) -> State:
+    """Return the state before the first step with the weights of a checkpoint that has no more."""
+    empty = jax.tree.map(lambda _: None, step.state)
+    wanted = empty._replace(params=states.weights_like(step.plan))
+    _, in_stage_order = states.orders(step.plan, wanted)
+    weights = in_stage_order(restore.read_state(folder, number, wanted, step.plan.is_padded))
+    return _started(step, weights.params)
+
+
+def _started(step: Step, weights: Tree) -> State:
+    """Return the state before the first step with given weights, which it donates."""
+
+    def start(weights: Tree) -> State:
+        return states.without_nvme_state(step.plan, states.from_weights(step.plan, weights))
+
+    return jax.jit(start, out_shardings=shardings(step.state), donate_argnums=0)(weights)
+
+
+def _read_state(meta: Meta, config: Config, folder: Path, number: int, step: Step) -> State:
     """Restore the state, with the loss scale of precision.loss_scale and the feedback of parallel.compress.
 
     A dynamic scale keeps its value; otherwise the scale is initialized as in a new run.
@@ -88,7 +151,7 @@ def _read_state(folder: Path, number: int, meta: Meta, config: Config, step: Ste
     if saved.scale is None:
         first_scale = partial(_first_scale, config, step.state.scale)
         state = state._replace(scale=jax.jit(first_scale, out_shardings=shardings(step.state.scale))())
-    return state
+    return step.in_stage_order(state)
 
 
 def _first_scale(config: Config, like: optim.LossScale | None) -> optim.LossScale | None:

@@ -18,7 +18,7 @@ from nanotrain_jax.parallel.offload import host_offload
 from nanotrain_jax.parallel.zero.optimizer_step import Opt, map_moments, merge, select
 from nanotrain_jax.step import compressed, optimizer
 from nanotrain_jax.step.compressed import Feedback
-from nanotrain_jax.step.plan import Plan
+from nanotrain_jax.step.plan import Plan, with_rows
 
 REPLICATED = PartitionSpec()
 
@@ -69,12 +69,8 @@ def with_weights(plan: Plan, make: Callable[..., Tree]) -> State:
     return with_synchronization(plan, state)
 
 
-def continued(plan: Plan, before: State) -> State:
-    """Return the state with which a stage of training begins: weights and counters of the state before it.
-
-    plan: that of the new stage. Master weights and moments begin as in a new run; float32 weights stay exact.
-    """
-    weights = before.params if before.opt.master is None else merge(before.opt.master, before.params)
+def from_weights(plan: Plan, weights: Tree) -> State:
+    """Return the state before the first step with given weights, layers in stage order."""
 
     def make(put: Callable | None = None) -> Tree:
         if put is None:
@@ -84,7 +80,26 @@ def continued(plan: Plan, before: State) -> State:
         layers = jax.lax.map(lambda layer: put(place(host_offload.to_device(layer))), layers)
         return join_layers(place(host_offload.to_device(ends)), layers)
 
-    return with_weights(plan, make)._replace(step=before.step, skipped=before.skipped)
+    return with_weights(plan, make)
+
+
+def continued(plan: Plan, before: State) -> State:
+    """Return the state with which a stage of training begins: weights and counters of the state before it.
+
+    plan: that of the new stage. Master weights and moments begin as in a new run; float32 weights stay exact.
+    """
+    weights = before.params if before.opt.master is None else merge(before.opt.master, before.params)
+    return from_weights(plan, weights)._replace(step=before.step, skipped=before.skipped)
+
+
+def weights_like(plan: Plan) -> Tree:
+    """Return the shapes and shardings of float32 weights for `from_weights`: those of the state that it makes of them,
+    so that it needs no memory beside it."""
+    rows = plan.config.model.num_layers if plan.layer_order is None else len(plan.layer_order)
+    params, master = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
+    is_stored = stored_dtype(plan) == jnp.float32
+    specs, on_host = (params, plan.host_memory.params) if is_stored else (master, plan.host_memory.optimizer)
+    return jax.tree.map(partial(with_sharding, plan.mesh), with_rows(plan.model.shapes, rows), specs, on_host)
 
 
 def with_synchronization(plan: Plan, state: State) -> State:
