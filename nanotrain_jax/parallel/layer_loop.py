@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.parallel.collectives import Tree
-from nanotrain_jax.parallel.loops import after
 
 
 class LayerWork(NamedTuple):
@@ -60,13 +59,12 @@ def _turn(work: LayerWork, state: _State, now: tuple[jax.Array, jax.Array]) -> t
     i, following = now
     fetched = work.ahead(following)
     carry = _send(work, state)
-    carry, produced = work.run(carry, *after((fetched, carry), (i, state.fetched)))
+    carry, produced = work.run(carry, i, state.fetched)
     return _State(carry, fetched, (i, produced) if work.behind else None), None
 
 
 def _last_turn(work: LayerWork, state: _State, i: jax.Array) -> Tree:
-    carry = _send(work, state)
-    carry, produced = work.run(carry, *after(carry, (i, state.fetched)))
+    carry, produced = work.run(_send(work, state), i, state.fetched)
     return work.behind(carry, i, produced) if work.behind else carry
 
 

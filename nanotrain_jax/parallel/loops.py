@@ -1,8 +1,6 @@
 """Helpers for hand-written loops and backwards: conditional work, and stacked arrays. Nothing here communicates."""
 
-import operator
 from collections.abc import Callable, Collection
-from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -45,40 +43,6 @@ def skip_or_mask(
     with jax.named_scope(what):
         new, store = work(0, values, store)
     return jax.tree.map(lambda new, old: jnp.where(predicate, new, old), new, values), store
-
-
-def after(first: Tree, then: Tree) -> Tree:
-    """Return then; on CPU each array of it is computed after all of first. Elsewhere this is nothing at all.
-
-    XLA:CPU does not wait for a loop that holds collectives before it starts another such loop or a collective, unless
-    that depends on the loop: devices would run them in different orders (audit/collective_order.py). As it drops
-    barriers, then depends on values of first: on whether one is no number and above zero.
-    """
-    arrays = [x for x in jax.tree.leaves(first) if isinstance(x, jax.Array) and x.size]
-    if not arrays or not _is_cpu():
-        return then
-    values = (lax.stop_gradient(x).ravel()[0].astype(jnp.float32) for x in arrays)
-    never = reduce(operator.or_, (jnp.isnan(x) & (x > 0) for x in values))
-    return lax.cond(never, partial(jax.tree.map, jnp.zeros_like), lambda then: then, then)
-
-
-def _is_cpu() -> bool:
-    """Return True if what is traced, inside of `shard_map`, is for devices of XLA:CPU."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.platform == "cpu"
-
-
-def gradients_after(first: Tree, then: Tree) -> tuple[Tree, Tree]:
-    """Return first, and then `after` it. In the backward, gradients of first come after those of then."""
-
-    def forward(first: Tree, then: Tree) -> tuple[tuple[Tree, Tree], None]:
-        return (first, after(first, then)), None
-
-    def backward(_: None, grads: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        of_first, of_then = grads
-        return after(of_then, of_first), of_then
-
-    return with_backward(forward, backward)(first, then) if _is_cpu() else (first, then)
 
 
 def get(stack: Tree, i: jax.Array) -> Tree:

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from nanotrain_jax.config.execution import Execution, reduces_per_layer
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models.contract import Model
-from nanotrain_jax.parallel import loops
 from nanotrain_jax.parallel.collectives import Tree, all_reduce
 from nanotrain_jax.parallel.context import context
 from nanotrain_jax.parallel.gradients import local_steps
@@ -90,12 +89,12 @@ class Step(NamedTuple):
 def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array], Pending | None]:
     """Run one step on this device's shards of state and batch."""
     scale = state.scale.value if state.scale else 1.0
-    targets = count_targets(plan, batch)
-    microbatches = microbatched(plan, loops.after(targets, batch))
-    loss, grads, squares = GRADIENTS[plan.execution](plan, state.params, microbatches, scale / targets)
+    loss, grads, squares = GRADIENTS[plan.execution](
+        plan, state.params, microbatched(plan, batch), scale / count_targets(plan, batch)
+    )
     grads = plan.zero.reduce(grads, select(state.params, plan.trainable), plan.trainable_shards)
     grads, feedback = sum_kept(plan, grads, state.feedback, state.step)
-    loss = all_reduce(loops.after(grads, loss), plan.together(plan.loss_axes))
+    loss = all_reduce(loss, plan.together(plan.loss_axes))
     clip = clip_by_global_norm(grads, plan.config.optimizer.grad_clip, scale, plan.axes_apart)
     params, opt, pending = apply_update(plan, state, grads, clip)
     after = next_state(plan, state, params, opt, feedback, clip.is_finite)
@@ -146,9 +145,7 @@ def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, ...]:
         weights = forward.Weights(params, forward.inputs(plan, plan.zero, params))
         sums = lax.map(partial(forward.scores, plan, plan.zero, weights), microbatches)
         sums = jax.tree.map(lambda x: x.sum(0), sums)
-    loss, *counts = sums
-    loss = all_reduce(loss, plan.loss_axes)
-    return loss, *all_reduce(loops.after(loss, counts), plan.loss_axes)
+    return all_reduce(sums, plan.loss_axes)
 
 
 def microbatched(plan: Plan, batch: Tree) -> Tree:

@@ -15,7 +15,6 @@ from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import Tree, as_varying
 from nanotrain_jax.parallel.gradients import noise_scale
 from nanotrain_jax.parallel.layered_model import LayeredModel
-from nanotrain_jax.parallel.loops import after, gradients_after
 from nanotrain_jax.parallel.mesh import BATCH_AXES
 from nanotrain_jax.parallel.offload import host_offload
 from nanotrain_jax.parallel.pipeline.schedule import SPLIT
@@ -91,8 +90,7 @@ def outputs(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[Tree
     if model.encode:
         batch = batch | model.encode(model.used_by_encode(ends), batch, run)
     x = model.first(model.used_by_first(ends), batch, run)
-    ends, x = gradients_after(model.used_by_last(ends), x)
-    return ends, run(LAYERS, partial(layer_of, model, batch), x), batch
+    return model.used_by_last(ends), run(LAYERS, partial(layer_of, model, batch), x), batch
 
 
 @jax.named_scope("layer")
@@ -134,10 +132,7 @@ def run_layer(plan: Plan, stack: str, zero: Zero, layer: Callable, x: Tree, weig
         chosen = select(gathered, plan.measured[stack])
         leaves, tree = jax.tree.flatten(chosen)
         gathered = merge(tree.unflatten(noise_scale.measured(leaves, weights.tap)), gathered)
-    if not (plan.config.parallel.overlap_tensor or plan.config.parallel.is_blockwise):
-        return layer(gathered, x)
-    gathered, x = gradients_after(gathered, x)
-    return after(gathered, layer(gathered, x))
+    return layer(gathered, x)
 
 
 def layered(plan: Plan, params: Tree, measures: bool = False) -> LayeredModel:

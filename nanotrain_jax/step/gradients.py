@@ -19,7 +19,6 @@ from nanotrain_jax.config.execution import Execution
 from nanotrain_jax.models.contract import LAYERS, join_layers, split_layers
 from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 from nanotrain_jax.parallel.layered_model import LayeredModel
-from nanotrain_jax.parallel.loops import after
 from nanotrain_jax.parallel.mesh import BATCH_AXES
 from nanotrain_jax.parallel.offload import host_offload, offloaded_layers
 from nanotrain_jax.parallel.pipeline import schedule as schedules
@@ -62,7 +61,6 @@ def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     if plan.config.parallel.microbatches > 1:
         earlier = by_autodiff(plan, params, jax.tree.map(lambda x: x[:-1], microbatches), scale)
         weights = wait_for(earlier.grads, params)  # sums and gathered weights are never alive together
-        microbatches = after(earlier, microbatches)
 
     def objective(inputs: Inputs, batch: Tree) -> jax.Array:
         of_batch = Weights(weights, inputs.weights, earlier.grads, inputs.tap)

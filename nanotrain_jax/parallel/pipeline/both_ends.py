@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 
 from nanotrain_jax.parallel.collectives import Tree, all_reduce
-from nanotrain_jax.parallel.loops import after
 from nanotrain_jax.parallel.pipeline.slots import EndUnits
 from nanotrain_jax.parallel.pipeline.stage import Carry, Shared, Stage
 
@@ -86,15 +85,14 @@ def add(stage: Stage, sums: Tree, gradients: Tree, wanted: jax.Array) -> Tree:
 
 def share_outputs(stage: Stage, next_unit: jax.Array, shared: Shared, x: Tree) -> Shared:
     """Split ends, after F: embed the unit that begins in the next tick; share it, and x of the last stage."""
-    next_unit = after(x, next_unit)
     embedded = embed(stage, next_unit, next_unit >= 0, shared.embedded)
-    return Shared(*sum_in_tick(stage, [embedded, on_stage(stage, stage.schedule.stages - 1, after(embedded, x))]))
+    return Shared(*sum_in_tick(stage, [embedded, on_stage(stage, stage.schedule.stages - 1, x)]))
 
 
 def share_gradients(stage: Stage, now: EndUnits, carry: Carry) -> tuple[Carry, Tree]:
     """Split ends, before F: loss of a unit, backward of `first` of another -> carry, gradient of the last layer's x."""
     g, of_ends = backward_last(stage, now.loss, now.loss >= 0, carry.shared.output, carry.sums.ends)
-    g, g_of_first = sum_in_tick(stage, [g, on_stage(stage, 0, after(g, carry.g))])
+    g, g_of_first = sum_in_tick(stage, [g, on_stage(stage, 0, carry.g)])
     _, of_ends = backward_first(stage, now.of_first, now.of_first >= 0, g_of_first, of_ends)
     return carry._replace(sums=carry.sums._replace(ends=of_ends)), g
 

@@ -20,7 +20,6 @@ from nanotrain_jax.parallel import loops
 from nanotrain_jax.parallel.collectives import Tree, as_varying, position, varying_axes
 from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
 from nanotrain_jax.parallel.layered_model import LayeredModel
-from nanotrain_jax.parallel.loops import after
 from nanotrain_jax.parallel.pipeline import both_ends, ring_buffers, schedule_text
 from nanotrain_jax.parallel.pipeline.schedule import Schedule, make
 from nanotrain_jax.parallel.pipeline.slots import EndUnits, arrivals, buffers, end_units, ticks_of
@@ -91,7 +90,6 @@ def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
         begins = jnp.where(stage.is_first(unit), unit, -1)
         inputs = loops.put(inputs, stage.slot("inputs", begins), shared.embedded)
         sums = _with_loss(stage, of_ends.loss, of_ends.loss >= 0, shared.output, sums)
-        unit = after(sums, unit)
 
     def run_layer(x: Tree, i: jax.Array, fetched: Tree | None) -> tuple[Tree, None]:
         def work(_: jax.Array, x: Tree, nothing: tuple) -> tuple[Tree, tuple]:
@@ -112,7 +110,6 @@ def _forward_tick(stage: Stage, carry: tuple, now: tuple) -> tuple[tuple, None]:
     )
     if stage.model.split_ends:
         shared = both_ends.share_outputs(stage, of_ends.embedded, shared, x)
-        x = after(shared, x)
     return (shifted(stage, x, 1), inputs, sums, shared), None
 
 
@@ -120,7 +117,7 @@ def _with_loss(stage: Stage, unit: jax.Array, wanted: jax.Array, x: Tree, sums: 
     """Add what `model.last` returns for a unit to sums, if wanted."""
 
     def work(turn: jax.Array, sums: Tree, nothing: tuple) -> tuple[Tree, tuple]:
-        output = both_ends.sum_in_branch(stage, after(turn, x))  # else XLA moves communication out of the branch
+        output = both_ends.sum_in_branch(stage, x)
         of_unit = stage.model.last(stage.model.ends, output, stage.microbatch_of_ends(unit + turn))
         return jax.tree.map(jnp.add, sums, both_ends.once(stage, of_unit)), nothing
 

@@ -30,7 +30,6 @@ from jax import lax
 from nanotrain_jax.parallel import loops
 from nanotrain_jax.parallel.collectives import Tree, shift, varying_axes
 from nanotrain_jax.parallel.layer_loop import LayerWork, over_layers
-from nanotrain_jax.parallel.loops import after
 from nanotrain_jax.parallel.pipeline import both_ends, ring_buffers
 from nanotrain_jax.parallel.pipeline.both_ends import add
 from nanotrain_jax.parallel.pipeline.stage import Carry, Residuals, Stage, Sums, Tick
@@ -44,7 +43,7 @@ def tick(stage: Stage, carry: Carry, now: Tick) -> tuple[Carry, None]:
         carry, g, output = _forward_and_ends(stage, now, carry, g)
         output_unit = now.ends.loss
     else:
-        carry = forward(stage, after(g, now.forward), carry)
+        carry = forward(stage, now.forward, carry)
         output, output_unit = carry.x, now.forward
     # The output of the last chunk of the model takes the slot of its gradient until B computes its loss; with split
     # ends it is the gradient.
@@ -52,9 +51,9 @@ def tick(stage: Stage, carry: Carry, now: Tick) -> tuple[Carry, None]:
     gradients = loops.put(carry.gradients, stage.slot("gradients", output_unit), output)
     gradients = loops.put(gradients, stage.slot("gradients", now.g_arrives), g)
     carry = carry._replace(x=shifted(stage, carry.x, 1), gradients=gradients)
-    carry = backward(stage, after(carry.x, now.backward), carry)
+    carry = backward(stage, now.backward, carry)
     for k in range(stage.schedule.weight.shape[-1]):
-        carry = weight(stage, after((carry.g, carry.sums), now.weight[k]), carry)
+        carry = weight(stage, now.weight[k], carry)
     # Else XLA communicates in the next tick, which needs the result.
     x, g, shared = lax.optimization_barrier((carry.x, carry.g, carry.shared))
     return carry._replace(x=x, g=g, shared=shared), None
@@ -64,12 +63,11 @@ def _forward_and_ends(stage: Stage, now: Tick, carry: Carry, g: Tree) -> tuple[C
     """F, and what all stages compute at split ends (`both_ends.py`) -> carry, g, gradient of the last layer's x."""
     begins = jnp.where(stage.is_first(now.forward), now.forward, -1)
     inputs = loops.put(carry.inputs, stage.slot("inputs", begins), carry.shared.embedded)
-    carry, of_output = both_ends.share_gradients(stage, after(g, now.ends), carry)
-    unit = after((of_output, carry.sums.ends), now.forward)
-    carry = forward(stage, unit, carry._replace(inputs=inputs))
+    carry, of_output = both_ends.share_gradients(stage, now.ends, carry)
+    carry = forward(stage, now.forward, carry._replace(inputs=inputs))
     x, g, of_output = lax.optimization_barrier((carry.x, g, of_output))  # else XLA waits for both gradients before F
     shared = both_ends.share_outputs(stage, now.ends.embedded, carry.shared, x)
-    return carry._replace(x=after(shared, x), shared=shared), g, of_output
+    return carry._replace(x=x, shared=shared), g, of_output
 
 
 def shifted(stage: Stage, x: Tree, step: int) -> Tree:
@@ -116,13 +114,11 @@ def backward(stage: Stage, unit: jax.Array, carry: Carry) -> Carry:
         layers = partial(_backward_layers, stage, carry.residuals)
         through = g, sums._replace(ends=of_ends), intermediates
         # Depends on turn, or XLA hoists the recomputation of a single layer out of the branch: into every tick.
-        through = _through_chunk(stage, after((g, of_ends), unit + turn), layers, through, reverse=True)
-        g, sums, intermediates = through
+        g, sums, intermediates = _through_chunk(stage, unit + turn, layers, through, reverse=True)
         of_ends = sums.ends
         if not stage.model.split_ends:
-            of_first = after(through, unit)
-            is_first = stage.is_first(of_first) & stage.works(of_first)  # masked, unit may be -1
-            g, of_ends = both_ends.backward_first(stage, of_first, is_first, g, of_ends)
+            is_first = stage.is_first(unit) & stage.works(unit)  # masked, unit may be -1
+            g, of_ends = both_ends.backward_first(stage, unit, is_first, g, of_ends)
         return g, (sums._replace(ends=of_ends), intermediates)
 
     g = loops.get(carry.gradients, stage.slot("gradients", unit))

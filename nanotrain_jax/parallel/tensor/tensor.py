@@ -39,7 +39,7 @@ from nanotrain_jax.parallel.collectives import (
     reduce_scatter,
     varying_axes,
 )
-from nanotrain_jax.parallel.loops import after, with_backward
+from nanotrain_jax.parallel.loops import with_backward
 from nanotrain_jax.parallel.remat import HOPS
 from nanotrain_jax.parallel.tensor import float8
 from nanotrain_jax.parallel.tensor.collective_matmul import gather_matmuls, matmul_scatter
@@ -140,11 +140,10 @@ def columns(
     def backward(residuals: tuple, grads: list) -> tuple[jax.Array, list]:
         x_BTD, weights = residuals
         if regather:
-            x_BTD = matmul.operand(enter(after(grads, x_BTD) if overlap else x_BTD, axis, sequence_parallel))
+            x_BTD = matmul.operand(enter(x_BTD, axis, sequence_parallel))
         pairs = list(zip(map(matmul.gradient, grads), weights, strict=True))
         partial_grads = [float8.input_gradient(matmul, g_BTF, w_DF) for g_BTF, w_DF in pairs]
-        g_BTD = reduce(operator.add, partial_grads).astype(dtype)
-        g_BTD = leave(after(x_BTD, g_BTD) if overlap else g_BTD, axis, sequence_parallel)
+        g_BTD = leave(reduce(operator.add, partial_grads).astype(dtype), axis, sequence_parallel)
         grads_DF = [float8.weight_gradient(matmul, x_BTD, g_BTF, w_DF) for g_BTF, w_DF in pairs]
         # The barrier makes XLA compute the weight gradients during the reduce-scatter, not after it.
         return lax.optimization_barrier((g_BTD, grads_DF)) if sequence_parallel else (g_BTD, grads_DF)
@@ -373,8 +372,7 @@ def _losses(loss: _Loss, x_cD: jax.Array, head_VD: jax.Array, targets_c: jax.Arr
     hit_cV = (row_V[None] == targets_c[:, None]) & counts_c[:, None]
     top_c = all_max(logits_cV.max(-1), loss.axes)
     exp_cV = jnp.exp(logits_cV - top_c[:, None])
-    hit_c = all_reduce(jnp.where(hit_cV, logits_cV, 0.0).sum(-1), loss.axes)
-    sum_c = all_reduce(after(hit_c, exp_cV.sum(-1)), loss.axes)
+    sum_c, hit_c = all_reduce((exp_cV.sum(-1), jnp.where(hit_cV, logits_cV, 0.0).sum(-1)), loss.axes)
     log_z_c = top_c + jnp.log(sum_c)
     losses_c = jnp.where(counts_c, log_z_c - hit_c + loss.z_loss * jnp.square(log_z_c), 0.0)
     return losses_c, _Softmax(counts_c, hit_cV, exp_cV, sum_c, log_z_c)
