@@ -51,6 +51,26 @@ def test_a_folder_comes_back_bit_for_bit_and_its_run_generates(name, dtype, tmp_
         assert generate.main(["--run", str(run), "--prompt", "w5", *sampling]) == 0
 
 
+DIFFERENT = {"max_window_layers", "bos_token_id", "eos_token_id", "pad_token_id"}  # those of a tokenizer alone
+
+
+@pytest.mark.parametrize("name", [name for name in GOLDEN if name not in ("llama", "gpt2", "mistral")])
+def test_every_kind_comes_back_with_and_without_its_config(name, tmp_path, capsys):
+    """What transformers 5 wrote is read, and written as transformers 4 reads it."""
+    model, run = folders.folder(tmp_path / "model", name, "bfloat16"), tmp_path / "run"
+    given = json.loads((model / "config.json").read_text())
+    assert convert.main(["--from", str(model), "--out", str(run)]) == 0
+    assert f"{sum(x.size for x in folders.read(model).values()):,} parameters" in capsys.readouterr().out
+    for back in (tmp_path / "back", tmp_path / "without"):
+        assert convert.main(["--run", str(run), "--to", str(back), "--no-check"]) == 0
+        folders.assert_same_bits(folders.read(back), folders.read(model))
+        written = json.loads((back / "config.json").read_text())
+        assert hugging_face_config.section(written, "") == hugging_face_config.section(given, "")
+        same = {key: given[key] for key in given.keys() & written.keys() - DIFFERENT}
+        assert same == {key: written[key] for key in same} and "rope_parameters" not in written
+        (run / "config.json").unlink(missing_ok=True)
+
+
 def header(path):
     """Return the header of a safetensors file, and its data."""
     content = path.read_bytes()
