@@ -24,7 +24,8 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     source = hugging_face.opened(folders.folder(tmp_path / "model", name))
     tokens, expected = folders.logits(name)
     found = conversion.logits(source.model, source.read, tokens)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=3e-6 * np.abs(expected).max())
+    atol = 4e-5 if name == "gemma3_text" else 1e-5  # where values are twice as large
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("gpt2", "float16")])
