@@ -81,9 +81,9 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = plain.pop("rope_parameters", None)
     rope = rope if isinstance(rope, dict) else {}
     if not rope.keys().isdisjoint({LOCAL, GLOBAL}):
-        local, rope = ({} if rope.get(name) is None else rope[name] for name in (LOCAL, GLOBAL))
+        local, rope = (rope[name] if isinstance(rope.get(name), dict) else {} for name in (LOCAL, GLOBAL))
         plain |= {"rope_local_base_freq": local["rope_theta"]} if "rope_theta" in local else {}
-        plain |= {} if _rope_type(local) == "default" else {"local_rope_scaling": local}
+        plain |= {} if _rope_type(local) == "default" else {f"rope_parameters.{LOCAL}": local}
     plain |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     if _rope_type(rope) != "default":
         plain["rope_scaling"] = rope
@@ -99,7 +99,7 @@ def _rope_type(rope: Mapping[str, Any]) -> Any:
 
 def _rope_scaling(kind: Kind, config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Return rope_scaling of the section model, if a config.json has one (modeling_rope_utils.py of transformers)."""
-    for key in ("local_rope_scaling", *["rope_local_base_freq"] * ("rope_local_base_freq" not in kind.keys)):
+    for key in (f"rope_parameters.{LOCAL}", *["rope_local_base_freq"] * ("rope_local_base_freq" not in kind.keys)):
         _check(key, config.get(key), [None], origin)
     rope = config.get("rope_scaling")
     if rope is None:
@@ -145,15 +145,14 @@ def _windows(kind: Kind, config: Mapping[str, Any], origin: str) -> dict[str, An
     window = config.get("sliding_window", kind.defaults["sliding_window"]) if has_window else None
     number, types = config.get(counted, kind.defaults[counted]), config.get("layer_types")
     for key, value in {"num_hidden_layers": layers, counted: number}.items():
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{origin}: {key}={value!r} must be a whole number; correct it")
+        if not isinstance(value, int) or value < (kind.global_layers == "every"):
+            raise ValueError(f"{origin}: {key}={value!r} must be a number of layers; correct it")
     if window is None and kind.global_layers == "every":
         raise ValueError(f"{origin}: sliding_window={window}: not supported; give a number of tokens")
-    if types is not None:
+    if isinstance(types, list):
         number = _number(kind, types, number)
     given = f"{kind.global_layers}:{number}"
-    expected = [GLOBAL] * layers if window is None else layer_types(given, layers)
-    if types is not None and types != expected:
+    if types is not None and types != layer_types(f"first:{layers}" if window is None else given, layers):
         which = "one in N" if kind.global_layers == "every" else "the first"
         raise ValueError(f"{origin}: layer_types: not supported; only {which} may be {GLOBAL}, all without a window")
     if window is None:

@@ -85,7 +85,13 @@ def test_layers_of_qwen2_with_a_window(keys, window):
         ({"model_type": "gemma3_text", "sliding_window": None}, "sliding_window=None"),
         (OTHERS | {"layer_types": ["sliding_attention", "full_attention"] * 2}, "layer_types: not supported"),
         (OTHERS | {"sliding_window": None, "layer_types": ["sliding_attention"] * 4}, "layer_types: not supported"),
-        (OTHERS | {"max_window_layers": None}, "max_window_layers=None must be a whole number"),
+        (OTHERS | {"max_window_layers": None}, "max_window_layers=None must be a number of layers"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern=0 must be a number"),
+        ({"model_type": "gemma3_text", "layer_types": "full_attention"}, "layer_types: not supported"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": YARN}},
+            "rope_parameters.sliding_attention",
+        ),
     ],
 )
 def test_what_we_do_not_compute_gives_one_line(keys, named):
