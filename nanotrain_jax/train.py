@@ -217,7 +217,7 @@ def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batc
     config = resolve(config, mesh.shape, dataset.vocab_size)
     capacity.check(config, mesh)
     if config.train.save_hf:
-        hugging_face.inventory(hugging_face.kind_of(config.model), config.model)  # refuses what no folder can hold
+        hugging_face.kind_of(config.model)  # refuses what no folder can hold
     parts = training_stages.phases(config, span)
     phases = [Phase(part, config, dataset, steps.build(of_phase(config, part), mesh)) for part in parts]
     step = phases[-1].step

@@ -53,7 +53,7 @@ MAY_NAME_KEYS = {
     "scripts/measure/jit_step.py", "scripts/examples/your_model.py",
 }  # fmt: skip
 FAMILIES = {"llama", "gpt2"}
-MAY_NAME_FAMILIES = {"config.model", "config.families", "models.hugging_face"}
+MAY_NAME_FAMILIES = {"config.model", "config.families", "models.hugging_face_kinds"}
 
 
 def module_name(path):

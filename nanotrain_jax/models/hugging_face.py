@@ -1,13 +1,4 @@
-"""Model folders of Hugging Face: tensors by name, shape and order of dims, and the keys of config.json. Needs no JAX.
-
-`KINDS` is read in both directions, by model_type. A row of tensors says how a stored tensor consists of arrays of ours:
-
-    Tensor("...q_proj.weight", "(N H) D", (q_DNH,))      the array [D N H], stored as a matrix of N H rows
-    Tensor("...c_attn.weight", "D (* N H)", (q, k, v))   three arrays [D N H], side by side
-
-{} is the number of a layer, * counts the arrays. Rotary embeddings pair the first half of a head with the second, here
-and there, so no row is permuted. A row whose arrays the model does not have is not stored.
-"""
+"""Tensors of model folders of Hugging Face: which a model has, and our arrays as parts of them. Needs no JAX."""
 
 from __future__ import annotations
 
@@ -18,140 +9,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanotrain_jax.config import families
 from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import decoder_table as ours
+from nanotrain_jax.models import hugging_face_config
+from nanotrain_jax.models.hugging_face_kinds import KINDS, Tensor
 from nanotrain_jax.models.parameters import Table
 
 COUNT = "*"
 STRIP = 64  # elements
 MAX_NAMED = 3  # tensors named in an error message
+SIZES = (  # keys of model, which the decoder reads
+    "num_layers", "d_model", "num_heads", "head_width", "d_ff", "vocab_size", "max_seq_len", "norm_eps",
+    "tie_embeddings",
+)  # fmt: skip
+FEATURES = (
+    "centered_norms", "learned_positions", "gated_mlp", "activation", "biases", "qkv_bias", "qk_norm", "norms_after",
+    "gains_from_one", "scaled_embeddings",
+)  # fmt: skip
 Shapes = Mapping[str, tuple[int, ...]]  # name -> shape
-
-
-class Tensor(NamedTuple):
-    """A row: a tensor of a model folder."""
-
-    name: str
-    dims: str
-    paths: tuple[str, ...]  # of our arrays (models/decoder_table.py)
-
-
-class Kind(NamedTuple):
-    """A model_type of config.json."""
-
-    family: families.Name
-    architecture: str
-    prefix: str  # of tensors; left out in folders of the model without its head
-    tensors: tuple[Tensor, ...]
-    keys: Mapping[str, str]  # key of config.json -> key of the section model
-    defaults: Mapping[str, Any]  # of keys that config.json may leave out, as transformers has; None: that of ours
-    fixed: Mapping[str, tuple[Any, ...]]  # keys with the values that we compute; the first is written
-    buffers: str  # regular expression: tensors that are no weights
-
-
-def _layer(name: str, dims: str, *paths: str) -> Tensor:
-    return Tensor(f"model.layers.{{}}.{name}", dims, paths)
-
-
-def _block(name: str, dims: str, *paths: str) -> Tensor:
-    return Tensor(f"transformer.h.{{}}.{name}", dims, paths)
-
-
-LLAMA_TENSORS = (
-    Tensor("model.embed_tokens.weight", "V D", (ours.EMBEDDING,)),
-    _layer("input_layernorm.weight", "D", f"{ours.NORM_ATTENTION}/gain_D"),
-    _layer("self_attn.q_proj.weight", "(N H) D", f"{ours.ATTENTION}/q_DNH"),
-    _layer("self_attn.k_proj.weight", "(K H) D", f"{ours.ATTENTION}/k_DKH"),
-    _layer("self_attn.v_proj.weight", "(K H) D", f"{ours.ATTENTION}/v_DKH"),
-    _layer("self_attn.o_proj.weight", "D (N H)", f"{ours.ATTENTION}/out_NHD"),
-    _layer("post_attention_layernorm.weight", "D", f"{ours.NORM_MLP}/gain_D"),
-    _layer("mlp.gate_proj.weight", "F D", f"{ours.MLP}/gate_DF"),
-    _layer("mlp.up_proj.weight", "F D", f"{ours.MLP}/up_DF"),
-    _layer("mlp.down_proj.weight", "D F", f"{ours.MLP}/down_FD"),
-    Tensor("model.norm.weight", "D", (f"{ours.NORM_LAST}/gain_D",)),
-    Tensor("lm_head.weight", "V D", (ours.HEAD,)),
-)
-GPT2_TENSORS = (
-    Tensor("transformer.wte.weight", "V D", (ours.EMBEDDING,)),
-    Tensor("transformer.wpe.weight", "T D", (ours.POSITIONS,)),
-    _block("ln_1.weight", "D", f"{ours.NORM_ATTENTION}/gain_D"),
-    _block("ln_1.bias", "D", f"{ours.NORM_ATTENTION}/bias_D"),
-    _block("attn.c_attn.weight", "D (* N H)", *(f"{ours.ATTENTION}/{name}" for name in ("q_DNH", "k_DKH", "v_DKH"))),
-    _block("attn.c_attn.bias", "(* N H)", *(f"{ours.ATTENTION}/bias_{name}" for name in ("q_NH", "k_KH", "v_KH"))),
-    _block("attn.c_proj.weight", "(N H) D", f"{ours.ATTENTION}/out_NHD"),
-    _block("attn.c_proj.bias", "D", f"{ours.ATTENTION}/bias_out_D"),
-    _block("ln_2.weight", "D", f"{ours.NORM_MLP}/gain_D"),
-    _block("ln_2.bias", "D", f"{ours.NORM_MLP}/bias_D"),
-    _block("mlp.c_fc.weight", "D F", f"{ours.MLP}/up_DF"),
-    _block("mlp.c_fc.bias", "F", f"{ours.MLP}/bias_up_F"),
-    _block("mlp.c_proj.weight", "F D", f"{ours.MLP}/down_FD"),
-    _block("mlp.c_proj.bias", "D", f"{ours.MLP}/bias_down_D"),
-    Tensor("transformer.ln_f.weight", "D", (f"{ours.NORM_LAST}/gain_D",)),
-    Tensor("transformer.ln_f.bias", "D", (f"{ours.NORM_LAST}/bias_D",)),
-    Tensor("lm_head.weight", "V D", (ours.HEAD,)),
-)
-
-LLAMA_KEYS = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "d_model",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "intermediate_size": "d_ff",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_seq_len",
-    "rope_theta": "rope_theta",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tie_embeddings",
-}
-LLAMA = Kind(
-    family="llama",
-    architecture="LlamaForCausalLM",
-    prefix="model.",
-    tensors=LLAMA_TENSORS,
-    keys=LLAMA_KEYS,
-    defaults={
-        "num_key_value_heads": None,
-        "max_position_embeddings": 2048,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-    fixed={"hidden_act": ("silu",), "rope_scaling": (None,), "attention_bias": (False,), "mlp_bias": (False,)},
-    buffers=r".*rotary_emb\.inv_freq",
-)
-KINDS: dict[str, Kind] = {
-    "llama": LLAMA,
-    "mistral": LLAMA._replace(
-        architecture="MistralForCausalLM",
-        defaults=LLAMA.defaults | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-        fixed={"hidden_act": ("silu",), "rope_scaling": (None,), "sliding_window": (None,)},
-    ),
-    "gpt2": Kind(
-        family="gpt2",
-        architecture="GPT2LMHeadModel",
-        prefix="transformer.",
-        tensors=GPT2_TENSORS,
-        keys={
-            "n_layer": "num_layers",
-            "n_embd": "d_model",
-            "n_head": "num_heads",
-            "n_inner": "d_ff",
-            "vocab_size": "vocab_size",
-            "n_positions": "max_seq_len",
-            "layer_norm_epsilon": "norm_eps",
-            "tie_word_embeddings": "tie_embeddings",
-        },
-        defaults={"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-        fixed={
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
-        },
-        buffers=r".*\.attn\.(bias|masked_bias)",
-    ),
-}
 
 
 class Stored(NamedTuple):
@@ -176,23 +51,66 @@ class Stored(NamedTuple):
 
 
 def kind_of(model: Model, model_type: str | None = None) -> str:
-    """Return the model_type of a model: the given one if it is of this family, else the first that is."""
-    of_family = [name for name, kind in KINDS.items() if families.FAMILIES[kind.family] is model.features]
-    if not of_family:
-        raise ValueError(f"model.family={model.family} has no folder format; use {' or '.join(KINDS)}")
-    return model_type if model_type in of_family else of_family[0]
+    """Return the model_type of a resolved model: the first that can hold it of the given one, its family's, and others.
+
+    Raises ValueError if none can.
+    """
+    of_family = {kind.family: name for name, kind in KINDS.items()}
+    names = [name for name in (model_type, of_family.get(model.family), *KINDS) if name in KINDS]
+    problems = {name: _misfit(name, model) for name in dict.fromkeys(names)}
+    found = next((name for name, problem in problems.items() if problem is None), None)
+    if found is None:
+        raise ValueError(f"a model with these keys cannot be a {names[0]} of Hugging Face: {problems[names[0]]}")
+    return found
+
+
+def _misfit(kind: str, model: Model) -> str | None:
+    """Say why a model_type cannot hold a resolved model; None: it can."""
+    table = ours.table(model)
+    rows = [row for row in KINDS[kind].tensors if table.keys() >= {*row.paths}]
+    missing = sorted(_stored_paths(model) - {path for row in rows for path in row.paths})
+    unequal = [row.name.format("N") for row in rows if len({table[path].shape for path in row.paths}) > 1]
+    if missing or unequal:
+        return f"{unequal[0]} holds arrays of one shape" if unequal else f"it has no tensor for {missing[0]}"
+    try:
+        read = Model(**hugging_face_config.section(hugging_face_config.as_json(kind, model, "float32", {}), kind))
+    except ValueError as error:
+        return str(error)
+    computed, stored = _computed(model), _computed(read)
+    return next((f"it has no {key}" for key, value in computed.items() if stored[key] != value), None)
+
+
+def _computed(model: Model) -> dict[str, Any]:
+    """Return what a decoder computes: keys of the section model -> value, or value of each layer."""
+    features, rope = model.features, (model.rope_theta, model.rope_scaling)
+    is_local = [features.is_local(layer) for layer in range(model.num_layers)]
+    has_own = features.has_local_layers and features.rope_local_theta is not None
+    ropes = [(features.rope_local_theta, None) if has_own and local else rope for local in is_local]
+    return {f"model.{key}": getattr(model, key) for key in SIZES} | {
+        "model.num_kv_heads": model.num_kv_heads or model.num_heads,
+        "features of that family": [getattr(features, name) for name in FEATURES],
+        "model.sliding_window in these layers": [model.sliding_window if local else None for local in is_local],
+        "model.rope_theta and model.rope_scaling so": [] if features.learned_positions else ropes,
+    }
+
+
+def _stored_paths(model: Model) -> set[str]:
+    """Return the paths of our arrays that folders have: all but constants."""
+    return {path for path in ours.table(model) if not path.endswith(f"/{ours.IS_LOCAL}")}
+
+
+def constants(model: Model) -> dict[tuple[str, int], np.ndarray]:
+    """Return our arrays that no folder has, as they follow from the model: path and layer -> float32."""
+    if not model.features.has_local_layers:
+        return {}
+    path = f"{ours.ATTENTION}/{ours.IS_LOCAL}"
+    return {(path, i): np.full(1, model.features.is_local(i), np.float32) for i in range(model.num_layers)}
 
 
 def inventory(kind: str, model: Model) -> list[Stored]:
-    """Return every tensor of a resolved model, ends first, then layer by layer. Raises ValueError if its arrays cannot
-    be stored so."""
+    """Return every tensor of a resolved model that a kind can hold, ends first, then layer by layer."""
     table = ours.table(model)
     rows = [row for row in KINDS[kind].tensors if table.keys() >= {*row.paths}]
-    missing = sorted(table.keys() - {path for row in rows for path in row.paths})
-    unequal = [row.name.format("N") for row in rows if len({table[path].shape for path in row.paths}) > 1]
-    if missing or unequal:
-        what = f"{unequal[0]} holds arrays of one shape" if unequal else f"it has no tensor for {missing[0]}"
-        raise ValueError(f"a model with these keys cannot be a {kind} of Hugging Face: {what}")
     ends = [_stored(row, table, None) for row in rows if "{}" not in row.name]
     layers = [_stored(row, table, layer) for layer in range(model.num_layers) for row in rows if "{}" in row.name]
     return ends + layers
@@ -283,63 +201,3 @@ def _contiguous(view: np.ndarray) -> np.ndarray:
     for start in range(0, view.shape[-1], STRIP):
         copy[..., start : start + STRIP] = view[..., start : start + STRIP]
     return copy
-
-
-def section(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Return the section model of a config.json, every size given. Raises ValueError on what we do not compute."""
-    kind, config = _kind(config, origin), _plain(config)
-    if config.get("quantization_config") is not None:
-        raise ValueError(f"{origin}: quantization_config: weights are quantized; give a folder in bfloat16 or float32")
-    for key, values in kind.fixed.items():
-        value = config.get(key, kind.defaults.get(key, values[0]))
-        if value not in values:
-            raise ValueError(f"{origin}: {key}={value!r}: not supported; only {' or '.join(map(repr, values))} is")
-    keys: dict[str, Any] = {"family": kind.family}
-    for theirs, key in kind.keys.items():
-        if config.get(theirs) is None and theirs not in kind.defaults:
-            raise ValueError(f"{origin} has no {theirs}; give the config.json of a {config['model_type']} model")
-        value = config.get(theirs, kind.defaults.get(theirs))
-        keys |= {} if value is None else {key: value}
-    head, heads, width = (config.get("head_dim"), keys["num_heads"], keys["d_model"])
-    if isinstance(head, int) and isinstance(heads, int) and head * heads != width:
-        raise ValueError(f"{origin}: head_dim={head}: not supported; only hidden_size / num_attention_heads is")
-    return keys
-
-
-def _kind(config: Mapping[str, Any], origin: str) -> Kind:
-    name = config.get("model_type")
-    if not isinstance(name, str) or name not in KINDS:
-        raise ValueError(f"{origin}: model_type={name!r} is not supported; give a model of {', '.join(KINDS)}")
-    return KINDS[name]
-
-
-def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json without keys that say what is true of any model, and as transformers 4 writes it.
-
-    Version 5 writes rope_parameters for rope_theta and rope_scaling.
-    """
-    plain = dict(config)
-    rope = plain.pop("rope_parameters", None)
-    rope = rope if isinstance(rope, dict) else {}
-    if "rope_theta" in rope:
-        plain["rope_theta"] = rope["rope_theta"]
-    if rope.get("rope_type", "default") != "default":
-        plain["rope_scaling"] = rope
-    scaling = plain.get("rope_scaling")
-    if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "default":
-        plain["rope_scaling"] = None
-    return plain
-
-
-def dtype_of(config: Mapping[str, Any]) -> str | None:
-    """Return the dtype that a config.json names; None if it names none."""
-    return config.get("dtype", config.get("torch_dtype"))
-
-
-def as_json(kind: str, model: Model, dtype: str, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a resolved model. base: a config.json whose other keys stay, e.g. of its tokens."""
-    other = {key: value for key, value in _plain(base).items() if key != "dtype"}
-    keys = {theirs: getattr(model, key) for theirs, key in KINDS[kind].keys.items()}
-    fixed = {key: values[0] for key, values in KINDS[kind].fixed.items() if other.get(key) not in values}
-    names = {"architectures": [KINDS[kind].architecture], "model_type": kind, "torch_dtype": dtype}
-    return other | names | keys | fixed

@@ -29,7 +29,7 @@ from nanotrain_jax.config.values import with_message
 from nanotrain_jax.data import corpus
 from nanotrain_jax.data.tokenizer import Tokenizer
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
-from nanotrain_jax.models import decoder, hugging_face
+from nanotrain_jax.models import decoder, hugging_face, hugging_face_config
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 from nanotrain_jax.run.hugging_face import Folder, opened
 from nanotrain_jax.run.model_config import CONFIG, ONE_DEVICE, TOKENIZER
@@ -77,7 +77,8 @@ def to_run(source: Folder, run: Path, checks: bool) -> Iterator[str]:
             weights = by_layer.Weights(folder, 0)
             _compare(source, weights.read)
         by_layer.seal(folder, 0)
-    yield f"wrote {run}: {source.kind}, {nbytes / source.dtype.itemsize:,.0f} parameters in {source.dtype}, step 0"
+    parameters = nbytes // source.dtype.itemsize - len(source.constants)
+    yield f"wrote {run}: {source.kind}, {parameters:,} parameters in {source.dtype}, step 0"
     if checks:
         yield f"checked: {len(source.paths)} arrays, {nbytes:,} bytes, read back equal"
     if tokenizer is None:
@@ -174,7 +175,7 @@ class Export:
         """Write the files of a model into a folder that exists. Raises OSError."""
         copy_files(self.run, folder)
         base = self.base or self._tokens(folder)
-        config = hugging_face.as_json(self.kind, self.model, str(self.dtype), base)
+        config = hugging_face_config.as_json(self.kind, self.model, str(self.dtype), base)
         safetensors.write_json(folder / CONFIG, config)
         if not (folder / GENERATION).exists():
             safetensors.write_json(folder / GENERATION, {key: config[key] for key in TOKEN_IDS if key in config})

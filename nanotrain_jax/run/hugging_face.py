@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from nanotrain_jax.checkpoint import directory
 from nanotrain_jax.checkpoint.safetensors import Tensors, read_json
 from nanotrain_jax.config.schema import Model
-from nanotrain_jax.models import hugging_face
+from nanotrain_jax.models import hugging_face, hugging_face_config
 from nanotrain_jax.models.hugging_face import Stored
 from nanotrain_jax.models.parameters import LAYERS
 from nanotrain_jax.parallel.collectives import Tree
@@ -30,8 +30,8 @@ from nanotrain_jax.run.model_config import CONFIG, resolved_model
 class Folder:
     """A model folder whose headers are read and match its config.json.
 
-    stored: the tensor of each of our arrays, by path and layer (None: outside layers); copy: the name of a copy of the
-    tied embedding, if there is one.
+    stored: the tensor of each of our arrays, by path and layer (None: outside layers); constants: arrays that are not
+    stored; copy: the name of a copy of the tied embedding, if there is one.
     """
 
     path: Path
@@ -40,11 +40,14 @@ class Folder:
     model: Model
     tensors: Tensors
     stored: Mapping[tuple[str, int | None], Stored]
+    constants: Mapping[tuple[str, int | None], np.ndarray]
     copy: str | None
     dtype: np.dtype
 
     def read(self, path: str, layer: int | None, index: Sequence[slice] | None = None) -> np.ndarray:
         """Read one of our arrays, of a stack that of one layer, or a part of it. index: a slice for each dim."""
+        if (path, layer) in self.constants:
+            return self.constants[path, layer][tuple(index or ())]
         tensor = self.stored[path, layer]
         whole = (slice(None),) * len(tensor.words)
         return hugging_face.part(tensor, path, index or whole, partial(self.tensors.read, tensor.name))
@@ -52,7 +55,7 @@ class Folder:
     @property
     def paths(self) -> list[tuple[str, int | None]]:
         """Path and layer of each of our arrays, layer by layer."""
-        return list(self.stored)
+        return [*self.stored, *self.constants]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -64,12 +67,13 @@ class Folder:
 def opened(path: Path) -> Folder:
     """Read and check the headers of a folder. Raises ValueError or OSError in one line."""
     config = read_json(path / CONFIG)
-    model = resolved_model(hugging_face.section(config, str(path / CONFIG)))
+    model = resolved_model(hugging_face_config.section(config, str(path / CONFIG)))
     kind, tensors = config["model_type"], Tensors(path)
     found, copy = hugging_face.located(kind, model, tensors.shapes, str(path))
-    dtype = tensors.dtype([x.name for x in found], hugging_face.dtype_of(config))
+    dtype = tensors.dtype([x.name for x in found], hugging_face_config.dtype_of(config))
     stored = {(name, x.layer): x for x in found for name in x.paths}
-    return Folder(path, config, kind, model, tensors, stored, copy, dtype)
+    constants = {place: x.astype(dtype) for place, x in hugging_face.constants(model).items()}
+    return Folder(path, config, kind, model, tensors, stored, constants, copy, dtype)
 
 
 def weights(folder: Folder, like: Tree, order: np.ndarray | None) -> Tree:

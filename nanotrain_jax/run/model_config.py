@@ -12,7 +12,7 @@ from nanotrain_jax.config import load as configs
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.config.values import HUGGING_FACE, expanded
-from nanotrain_jax.models import hugging_face
+from nanotrain_jax.models import hugging_face_config
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"  # files of a model folder
 ONE_DEVICE = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
@@ -39,7 +39,7 @@ def read(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     if source is None:
         return _completed(configs.read(path, overrides))
     folder = source.parent if source.name == CONFIG else source
-    model = hugging_face.section(read_json(folder / CONFIG), str(folder / CONFIG))
+    model = hugging_face_config.section(read_json(folder / CONFIG), str(folder / CONFIG))
     tokens = min(resolved_model(model).max_seq_len, PLANNED_TOKENS)
     tree = {"model": model, "data": {"seq_len": tokens}, "checkpoint": {"resume": f"{HUGGING_FACE}{folder}"}}
     return _completed(configs.nested(overrides, tree))
@@ -56,18 +56,20 @@ def _completed(tree: dict[str, Any]) -> dict[str, Any]:
     folder = folder_of(checkpoint.get("resume"))
     if folder is None:
         return tree
-    known = hugging_face.section(read_json(folder / CONFIG), str(folder / CONFIG))
+    known = hugging_face_config.section(read_json(folder / CONFIG), str(folder / CONFIG))
     given = {key: value for key, value in model.items() if value is not None}
     check_model(given, resolved_model(known), folder)
-    return tree | {"model": known | given, "data": _with_tokenizer(tree.get("data"), folder)}
+    whole = {key: value for key, value in known.items() if isinstance(value, dict)}  # rope_scaling
+    return tree | {"model": known | given | whole, "data": _with_tokenizer(tree.get("data"), folder)}
 
 
 def check_model(given: Mapping[str, Any], model: Model, folder: Path) -> None:
     """Raise ValueError if a key of a section model contradicts the model of a folder."""
     free = SAME_RESULT | (set() if model.features.learned_positions else {"max_seq_len"})
     for key, value in given.items():
-        theirs = getattr(model, key, value)
-        if key not in free and value != theirs:
+        theirs = model.model_dump().get(key, value)
+        both = isinstance(value, dict) and isinstance(theirs, dict)
+        if key not in free and (theirs | value if both else value) != theirs:
             raise ValueError(
                 f"model.{key}={value}, but {folder / CONFIG} says {theirs}; leave model.{key} out, or start from "
                 "other weights (checkpoint.resume)"

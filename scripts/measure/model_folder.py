@@ -21,7 +21,7 @@ import numpy as np
 
 from nanotrain_jax.checkpoint import safetensors
 from nanotrain_jax.config.load import Parser, at_least, folder_argument
-from nanotrain_jax.models import hugging_face
+from nanotrain_jax.models import hugging_face, hugging_face_config
 from nanotrain_jax.run.model_config import CONFIG, resolved_model
 
 SIZES = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
@@ -53,7 +53,7 @@ def write_folder(folder: Path, layers: int) -> None:
     config = {"model_type": "llama", "num_hidden_layers": layers, "torch_dtype": "bfloat16"} | SIZES
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(json.dumps(config))
-    model = resolved_model(hugging_face.section(config, CONFIG))
+    model = resolved_model(hugging_face_config.section(config, CONFIG))
     shapes = {x.name: x.shape for x in hugging_face.inventory("llama", model)}
     bits = np.random.default_rng(0)
 

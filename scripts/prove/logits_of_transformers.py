@@ -21,12 +21,32 @@ ROTARY = {
     "num_key_value_heads": 2, "max_position_embeddings": 24, "rms_norm_eps": 1e-2,
     "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
 }  # fmt: skip
+LLAMA3 = {
+    "rope_theta": 500.0, "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.5, "high_freq_factor": 3.0,
+}  # fmt: skip
+YARN = {
+    "rope_theta": 500.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6,
+    "beta_fast": 2.0, "beta_slow": 0.25,
+}  # fmt: skip
+GEMMA3 = {
+    "full_attention": {"rope_theta": 500.0, "rope_type": "linear", "factor": 8.0},
+    "sliding_attention": {"rope_theta": 50.0, "rope_type": "default"},
+}
 MODELS = {
     "llama": ("llama", ROTARY | {"tie_word_embeddings": False}),
     "llama_tied": ("llama", ROTARY | {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "mistral": ("mistral", ROTARY | {"tie_word_embeddings": False, "sliding_window": None}),
     "gpt2": ("gpt2", {"vocab_size": 61, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 24, "n_inner": 48}
              | {"layer_norm_epsilon": 1e-2}),
+    "llama_scaled": ("llama", ROTARY | {"head_dim": 12, "rope_parameters": LLAMA3}),
+    "mistral_window": ("mistral", ROTARY | {"head_dim": 10, "sliding_window": 5}),
+    "qwen2": ("qwen2", ROTARY | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+              | {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", ROTARY | {"head_dim": 10, "tie_word_embeddings": True}
+              | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
+    "gemma3_text": ("gemma3_text", ROTARY | {"head_dim": 10, "query_pre_attn_scalar": 10, "num_hidden_layers": 4}
+                    | {"sliding_window": 5, "sliding_window_pattern": 3, "rope_parameters": GEMMA3}),
 }  # fmt: skip
 
 

@@ -30,6 +30,9 @@ LAYOUTS = {
 }
 
 
+FIRST = next(iter(LAYOUTS))
+
+
 def started(tmp_path, source, parallel, **sections):
     """Prepare a run that starts from a folder."""
     tree = TREE | {"parallel": {"data": 1, "microbatches": 3} | parallel, "checkpoint": {"resume": f"hf:{source}"}}
@@ -63,8 +66,10 @@ def loss(logits_TV, targets_T):
 @pytest.mark.parametrize(
     "case",
     cover(
-        [("llama", name) for name in [*LAYOUTS][:1]] + [("gpt2", "zero 3"), ("llama_tied", "context 2")],
-        [("llama", name) for name in [*LAYOUTS][1:]] + [("gpt2", name) for name in LAYOUTS if name != "zero 3"],
+        [(name, FIRST) for name in ("llama", "gemma3_text")] + [("gpt2", "zero 3"), ("llama_tied", "context 2")],
+        [(name, layout) for name in ("llama", "gemma3_text") for layout in [*LAYOUTS][1:-1]]
+        + [("llama", "replicas apart"), ("qwen2", FIRST), ("qwen3", FIRST)]
+        + [("gpt2", name) for name in LAYOUTS if name != "zero 3"],
     ),
 )
 def test_a_run_starts_from_a_folder_and_gives_every_bit_back(case, tmp_path):
@@ -126,6 +131,7 @@ def test_a_step_that_changes_nothing_gives_the_same_bits_of_bfloat16(by_way_of_a
     [
         ({"model": {"d_model": 64}}, r"model.d_model=64, but .*config.json says 32; leave model.d_model out"),
         ({"model": {"family": "gpt2"}}, "model.family=gpt2, but .* says llama"),
+        ({"model": {"rope_scaling": {"factor": 4.0}}}, r"model.rope_scaling=\{'factor': 4.0\}, but .* says None"),
         ({"model": {"factory": "a.b:c"}}, "model.factory=a.b:c, but .* says None"),
         ({"memory": {"offload_optimizer": "nvme", "nvme_dir": "."}}, "convert the folder first"),
         ({"train": {"save_hf": True}, "checkpoint": {"every": 0}}, "use checkpoint.every above 0"),
@@ -142,6 +148,14 @@ def test_what_does_not_fit_the_folder_gives_one_line(sections, named, tmp_path):
         started(tmp_path, model, {"data": 2, "zero": 3, "persist_below": 1}, **sections)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_keys_of_a_scaling_may_be_given_if_they_are_those_of_the_folder(tmp_path):
+    model = folders.folder(tmp_path / "model", "llama_scaled")
+    run = started(tmp_path, model, {}, model={"rope_scaling": {"factor": 8.0}})
+    assert run.config.model.rope_scaling.low_freq_factor == 1.5
+    with pytest.raises(ValueError, match=r"factor': 4\.0"):
+        started(tmp_path, model, {}, model={"rope_scaling": {"factor": 4.0}})
 
 
 def test_the_tokenizer_of_the_data_must_be_the_models(tmp_path):
