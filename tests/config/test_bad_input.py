@@ -65,7 +65,7 @@ def here(tmp_path, monkeypatch, capsys):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "folder.yaml").mkdir()
-    monkeypatch.setattr(train.meshes, "configure", lambda *settings: None)
+    monkeypatch.setattr(train.meshes, "configure", lambda *settings: [])
     monkeypatch.setattr(train.processes, "initialize", lambda *settings: None)
     monkeypatch.setattr(train.restore, "agree", accept)
     monkeypatch.setattr(launch, "Coordinator", accept)
