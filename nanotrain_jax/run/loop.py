@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -107,7 +107,9 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
             most = config.train.eval_steps * config.data.batch_size
             bigram = data.bigram_loss(run.dataset, most, config.data.attend_across_documents)
         writer.finish(banner.title(config, run.mesh), bigram)
-        prompt = data.first_words(run.dataset, run.config.data)
+        prompt = ""
+        with suppress(ValueError, OSError):  # the files of the tokenizer may be gone; the run is complete
+            prompt = data.first_words(run.dataset, run.config.data)
         writer.say(banner.summary(config, writer.latest, bigram, number, prompt))
 
 
