@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,8 +37,8 @@ def test_a_split_backward_computes_nothing_twice(policy, again):
     split_x, intermediates = vjp.backward_x(residuals, weights, weights, g)
     saved = [k if i in vjp.residuals_for_weights else None for i, k in enumerate(residuals)]
     split = vjp.backward_weights(saved, weights, weights, intermediates)
-    np.testing.assert_array_equal(split_x, whole_x)
-    jax.tree.map(np.testing.assert_array_equal, split, whole)
+    # The whole backward compiles a matmul with its transpose, the parts do not: the order of a sum depends on the CPU.
+    chex.assert_trees_all_close((split_x, split), (whole_x, whole), rtol=1e-5, atol=1e-6)
     assert matmuls(vjp.backward_x, residuals, weights, weights, g) == 2 + again
     assert matmuls(lambda arrays: vjp.backward_weights(saved, weights, weights, arrays), intermediates) == 2 + again
     assert matmuls(vjp.backward, residuals, weights, weights, g) == 4 + 2 * again
