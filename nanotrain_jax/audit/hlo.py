@@ -142,11 +142,11 @@ def _walk(program: Program, name: str, count: Number, rates: Rates = NO_RATES) -
     for index, i in enumerate(program.computations[name]):
         yield name, index, count
         inner = count * _trip_count(program, i, rates) if i.opcode == "while" else count
-        for other in _called(i):
+        for other in called(i):
             yield from _walk(program, other, inner, rates)
 
 
-def _called(i: Instruction) -> list[str]:
+def called(i: Instruction) -> list[str]:
     """Return the computations that an instruction calls."""
     branches = [name.strip() for names in BRANCHES.findall(i.attributes) for name in names.split(",")]
     return CALLED.findall(i.attributes) + [name.lstrip("%") for name in branches if name]
@@ -160,7 +160,7 @@ def _trip_count(program: Program, loop: Instruction, rates: Rates) -> Number:
     at_most_once = AT_MOST_ONCE.search(loop.attributes)
     if at_most_once:
         return rates.get(at_most_once[1], 1)
-    if any(_matters(i) for name in _called(loop) for i in _instructions(program, name)):
+    if any(_matters(i) for name in called(loop) for i in _instructions(program, name)):
         raise ValueError(f"loop {loop.name} has no known trip count; audit a program with static loops")
     return 0
 
