@@ -20,6 +20,7 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models.contract import Model
 from nanotrain_jax.parallel.collectives import Tree, all_reduce
 from nanotrain_jax.parallel.context import context
+from nanotrain_jax.parallel.cpu_order import in_order
 from nanotrain_jax.parallel.gradients import local_steps
 from nanotrain_jax.parallel.mesh import BATCH_AXES
 from nanotrain_jax.parallel.pipeline import schedule as schedules
@@ -209,6 +210,8 @@ def token_order(config: Config) -> np.ndarray | None:
 
 def on_mesh(mesh: Mesh, function: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
     """Wrap a function of local shards -> a function of global arrays."""
+    if mesh.devices.flat[0].platform == "cpu":
+        function = in_order(function)
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
 
