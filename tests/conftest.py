@@ -15,7 +15,7 @@ import oracle
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from nanotrain_jax.audit import topology
+from nanotrain_jax.audit import collective_order, topology
 from nanotrain_jax.config import load
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.parallel import mesh as meshes
@@ -301,6 +301,11 @@ def collectives(text):
         pattern = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
         found += [(where, operation) for operation in re.findall(pattern, line)]
     return found
+
+
+def in_order(text):
+    """No collective of a program for simulated devices is beside a loop or branch with others."""
+    assert not list(map(str, collective_order.unordered(text)))
 
 
 def records(folder):

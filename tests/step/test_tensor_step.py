@@ -5,7 +5,7 @@ from collections import Counter
 import jax
 import pytest
 from cases import case
-from conftest import cover, equals_the_oracle, resolved, skips_an_overflow, small, stays_near_the_oracle
+from conftest import cover, equals_the_oracle, in_order, resolved, skips_an_overflow, small, stays_near_the_oracle
 
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.costs import communication
@@ -59,6 +59,7 @@ def moves_the_bytes_of_the_papers(tree):
     for c in communication.communication(config):
         theory[c["axis"], c["op"]] += c["bytes_per_device"]
     text = step.train.lower(step.state, step.batch).compile().as_text()
+    in_order(text)
     for c in hlo.summary(hlo.collectives(text, mesh.shape, communication.conditional_rates(config))):
         found[c["axis"], c["op"]] += c["bytes_per_device"]
     scalars = 20  # the loss and the gradients' norm
