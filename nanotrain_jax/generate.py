@@ -1,7 +1,8 @@
-"""Generate text with a trained model: `python -m nanotrain_jax.generate --run DIR --prompt TEXT [options]`
+"""Generate text: `python -m nanotrain_jax.generate --run DIR | --hf FOLDER --prompt TEXT | --prompts FILE | --chat`
 
-Runs on one device, whatever the layout of the training run. Short rather than fast: there is no key/value cache, so
-each token takes a forward over the whole window. Exit codes: 0 done; 2 invalid request (one line on stderr).
+The model is laid out over all devices that are here, whatever the layout of its training; keys and values are cached
+(generation/). Options left out come from the folder's generation_config.json. Exit codes: 0 done; 2 invalid request
+(one line on stderr).
 """
 
 from __future__ import annotations
@@ -15,174 +16,229 @@ if __name__ == "__main__":
     shell.announce(sys.argv[1:], sys.stderr)
 
 import argparse
+import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from jax import lax
-
-from nanotrain_jax.checkpoint.directory import latest_step
-from nanotrain_jax.checkpoint.read import load_params
-from nanotrain_jax.config.load import Parser, at_least, path_argument, refuse
-from nanotrain_jax.config.load import load as load_config
-from nanotrain_jax.config.schema import Config
-from nanotrain_jax.data import batches
-from nanotrain_jax.data.tokenizer import TOKENIZER, Tokenizer, text_decoder
-from nanotrain_jax.data.tokenizer import load as load_tokenizer
-from nanotrain_jax.models import decoder as model
+from nanotrain_jax.config.load import Parser, at_least, folder_argument, refuse
+from nanotrain_jax.generation import chat, prompts
+from nanotrain_jax.generation import load as models
+from nanotrain_jax.generation.engine import Choice
+from nanotrain_jax.generation.load import Loaded
+from nanotrain_jax.generation.prompts import Prompt
+from nanotrain_jax.generation.sampling import Sampling
+from nanotrain_jax.generation.session import Session
+from nanotrain_jax.generation.text import Text
 from nanotrain_jax.parallel import mesh as meshes
-from nanotrain_jax.parallel import remat
 from nanotrain_jax.run import shell
 
-MIN_TEMPERATURE = 1e-6  # below: greedy
-INCOMPLETE = "\ufffd"  # at the end of a text: part of a multi-byte character
-
-
-class Sampling(NamedTuple):
-    """Sampling options. temperature 0: greedy; else sample from the top_k most likely tokens."""
-
-    tokens: int = 200
-    temperature: float = 0.8
-    top_k: int = 50
-    seed: int = 0
+DEFAULTS = {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+TOKENS = 200
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the prompt and its continuation; an invalid request gives one line on stderr and exit code 2."""
+    """Generate, or converse; an invalid request gives one line on stderr and exit code 2."""
     options = parse(argv)
     meshes.pin()
-    sampling = Sampling(options.tokens, options.temperature, options.top_k, options.seed)
     try:
-        params, config, tokenizer = load(Path(options.run), options.step)
-        prompt = encode(options.prompt, tokenizer)
+        loaded = load(options)
+        choice = Choice(sampling(options, models.generation_config(loaded.folder)), tuple(loaded.tokenizer.stops))
+        template = chat.of_folder(loaded.folder) if options.chat else None
+        given = [] if options.chat else prompts_of(options, loaded)
     except (ValueError, OSError) as error:
         return refuse(error)
     sys.stdout.reconfigure(errors="replace")  # the terminal encoding may lack a character
-    print(options.prompt, end="", flush=True)
-    for text in as_text(generate(params, config, prompt, tokenizer.vocab_size, sampling), prompt, tokenizer):
-        print(text, end="", flush=True)
-    print()
+    session = Session(loaded.engine, choice, loaded.context)
+    if template:
+        converse(session, loaded, template, options)
+    elif len(given) == 1 and not options.json and not options.prompts:
+        stream(session, loaded, given[0], options)
+    else:
+        in_batches(session, loaded, given, options)
+    if session.shifted:
+        print(f"the text reached the context of {loaded.context} tokens, and went on with its last half", file=sys.stderr)
+    print(session.speed, file=sys.stderr)
     return 0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the options. Exits with 2 on an error."""
     parser = Parser(prog="python -m nanotrain_jax.generate", description="Generate text with a trained model.")
-    parser.add_argument("--run", type=path_argument, required=True, metavar="DIR", help="folder of a run (logging.dir)")
-    parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--tokens", type=at_least(1), default=200, help="generate at most so many (default: 200)")
-    parser.add_argument("--temperature", type=at_least(0, float), default=0.8, help="0: greedy (default: 0.8)")
-    parser.add_argument("--top-k", type=at_least(1), default=50, help="sample from the k most likely (default: 50)")
+    add_model(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", action="append", help="text to continue; may be repeated")
+    what.add_argument(
+        "--prompts", type=folder_argument, metavar="FILE", help='JSONL, rows of {"prompt"} or {"messages"}; JSONL out'
+    )
+    what.add_argument("--chat", action="store_true", help="converse: Ctrl-C ends an answer, Ctrl-D the conversation")
+    parser.add_argument("--system", help="with --chat: the system prompt")
+    parser.add_argument("--tokens", type=at_least(1), help=f"generate at most so many (default: {TOKENS})")
+    parser.add_argument("--temperature", type=at_least(0, float), help="0: greedy (default: 0.8)")
+    parser.add_argument("--top-k", type=at_least(1), help="sample from the k most likely (default: 50)")
+    parser.add_argument("--top-p", type=share, help="sample from the most likely whose shares sum to p (default: 1)")
+    parser.add_argument(
+        "--min-p", type=share, help="sample from those at least p times as likely as the most likely (default: 0)"
+    )
     parser.add_argument("--seed", type=at_least(0), default=0, help="random seed of the sampling (default: 0)")
-    parser.add_argument("--step", type=at_least(0), help="step of the checkpoint to load (default: the newest)")
-    return parser.parse_args(argv)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
+    parser.add_argument("--batch", type=at_least(1), default=8, help="prompts that run together (default: 8)")
+    parser.add_argument("--json", action="store_true", help="JSON lines: prompt, text, tokens, is_ended")
+    options = parser.parse_args(argv)
+    check_model(parser, options)
+    if options.system is not None and not options.chat:
+        parser.error("--system is for --chat; remove it")
+    return options
 
 
-def load(run: Path, step: int | None) -> tuple[Any, Config, Tokenizer]:
-    """Load parameters (as host arrays), config and tokenizer of a run. Raises ValueError or OSError."""
-    if not (run / "config.yaml").is_file():
-        raise ValueError(f"--run={str(run)!r} has no config.yaml; give the folder of a run (logging.dir)")
-    saved = load_config(run / "config.yaml")
-    if not saved.is_decoder:
-        kind = "vision" if saved.vision else f"model.factory={saved.model.factory}"
-        raise ValueError(f"--run={str(run)!r} trained {kind}: only the built-in decoder can generate; give another run")
-    if saved.runtime.simulate:
-        jax.config.update("jax_platforms", "cpu")
-    tokenizer = tokenizer_of(run, saved)
-    is_inside = Path(saved.checkpoint.dir) == Path(saved.logging.dir) / "checkpoints"
-    moved = run / "checkpoints"  # valid also if the run's folder was moved
-    is_inside = is_inside and latest_step(moved) is not None
-    params, config = load_params(moved if is_inside else saved.checkpoint.dir, step)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, but the model has {config.model.vocab_size}: it was "
-            f"trained with another tokenizer; put its tokenizer.json at {run / TOKENIZER}"
-        )
-    return params, config, tokenizer
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a model and say where it runs."""
+    parser.add_argument("--run", type=folder_argument, metavar="DIR", help="folder of a run (logging.dir)")
+    parser.add_argument("--hf", type=folder_argument, metavar="FOLDER", help="or a model folder of Hugging Face")
+    parser.add_argument("--step", type=at_least(0), help="step of the run's checkpoint (default: the newest)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="of weights and cache (default: bfloat16 on GPUs, else float32)"
+    )
+    parser.add_argument(
+        "--tensor", type=at_least(1), help="devices that share each layer (default: as many as its heads allow)"
+    )
 
 
-def tokenizer_of(run: Path, config: Config) -> Tokenizer:
-    """Return the tokenizer that a run was trained with. Raises ValueError or OSError."""
-    if config.data.source == "synthetic":
-        raise ValueError(
-            f"--run={str(run)!r} was trained with data.source=synthetic, which is not text; give another run"
-        )
-    copy = run / TOKENIZER  # the original may have been removed
-    is_bytes = config.data.tokenizer in (None, "bytes") and not config.data.source.startswith("tokens:")
-    return load_tokenizer(str(copy)) if copy.exists() and not is_bytes else batches.tokenizer_of(config.data)
+def check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exit with 2 unless exactly one model is named."""
+    if (options.run is None) == (options.hf is None):
+        parser.error("give one of --run DIR and --hf FOLDER")
+    if options.hf and options.step is not None:
+        parser.error("--step is for --run; a model folder has no steps")
 
 
-def encode(prompt: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the token ids of a prompt. Raises ValueError if there are none."""
-    (ids,) = tokenizer.encode([prompt.encode("utf-8", "surrogateescape")])
-    if not len(ids):
-        raise ValueError(f"--prompt={prompt!r} gives no tokens with the tokenizer of this run; give some text")
-    return ids.tolist()
+def share(text: str) -> float:
+    """Return a share above 0, at most 1 (for `type=`). Raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, at most 1")
+    return value
 
 
-def as_text(ids: Iterable[int], prompt: Sequence[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the text of generated tokens as they arrive, until a token that ends a text."""
-    decode = text_decoder(tokenizer)
-    seen = list(prompt)
-    printed = decode(seen).rstrip(INCOMPLETE)
-    for token in ids:
-        if token in tokenizer.stops:
-            break
-        seen.append(token)
-        text = decode(seen).rstrip(INCOMPLETE)
-        yield text[len(printed) :]
-        printed = text
-    yield decode(seen)[len(printed) :]
+def load(options: argparse.Namespace) -> Loaded:
+    """Load the model. Raises ValueError or OSError."""
+    placement = models.Placement(options.tensor, options.dtype)
+    return models.of_folder(options.hf, placement) if options.hf else models.of_run(options.run, options.step, placement)
 
 
-def generate(params: Any, config: Config, prompt: Sequence[int], vocab_size: int, sampling: Sampling) -> Iterator[int]:
-    """Yield the ids of generated tokens, all below vocab_size. Compiles once.
-
-    params: unsharded, with a possibly padded vocabulary. The model sees at most the last model.max_seq_len tokens, at
-    positions from 0.
-    """
-    device = jax.devices()[0]
-    decoder = config.model.model_copy(update={"attention": "auto"})  # the run's kernel may need another device
-    kernel = model.attention_kernel(decoder, jnp.dtype(config.precision.compute), device)
-    graphs, _ = model.abstract(decoder.model_copy(update={"attention": kernel}))
-    params = jax.device_put(params, device)
-
-    @jax.jit
-    def next_token(params: Any, tokens_1T: jax.Array, last: jax.Array, draw: jax.Array) -> jax.Array:
-        return choose(logits(graphs, params, tokens_1T, last)[:vocab_size], sampling, draw)
-
-    ids, length = list(prompt), min(decoder.max_seq_len, len(prompt) + sampling.tokens)
-    for draw in range(sampling.tokens):
-        window = ids[-length:]
-        tokens_1T = np.zeros((1, length), np.int32)
-        tokens_1T[0, : len(window)] = window  # attention is causal: padding after it has no effect
-        ids.append(int(next_token(params, tokens_1T, len(window) - 1, draw)))
-        yield ids[-1]
+def sampling(options: argparse.Namespace, saved: dict[str, Any]) -> Sampling:
+    """Return how tokens are chosen: by options, else by generation_config.json, else by default. Raises ValueError."""
+    values = DEFAULTS | {name: saved[name] for name in DEFAULTS if saved.get(name) is not None}
+    if saved.get("do_sample") is False:
+        values["temperature"] = 0.0
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ValueError(f"{models.GENERATION} has {name}={value!r}, not a number from 0; give --{name}".replace("_", "-"))
+    given = {name: getattr(options, name) for name in DEFAULTS if getattr(options, name) is not None}
+    return Sampling(**values | given, seed=options.seed)._replace()
 
 
-def logits(graphs: model.Graphs, params: Any, tokens_1T: jax.Array, last: jax.Array) -> jax.Array:
-    """params, tokens[1 T], index of the last valid token -> float32 logits[V] of the next token"""
-    ends = nnx.merge(graphs.ends, params["ends"])
-
-    def run(x_1TD: jax.Array, weights: Any) -> jax.Array:
-        return nnx.merge(graphs.layer, weights)(x_1TD, 1)
-
-    x_1TD = remat.scan(run, ends.embed(tokens_1T), params["layers"], remat.Policy())
-    return ends.logits(lax.dynamic_slice_in_dim(x_1TD, last, 1, axis=1))[0, 0]
+def prompts_of(options: argparse.Namespace, loaded: Loaded) -> list[Prompt]:
+    """Return the prompts of the options. Raises ValueError or OSError."""
+    if options.prompts:
+        return prompts.read(options.prompts, loaded)
+    return [prompts.encode(text, loaded, f"--prompt={text[:40]!r}", {"prompt": text}) for text in options.prompt]
 
 
-def choose(logits_V: jax.Array, sampling: Sampling, draw: jax.Array) -> jax.Array:
-    """logits[V], index of the draw -> token id"""
-    if sampling.temperature < MIN_TEMPERATURE:
-        return jnp.argmax(logits_V)
-    top_K, ids_K = lax.top_k(logits_V, min(sampling.top_k, len(logits_V)))
-    key = jax.random.fold_in(jax.random.key(sampling.seed), draw)
-    return ids_K[jax.random.categorical(key, top_K / sampling.temperature)]
+def stream(session: Session, loaded: Loaded, prompt: Prompt, options: argparse.Namespace) -> None:
+    """Print a prompt and its continuation, as it comes."""
+    print(prompt.given["prompt"], end="", flush=True)
+    for text in pieces(session, Text(prompt.ids, loaded.tokenizer, options.stop), options.tokens):
+        print(text, end="", flush=True)
+    print()
+
+
+def pieces(session: Session, text: Text, limit: int | None) -> Iterator[str]:
+    """Yield the continuation of a text as it comes."""
+    session.feed([text.prompt])
+    for new_1n in session.tokens(limit or TOKENS):
+        yield text.add(new_1n[0].tolist())
+        if text.is_ended:
+            return
+    yield text.close()
+
+
+def in_batches(session: Session, loaded: Loaded, given: list[Prompt], options: argparse.Namespace) -> None:
+    """Print the continuation of each prompt, in order: as JSON lines, or with its prompt."""
+    found: dict[int, str] = {}
+    for rows in prompts.batches(given, options.batch):
+        chosen = [given[i] for i in rows]
+        for i, answer in zip(rows, prompts.answers(session, loaded, chosen, options.tokens or TOKENS, options.stop), strict=True):
+            is_json = options.json or options.prompts
+            as_json = json.dumps(given[i].given | answer._asdict(), ensure_ascii=False)
+            found[i] = as_json if is_json else given[i].given["prompt"] + answer.text
+    for i in range(len(given)):
+        print(found[i])
+
+
+def converse(session: Session, loaded: Loaded, template: chat.Template, options: argparse.Namespace) -> None:
+    """Converse on the terminal, until the end of input. What is in the cache is not computed again."""
+    messages = [] if options.system is None else [{"role": "system", "content": options.system}]
+    first = len(messages)
+    while (line := asked()) is not None:
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            prompt = fitting(messages, first, loaded, template)
+        except ValueError as error:
+            refuse(error)
+            messages.pop()
+            continue
+        text = Text(prompt.ids, loaded.tokenizer, options.stop)
+        with interruptible() as interrupted:
+            for piece in pieces(session, text, options.tokens):
+                print(piece, end="", flush=True)
+                if interrupted:
+                    break
+        print(flush=True)
+        messages.append({"role": "assistant", "content": text.text})
+
+
+def asked() -> str | None:
+    """Return a line of the user; None at the end of input."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print("\nCtrl-D ends the conversation", file=sys.stderr)
+
+
+def fitting(messages: list[dict], first: int, loaded: Loaded, template: chat.Template) -> Prompt:
+    """Return the prompt of a conversation; of one too long the first exchanges are forgotten. Raises ValueError."""
+    while True:
+        text = template.render(messages)
+        try:
+            return prompts.encode(text, loaded, "the conversation", {"prompt": text})
+        except ValueError:
+            if len(messages) <= first + 2:
+                raise
+        del messages[first : first + 2]
+        print("the conversation is longer than the context: its first exchange is forgotten", file=sys.stderr)
+
+
+@contextmanager
+def interruptible() -> Iterator[list]:
+    """Yield a list that is empty until Ctrl-C, which then does nothing else."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

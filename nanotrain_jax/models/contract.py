@@ -28,9 +28,12 @@ for `first` and `last`. Further stacks of layers, e.g. an encoder, have their ow
 too; `first` runs one with x = run("encoder", layer, x), layer by layer.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +51,48 @@ def split_layers(weights: Tree) -> tuple[Tree, Tree]:
 def join_layers(ends: Tree, layers: Tree) -> Tree:
     """The inverse of `split_layers`."""
     return ends | {LAYERS: layers}
+
+
+class Place(NamedTuple):
+    """Where the next T tokens of all rows go: slots of the cache from `slot` on.
+
+    slot: int32 scalar, of the first of them. starts[B]: the slot of each row's first token, int32; slots before it hold
+    nothing.
+    """
+
+    slot: jax.Array
+    starts_B: jax.Array
+
+    def after(self, tokens: jax.Array | int) -> Place:
+        """Return the place after so many tokens."""
+        return self._replace(slot=self.slot + tokens)
+
+    def positions(self, tokens: int) -> jax.Array:
+        """Return the position in its row of each token, int32 [B T]; below 0 before a row's first token."""
+        return self.slot + jnp.arange(tokens) - self.starts_B[:, None]
+
+    def seen(self, tokens: int, slots: int, window: jax.Array | int | None) -> jax.Array:
+        """Return which slots each token attends to, bool [B T S]. window: how many at most, with its own; None: all."""
+        slot_S, own_T1 = jnp.arange(slots), (self.slot + jnp.arange(tokens))[:, None]
+        seen_BTS = (slot_S <= own_T1) & (slot_S >= self.starts_B[:, None, None])
+        return seen_BTS if window is None else seen_BTS & (slot_S > own_T1 - window)
+
+
+class Decode(NamedTuple):
+    """The functions of a model for the next T tokens of each row, with a cache of what is before them.
+
+    cache     cache(B, S, dtype) -> types of the arrays of a layer's cache, for B rows and S slots: {name: [B ...]}
+    layouts   how devices share them: name -> layout, as "B/data K/tensor S H"
+    first     first(ends, tokens[B T], place) -> x[B T D]
+    layer     layer(weights of a layer, x, cache, place) -> x, the cache with these tokens
+    last      last(ends, x[B T D]) -> logits[B T V], float32, of the whole vocabulary without padding
+    """
+
+    cache: Callable[[int, int, jnp.dtype], dict[str, jax.ShapeDtypeStruct]]
+    layouts: Mapping[str, str]
+    first: Callable[[Tree, jax.Array, Place], jax.Array]
+    layer: Callable[[Tree, jax.Array, Tree, Place], tuple[jax.Array, Tree]]
+    last: Callable[[Tree, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +120,7 @@ class Model:
     splits_context   True if the model works on the tokens of one device along context: its attention is one of
                 `parallel.context`, and positions are those of `own_positions` of parallel/context/context.py
     splits_documents   True if the model heeds batch["starts"]
+    decode      its functions for generation and evaluation; None: `generate` and `evaluate` refuse the model
     splits_vocab   True if all pipeline stages run first and last together, each with its part of the ends
                 (`LayeredModel.split_ends`); rules may shard ends over pipe. Equal to parallel.vocab_over_pipe
     """
@@ -91,6 +137,7 @@ class Model:
     used_by_encode: Callable[[Tree], Tree] = lambda ends: ends
     further_inputs: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
     correct: Callable[[Tree, jax.Array, Tree], jax.Array] | None = None
+    decode: Decode | None = None
     is_decayed: Callable[[tuple], bool] = lambda path: path[-1].key not in ("bias", "scale")
     has_partial_gradient: Callable[[tuple], bool] = lambda path: False
     constants: tuple[str, ...] = ()

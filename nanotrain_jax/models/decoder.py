@@ -37,7 +37,7 @@ from jax.sharding import Mesh
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config, Model
-from nanotrain_jax.models import contract, decoder_table
+from nanotrain_jax.models import contract, decode, decoder_table
 from nanotrain_jax.models.decoder_layer import ONE_DEVICE, Layer, Norm, Split, fill
 from nanotrain_jax.models.ops import add, project
 from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, VOCAB, under
@@ -69,12 +69,16 @@ class Ends(nnx.Module):
     @jax.named_scope("embed")
     def embed(self, tokens_BT: jax.Array, starts_BT: jax.Array | None = None) -> jax.Array:
         """tokens[B T] -> x[B T D], under sequence parallelism x[1 BT/tensor D]. starts: as of `Attention`."""
+        positions = self.split.positions(tokens_BT.shape[1], starts_BT) if self.learns_positions else None
+        return self.embed_at(tokens_BT, positions)
+
+    def embed_at(self, tokens_BT: jax.Array, positions: jax.Array | None) -> jax.Array:
+        """As `embed`, of tokens at these positions, int32 [T] or [B T]; None: 0 to T-1."""
         x_BTD = self.look_up(tokens_BT.reshape(1, -1) if self.split.sequence_parallel else tokens_BT)
         if self.scale != 1.0:
             x_BTD = x_BTD * self.scale
         if not self.learns_positions:
             return x_BTD
-        positions = self.split.positions(tokens_BT.shape[1], starts_BT)
         learned = self.learned_positions(tokens_BT.shape, positions)
         if "pipe" in self.split.vocab_axes:  # one stage adds them
             learned = jnp.where(position("pipe") == 0, learned, jnp.zeros_like(learned))
@@ -341,4 +345,5 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
         splits_documents=True,
         splits_vocab=bool(p.vocab_over_pipe),
         correct=correct if counts_correct else None,
+        decode=decode.build(decoder, split, graphs, merged),
     )

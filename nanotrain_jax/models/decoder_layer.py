@@ -93,6 +93,17 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None) -> jax.Array:
+        q_BTNH, k_BSKH, v_BSKH = self.project(x_BTD, sequences)
+        if not self.features.learned_positions:
+            positions = self.split.positions(q_BTNH.shape[1], starts_BT)
+            q_BTNH, k_BSKH = (self.rotated(x, positions) for x in (q_BTNH, k_BSKH))
+        if not self.features.qk_norm:
+            q_BTNH, k_BSKH = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k")
+        y_BTNH = self.attend(q_BTNH, k_BSKH, remat.name(v_BSKH, "v"), starts_BT)
+        return self.output(y_BTNH, len(x_BTD))
+
+    def project(self, x_BTD: jax.Array, sequences: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x[B T D] -> queries q[B T N H], keys k[B T K H] and values v[B T K H], before rotary positions."""
         axis, sequence_parallel, options = self.split.axis, self.split.sequence_parallel, self.split.matmuls
         weights = self.q_DNH[...], self.own_head(self.k_DKH[...]), self.own_head(self.v_DKH[...])
         qkv = tensor.columns(x_BTD, weights, axis, sequence_parallel, options)
@@ -104,13 +115,12 @@ class Attention(nnx.Module):
         if self.features.qk_norm:  # whose backward needs its inputs
             q_BTNH = self.normalized(remat.name(q_BTNH, "q"), self.gain_q_H[...])
             k_BSKH = self.normalized(remat.name(k_BSKH, "k"), self.gain_k_H[...])
-        if not self.features.learned_positions:
-            positions = self.split.positions(q_BTNH.shape[1], starts_BT)
-            q_BTNH, k_BSKH = (self.rotated(x, positions) for x in (q_BTNH, k_BSKH))
-        if not self.features.qk_norm:
-            q_BTNH, k_BSKH = remat.name(q_BTNH, "q"), remat.name(k_BSKH, "k")
-        y_BTNH = self.attend(q_BTNH, k_BSKH, remat.name(v_BSKH, "v"), starts_BT)
-        y_BTD = tensor.row(y_BTNH, self.out_NHD[...], axis, sequence_parallel, options, len(x_BTD))
+        return q_BTNH, k_BSKH, v_BSKH
+
+    def output(self, y_BTNH: jax.Array, rows: int) -> jax.Array:
+        """What heads attend to, y[B T N H] -> y[B T D]. rows: B of the result."""
+        axis, sequence_parallel, options = self.split.axis, self.split.sequence_parallel, self.split.matmuls
+        y_BTD = tensor.row(y_BTNH, self.out_NHD[...], axis, sequence_parallel, options, rows)
         y_BTD = remat.name(y_BTD, "attention_out")
         return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
 
@@ -156,6 +166,12 @@ class Attention(nnx.Module):
             return with_window_BT
         without_BT = jnp.zeros_like(with_window_BT) if starts_BT is None else starts_BT
         return jnp.where(self.is_local_1[...] > 0, with_window_BT, without_BT)
+
+    def reach(self) -> jax.Array | int | None:
+        """How many tokens a token attends to at most; None: all before it."""
+        if self.window is None or not self.features.has_local_layers:
+            return self.window
+        return jnp.where(self.is_local_1[0] > 0, self.window, jnp.iinfo(jnp.int32).max)
 
     def own_head(self, w_KH: jax.Array) -> jax.Array:
         """w[... K H] -> w[... 1 H]: the head of this device's queries, if there are fewer heads than devices."""
@@ -203,7 +219,10 @@ class Layer(nnx.Module):
             self.norm_mlp_out = Norm(config, decoder_table.NORM_MLP_OUT)
 
     def __call__(self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None) -> jax.Array:
-        y_BTD = self.attention(self.norm_attention(x_BTD), sequences, starts_BT)
+        return self.after_attention(x_BTD, self.attention(self.norm_attention(x_BTD), sequences, starts_BT))
+
+    def after_attention(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+        """x[B T D], what attention returns y[B T D] -> x[B T D], the output of the layer."""
         x_BTD = x_BTD + (self.norm_attention_out(y_BTD) if self.norms_after else y_BTD)
         y_BTD = self.mlp(self.norm_mlp(x_BTD))
         return x_BTD + (self.norm_mlp_out(y_BTD) if self.norms_after else y_BTD)

@@ -1,0 +1,201 @@
+"""Compiled functions that continue rows of tokens, on a mesh.
+
+The batch is sharded over data, heads and vocabulary over tensor (`models/decode.py`). The next tokens of each row move
+two all-reduces of B T D per layer, and one all-gather of the logits of one token, over tensor; nothing over data.
+Caches are donated and updated in place.
+
+Layers are separate arrays, and no loop runs over them: a loop would copy each layer's weights before it multiplies with
+them, three times the traffic of what is bound by reading weights once. Either one program has all layers and many
+tokens (GPUs), or each layer is a call of one program, which compiles at once however many layers there are (CPUs, where
+a call costs little beside a layer; and everywhere for prompts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from nanotrain_jax.generation.sampling import Sampling, choose
+from nanotrain_jax.models.contract import LAYERS, Model, Place, split_layers
+from nanotrain_jax.parallel.collectives import Tree
+from nanotrain_jax.parallel.sharding import layout, specs
+from nanotrain_jax.step.build import on_mesh
+
+ROWS, TOKENS, ACTIVATIONS = layout("B/data"), layout("B/data T"), layout("B/data T D")
+PLACE = Place(PartitionSpec(), ROWS)
+STRIDE = 16  # tokens between two looks of the host
+ENDED = -1  # in place of a token, after the end of a row
+
+
+class Rows(NamedTuple):
+    """Rows of tokens on devices.
+
+    caches: of each layer. place: of the token after those in the caches. token[B]: that token, already chosen; ENDED
+    after a token that ends a row.
+    """
+
+    caches: list
+    place: Place
+    token_B: jax.Array
+
+
+class Choice(NamedTuple):
+    """How the next token is chosen, and which tokens end a row."""
+
+    sampling: Sampling
+    stops: tuple[int, ...]
+
+
+def chosen(model: Model, choice: Choice, ends: Tree, x_BTD: jax.Array, at: jax.Array, rows: Rows) -> Rows:
+    """Choose the token after index `at` of x[B T D], the output of the last layer. rows: before these tokens."""
+    x_B1D = lax.dynamic_slice_in_dim(x_BTD, at, 1, axis=1)
+    place = rows.place.after(at + 1)
+    token_B = choose(model.decode.last(ends, x_B1D)[:, 0], choice.sampling, place.positions(1)[:, 0])
+    has_ended_B = jnp.isin(rows.token_B, jnp.asarray([ENDED, *choice.stops], jnp.int32))
+    return rows._replace(place=place, token_B=jnp.where(has_ended_B, ENDED, token_B))
+
+
+def loop(model: Model, choice: Choice, params: Tree, caches: list, rows: Rows) -> tuple[Rows, jax.Array]:
+    """Continue each row by `STRIDE` tokens -> rows, tokens[n B]. caches: of the rows, which come without them."""
+    ends, layers = split_layers(params)
+
+    def one(rows: Rows, _: None) -> tuple[Rows, jax.Array]:
+        x_B1D = model.decode.first(ends, jnp.maximum(rows.token_B, 0)[:, None], rows.place)
+        caches = []
+        for weights, cache in zip(layers, rows.caches, strict=True):
+            x_B1D, cache = model.decode.layer(weights, x_B1D, cache, rows.place)
+            caches.append(cache)
+        rows = chosen(model, choice, ends, x_B1D, jnp.int32(0), rows._replace(caches=caches))
+        return rows, rows.token_B
+
+    return lax.scan(one, rows._replace(caches=caches), None, length=STRIDE)
+
+
+class Engine:
+    """A model on a mesh that continues rows of tokens.
+
+    params: {..., "layers": [weights of a layer]} on the mesh (`split_up`). dtype: of the caches. Rows come in multiples
+    of `multiple`.
+    """
+
+    def __init__(self, model: Model, mesh: Mesh, params: Tree, dtype: jnp.dtype):
+        self.model, self.mesh, self.params, self.dtype = model, mesh, params, jnp.dtype(dtype)
+        self.is_looped = mesh.devices.flat[0].platform != "cpu"
+        # XLA:GPU multiplies a single row by elementwise kernels, which write all products to memory.
+        self.multiple = mesh.shape["data"] * (2 if self.is_looped else 1)
+        end_specs, self.layer_specs = split_layers(param_specs(model))
+        self.cache_specs = {name: layout(text) for name, text in model.decode.layouts.items()}
+        self.end_specs, self.row_specs = end_specs, Rows([], PLACE, ROWS)
+        self.first = self._jit(model.decode.first, (end_specs, TOKENS, PLACE), ACTIVATIONS)
+        layer_out = ACTIVATIONS, self.cache_specs
+        self.layer = self._jit(model.decode.layer, (self.layer_specs[0], *layer_out, PLACE), layer_out, donate=(1, 2))
+        self.programs: dict[Any, Callable] = {}
+
+    def _jit(self, function: Callable, inputs: Tree, outputs: Tree, donate: Sequence[int] = ()) -> Callable:
+        return jax.jit(on_mesh(self.mesh, function, inputs, outputs), donate_argnums=donate)
+
+    def _program(self, kind: str, choice: Choice) -> Callable:
+        """Return a compiled function of this choice: choose or loop."""
+        if (kind, choice) not in self.programs:
+            ends, rows = self.end_specs, self.row_specs
+            if kind == "choose":
+                function = partial(chosen, self.model, choice)
+                made = self._jit(function, (ends, ACTIVATIONS, PartitionSpec(), rows), rows)
+            else:
+                caches, params = [self.cache_specs] * len(self.layer_specs), ends | {LAYERS: self.layer_specs}
+                outputs = rows._replace(caches=caches), layout("n B/data")
+                made = self._jit(partial(loop, self.model, choice), (params, caches, rows), outputs, donate=(1,))
+            self.programs[kind, choice] = made
+        return self.programs[kind, choice]
+
+    def empty(self, starts: Sequence[int], slots: int) -> Rows:
+        """Return rows without tokens. starts: the slot of each row's first token."""
+        types = self.model.decode.cache(len(starts), slots, self.dtype)
+        shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.cache_specs.items()}
+        caches = [
+            {name: jnp.zeros(x.shape, x.dtype, device=shardings[name]) for name, x in types.items()}
+            for _ in self.layer_specs
+        ]
+        starts_B = self.put(np.asarray(starts, np.int32), ROWS)
+        return Rows(caches, Place(self.put(np.int32(0), PartitionSpec()), starts_B), jnp.zeros_like(starts_B))
+
+    def put(self, x: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        """Move an array to the mesh."""
+        return jax.device_put(x, NamedSharding(self.mesh, spec))
+
+    def take(self, rows: Rows, tokens_BT: np.ndarray, count: int, choice: Choice) -> Rows:
+        """Take in the first count of the next tokens of each row, and choose the one after them."""
+        at = self.put(np.int32(count - 1), PartitionSpec())
+        rows = rows._replace(token_B=jnp.zeros_like(rows.token_B))  # no row has ended
+        return self._advance(rows, self.put(tokens_BT.astype(np.int32), TOKENS), at, choice)
+
+    def _advance(self, rows: Rows, tokens_BT: jax.Array, at: jax.Array, choice: Choice) -> Rows:
+        ends, layers = split_layers(self.params)
+        x, caches = self.first(ends, tokens_BT, rows.place), []
+        for weights, cache in zip(layers, rows.caches, strict=True):
+            x, cache = self.layer(weights, x, cache, rows.place)
+            caches.append(cache)
+        return self._program("choose", choice)(ends, x, at, rows._replace(caches=[]))._replace(caches=caches)
+
+    def go_on(self, rows: Rows, choice: Choice) -> tuple[Rows, list[jax.Array]]:
+        """Continue each row by `STRIDE` tokens -> rows, the tokens[B] one after another. Does not wait for them."""
+        if self.is_looped:
+            rows, tokens_nB = self._program("loop", choice)(self.params, rows.caches, rows._replace(caches=[]))
+            return rows, list(tokens_nB)
+        at, tokens = self.put(np.int32(0), PartitionSpec()), []
+        for _ in range(STRIDE):
+            rows = self._advance(rows, jnp.maximum(rows.token_B, 0)[:, None], at, choice)
+            tokens.append(rows.token_B)
+        return rows, tokens
+
+    def grown(self, rows: Rows, slots: int) -> Rows:
+        """Return rows with room for more tokens."""
+        types = self.model.decode.cache(len(rows.token_B), slots, self.dtype)
+        shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.cache_specs.items()}
+        longer = jax.jit(partial(padded, types), out_shardings=shardings)
+        return rows._replace(caches=[longer(cache) for cache in rows.caches])
+
+
+@jax.jit
+def layer_of(stack: jax.Array, index: jax.Array) -> jax.Array:
+    """x[L ...] -> x[...], of one layer"""
+    return lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
+def padded(types: Tree, arrays: Tree) -> Tree:
+    """Return arrays of these types: with zeros at the end of each dim."""
+
+    def one(kind: jax.ShapeDtypeStruct, x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, new - old) for new, old in zip(kind.shape, x.shape, strict=True)])
+
+    return jax.tree.map(one, types, arrays)
+
+
+def param_specs(model: Model) -> Tree:
+    """Return PartitionSpecs of weights whose layers are apart: {..., "layers": [of a layer]}."""
+    ends, layers = split_layers(specs(model.rules, model.shapes))
+    of_one = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), layers)
+    count = len(jax.tree.leaves(split_layers(model.shapes)[1])[0])
+    return ends | {LAYERS: [of_one] * count}
+
+
+def split_up(params: Tree) -> Tree:
+    """{..., "layers": stacked} -> {..., "layers": [weights of a layer]}; the stacks are freed one by one."""
+    ends, layers = split_layers(params)
+    stacks, tree = jax.tree.flatten(layers)
+    params.clear()
+    del layers
+    apart = []
+    while stacks:
+        stack = stacks.pop(0)
+        apart.append([layer_of(stack, i) for i in range(len(stack))])
+        jax.block_until_ready(apart[-1])
+        stack.delete()
+    return ends | {LAYERS: [tree.unflatten(weights) for weights in zip(*apart, strict=True)]}

@@ -1,0 +1,55 @@
+"""Tokens of a row as text, as they come: complete characters only, up to a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from nanotrain_jax.data.tokenizer import Tokenizer, text_decoder
+from nanotrain_jax.generation.engine import ENDED
+
+INCOMPLETE = "\ufffd"  # at the end of a text: part of a multi-byte character
+
+
+class Text:
+    """The text after a prompt. It ends at a token that ends texts, or before the first of the stop texts.
+
+    ids: tokens after the prompt, without one that ended it. text: after the prompt. is_ended: nothing more comes.
+    """
+
+    def __init__(self, prompt: Sequence[int], tokenizer: Tokenizer, stops: Sequence[str] = ()):
+        self.prompt, self.tokenizer, self.stops = list(prompt), tokenizer, [stop for stop in stops if stop]
+        self.ids: list[int] = []
+        self.decode = text_decoder(tokenizer)
+        self.start = len(self._whole().rstrip(INCOMPLETE))
+        self.text, self.shown, self.is_ended = "", 0, False
+
+    def _whole(self) -> str:
+        return self.decode([*self.prompt, *self.ids])
+
+    def add(self, tokens: Iterable[int]) -> str:
+        """Add tokens -> what can be shown now: no part of a character or of a stop text."""
+        for token in tokens:
+            if token == ENDED or token in self.tokenizer.stops:
+                return self.close()
+            self.ids.append(token)
+        self.text = self._whole()[self.start :].rstrip(INCOMPLETE)
+        found = [at for at in map(self.text.find, self.stops) if at >= 0]
+        if found:
+            self.text, self.is_ended = self.text[: min(found)], True
+            return self._show(len(self.text))
+        return self._show(len(self.text) - max((_overlap(self.text, stop) for stop in self.stops), default=0))
+
+    def close(self) -> str:
+        """End the text -> the rest of it."""
+        if not self.is_ended:
+            self.text, self.is_ended = self._whole()[self.start :], True
+        return self._show(len(self.text))
+
+    def _show(self, end: int) -> str:
+        new, self.shown = self.text[self.shown : end], max(end, self.shown)
+        return new
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of text with which stop begins."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

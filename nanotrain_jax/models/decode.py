@@ -1,0 +1,90 @@
+"""The decoder with a cache: the next tokens of each row attend to the keys and values of all before them.
+
+A layer has a cache of keys[B K S H] and values[B K S H], S slots for tokens. All rows go on at the same slot, so that a
+step writes one block in place; a shorter row starts at a later slot (`Place`). A row's positions count from there. With
+more devices along tensor than key and value heads, each device caches the head of its own queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from nanotrain_jax.config.schema import Model
+from nanotrain_jax.models import contract
+from nanotrain_jax.models.contract import Place
+from nanotrain_jax.models.decoder_layer import Attention, Split
+from nanotrain_jax.models.ops import project
+from nanotrain_jax.parallel.collectives import Tree, all_gather, as_varying, varying_axes
+from nanotrain_jax.parallel.tensor import tensor
+
+KEYS, VALUES = "keys_BKSH", "values_BKSH"
+HIDDEN = -1e30  # score of a slot that a token does not see
+
+
+def build(config: Model, split: Split, graphs: tuple, ends: Callable[[Tree], nnx.Module]) -> contract.Decode:
+    """Return the functions of a resolved model. graphs: of `decoder.Graphs`; ends(weights) -> the module."""
+
+    def first(weights: Tree, tokens_BT: jax.Array, place: Place) -> jax.Array:
+        return ends(weights).embed_at(tokens_BT, place.positions(tokens_BT.shape[1]))
+
+    def layer(weights: Tree, x_BTD: jax.Array, cache: Tree, place: Place) -> tuple[jax.Array, Tree]:
+        module = nnx.merge(graphs.layer, weights)
+        y_BTD, cache = attend(module.attention, module.norm_attention(x_BTD), cache, place)
+        return module.after_attention(x_BTD, y_BTD), cache
+
+    def last(weights: Tree, x_BTD: jax.Array) -> jax.Array:
+        module, axis = ends(weights), split.axis
+        logits_BTV = project(tensor.enter(module.norm(x_BTD), axis, False), module.head())
+        if axis is not None:
+            (logits_BTV,) = all_gather([logits_BTV], axis, [2], invarying=True)
+        return logits_BTV[..., : config.vocab_size]
+
+    heads = "K" if split.axis is None else f"K/{split.axis}"
+    layouts = dict.fromkeys((KEYS, VALUES), f"B/data {heads} S H")
+    return contract.Decode(partial(cache_shapes, config, split), layouts, first, layer, last)
+
+
+def cache_shapes(config: Model, split: Split, rows: int, slots: int, dtype: jnp.dtype) -> Tree:
+    """Return the types of a layer's cache."""
+    heads = max(config.num_kv_heads or config.num_heads, split.size)
+    shape = rows, heads, slots, config.head_width
+    return dict.fromkeys((KEYS, VALUES), jax.ShapeDtypeStruct(shape, dtype))
+
+
+@jax.named_scope("attention")
+def attend(attention: Attention, x_BTD: jax.Array, cache: Tree, place: Place) -> tuple[jax.Array, Tree]:
+    """x[B T D], cache -> y[B T D], the cache with the keys and values of x."""
+    B, T, _ = x_BTD.shape
+    q_BTNH, k_BTKH, v_BTKH = attention.project(x_BTD, B)
+    if not attention.features.learned_positions:
+        positions_BT = place.positions(T)
+        q_BTNH, k_BTKH = attention.rotated(q_BTNH, positions_BT), attention.rotated(k_BTKH, positions_BT)
+    cache = {KEYS: _stored(cache[KEYS], k_BTKH, place), VALUES: _stored(cache[VALUES], v_BTKH, place)}
+    seen_BTS = place.seen(T, cache[KEYS].shape[2], attention.reach())
+    y_BTNH = attention_to(q_BTNH, cache[KEYS], cache[VALUES], seen_BTS)
+    return attention.output(y_BTNH, B), cache
+
+
+def _stored(cache_BKSH: jax.Array, new_BTKH: jax.Array, place: Place) -> jax.Array:
+    """Write the next tokens to their slots, in place."""
+    new_BKTH = jnp.moveaxis(new_BTKH, 2, 1).astype(cache_BKSH.dtype)
+    new_BKTH = as_varying(new_BKTH, sorted(varying_axes(cache_BKSH)))
+    return lax.dynamic_update_slice(cache_BKSH, new_BKTH, (0, 0, place.slot, 0))
+
+
+@jax.named_scope("kernel")
+def attention_to(q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, seen_BTS: jax.Array) -> jax.Array:
+    """q[B T N H], k[B K S H], v[B K S H] -> y[B T N H], of the slots that each token sees; softmax in float32."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BKSH.shape[1]
+    q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H)
+    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q_BTKGH, k_BKSH, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen_BTS[:, None, None], scores, HIDDEN)
+    share = jax.nn.softmax(scores, axis=-1).astype(q_BTNH.dtype)
+    return jnp.einsum("BKGTS,BKSH->BTKGH", share, v_BKSH).reshape(q_BTNH.shape)
