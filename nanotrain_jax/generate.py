@@ -21,7 +21,6 @@ import logging
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from nanotrain_jax.config.load import Parser, at_least, folder_argument, refuse
@@ -38,6 +37,7 @@ from nanotrain_jax.run import shell
 
 DEFAULTS = {"temperature": 0.8, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 TOKENS = 200
+SHOWN = 40  # characters of a prompt in an error message
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         in_batches(session, loaded, given, options)
     if session.shifted:
-        print(f"the text reached the context of {loaded.context} tokens, and went on with its last half", file=sys.stderr)
+        print(
+            f"the text reached the context of {loaded.context} tokens, and went on with its last half", file=sys.stderr
+        )
     print(session.speed, file=sys.stderr)
     return 0
 
@@ -81,7 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=at_least(1), help="sample from the k most likely (default: 50)")
     parser.add_argument("--top-p", type=share, help="sample from the most likely whose shares sum to p (default: 1)")
     parser.add_argument(
-        "--min-p", type=share, help="sample from those at least p times as likely as the most likely (default: 0)"
+        "--min-p", type=share, help="only those at least p times as likely as the most likely (default: 0)"
     )
     parser.add_argument("--seed", type=at_least(0), default=0, help="random seed of the sampling (default: 0)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
@@ -100,7 +102,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf", type=folder_argument, metavar="FOLDER", help="or a model folder of Hugging Face")
     parser.add_argument("--step", type=at_least(0), help="step of the run's checkpoint (default: the newest)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="of weights and cache (default: bfloat16 on GPUs, else float32)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of weights and cache (default: bfloat16 on GPUs, else float32)",
     )
     parser.add_argument(
         "--tensor", type=at_least(1), help="devices that share each layer (default: as many as its heads allow)"
@@ -129,7 +133,9 @@ def share(text: str) -> float:
 def load(options: argparse.Namespace) -> Loaded:
     """Load the model. Raises ValueError or OSError."""
     placement = models.Placement(options.tensor, options.dtype)
-    return models.of_folder(options.hf, placement) if options.hf else models.of_run(options.run, options.step, placement)
+    return (
+        models.of_folder(options.hf, placement) if options.hf else models.of_run(options.run, options.step, placement)
+    )
 
 
 def sampling(options: argparse.Namespace, saved: dict[str, Any]) -> Sampling:
@@ -137,18 +143,18 @@ def sampling(options: argparse.Namespace, saved: dict[str, Any]) -> Sampling:
     values = DEFAULTS | {name: saved[name] for name in DEFAULTS if saved.get(name) is not None}
     if saved.get("do_sample") is False:
         values["temperature"] = 0.0
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise ValueError(f"{models.GENERATION} has {name}={value!r}, not a number from 0; give --{name}".replace("_", "-"))
-    given = {name: getattr(options, name) for name in DEFAULTS if getattr(options, name) is not None}
-    return Sampling(**values | given, seed=options.seed)._replace()
+    values |= {name: value for name in DEFAULTS if (value := getattr(options, name)) is not None}
+    wrong = {name: value for name, value in values.items() if type(value) not in (int, float) or value < 0}
+    for name, value in wrong.items():
+        raise ValueError(f"{models.GENERATION} says {name}={value!r}, not a number from 0; mend it, or give the option")
+    return Sampling(**values | {"top_k": int(values["top_k"]) or None}, seed=options.seed)
 
 
 def prompts_of(options: argparse.Namespace, loaded: Loaded) -> list[Prompt]:
     """Return the prompts of the options. Raises ValueError or OSError."""
     if options.prompts:
         return prompts.read(options.prompts, loaded)
-    return [prompts.encode(text, loaded, f"--prompt={text[:40]!r}", {"prompt": text}) for text in options.prompt]
+    return [prompts.encode(text, loaded, f"--prompt={text[:SHOWN]!r}", {"prompt": text}) for text in options.prompt]
 
 
 def stream(session: Session, loaded: Loaded, prompt: Prompt, options: argparse.Namespace) -> None:
@@ -174,7 +180,9 @@ def in_batches(session: Session, loaded: Loaded, given: list[Prompt], options: a
     found: dict[int, str] = {}
     for rows in prompts.batches(given, options.batch):
         chosen = [given[i] for i in rows]
-        for i, answer in zip(rows, prompts.answers(session, loaded, chosen, options.tokens or TOKENS, options.stop), strict=True):
+        for i, answer in zip(
+            rows, prompts.answers(session, loaded, chosen, options.tokens or TOKENS, options.stop), strict=True
+        ):
             is_json = options.json or options.prompts
             as_json = json.dumps(given[i].given | answer._asdict(), ensure_ascii=False)
             found[i] = as_json if is_json else given[i].given["prompt"] + answer.text

@@ -32,6 +32,7 @@ ROWS, TOKENS, ACTIVATIONS = layout("B/data"), layout("B/data T"), layout("B/data
 PLACE = Place(PartitionSpec(), ROWS)
 STRIDE = 16  # tokens between two looks of the host
 ENDED = -1  # in place of a token, after the end of a row
+NONE = -2  # in place of a token, where none has been chosen
 
 
 class Rows(NamedTuple):
@@ -133,7 +134,7 @@ class Engine:
     def take(self, rows: Rows, tokens_BT: np.ndarray, count: int, choice: Choice) -> Rows:
         """Take in the first count of the next tokens of each row, and choose the one after them."""
         at = self.put(np.int32(count - 1), PartitionSpec())
-        rows = rows._replace(token_B=jnp.zeros_like(rows.token_B))  # no row has ended
+        rows = rows._replace(token_B=jnp.full_like(rows.token_B, NONE))  # no row has ended
         return self._advance(rows, self.put(tokens_BT.astype(np.int32), TOKENS), at, choice)
 
     def _advance(self, rows: Rows, tokens_BT: jax.Array, at: jax.Array, choice: Choice) -> Rows:

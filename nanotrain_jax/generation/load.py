@@ -5,7 +5,7 @@ Weights are read onto the mesh: a device holds its shards and reads no others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,12 +122,14 @@ def of_folder(path: Path, placement: Placement) -> Loaded:
     return Loaded(Engine(model, mesh, split_up(params), config.precision.compute), tokenizer, config, path)
 
 
-def build(section: Mapping[str, Any], placement: Placement) -> tuple[Config, Mesh, Model]:
-    """Lay a model out over all devices: tensor over as many as its heads allow, data over the rest.
+def build(
+    section: Mapping[str, Any], placement: Placement, devices: Sequence[jax.Device] | None = None
+) -> tuple[Config, Mesh, Model]:
+    """Lay a model out over devices: tensor over as many as its heads allow, data over the rest.
 
-    section: the keys of `model`, with every size. Raises ValueError.
+    section: the keys of `model`, with every size. devices: default all. Raises ValueError.
     """
-    devices = jax.devices()
+    devices = devices or jax.devices()
     on_cpu = devices[0].platform == "cpu"
     tensor = placement.tensor or most_shards(section, len(devices))
     mesh = meshes.make(tensor=tensor, data=-1, devices=devices)

@@ -50,7 +50,7 @@ def encode(text: str, loaded: Loaded, place: str, given: dict[str, Any]) -> Prom
     """Return the tokens of a prompt. place: for messages. Raises ValueError if there are none, or too many."""
     (ids,) = loaded.tokenizer.encode([text.encode("utf-8", "surrogateescape")])
     if not len(ids):
-        raise ValueError(f"{place}: {text!r} gives no tokens with this model's tokenizer; give some text")
+        raise ValueError(f"{place} gives no tokens with this model's tokenizer; give some text")
     if len(ids) >= loaded.context:
         raise ValueError(
             f"{place} has {len(ids)} tokens, but the model's context is {loaded.context} with the answer; shorten it"

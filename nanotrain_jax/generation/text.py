@@ -28,6 +28,8 @@ class Text:
 
     def add(self, tokens: Iterable[int]) -> str:
         """Add tokens -> what can be shown now: no part of a character or of a stop text."""
+        if self.is_ended:
+            return ""
         for token in tokens:
             if token == ENDED or token in self.tokenizer.stops:
                 return self.close()

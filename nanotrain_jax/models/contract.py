@@ -69,13 +69,15 @@ class Place(NamedTuple):
 
     def positions(self, tokens: int) -> jax.Array:
         """Return the position in its row of each token, int32 [B T]; below 0 before a row's first token."""
-        return self.slot + jnp.arange(tokens) - self.starts_B[:, None]
+        return (self.slot + jnp.arange(tokens))[None] - self.starts_B[:, None]
 
     def seen(self, tokens: int, slots: int, window: jax.Array | int | None) -> jax.Array:
         """Return which slots each token attends to, bool [B T S]. window: how many at most, with its own; None: all."""
-        slot_S, own_T1 = jnp.arange(slots), (self.slot + jnp.arange(tokens))[:, None]
-        seen_BTS = (slot_S <= own_T1) & (slot_S >= self.starts_B[:, None, None])
-        return seen_BTS if window is None else seen_BTS & (slot_S > own_T1 - window)
+        slot_1S, own_T1 = jnp.arange(slots)[None], (self.slot + jnp.arange(tokens))[:, None]
+        seen_TS = slot_1S <= own_T1
+        if window is not None:
+            seen_TS &= slot_1S > own_T1 - window
+        return seen_TS[None] & (slot_1S >= self.starts_B[:, None])[:, None]
 
 
 class Decode(NamedTuple):

@@ -1,0 +1,132 @@
+"""Decoding with a cache: the logits and tokens of a float64 oracle without one, on any mesh."""
+
+import generation_models
+import numpy as np
+import pytest
+from generation_models import Oracle
+from jax.sharding import PartitionSpec
+
+from nanotrain_jax.generation.engine import ACTIVATIONS, Choice
+from nanotrain_jax.generation.sampling import Sampling
+from nanotrain_jax.generation.session import Session
+
+GREEDY = Choice(Sampling(temperature=0.0), ())
+TOKENS, SHORTER = 40, 7  # tokens of the rows; of the second one fewer
+CHUNKS = 11, 16, *[1] * 13
+YARN = {"type": "yarn", "factor": 3.0, "original_max_seq_len": 16, "beta_fast": 4.0, "beta_slow": 0.5}
+CASES = {  # family, keys of model, devices
+    "llama": ("llama", {"num_kv_heads": 2}, {}),
+    "gpt2": ("gpt2", {}, {}),
+    "mistral with a window": ("mistral", {"sliding_window": 7}, {}),
+    "gemma3, local and global layers": (
+        "gemma3",
+        {"num_layers": 7, "sliding_window": 7, "rope_local_theta": 100.0},
+        {},
+    ),
+    "qwen3, scaled positions": ("qwen3", {"num_kv_heads": 1, "rope_scaling": YARN}, {}),
+    "data 2": ("llama", {}, {"data": 2}),
+    "tensor 2, qwen2": ("qwen2", {}, {"tensor": 2}),
+    "tensor 4, fewer key heads, gpt2": ("gpt2", {"num_kv_heads": 2, "num_heads": 4}, {"tensor": 4}),
+    "data 2 tensor 2, gemma3": ("gemma3", {"num_layers": 2, "sliding_window": 7}, {"data": 2, "tensor": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_chunks_and_single_tokens_equal_those_of_the_whole_text(name):
+    family, keys, devices = CASES[name]
+    model, params = generation_models.weights(family, **keys)
+    engine = generation_models.engine(model, params, **devices)
+    tokens = np.random.default_rng(0).integers(1, model.vocab_size, (2, TOKENS))
+    starts = [0, SHORTER]
+    rows, found = engine.empty(starts, TOKENS), []
+    last = engine._jit(engine.model.decode.last, (engine.end_specs, ACTIVATIONS), PartitionSpec("data"))
+    ends = {key: tree for key, tree in engine.params.items() if key != "layers"}
+    at = 0
+    for size in CHUNKS:
+        x = engine.first(ends, tokens[:, at : at + size], rows.place)
+        for i, weights in enumerate(engine.params["layers"]):
+            x, rows.caches[i] = engine.layer(weights, x, rows.caches[i], rows.place)
+        rows = rows._replace(place=rows.place.after(size))
+        found.append(np.asarray(last(ends, x)))
+        at += size
+    found, oracle = np.concatenate(found, axis=1), Oracle(model, params)
+    for row, start in enumerate(starts):
+        exact = oracle.logits(tokens[row, start:])
+        np.testing.assert_allclose(found[row, start:], exact, atol=1e-5 * np.abs(exact).max(), rtol=0)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    model, params = generation_models.weights(context=512)
+    return generation_models.engine(model, params), Oracle(model, params)
+
+
+def continued(session, count):
+    return np.concatenate(list(session.tokens(count)), axis=1).tolist()
+
+
+@pytest.mark.parametrize("is_looped", [False, True])
+def test_300_greedy_tokens_equal_those_without_a_cache(is_looped, llama):
+    engine, oracle = llama
+    engine.is_looped = is_looped
+    session = Session(engine, GREEDY, 512)
+    session.feed([[3, 1, 4, 1, 5]])
+    (found,) = continued(session, 300)
+    assert len(found) == 300
+    oracle.assert_greedy([3, 1, 4, 1, 5], found)
+    assert len(set(found)) > 4
+    assert (session.slots, session.shifted) == (512, False)
+    engine.is_looped = False
+
+
+def test_a_text_that_fills_the_context_goes_on_with_its_last_half(llama):
+    engine, oracle = llama
+    session = Session(engine, GREEDY, 20)
+    session.feed([[3, 1, 4, 1, 5]])
+    assert continued(session, 50) == [oracle.greedy([3, 1, 4, 1, 5], 50, context=20)]
+    assert session.shifted
+
+
+def test_rows_of_different_lengths_end_by_themselves(llama):
+    engine, oracle = llama
+    prompts = [[3, 1, 4, 1, 5], [2, 7], [1, 8, 2, 8, 1, 8, 2, 8, 4]]
+    expected = [oracle.greedy(prompt, 24) for prompt in prompts]
+    stop = expected[0][5]
+    session = Session(engine, GREEDY._replace(stops=(stop,)), 512)
+    session.feed(prompts)
+    for found, whole in zip(continued(session, 24), expected, strict=True):
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert found == whole[:end] + [-1] * (len(found) - end)
+
+
+def test_a_conversation_computes_only_what_is_new(llama):
+    engine, oracle = llama
+    session = Session(engine, GREEDY, 512)
+    text, new = [3, 1, 4, 1, 5], 5
+    for more in [9, 2, 6], [5, 3], [5]:
+        before = session.speed.prefill[0]
+        session.feed([text])
+        assert session.speed.prefill[0] - before <= new
+        (found,) = continued(session, 20)
+        oracle.assert_greedy(text, found)
+        text, new = [*text, *found, *more], len(more) + 1
+    changed = [*text[:10], 1, 1]
+    session.feed([changed])
+    oracle.assert_greedy(changed, continued(session, 8)[0])
+
+
+def test_a_seed_gives_a_prompt_the_same_text_in_any_batch_and_on_any_mesh():
+    model, params = generation_models.weights(context=64, num_kv_heads=2)
+    choice = Choice(Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=5), ())
+    prompts = [[3, 1, 4, 1, 5], [2, 7], [1, 8, 2, 8, 1, 8]]
+
+    def texts(rows, **devices):
+        session = Session(generation_models.engine(model, params, **devices), choice, 64)
+        session.feed(rows)
+        return continued(session, 20)
+
+    together = texts(prompts)
+    assert [texts([prompt])[0] for prompt in prompts] == together
+    assert texts(prompts, tensor=2) == together
+    assert texts(prompts[::-1], data=2) == together[::-1]
+    assert len({tuple(text) for text in together}) == 3
