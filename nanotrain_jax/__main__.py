@@ -13,7 +13,7 @@ COMMANDS = {  # name -> what it does, what to type after it
     "train": ("train a model; the same command resumes", "--config quickstart [section.key=value ...]"),
     "plan": ("memory and step time of a layout, or the best layout, without a GPU", "--config llama3_8b --choose"),
     "launch": ("train in several processes, on one host or many", "--processes 2 -- --config quickstart"),
-    "generate": ("sample text from a trained model", "--run runs/quickstart --prompt 'def '"),
+    "generate": ("text and conversations from a run or a model folder", "--run runs/quickstart --prompt 'def '"),
     "convert": ("weights from and to model folders of Hugging Face", "--from FOLDER --out runs/model"),
     "compare": ("curves and a table of several runs", "runs/a runs/b"),
     "prepare": ("turn text files into a folder of tokens", "books/*.txt --out books"),

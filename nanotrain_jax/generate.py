@@ -28,7 +28,7 @@ from nanotrain_jax.generation import chat, prompts
 from nanotrain_jax.generation import load as models
 from nanotrain_jax.generation.engine import Choice
 from nanotrain_jax.generation.load import Loaded
-from nanotrain_jax.generation.prompts import Prompt
+from nanotrain_jax.generation.prompts import Conversation, Prompt
 from nanotrain_jax.generation.sampling import Sampling
 from nanotrain_jax.generation.session import Session
 from nanotrain_jax.generation.text import Text
@@ -192,26 +192,29 @@ def in_batches(session: Session, loaded: Loaded, given: list[Prompt], options: a
 
 def converse(session: Session, loaded: Loaded, template: chat.Template, options: argparse.Namespace) -> None:
     """Converse on the terminal, until the end of input. What is in the cache is not computed again."""
-    messages = [] if options.system is None else [{"role": "system", "content": options.system}]
-    first = len(messages)
+    conversation, forgotten = Conversation(loaded, template, options.system), 0
     while (line := asked()) is not None:
-        if not line.strip():
-            continue
-        messages.append({"role": "user", "content": line})
         try:
-            prompt = fitting(messages, first, loaded, template)
+            prompt = conversation.ask(line) if line.strip() else None
         except ValueError as error:
             refuse(error)
-            messages.pop()
             continue
-        text = Text(prompt.ids, loaded.tokenizer, options.stop)
-        with interruptible() as interrupted:
-            for piece in pieces(session, text, options.tokens):
-                print(piece, end="", flush=True)
-                if interrupted:
-                    break
-        print(flush=True)
-        messages.append({"role": "assistant", "content": text.text})
+        if conversation.forgotten > forgotten:
+            forgotten = conversation.forgotten
+            print(f"longer than the context: the first {forgotten} exchanges are forgotten", file=sys.stderr)
+        if prompt:
+            conversation.answer(shown(session, Text(prompt.ids, loaded.tokenizer, options.stop), options.tokens))
+
+
+def shown(session: Session, text: Text, limit: int | None) -> str:
+    """Print an answer as it comes, until Ctrl-C -> its text."""
+    with interruptible() as interrupted:
+        for piece in pieces(session, text, limit):
+            print(piece, end="", flush=True)
+            if interrupted:
+                break
+    print(flush=True)
+    return text.text
 
 
 def asked() -> str | None:
@@ -223,19 +226,6 @@ def asked() -> str | None:
             return None
         except KeyboardInterrupt:
             print("\nCtrl-D ends the conversation", file=sys.stderr)
-
-
-def fitting(messages: list[dict], first: int, loaded: Loaded, template: chat.Template) -> Prompt:
-    """Return the prompt of a conversation; of one too long the first exchanges are forgotten. Raises ValueError."""
-    while True:
-        text = template.render(messages)
-        try:
-            return prompts.encode(text, loaded, "the conversation", {"prompt": text})
-        except ValueError:
-            if len(messages) <= first + 2:
-                raise
-        del messages[first : first + 2]
-        print("the conversation is longer than the context: its first exchange is forgotten", file=sys.stderr)
 
 
 @contextmanager

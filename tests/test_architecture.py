@@ -19,7 +19,7 @@ LAYERS = {
     },
     "techniques": {"config.resolve", "parallel", "audit", "data", "checkpoint", "distributed"},
     "models": {"models"},
-    "step": {"step", "nvme", "costs", "run"},
+    "step": {"step", "nvme", "costs", "run", "generation"},
     "commands": {"planner", "plan", "train", "launch", "generate", "convert", "compare", "prepare", "__main__"},
 }  # fmt: skip
 # The wings of parallel/, lowest first: a wing imports the ground (the files beside them) and the wings before it. The
@@ -48,7 +48,7 @@ TEXTS = {"why", "reason", "problem", "message"}  # attributes that hold prose
 SEARCHES = {"startswith", "endswith", "partition", "find", "index", "search", "match", "fullmatch", "findall"}
 TOP_LEVEL_KEYS = {"ends", "layers"}  # of a parameter tree; models.parameters defines constants for them
 MAY_NAME_KEYS = {
-    "costs.flops", "generate", "models.parameters", "nvme.checkpointing", "nvme.update",
+    "costs.flops", "models.parameters", "nvme.checkpointing", "nvme.update",
     "parallel.pipeline.schedule_text", "parallel.zero.optimizer_step", "planner.explain",
     "scripts/measure/jit_step.py", "scripts/examples/your_model.py",
 }  # fmt: skip

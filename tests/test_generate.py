@@ -1,5 +1,6 @@
 """Text generation: equal to the oracle, reproducible, from a run of any layout."""
 
+import io
 import json
 import shutil
 import sysconfig
@@ -13,6 +14,7 @@ import pytest
 import tokenizers
 import yaml
 from conftest import exit_code
+from hugging_face_folders import folder, write_json
 
 from nanotrain_jax import generate, load_params, train
 from nanotrain_jax.generation import load as models
@@ -154,3 +156,96 @@ def test_a_run_without_checkpoint_or_text_is_reported_in_one_line(runs, capsys, 
         err = capsys.readouterr().err
         assert message in err
         assert err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A model folder with words as tokens, a chat template, and a generation_config.json."""
+    path = folder(tmp_path_factory.mktemp("hf") / "llama")
+    template = "{% for m in messages %}w1 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(61)}, "w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(path / "tokenizer.json"))
+    write_json(path / "tokenizer_config.json", {"eos_token": "w3", "chat_template": template})
+    write_json(path / "generation_config.json", {"do_sample": False, "eos_token_id": [3, 4]})
+    return path
+
+
+def test_prompts_of_a_file_are_answered_in_order_as_each_alone(model_folder, capsys, tmp_path):
+    rows = [
+        {"prompt": "w5 w6 w7 w8", "id": 7},
+        {"prompt": "w9"},
+        {"messages": [{"role": "user", "content": "w9 w10"}]},
+        {"prompt": "w9 w10 w11"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    same = "--hf", model_folder, "--tokens", 5, "--stop", "w33"
+    out = printed(capsys, *same, "--prompts", tmp_path / "rows.jsonl", "--batch", 3)
+    answers = list(map(json.loads, out.splitlines()))
+    assert [{key: a[key] for key in row} for a, row in zip(answers, rows, strict=True)] == rows
+    texts = ["w5 w6 w7 w8", "w9", "w1 w9 w10 w2", "w9 w10 w11"]
+    alone = [json.loads(printed(capsys, *same, "--prompt", text, "--json")) for text in texts]
+    keys = "text", "tokens", "is_ended"
+    assert [[a[key] for key in keys] for a in answers] == [[a[key] for key in keys] for a in alone]
+    assert {a["is_ended"] for a in answers} == {True, False}
+    several = printed(capsys, *same, "--prompt", texts[0], "--prompt", texts[1]).splitlines()
+    assert several == [texts[0] + alone[0]["text"], texts[1] + alone[1]["text"]]
+
+
+def test_a_conversation_goes_on_until_the_end_of_input(model_folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("w5 w6\n\nw7\n"))
+    capsys.readouterr()
+    how = "--hf", str(model_folder), "--chat", "--tokens", "6", "--temperature", "0", "--system", "w8"
+    assert generate.main(how) == 0
+    out, err = capsys.readouterr()
+    first, second = out.splitlines()
+    alone = printed(capsys, *how[:2], "--prompt", "w1 w8 w1 w5 w6 w2", *how[3:7])
+    assert "w1 w8 w1 w5 w6 w2" + first == alone.rstrip("\n")
+    text = f"w1 w8 w1 w5 w6 w1 {first.strip()} w1 w7 w2"
+    assert text.replace("  ", " ") + second == printed(capsys, *how[:2], "--prompt", text, *how[3:7]).rstrip("\n")
+    assert "prefill" in err
+
+
+BAD_OF_FOLDERS = [
+    (["--prompt", "w5", "--top-p", "0"], "--top-p: '0' must be a number above 0, at most 1"),
+    (["--prompt", "w5", "--min-p", "nan"], "--min-p: 'nan' must be a number above 0, at most 1"),
+    (["--prompt", " ".join(["w5"] * 64)], "has 64 tokens, but the model's context is"),
+    (["--prompts", "{tmp}/empty.jsonl"], "is empty; give rows"),
+    (["--prompts", "{tmp}/gone.jsonl"], "gone.jsonl"),
+    (["--prompts", "{tmp}/bad.jsonl"], "bad.jsonl:2: '[1]' is not a JSON object"),
+    (["--prompts", "{tmp}/other.jsonl"], "has neither a text"),
+    (["--prompt", "w5", "--system", "w6"], "--system is for --chat"),
+    (["--prompt", "w5", "--step", "1"], "--step is for --run"),
+    (["--prompt", "w5", "--run", "x"], "give one of --run DIR and --hf FOLDER"),
+    (["--prompt", "w5", "--tensor", "3"], "3"),
+    ([], "one of the arguments --prompt --prompts --chat is required"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_OF_FOLDERS, ids=[" ".join(a)[:40] for a, _ in BAD_OF_FOLDERS])
+def test_an_invalid_request_of_a_model_folder_is_reported_in_one_line(
+    arguments, message, model_folder, capsys, tmp_path
+):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "w5"}\n[1]\n')
+    (tmp_path / "other.jsonl").write_text('{"text": "w5"}\n')
+    code = exit_code(generate.main, ["--hf", str(model_folder), *(a.format(tmp=tmp_path) for a in arguments)])
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_a_folder_that_cannot_converse_or_has_another_tokenizer_is_refused(model_folder, capsys, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(model_folder, copy)
+    write_json(copy / "tokenizer_config.json", {})
+    assert generate.main(["--hf", str(copy), "--chat"]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+    write_json(copy / "generation_config.json", {"temperature": "hot"})
+    assert generate.main(["--hf", str(copy), "--prompt", "w5"]) == 2
+    assert "says temperature='hot'" in capsys.readouterr().err
+    large = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(99)}, "w0"))
+    large.save(str(copy / "tokenizer.json"))
+    assert generate.main(["--hf", str(copy), "--prompt", "w5"]) == 2
+    assert "has 99 ids, but the model has 61" in capsys.readouterr().err

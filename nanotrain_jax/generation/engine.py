@@ -102,7 +102,7 @@ class Engine:
     def _jit(self, function: Callable, inputs: Tree, outputs: Tree, donate: Sequence[int] = ()) -> Callable:
         return jax.jit(on_mesh(self.mesh, function, inputs, outputs), donate_argnums=donate)
 
-    def _program(self, kind: str, choice: Choice) -> Callable:
+    def program(self, kind: str, choice: Choice) -> Callable:
         """Return a compiled function of this choice: choose or loop."""
         if (kind, choice) not in self.programs:
             ends, rows = self.end_specs, self.row_specs
@@ -118,14 +118,22 @@ class Engine:
 
     def empty(self, starts: Sequence[int], slots: int) -> Rows:
         """Return rows without tokens. starts: the slot of each row's first token."""
-        types = self.model.decode.cache(len(starts), slots, self.dtype)
-        shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.cache_specs.items()}
-        caches = [
-            {name: jnp.zeros(x.shape, x.dtype, device=shardings[name]) for name, x in types.items()}
-            for _ in self.layer_specs
-        ]
+        types = self.cache_types(len(starts), slots)
+
+        def zeros() -> dict:
+            return {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in types.items()}
+
+        caches = [zeros() for _ in self.layer_specs]
         starts_B = self.put(np.asarray(starts, np.int32), ROWS)
         return Rows(caches, Place(self.put(np.int32(0), PartitionSpec()), starts_B), jnp.zeros_like(starts_B))
+
+    def cache_types(self, rows: int, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the types of a layer's cache, with their shardings."""
+        types = self.model.decode.cache(rows, slots, self.dtype)
+        return {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, self.cache_specs[name]))
+            for name, x in types.items()
+        }
 
     def put(self, x: np.ndarray, spec: PartitionSpec) -> jax.Array:
         """Move an array to the mesh."""
@@ -143,12 +151,12 @@ class Engine:
         for weights, cache in zip(layers, rows.caches, strict=True):
             x, cache = self.layer(weights, x, cache, rows.place)
             caches.append(cache)
-        return self._program("choose", choice)(ends, x, at, rows._replace(caches=[]))._replace(caches=caches)
+        return self.program("choose", choice)(ends, x, at, rows._replace(caches=[]))._replace(caches=caches)
 
     def go_on(self, rows: Rows, choice: Choice) -> tuple[Rows, list[jax.Array]]:
         """Continue each row by `STRIDE` tokens -> rows, the tokens[B] one after another. Does not wait for them."""
         if self.is_looped:
-            rows, tokens_nB = self._program("loop", choice)(self.params, rows.caches, rows._replace(caches=[]))
+            rows, tokens_nB = self.program("loop", choice)(self.params, rows.caches, rows._replace(caches=[]))
             return rows, list(tokens_nB)
         at, tokens = self.put(np.int32(0), PartitionSpec()), []
         for _ in range(STRIDE):
@@ -158,9 +166,8 @@ class Engine:
 
     def grown(self, rows: Rows, slots: int) -> Rows:
         """Return rows with room for more tokens."""
-        types = self.model.decode.cache(len(rows.token_B), slots, self.dtype)
-        shardings = {name: NamedSharding(self.mesh, spec) for name, spec in self.cache_specs.items()}
-        longer = jax.jit(partial(padded, types), out_shardings=shardings)
+        types = self.cache_types(len(rows.token_B), slots)
+        longer = jax.jit(partial(padded, types), out_shardings={name: x.sharding for name, x in types.items()})
         return rows._replace(caches=[longer(cache) for cache in rows.caches])
 
 
@@ -191,8 +198,6 @@ def split_up(params: Tree) -> Tree:
     """{..., "layers": stacked} -> {..., "layers": [weights of a layer]}; the stacks are freed one by one."""
     ends, layers = split_layers(params)
     stacks, tree = jax.tree.flatten(layers)
-    params.clear()
-    del layers
     apart = []
     while stacks:
         stack = stacks.pop(0)

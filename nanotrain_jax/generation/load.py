@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.directory import latest_step
@@ -25,7 +25,7 @@ from nanotrain_jax.data.tokenizer import TOKENIZER, Tokenizer
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.generation.engine import Engine, split_up
 from nanotrain_jax.models import factory
-from nanotrain_jax.models.contract import LAYERS, Model
+from nanotrain_jax.models.contract import LAYERS, Model, split_layers
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.sharding import specs
@@ -134,7 +134,7 @@ def build(
     tensor = placement.tensor or most_shards(section, len(devices))
     mesh = meshes.make(tensor=tensor, data=-1, devices=devices)
     tree = {
-        "model": dict(section),
+        "model": dict(section) | {"attention": "xla"},  # of training; decoding has its own
         "parallel": {"tensor": tensor, "data": mesh.shape["data"], "sequence_parallel": False},
         "precision": {"compute": placement.dtype or ("float32" if on_cpu else "bfloat16")},
         "data": {"source": "synthetic", "seq_len": 1, "batch_size": mesh.shape["data"]},
@@ -170,6 +170,18 @@ def abstract(model: Model, config: Config, mesh: Mesh) -> Tree:
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(place, model.shapes, specs(model.rules, model.shapes, mesh))
+
+
+def split_types(types: Tree) -> Tree:
+    """Types of weights -> those of `engine.split_up`, for programs that are only compiled."""
+    ends, layers = split_layers(types)
+    count = len(jax.tree.leaves(layers)[0])
+
+    def of_one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = PartitionSpec(*x.sharding.spec[1:])
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=NamedSharding(x.sharding.mesh, spec))
+
+    return ends | {LAYERS: [jax.tree.map(of_one, layers)] * count}
 
 
 def generation_config(folder: Path) -> dict[str, Any]:

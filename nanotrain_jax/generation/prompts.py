@@ -48,14 +48,51 @@ def _prompt(place: str, line: str, loaded: Loaded) -> Prompt:
 
 def encode(text: str, loaded: Loaded, place: str, given: dict[str, Any]) -> Prompt:
     """Return the tokens of a prompt. place: for messages. Raises ValueError if there are none, or too many."""
-    (ids,) = loaded.tokenizer.encode([text.encode("utf-8", "surrogateescape")])
-    if not len(ids):
+    ids = tokens(text, loaded)
+    if not ids:
         raise ValueError(f"{place} gives no tokens with this model's tokenizer; give some text")
     if len(ids) >= loaded.context:
         raise ValueError(
             f"{place} has {len(ids)} tokens, but the model's context is {loaded.context} with the answer; shorten it"
         )
-    return Prompt(ids.tolist(), given)
+    return Prompt(ids, given)
+
+
+def tokens(text: str, loaded: Loaded) -> list[int]:
+    """Return the tokens of a text."""
+    (ids,) = loaded.tokenizer.encode([text.encode("utf-8", "surrogateescape")])
+    return ids.tolist()
+
+
+class Conversation:
+    """Messages so far. system: what the model is told first; None: nothing.
+
+    messages: since the last exchange that was forgotten. forgotten: exchanges that no longer fit the context.
+    """
+
+    def __init__(self, loaded: Loaded, template: chat.Template, system: str | None = None):
+        self.loaded, self.template, self.forgotten = loaded, template, 0
+        self.system = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, str]] = []
+
+    def ask(self, line: str) -> Prompt:
+        """Add what the user says -> the conversation as a prompt; the first exchanges are forgotten if it does not fit.
+
+        Raises ValueError if it does not fit alone, or the template refuses it; then nothing was said.
+        """
+        messages = [*self.messages, {"role": "user", "content": line}]
+        text = self.template.render(self.system + messages)
+        forgotten = 0
+        while len(tokens(text, self.loaded)) >= self.loaded.context and len(messages) > 2:
+            messages, forgotten = messages[2:], forgotten + 1
+            text = self.template.render(self.system + messages)
+        prompt = encode(text, self.loaded, "the message", {"prompt": text})
+        self.messages, self.forgotten = messages, self.forgotten + forgotten
+        return prompt
+
+    def answer(self, text: str) -> None:
+        """Add what the model said."""
+        self.messages.append({"role": "assistant", "content": text})
 
 
 class Answer(NamedTuple):
@@ -72,8 +109,7 @@ def answers(session: Session, loaded: Loaded, prompts: Sequence[Prompt], limit: 
     session.feed([prompt.ids for prompt in prompts])
     for new_Bn in session.tokens(limit):
         for text, new in zip(texts, new_Bn.tolist(), strict=True):
-            if not text.is_ended:
-                text.add(new)
+            text.add(new)
         if all(text.is_ended for text in texts):
             break
     ended = [text.is_ended for text in texts]

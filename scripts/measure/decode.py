@@ -1,0 +1,151 @@
+"""Measure decoding: tokens/s beside the bandwidth of memory, or compiled for GPUs the bytes per token beside the least.
+
+    python scripts/measure/decode.py --hf FOLDER | --run DIR [--batches 1,8] [--repeats 5]
+    python scripts/measure/decode.py --config llama3_8b --gpu h100 --gpus 8 [--batches 2] [--slots 8192]
+
+A step must read every weight but the embedding once, and the caches. Timings are the least of several, side by side
+with a sum over 400 MB in the same run. Compiled programs are those that `generate` runs.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from nanotrain_jax import generate
+from nanotrain_jax.audit import traffic
+from nanotrain_jax.audit.topology import NoCompiler, compile_only
+from nanotrain_jax.config.load import Parser, at_least, load, refuse
+from nanotrain_jax.generation import load as models
+from nanotrain_jax.generation.engine import PLACE, ROWS, STRIDE, Choice, Engine, Rows
+from nanotrain_jax.generation.sampling import Sampling
+from nanotrain_jax.generation.session import Session
+from nanotrain_jax.models.parameters import ENDS
+from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.parallel.collectives import Tree
+
+GREEDY = Choice(Sampling(temperature=0.0), ())
+PROMPT = 8  # tokens
+SUMMED = 100_000_000  # float32 numbers
+
+
+def local_bytes(tree: Tree) -> int:
+    """Return the bytes of arrays, or of their types, on one device."""
+    return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def needed_bytes(engine: Engine) -> int:
+    """Return the bytes of weights that a step reads on a device: all but an embedding that is not the head."""
+    ends = engine.params[ENDS]
+    unread = {name: x for name, x in ends.items() if "embedding" in name} if len(ends) > 2 else {}
+    return local_bytes(engine.params) - local_bytes(unread)
+
+
+def timed(engine: Engine, context: int, batches: list[int], repeats: int) -> dict:
+    """Time steps of each batch size on this machine, and a sum -> figures."""
+    numbers = jnp.ones(SUMMED, jnp.float32)
+    total = jax.jit(jnp.sum)
+    sessions = {rows: Session(engine, GREEDY, context) for rows in batches}
+    for rows, session in sessions.items():
+        session.feed([list(range(1, PROMPT + 1))] * rows)
+    seconds: dict = {}
+
+    def measure(name: str, work) -> None:
+        started = time.perf_counter()
+        jax.block_until_ready(work())
+        seconds[name] = min(seconds.get(name, np.inf), time.perf_counter() - started)
+
+    def steps(session: Session) -> jax.Array:
+        session.rows, _ = engine.go_on(session.rows, GREEDY)
+        return session.rows.token_B
+
+    for _ in range(repeats + 1):  # the first compiles
+        measure("sum", lambda: total(numbers))
+        for rows, session in sessions.items():
+            session.rows = session.rows._replace(place=session.rows.place._replace(slot=jnp.int32(PROMPT)))
+            measure(f"{rows}", partial(steps, session))
+    bandwidth = numbers.nbytes / seconds["sum"]
+    out = {"bandwidth": bandwidth, "needed_bytes": needed_bytes(engine), "tokens_per_s": {}}
+    for rows in batches:
+        step = seconds[f"{rows}"] / STRIDE
+        out["tokens_per_s"][rows] = rows / step
+        share = out["needed_bytes"] / step / bandwidth
+        print(f"batch {rows}: {rows / step:,.1f} tokens/s, {step * 1e3:.1f} ms a step, {share:.0%} of the bandwidth")
+    print(f"a sum reads {bandwidth / 1e9:.1f} GB/s; a step needs {out['needed_bytes'] / 1e9:.3f} GB of weights")
+    return out
+
+
+def compiled(section: dict, devices: Sequence[jax.Device], rows: int, slots: int) -> dict:
+    """Compile 16 steps of a model, given by its keys, for GPUs -> bytes per step and device. Raises ValueError."""
+    section |= {"vocab_size": section["vocab_size"], "max_seq_len": max(slots, section["max_seq_len"] or slots)}
+    resolved, mesh, model = models.build(section, models.Placement(dtype="bfloat16"), devices)
+    types = models.abstract(model, resolved, mesh)
+    engine = Engine(model, mesh, models.split_types(types), jnp.bfloat16)
+    caches = [engine.cache_types(rows, slots)] * len(engine.layer_specs)
+
+    def put(shape: tuple, spec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
+
+    state = Rows([], type(PLACE)(put((), PLACE.slot), put((rows,), ROWS)), put((rows,), ROWS))
+    program = engine.program("loop", GREEDY).lower(engine.params, caches, state).compile()
+    moved = sum(kernel.bytes * kernel.count for kernel in traffic.kernels(program.as_text())) / STRIDE
+    least = needed_bytes(engine) + local_bytes(caches)
+    layout = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    memory = program.memory_analysis()
+    return {
+        "layout": layout, "rows": rows, "slots": slots, "bytes": float(moved), "least_bytes": least,
+        "ratio": float(moved / least), "temp_bytes": memory.temp_size_in_bytes,
+    }  # fmt: skip
+
+
+def parse() -> argparse.Namespace:
+    parser = Parser(description=__doc__.splitlines()[0])
+    generate.add_model(parser)
+    parser.add_argument("--config", help="compile for GPUs: a config, whose model is decoded")
+    parser.add_argument("--gpu", default="h100", help="kind of GPU (default: h100)")
+    parser.add_argument("--gpus", type=at_least(1), default=1, help="number of GPUs (default: 1)")
+    parser.add_argument("--slots", type=at_least(1), default=8192, help="slots of the caches (default: 8192)")
+    parser.add_argument("--batches", help="rows, with commas (default: 1,8; compiled: 2)")
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=5, help="timings, of which the least counts (default: 5)"
+    )
+    options = parser.parse_args()
+    if options.config is None:
+        generate.check_model(parser, options)
+    return options
+
+
+def figures(options: argparse.Namespace) -> dict:
+    """Return the figures that the options ask for, by rows. Raises ValueError, OSError or NoCompiler."""
+    batches = [int(rows) for rows in (options.batches or ("2" if options.config else "1,8")).split(",")]
+    if options.config is None:
+        loaded = generate.load(options)
+        return timed(loaded.engine, loaded.context, batches, options.repeats)
+    section, devices = load(options.config).model.model_dump(), compile_only(options.gpu, options.gpus)
+    found = {rows: compiled(section, devices, rows, options.slots) for rows in batches}
+    for rows, of_rows in found.items():
+        print(f"{rows} rows: {of_rows['bytes'] / 1e9:.3f} GB a step and GPU, {of_rows['ratio']:.3f} of the least")
+    return found
+
+
+def main() -> int:
+    """Print figures, and one JSON line."""
+    options = parse()
+    meshes.pin()
+    try:
+        print(json.dumps(figures(options)))
+    except (ValueError, OSError, NoCompiler) as error:
+        return refuse(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
