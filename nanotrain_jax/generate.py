@@ -223,6 +223,7 @@ def asked() -> str | None:
         try:
             return input("> " if sys.stdin.isatty() else "")
         except EOFError:
+            print(end="\n" if sys.stdin.isatty() else "")
             return None
         except KeyboardInterrupt:
             print("\nCtrl-D ends the conversation", file=sys.stderr)

@@ -89,6 +89,8 @@ class Engine:
     def __init__(self, model: Model, mesh: Mesh, params: Tree, dtype: jnp.dtype):
         self.model, self.mesh, self.params, self.dtype = model, mesh, params, jnp.dtype(dtype)
         self.is_looped = mesh.devices.flat[0].platform != "cpu"
+        # Simulated devices share few threads: those of many programs in flight would wait for each other.
+        self.waits = mesh.size > 1 and not self.is_looped
         # XLA:GPU multiplies a single row by elementwise kernels, which write all products to memory.
         self.multiple = mesh.shape["data"] * (2 if self.is_looped else 1)
         end_specs, self.layer_specs = split_layers(param_specs(model))
@@ -150,7 +152,7 @@ class Engine:
         x, caches = self.first(ends, tokens_BT, rows.place), []
         for weights, cache in zip(layers, rows.caches, strict=True):
             x, cache = self.layer(weights, x, cache, rows.place)
-            caches.append(cache)
+            caches.append(jax.block_until_ready(cache) if self.waits else cache)
         return self.program("choose", choice)(ends, x, at, rows._replace(caches=[]))._replace(caches=caches)
 
     def go_on(self, rows: Rows, choice: Choice) -> tuple[Rows, list[jax.Array]]:
