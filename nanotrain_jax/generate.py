@@ -45,14 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     meshes.pin()
     try:
+        folder = options.hf or options.run
+        saved = models.generation_config(folder)
+        how = sampling(options, saved)
+        options.tokens = options.tokens or tokens_of(saved)
+        template = chat.of_folder(folder) if options.chat else None
         loaded = load(options)
-        choice = Choice(sampling(options, models.generation_config(loaded.folder)), tuple(loaded.tokenizer.stops))
-        template = chat.of_folder(loaded.folder) if options.chat else None
         given = [] if options.chat else prompts_of(options, loaded)
     except (ValueError, OSError) as error:
         return refuse(error)
     sys.stdout.reconfigure(errors="replace")  # the terminal encoding may lack a character
-    session = Session(loaded.engine, choice, loaded.context)
+    session = Session(loaded.engine, Choice(how, tuple(loaded.tokenizer.stops)), loaded.context)
     if template:
         converse(session, loaded, template, options)
     elif len(given) == 1 and not options.json and not options.prompts:
@@ -150,6 +153,14 @@ def sampling(options: argparse.Namespace, saved: dict[str, Any]) -> Sampling:
     return Sampling(**values | {"top_k": int(values["top_k"]) or None}, seed=options.seed)
 
 
+def tokens_of(saved: dict[str, Any]) -> int:
+    """Return how many tokens generation_config.json allows, else the default. Raises ValueError."""
+    count = saved.get("max_new_tokens")
+    if count is not None and (type(count) is not int or count < 1):
+        raise ValueError(f"{models.GENERATION} says max_new_tokens={count!r}, not a number from 1; mend it")
+    return count or TOKENS
+
+
 def prompts_of(options: argparse.Namespace, loaded: Loaded) -> list[Prompt]:
     """Return the prompts of the options. Raises ValueError or OSError."""
     if options.prompts:
@@ -165,10 +176,10 @@ def stream(session: Session, loaded: Loaded, prompt: Prompt, options: argparse.N
     print()
 
 
-def pieces(session: Session, text: Text, limit: int | None) -> Iterator[str]:
+def pieces(session: Session, text: Text, limit: int) -> Iterator[str]:
     """Yield the continuation of a text as it comes."""
     session.feed([text.prompt])
-    for new_1n in session.tokens(limit or TOKENS):
+    for new_1n in session.tokens(limit):
         yield text.add(new_1n[0].tolist())
         if text.is_ended:
             return
@@ -180,9 +191,7 @@ def in_batches(session: Session, loaded: Loaded, given: list[Prompt], options: a
     found: dict[int, str] = {}
     for rows in prompts.batches(given, options.batch):
         chosen = [given[i] for i in rows]
-        for i, answer in zip(
-            rows, prompts.answers(session, loaded, chosen, options.tokens or TOKENS, options.stop), strict=True
-        ):
+        for i, answer in zip(rows, prompts.answers(session, loaded, chosen, options.tokens, options.stop), strict=True):
             is_json = options.json or options.prompts
             as_json = json.dumps(given[i].given | answer._asdict(), ensure_ascii=False)
             found[i] = as_json if is_json else given[i].given["prompt"] + answer.text
@@ -206,7 +215,7 @@ def converse(session: Session, loaded: Loaded, template: chat.Template, options:
             conversation.answer(shown(session, Text(prompt.ids, loaded.tokenizer, options.stop), options.tokens))
 
 
-def shown(session: Session, text: Text, limit: int | None) -> str:
+def shown(session: Session, text: Text, limit: int) -> str:
     """Print an answer as it comes, until Ctrl-C -> its text."""
     with interruptible() as interrupted:
         for piece in pieces(session, text, limit):

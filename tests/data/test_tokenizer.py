@@ -6,9 +6,11 @@ import pytest
 import tokenizers
 from conftest import small
 
-from nanotrain_jax import generate, train
+from nanotrain_jax import train
 from nanotrain_jax.config import load as request
 from nanotrain_jax.data import batches, corpus, tokenizer
+from nanotrain_jax.generation import load as models
+from nanotrain_jax.generation.text import Text
 
 TOKENS = {"<pad>": 0, "<eos>": 1, "<turn>": 2, "<|endoftext|>": 3, "la": 4, "mi": 5}
 USUAL, EOS, TURN = 3, 1, 2
@@ -112,9 +114,10 @@ def run(folder, **data):
 
 def test_generated_text_stops_where_the_run_s_tokenizer_says(folder, capsys):
     path = folder(tokenizer_config={"eos_token": "<eos>"}, generation_config={"eos_token_id": [2]})
-    found = generate.tokenizer_of(run(path, end_token="<turn>"), request.load(path / "run" / "config.yaml"))
+    found = models.tokenizer_of(run(path, end_token="<turn>"), request.load(path / "run" / "config.yaml"))
     assert (found.end, found.stops) == (TURN, {TURN, EOS})
-    assert list(generate.as_text([4, 1, 5], [5], found)) == [" la", ""]
+    text = Text([5], found)
+    assert (text.add([4, 1, 5]), text.is_ended) == (" la", True)
     assert "no end token" not in capsys.readouterr().out
 
 

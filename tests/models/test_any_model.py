@@ -178,4 +178,4 @@ def test_commands_that_need_our_decoder_say_so(config_file, capsys):
     assert "the planner supports only the built-in models" in capsys.readouterr().err
     run(config_file, "plain", "run", "parallel.data=1")
     assert generate.main(["--run", str(config_file.parent / "run"), "--prompt", "a"]) == 2
-    assert "only the built-in decoder can generate" in capsys.readouterr().err
+    assert "gives a model without decode" in capsys.readouterr().err
