@@ -245,6 +245,7 @@ def test_a_folder_that_cannot_converse_or_has_another_tokenizer_is_refused(model
     write_json(copy / "generation_config.json", {"temperature": "hot"})
     assert generate.main(["--hf", str(copy), "--prompt", "w5"]) == 2
     assert "says temperature='hot'" in capsys.readouterr().err
+    write_json(copy / "generation_config.json", {})
     large = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(99)}, "w0"))
     large.save(str(copy / "tokenizer.json"))
     assert generate.main(["--hf", str(copy), "--prompt", "w5"]) == 2

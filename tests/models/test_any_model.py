@@ -176,6 +176,6 @@ in_lists = with_init(lambda init, keywords: (w := init(0, **keywords)) | {"ends"
 def test_commands_that_need_our_decoder_say_so(config_file, capsys):
     assert plan.main(["--config", str(config_file), "model.factory=plain_model:build"]) == 2
     assert "the planner supports only the built-in models" in capsys.readouterr().err
-    run(config_file, "plain", "run", "parallel.data=1")
+    run(config_file, "plain", "run", "parallel.data=1", "checkpoint.every=1")
     assert generate.main(["--run", str(config_file.parent / "run"), "--prompt", "a"]) == 2
     assert "gives a model without decode" in capsys.readouterr().err
