@@ -33,6 +33,7 @@ _PUBLIC = {
     "LayeredModel": "parallel.layered_model",
     "run_schedule": "parallel.pipeline.executor",
     "layer_order": "parallel.pipeline.schedule",
+    "Decode": "models.contract",
     "Decoder": "models.decoder",
     "Model": "models.contract",
     "initializer": "models.contract",

@@ -8,7 +8,7 @@ from conftest import resolved, small
 from nanotrain_jax.generation import load
 from nanotrain_jax.generation.engine import Engine, split_up
 from nanotrain_jax.models import decoder
-from nanotrain_jax.parallel.sharding import specs
+from nanotrain_jax.step.plan import specs_over_pipe_and_tensor
 
 LARGE = 8  # times the usual weights, so that each token depends on those before it
 
@@ -38,7 +38,7 @@ def engine(model, params, data=1, tensor=1):
         padded = np.pad(x, [(0, new - old) for new, old in zip(kind.shape, x.shape, strict=True)])
         return jax.device_put(padded, jax.sharding.NamedSharding(mesh, spec))
 
-    placed = jax.tree.map(put, params, like, specs(contract.rules, like))
+    placed = jax.tree.map(put, params, like, specs_over_pipe_and_tensor(contract, mesh))
     return Engine(contract, mesh, split_up(placed), np.float32)
 
 

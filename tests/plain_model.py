@@ -1,10 +1,12 @@
 """A model of plain functions, for model.factory: each token gets the mean of its prefix."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
 
-from nanotrain_jax import Model, Rules, columns, initializer, row
+from nanotrain_jax import Decode, Model, Rules, columns, initializer, row
 
 RULES = Rules([("in_DF", "L D F/tensor"), ("out_FD", "L F/tensor D"), ("gain_D", "L D"), ("embed_VD|head_VD", "V D")])
 
@@ -45,3 +47,28 @@ def build(config, mesh):
         used_by_first=lambda ends: {"ends": {"embed_VD": ends["ends"]["embed_VD"]}},
         used_by_last=lambda ends: {"ends": {"head_VD": ends["ends"]["head_VD"]}},
     )
+
+
+def with_decode(config, mesh):
+    """The same model with a cache: a layer keeps its input of each slot."""
+    model = build(config, mesh)
+
+    def layer(w, x_BTD, cache, place):
+        x_BSD = jax.lax.dynamic_update_slice(cache["x_BSD"], x_BTD, (0, place.slot, 0))
+        seen_BTS = place.seen(x_BTD.shape[1], x_BSD.shape[1], None).astype(x_BTD.dtype)
+        mean_BTD = jnp.einsum("BTS,BSD->BTD", seen_BTS / seen_BTS.sum(-1, keepdims=True), x_BSD)
+        axis = "tensor" if mesh.shape["tensor"] > 1 else None
+        (h_BTF,) = columns(mean_BTD * w["gain_D"][None, None], [w["in_DF"]], axis, sequence_parallel=False)
+        return x_BTD + row(jax.nn.gelu(h_BTF), w["out_FD"], axis, sequence_parallel=False), {"x_BSD": x_BSD}
+
+    def cache(rows, slots, dtype):
+        return {"x_BSD": jax.ShapeDtypeStruct((rows, slots, config.model.d_model), dtype)}
+
+    def first(w, tokens_BT, place):
+        return w["ends"]["embed_VD"][tokens_BT]
+
+    def last(w, x_BTD):
+        return jnp.einsum("BTD,VD->BTV", x_BTD, w["ends"]["head_VD"], preferred_element_type=jnp.float32)
+
+    decode = Decode(cache, {"x_BSD": "B/data S D"}, first, layer, last)
+    return dataclasses.replace(model, decode=decode)

@@ -25,8 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from nanotrain_jax.generation.sampling import Sampling, choose
 from nanotrain_jax.models.contract import LAYERS, Model, Place, split_layers
 from nanotrain_jax.parallel.collectives import Tree
-from nanotrain_jax.parallel.sharding import layout, specs
+from nanotrain_jax.parallel.sharding import layout
 from nanotrain_jax.step.build import on_mesh
+from nanotrain_jax.step.plan import specs_over_pipe_and_tensor
 
 ROWS, TOKENS, ACTIVATIONS = layout("B/data"), layout("B/data T"), layout("B/data T D")
 PLACE = Place(PartitionSpec(), ROWS)
@@ -93,7 +94,7 @@ class Engine:
         self.waits = mesh.size > 1 and not self.is_looped
         # XLA:GPU multiplies a single row by elementwise kernels, which write all products to memory.
         self.multiple = mesh.shape["data"] * (2 if self.is_looped else 1)
-        end_specs, self.layer_specs = split_layers(param_specs(model))
+        end_specs, self.layer_specs = split_layers(param_specs(model, mesh))
         self.cache_specs = {name: layout(text) for name, text in model.decode.layouts.items()}
         self.end_specs, self.row_specs = end_specs, Rows([], PLACE, ROWS)
         self.first = self._jit(model.decode.first, (end_specs, TOKENS, PLACE), ACTIVATIONS)
@@ -188,9 +189,9 @@ def padded(types: Tree, arrays: Tree) -> Tree:
     return jax.tree.map(one, types, arrays)
 
 
-def param_specs(model: Model) -> Tree:
+def param_specs(model: Model, mesh: Mesh) -> Tree:
     """Return PartitionSpecs of weights whose layers are apart: {..., "layers": [of a layer]}."""
-    ends, layers = split_layers(specs(model.rules, model.shapes))
+    ends, layers = split_layers(specs_over_pipe_and_tensor(model, mesh))
     of_one = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), layers)
     count = len(jax.tree.leaves(split_layers(model.shapes)[1])[0])
     return ends | {LAYERS: [of_one] * count}

@@ -28,8 +28,8 @@ from nanotrain_jax.models import factory
 from nanotrain_jax.models.contract import LAYERS, Model, split_layers
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.collectives import Tree
-from nanotrain_jax.parallel.sharding import specs
 from nanotrain_jax.run import hugging_face
+from nanotrain_jax.step.plan import specs_over_pipe_and_tensor
 from nanotrain_jax.step.state import State
 
 GENERATION = "generation_config.json"
@@ -169,7 +169,7 @@ def abstract(model: Model, config: Config, mesh: Mesh) -> Tree:
     def place(x: jax.ShapeDtypeStruct, spec: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(place, model.shapes, specs(model.rules, model.shapes, mesh))
+    return jax.tree.map(place, model.shapes, specs_over_pipe_and_tensor(model, mesh))
 
 
 def split_types(types: Tree) -> Tree:

@@ -57,7 +57,7 @@ class Place(NamedTuple):
     """Where the next T tokens of all rows go: slots of the cache from `slot` on.
 
     slot: int32 scalar, of the first of them. starts[B]: the slot of each row's first token, int32; slots before it hold
-    nothing.
+    nothing. Tokens may be followed by padding: what is stored of it is overwritten by the tokens that come next.
     """
 
     slot: jax.Array

@@ -12,7 +12,8 @@ from command import main
 from conftest import cover, records
 from planning import ROOT
 
-from nanotrain_jax import generate, plan
+from nanotrain_jax import generate, load_params, plan
+from nanotrain_jax.parallel import mesh
 
 pytestmark = pytest.mark.usefixtures("no_cache_of_programs")
 TREE = {
@@ -179,3 +180,27 @@ def test_commands_that_need_our_decoder_say_so(config_file, capsys):
     run(config_file, "plain", "run", "parallel.data=1", "checkpoint.every=1")
     assert generate.main(["--run", str(config_file.parent / "run"), "--prompt", "a"]) == 2
     assert "gives a model without decode" in capsys.readouterr().err
+
+
+def test_a_model_with_decode_generates_what_it_computes_without_a_cache(config_file, capsys):
+    keys = (
+        "model.factory=plain_model:with_decode",
+        "parallel.data=1",
+        "checkpoint.every=20",
+        "optimizer.lr=0.1",
+        "train.steps=20",
+    )
+    run(config_file, "plain", "run", *keys)
+    capsys.readouterr()
+    how = ["--run", str(config_file.parent / "run"), "--prompt", "de", "--tokens", "12", "--temperature", "0"]
+    assert generate.main(how) == 0
+    params, config = load_params(config_file.parent / "run")
+    model = plain_model.build(config, mesh.make(data=1))
+    text = list(b"de")
+    for _ in range(12):
+        x_1TD = model.first(params, {"inputs": np.asarray([text])}, None)
+        for i in range(config.model.num_layers):
+            x_1TD = model.layer(jax.tree.map(lambda w: w[i], params["layers"]), x_1TD, {})  # noqa: B023
+        text.append(int((x_1TD[0, -1] @ params["ends"]["head_VD"].T).argmax()))
+    assert capsys.readouterr().out == bytes(text).decode() + "\n"
+    assert len(set(text[2:])) > 1
