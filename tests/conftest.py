@@ -5,6 +5,7 @@ import os
 import re
 import tempfile
 import zlib
+from functools import lru_cache
 from pathlib import Path
 
 import chex
@@ -18,6 +19,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from nanotrain_jax.audit import collective_order, topology
 from nanotrain_jax.config import load
 from nanotrain_jax.config.resolve import resolve
+from nanotrain_jax.models import decoder
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.step import build as steps
 
@@ -117,6 +119,22 @@ def resolved(tree, vocab=None):
     return resolve(config, mesh.shape, vocab), mesh
 
 
+def built(tree):
+    """Return the step of a config (plain data). The last one is kept, so that two checks of it trace and compile it
+    once."""
+    return _built(json.dumps(tree))
+
+
+@lru_cache(maxsize=1)
+def _built(text):
+    return steps.build(*resolved(json.loads(text)))
+
+
+def compiled_text(step):
+    """Return the HLO of the compiled training step."""
+    return step.train.lower(step.state, step.batch).compile().as_text()
+
+
 def random_tokens(config, seed=0, count=1):
     """Return count arrays int32 [B T+1]."""
     shape = count, config.data.batch_size, config.data.seq_len + 1
@@ -146,15 +164,15 @@ def on_devices(tokens, step):
 
 
 class Expected(dict):
-    """Return the initial state of a model (host arrays) and the oracle's result after 3 updates."""
+    """Return the initial weights of a model and the oracle's result after 3 updates."""
 
     def __missing__(self, key):
         family, *numbers, across = key
         model = dict(zip(("num_kv_heads", "num_heads", "num_layers", "tie_embeddings"), numbers, strict=True))
-        config, mesh = resolved(small(family, model=model, parallel={"data": 1}))
-        state = jax.device_get(steps.build(config, mesh).init())
+        config, _ = resolved(small(family, model=model, parallel={"data": 1}))
+        params = jax.device_get(decoder.init(config.model, config.train.seed))
         tokens = random_tokens(config, count=3)
-        self[key] = state, oracle.train(state.params, tokens, lr=1e-2, documents=not across)
+        self[key] = params, oracle.train(params, tokens, lr=1e-2, documents=not across)
         return self[key]
 
 
@@ -172,27 +190,32 @@ def padded(tree, like):
     return jax.tree.map(grown, tree, like)
 
 
+def starting_from(step, params):
+    """Return the state of a float32 step before its first update, of weights in layer order."""
+    state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.state)
+    state = state._replace(params=padded(params, step.state.params))
+    return step.in_stage_order(jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.state)))
+
+
 def equals_the_oracle(tree, expected):
     """Compare 3 updates of a config (plain data, based on `small`) with the oracle: loss, gradients, state.
 
     Where the vocabulary is padded, all that belongs to the padding stays zero.
     """
     close = np.testing.assert_allclose
-    config, mesh = resolved(tree)
-    step = steps.build(config, mesh)
+    step = built(tree)
+    config = step.plan.config
     m = config.model
     key = m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, config.data.attend_across_documents
-    state, (params, m, v, log) = expected[key]
-    state = state._replace(feedback=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), step.state.feedback))
-    state = jax.device_put(padded(state, step.state), jax.tree.map(lambda x: x.sharding, step.state))
-    state = step.in_stage_order(state)
+    start, (params, m, v, log) = expected[key]
+    state = starting_from(step, start)
     for tokens, (loss, grads, norm) in zip(random_tokens(config, count=3), log, strict=True):
         first = int(state.step) == 0
         state, metrics, _ = step.train(state, on_devices(tokens, step))
         close(metrics["loss"], loss, **LOSS)
         close(metrics["grad_norm"], norm, **GRADS)
         if first:  # the first moment is (1 - beta1) times the first gradient
-            first_moment = step.in_layer_order(state).opt.moments[0].mu
+            first_moment = jax.device_get(step.in_layer_order(state).opt.moments[0].mu)
             first_moment = jax.tree.map(lambda m: m / (1 - oracle.B1), first_moment)
             chex.assert_trees_all_close(first_moment, padded(grads, first_moment), **GRADS)
     state = step.in_layer_order(state)
@@ -217,9 +240,9 @@ def relative_errors(found, exact):
 def stays_near_the_oracle(tree, expected, loss_error):
     """Compare a 16-bit run (plain data, based on `small`) with the oracle: the losses of 3 updates, and the first
     moment of every parameter after the first of them, within 3%."""
-    config, mesh = resolved(tree)
+    step = built(tree)
+    config = step.plan.config
     assert config.parallel.microbatches > 1  # so that gradients are summed
-    step = steps.build(config, mesh)
     m = config.model
     _, (*_, log) = expected[m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, True]
     state = step.init()
@@ -240,10 +263,9 @@ def stays_near_the_oracle(tree, expected, loss_error):
 
 def run(tree, updates=5):
     """Return the state after some updates of a config (plain data), and the metrics of each."""
-    config, mesh = resolved(tree)
-    step = steps.build(config, mesh)
+    step = built(tree)
     state, log = step.init(), []
-    for tokens in random_tokens(config, count=updates):
+    for tokens in random_tokens(step.plan.config, count=updates):
         state, metrics, _ = step.train(state, on_devices(tokens, step))
         log.append(jax.device_get(metrics))
     return state, log

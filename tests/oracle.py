@@ -98,35 +98,41 @@ def is_frozen(path, words):
     return any(word in "/".join(key.key for key in path) for word in words)
 
 
-@partial(jax.jit, static_argnames=("documents", "frozen"))
-def update(state, tokens, t, rates, documents=False, frozen=()):
+@partial(jax.jit, static_argnames="documents")
+def update(state, tokens, t, rates, documents=False):
     """Update number t (from 1.0) of state (params, m, v) -> the next state; loss, gradients, global norm.
 
-    rates: learning rate, largest norm of gradients. frozen: words; weights in whose path one is have no gradient, and
-    learning rate zero.
+    rates: learning rates (a tree like params; weights whose rate is zero have no gradient), largest norm of gradients.
     """
     params, m, v = state
     lr, clip = rates
     value, grads = jax.value_and_grad(loss)(params, tokens, documents)
-    grads = jax.tree_util.tree_map_with_path(lambda path, g: 0 * g if is_frozen(path, frozen) else g, grads)
+    grads = jax.tree.map(lambda g, lr: jnp.where(lr > 0, g, 0.0), grads, lr)
     total = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / total), grads)
     m = jax.tree.map(lambda m, g: B1 * m + (1 - B1) * g, m, clipped)
     v = jax.tree.map(lambda v, g: B2 * v + (1 - B2) * g * g, v, clipped)
 
-    def new(path, p, m, v):
+    def new(path, p, m, v, lr):
         step = (m / (1 - B1**t)) / (jnp.sqrt(v / (1 - B2**t)) + EPS)
-        own_lr = 0.0 if is_frozen(path, frozen) else lr
-        return p - own_lr * (step + (DECAY * p if decayed(path) else 0.0 * p))
+        return p - lr * (step + (DECAY * p if decayed(path) else 0.0 * p))
 
-    return (jax.tree_util.tree_map_with_path(new, params, m, v), m, v), (value, grads, total)
+    return (jax.tree_util.tree_map_with_path(new, params, m, v, lr), m, v), (value, grads, total)
 
 
-def train(params, batches, lr, clip=jnp.inf, **options):
+def rates(params, lr, clip=jnp.inf, frozen=()):
+    """Return the rates of `update`. frozen: words; weights in whose path one is have learning rate zero."""
+    rate_of = jax.tree_util.tree_map_with_path(
+        lambda path, _: jnp.float32(0 if is_frozen(path, frozen) else lr), params
+    )
+    return rate_of, jnp.float32(clip)
+
+
+def train(params, batches, lr, clip=jnp.inf, frozen=(), **options):
     """-> params, m, v after all batches, and lists of losses, gradients, norms."""
     zeros = jax.tree.map(jnp.zeros_like, params)
     state, log = (params, zeros, zeros), []
     for t, tokens in enumerate(batches, 1):
-        state, values = update(state, tokens, jnp.float32(t), (jnp.float32(lr), jnp.float32(clip)), **options)
+        state, values = update(state, tokens, jnp.float32(t), rates(params, lr, clip, frozen), **options)
         log.append(values)
     return *state, log

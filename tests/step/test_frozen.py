@@ -8,7 +8,19 @@ import numpy as np
 import oracle
 import pytest
 from cases import ALL, case
-from conftest import GRADS, LOSS, STATE, cover, on_devices, padded, random_tokens, resolved
+from conftest import (
+    GRADS,
+    LOSS,
+    STATE,
+    built,
+    compiled_text,
+    cover,
+    on_devices,
+    padded,
+    random_tokens,
+    resolved,
+    starting_from,
+)
 from test_tensor_step import moves_the_bytes_of_the_papers
 
 from nanotrain_jax.audit import hlo
@@ -53,25 +65,23 @@ def frozen_leaves(tree, pattern):
 @pytest.mark.parametrize("layout_and_pattern", cover(CASES, MORE, lambda case: f"{case[0]} {case[1]}"))
 def test_a_frozen_part_is_as_one_with_a_learning_rate_of_zero(layout_and_pattern):
     layout, pattern = layout_and_pattern
-    config, mesh = resolved(tree_of(layout, pattern))
-    equals_a_zero_learning_rate(steps.build(config, mesh), pattern)
+    equals_a_zero_learning_rate(built(tree_of(layout, pattern)), pattern)
 
 
 @pytest.mark.parametrize("pattern", cover([LAYERS], [MLP, ENDS]))
 def test_frozen_parts_in_host_memory(pattern):
     layout = case("data 2", zero=3, persist_below=100, microbatches=2).tree(train={"seed": 3, "freeze": [pattern]})
-    config, mesh = resolved(layout | {"memory": ALL | {"remat": "full"}})
-    equals_a_zero_learning_rate(steps.build(config, mesh), pattern)
+    equals_a_zero_learning_rate(built(layout | {"memory": ALL | {"remat": "full"}}), pattern)
 
 
 def equals_a_zero_learning_rate(step, pattern):
     """Compare 3 updates with the oracle's: losses, norms of gradients, weights, moments of what is trained."""
     config = step.plan.config
-    params = decoder.init(config.model, config.train.seed)
+    start = jax.device_get(decoder.init(config.model, config.train.seed))
     tokens = random_tokens(config, count=3)
-    params, m, _, log = oracle.train(params, tokens, lr=1e-2, frozen=(pattern.strip("^"),))
-    state = step.init()
-    start = jax.device_get(step.in_layer_order(state).params)
+    params, m, _, log = oracle.train(start, tokens, lr=1e-2, frozen=(pattern.strip("^"),))
+    state = starting_from(step, start)
+    start = padded(start, step.state.params)
     for batch, (loss, _, norm) in zip(tokens, log, strict=True):
         state, metrics, _ = step.train(state, on_devices(batch, step))
         np.testing.assert_allclose(metrics["loss"], loss, **LOSS)
@@ -121,9 +131,8 @@ def test_bytes_and_flops_of_frozen_parts_equal_the_closed_forms(layout_and_patte
     layout, pattern = layout_and_pattern
     tree = tree_of(layout, pattern)
     moves_the_bytes_of_the_papers(tree)
-    config, mesh = resolved(tree)
-    step = steps.build(config, mesh)
-    text = step.train.lower(step.state, step.batch).compile().as_text()
+    step = built(tree)
+    config, text = step.plan.config, compiled_text(step)
     found = hlo.matmul_flops(text, communication.conditional_rates(config))
     assert found == pytest.approx(flops.step_flops(config), rel=1e-6)
     assert found < 0.95 * flops.step_flops(config.replace("train", freeze=()))

@@ -51,7 +51,7 @@ def diloco(params, rounds, outer_lr, momentum, documents):
     for batches in rounds:
         for batch in batches:
             t += 1
-            hyper = jnp.float32(t), (jnp.float32(1e-2), jnp.inf), documents
+            hyper = jnp.float32(t), oracle.rates(params, 1e-2), documents
             step = [oracle.update(state, rows, *hyper) for state, rows in zip(states, batch, strict=True)]
             states = [state for state, _ in step]
             losses.append([float(values[0]) for _, values in step])

@@ -5,7 +5,17 @@ from collections import Counter
 import jax
 import pytest
 from cases import case
-from conftest import cover, equals_the_oracle, in_order, resolved, skips_an_overflow, small, stays_near_the_oracle
+from conftest import (
+    built,
+    compiled_text,
+    cover,
+    equals_the_oracle,
+    in_order,
+    resolved,
+    skips_an_overflow,
+    small,
+    stays_near_the_oracle,
+)
 
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.costs import communication
@@ -53,14 +63,14 @@ def test_the_decoder_equals_the_oracle_and_moves_the_bytes_of_the_papers(case, e
 
 
 def moves_the_bytes_of_the_papers(tree):
-    config, mesh = resolved(tree)
-    step = steps.build(config, mesh)
+    step = built(tree)
+    config = step.plan.config
     theory, found = Counter(), Counter()
     for c in communication.communication(config):
         theory[c["axis"], c["op"]] += c["bytes_per_device"]
-    text = step.train.lower(step.state, step.batch).compile().as_text()
+    text = compiled_text(step)
     in_order(text)
-    for c in hlo.summary(hlo.collectives(text, mesh.shape, communication.conditional_rates(config))):
+    for c in hlo.summary(hlo.collectives(text, step.plan.mesh.shape, communication.conditional_rates(config))):
         found[c["axis"], c["op"]] += c["bytes_per_device"]
     scalars = 20  # the loss and the gradients' norm
     if config.parallel.zero == 3 and config.parallel.microbatches > 1:
