@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from conftest import cover
 
 from nanotrain_jax import launch
 from nanotrain_jax.config import load
@@ -156,7 +157,7 @@ def test_a_stopped_process_is_the_root_cause(tmp_path):
     assert "is stopped (SIGSTOP); restart 1 of 3" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", cover([signal.SIGTERM], [signal.SIGUSR1, signal.SIGHUP], str))
 def test_a_signal_is_forwarded_to_all_processes_and_a_second_one_kills_them(number, tmp_path):
     plan = dict.fromkeys([(0, 0), (0, 1)], HANG)
     run = Launched(tmp_path, plan, "--processes", "2")
@@ -212,6 +213,7 @@ def test_an_elastic_run_drops_only_the_root_cause(tmp_path):
     assert "continuing with 3 of 4 processes: runtime.simulate=6 parallel.data=6 parallel.microbatches=2" in err
 
 
+@pytest.mark.long
 def test_a_root_cause_that_exits_after_the_processes_waiting_for_it_is_named(tmp_path):
     plan = dict.fromkeys([(0, 2), (0, 3)], HANG)
     plan[0, 0] = "os.abort()"
@@ -234,6 +236,7 @@ def test_an_elastic_run_drops_no_process_that_only_waited(tmp_path):
     assert {len(starts) for starts in run.log().values()} == {3}
 
 
+@pytest.mark.long
 def test_the_host_with_most_processes_gets_the_lowest_ranks(tmp_path):
     plan = dict.fromkeys([(0, rank) for rank in range(4)], HANG)
     plan[0, 3] = SIGNAL_OTHERS.format(signals={"0": int(signal.SIGKILL)}) + HANG

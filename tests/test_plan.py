@@ -8,7 +8,7 @@ from math import prod
 
 import pytest
 import yaml
-from conftest import LAYOUTS, needs_cuda_compiler
+from conftest import LAYOUTS, cover, needs_cuda_compiler
 from planning import ROOT, run, small
 
 from nanotrain_jax import plan
@@ -258,8 +258,13 @@ def planned_and_compiled(name, tmp_path):
     return found
 
 
+# The compiled steps of llama3_8b, llama3_70b, gpt3_175b and the long sequences: tests/audit/test_audit.py.
+ON_GPUS = [name for name in CONFIGS if cluster(name)[1] != "cpu"]
+BY_COMMAND = ["gpt2_124m", "llama3_8b_1gpu", "qwen3_8b"]
+
+
 @needs_cuda_compiler
-@pytest.mark.parametrize("name", [name for name in CONFIGS if cluster(name)[1] != "cpu"])
+@pytest.mark.parametrize("name", cover(BY_COMMAND, [name for name in ON_GPUS if name not in BY_COMMAND]))
 def test_every_config_is_planned_and_compiled_for_the_gpus_of_its_first_line(name, tmp_path):
     ratios = planned_and_compiled(name, tmp_path)["ratios"]
     assert ratios["peak_bytes"] == pytest.approx(1, abs=0.1)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from command import config_file, losses, main
-from conftest import records
+from conftest import cover, records
 
 from nanotrain_jax.checkpoint import directory
 from nanotrain_jax.config import load
@@ -200,6 +200,7 @@ def test_a_profile_that_is_open_at_an_error_is_written(config_file, tmp_path, mo
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 
+@pytest.mark.long
 def test_a_profile_survives_a_resume_within_it_and_the_end_of_the_run(config_file, tmp_path):
     window = f"logging.dir={tmp_path}/run", "runtime.profile_steps=[4,30]"
     assert main(config_file, *window, "train.steps=5") == 0
@@ -207,7 +208,7 @@ def test_a_profile_survives_a_resume_within_it_and_the_end_of_the_run(config_fil
     assert len(list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))) == 2
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", cover([False], [True], str))
 def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(apart, config_file, tmp_path, capfd):
     keys = ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=2", "train.log_every=1", "logging.tensorboard=true"]
     keys += ["parallel.data=1", "parallel.replica=2", "parallel.sync_every=2"] if apart else []

@@ -39,7 +39,7 @@ def matmuls(text):
 @pytest.mark.parametrize(
     ("layout", "remat", "per_layer"),
     [
-        (("parallel.zero=3",), "none", 21),
+        pytest.param(("parallel.zero=3",), "none", 21, marks=pytest.mark.long),
         (("parallel.zero=3",), "full", 27),  # all but the last of the forward's seven run again
         (("parallel.tensor=8", "parallel.data=1", "parallel.overlap_tensor=true"), "none", 9 * 8 + 12),
     ],

@@ -247,6 +247,7 @@ def test_a_hundred_flipped_bits_are_detected(config_file, tmp_path):
         shutil.rmtree(bad)
 
 
+@pytest.mark.long
 def test_an_incomplete_metrics_line_is_dropped_on_resume(config_file, tmp_path):
     assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=10") == 0
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:

@@ -69,13 +69,13 @@ def equal(a, b):
 
 
 COVER = [
-    ({"data": 4, "zero": 3, "microbatches": 2}, {"memory": {"offload_params": "host", "remat": "full"}}),
     (
         {"data": 2, "zero": 3, "pipe": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 2},
         {"model": {"num_layers": 4}},
     ),
 ]
 MORE = [
+    ({"data": 4, "zero": 3, "microbatches": 2}, {"memory": {"offload_params": "host", "remat": "full"}}),
     ({"data": 2, "zero": 2, "tensor": 2, "persist_below": 1000}, {}),
     ({"data": 4, "zero": 0}, {}),
     ({"data": 2, "zero": 1, "replica": 2, "microbatches": 2}, {"family": "gpt2"}),

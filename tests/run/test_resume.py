@@ -131,6 +131,7 @@ def test_16_bit_runs_resume_where_weights_are_stored_in_another_dtype(tmp_path):
         same(resumed.in_layer_order(read), state)
 
 
+@pytest.mark.long
 def test_keys_that_do_not_change_weights_may_change_on_resume(config_file, tmp_path, capsys):
     run = config_file, f"logging.dir={tmp_path}/run", "train.eval_every=0"
     resumes(capsys, *run, "train.steps=2", "model.loss_chunk=64", "parallel.data=2", "parallel.zero=0")

@@ -41,11 +41,12 @@ def run(config_file, folder, *overrides):
 
 @jax.numpy_dtype_promotion("standard")
 @pytest.mark.parametrize("layout", cover(["float32 shards"], ["float32", "16 bit", "host"]))
-def test_a_run_of_stages_resumes_bitwise_at_any_step(config_file, tmp_path, layout):
+def test_a_run_of_stages_resumes_bitwise_at_any_step(config_file, tmp_path, layout, capsys):
     (tmp_path / "other.txt").write_text("".join(f"other text, line {i}\n" for i in range(900)))
     stages = STAGES.replace("^ends/]", f"^ends/], data: 'text:{tmp_path}/other.txt'")  # then back to the first data
     run(config_file, tmp_path / "whole", *LAYOUTS[layout], "train.steps=12", stages)
-    for steps in (4, 6, 9, 12):  # the ends of two stages, the middle of one
+    each_stage_began_as_a_run_of_its_own(tmp_path / "whole", capsys.readouterr().out)
+    for steps in (6, 9, 12):  # the middle and the end of a stage
         run(config_file, tmp_path / "cut", *LAYOUTS[layout], f"train.steps={steps}", stages)
     found, expected = (records(tmp_path / name) for name in ("cut", "whole"))
     assert [(r["step"], r["loss"], r["lr"]) for r in found] == [(r["step"], r["loss"], r["lr"]) for r in expected]
@@ -54,17 +55,16 @@ def test_a_run_of_stages_resumes_bitwise_at_any_step(config_file, tmp_path, layo
     assert (meta.data.position, sorted(meta.data.read.values())) == ((4 + 3) * 8, [4 * 8, 5 * 8])
 
 
-def test_each_stage_begins_as_a_run_of_its_own(config_file, tmp_path, capsys):
-    run(config_file, tmp_path / "run", STAGES)
-    rates = [record["lr"] for record in records(tmp_path / "run")]
+def each_stage_began_as_a_run_of_its_own(folder, printed):
+    """Warm-up, steps and frozen weights of each stage of STAGES, in what a run wrote and printed."""
+    rates = [record["lr"] for record in records(folder)]
     assert len(rates) == 12
     assert rates[0] < rates[1] < rates[2] == pytest.approx(2e-3)  # warm-up of 2 steps
     assert rates[4] < rates[5] < rates[6] == pytest.approx(1e-3)
-    printed = capsys.readouterr().out
     assert "stage layers: steps 5 to 9, trains " in printed
     assert "done at step 12 of 12" in printed
 
-    again = load.load(tmp_path / "run" / "config.yaml", [])
+    again = load.load(folder / "config.yaml", [])
     stages = [of_span(again, span) for span in spans(again)]
     assert [stage.train.freeze for stage in stages] == [("^layers/",), ("^ends/",), ()]
     assert [(stage.optimizer.lr, stage.optimizer.decay_steps) for stage in stages] == [(2e-3, 4), (1e-3, 5), (1e-3, 3)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import case
 from command import config_file, main, same, saved_state
-from conftest import STATE, cover, equals_the_oracle, on_devices, random_tokens, resolved
+from conftest import STATE, built, cover, equals_the_oracle, on_devices, random_tokens, resolved
 from test_tensor_step import moves_the_bytes_of_the_papers
 
 from nanotrain_jax import train
@@ -54,10 +54,9 @@ def low_rank_updates():
 
 def updated(layout, steps_taken=2):
     """Train the small config in a layout -> its state in layer order."""
-    config, mesh = resolved(layout.tree())
-    step = steps.build(config, mesh)
+    step = built(layout.tree())
     state = step.init()
-    for tokens in random_tokens(config, count=steps_taken):
+    for tokens in random_tokens(step.plan.config, count=steps_taken):
         state, _, _ = step.train(state, on_devices(tokens, step))
     return step.in_layer_order(state)
 
@@ -73,6 +72,7 @@ def test_low_rank_sums_are_the_same_in_every_layout(layout, low_rank_updates):
     jax.tree.map(lambda a, b: close(a[: len(b)], b, **STATE), found.params, low_rank_updates.params)
 
 
+@pytest.mark.long
 def test_low_rank_sums_start_from_the_same_bases_whatever_the_order_of_layers():
     bases = []
     for layout in (
@@ -137,6 +137,7 @@ def test_a_run_resumes_with_its_residuals_bitwise(compress, config_file, tmp_pat
     same(*states)
 
 
+@pytest.mark.long
 def test_residuals_move_to_another_mesh(config_file, tmp_path, capsys):
     """Their sum stays; without compression they are dropped, and later begin with zeros."""
     run = config_file, *COMPRESSED, f"logging.dir={tmp_path}/run"

@@ -32,12 +32,13 @@ def tree(case, **memory):
 
 
 GATHER, ULYSSES = {"context_attention": "gather"}, {"context_attention": "ulysses"}
+# Ring and Ulysses; gather is in test_documents.py.
 COVER = [
     split("data 2 context 4", "llama", 2, "selective", zero=3, microbatches=2),
     split("context 2 tensor 4", "llama", 2, "selective", zero=1, sequence_parallel=False, microbatches=2, **ULYSSES),
-    split("context 8", "gpt2", 1, zero=3, **ULYSSES),
 ]
 MORE = [
+    split("context 8", "gpt2", 1, zero=3, **ULYSSES),
     split("context 2", "gpt2", 8, "full", zero=0),
     split("context 8", "llama", 1, zero=3),
     split("context 4", "llama", 8, "full", zero=3, microbatches=2),
@@ -84,6 +85,7 @@ def test_stages_with_context_equal_the_oracle(case, expected):
         moves_the_bytes_of_the_papers(tree(case))
 
 
+@pytest.mark.long
 def test_offload_with_context_equals_the_oracle(expected):
     layout = split("data 2 context 2 tensor 2", "llama", 8, "selective", zero=3)
     equals_the_oracle(tree(layout, **PARAMS, offload_activations="host"), expected)
@@ -110,6 +112,7 @@ def test_evaluation_is_that_of_one_device():
     np.testing.assert_allclose(losses[1:], losses[0], rtol=2e-6)
 
 
+@pytest.mark.long
 def test_the_state_of_one_context_size_continues_on_another():
     layouts = (
         {"data": 8, "zero": 2},

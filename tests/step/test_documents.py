@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from cases import PARAMS, case
 from conftest import cover, equals_the_oracle, on_devices, random_tokens, resolved, small
+from test_tensor_step import moves_the_bytes_of_the_papers
 
 from nanotrain_jax.models import contract
 from nanotrain_jax.step import build as steps
@@ -36,12 +37,14 @@ LAYOUTS = {
     ),
     "offload": apart("data 2 context 2 tensor 2", "llama", "selective", zero=3, microbatches=2, memory=PARAMS),
 }
-FIRST = "gather, sequence parallel", "ulysses", "stages with ring", "offload"
+FIRST = "gather, sequence parallel", "stages with ring", "offload"
 
 
 @pytest.mark.parametrize("name", cover(FIRST, sorted(LAYOUTS.keys() - {*FIRST})))
-def test_documents_equal_those_of_the_oracle_alone(name, expected):
+def test_documents_equal_those_of_the_oracle_alone_and_move_the_bytes_of_the_papers(name, expected):
     equals_the_oracle(LAYOUTS[name], expected)
+    if LAYOUTS[name]["parallel"].get("idle") != "mask":  # masked stages also move discarded values
+        moves_the_bytes_of_the_papers(LAYOUTS[name])
 
 
 @pytest.mark.parametrize("parallel", [{"data": 1}, {"data": 2, "context": 4}], ids=["one", "ring"])

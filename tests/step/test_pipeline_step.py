@@ -36,7 +36,8 @@ class Layout(NamedTuple):
     idle: str = "skip"
 
 
-# Every schedule, ZeRO stage and remat policy, with 2 and 4 stages; MORE has every schedule with every number of stages.
+# Every ZeRO stage and remat policy, with 2 and 4 stages, and every schedule but 1f1b and zb_h2, which prefetch and
+# per-layer reduction have below; MORE has every schedule with every number of stages.
 COVER = [
     Layout(pipe=2, data=2, tensor=2, schedule="gpipe", zero=2, family="llama", remat="selective", idle="mask"),
     Layout(pipe=2, data=2, tensor=2, schedule="interleaved", chunks=2, microbatches=8, zero=1, remat="full"),
@@ -86,15 +87,12 @@ def test_the_decoder_equals_the_oracle_and_moves_the_bytes_of_the_papers(layout,
         moves_the_bytes_of_the_papers(piped(layout))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
         (Layout(pipe=2, data=2, schedule="zb_h1", zero=2), {"replica": 2, "bucket_mb": 0.0}),
-        pytest.param(
-            Layout(pipe=2, tensor=4, schedule="interleaved", chunks=2, zero=3),
-            {"sequence_parallel": False},
-            marks=pytest.mark.long,
-        ),
+        (Layout(pipe=2, tensor=4, schedule="interleaved", chunks=2, zero=3), {"sequence_parallel": False}),
     ],
 )
 def test_replicas_and_no_sequence_parallelism_work_with_stages(layout, more, expected):
@@ -122,9 +120,10 @@ def test_prefetch_changes_no_number_and_no_byte(layout, expected):
     "layout",
     cover(
         [
-            Layout(pipe=2, data=2, tensor=2, schedule="zb_h1", zero=1, family="llama"),
+            Layout(pipe=2, data=2, tensor=2, schedule="zb_h2", zero=1, family="llama"),
         ],
         [
+            Layout(pipe=2, data=2, tensor=2, schedule="zb_h1", zero=1, family="llama"),
             Layout(pipe=4, data=2, schedule="gpipe", microbatches=8, remat="block:2"),  # one block of layers per stage
             Layout(pipe=2, data=2, tensor=2, family="llama", remat="full"),
             Layout(pipe=2, data=4, schedule="interleaved", chunks=2, microbatches=8, zero=1),
@@ -137,6 +136,7 @@ def test_per_layer_reduction_changes_no_number_and_no_byte(layout, expected):
     moves_the_bytes_of_the_papers(piped(layout, grad_reduce="per_layer"))
 
 
+@pytest.mark.long
 def test_tied_embeddings_of_a_llama_learn_on_the_first_and_last_stage(expected):
     tree = piped(Layout(pipe=2, data=2, tensor=2, schedule="zb_h2", microbatches=8, zero=2, family="llama"))
     tree["model"]["tie_embeddings"] = True
@@ -144,6 +144,7 @@ def test_tied_embeddings_of_a_llama_learn_on_the_first_and_last_stage(expected):
     moves_the_bytes_of_the_papers(tree)
 
 
+@pytest.mark.long
 def test_chunked_losses_and_clipping_work_with_stages():
     layout = {"pipe": 4, "data": 2, "vocab_over_pipe": True}
     plain, split = (
@@ -187,12 +188,13 @@ def test_evaluation_gives_the_loss_of_training_and_counts_targets(layout):
             2**-8,
             marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             Layout(
                 pipe=2, data=2, tensor=2, schedule="interleaved", chunks=2, zero=2, family="llama", remat="selective"
             ),
             "float16",
             2**-11,
+            marks=pytest.mark.long,
         ),
     ],
 )
