@@ -108,6 +108,7 @@ def test_places_of_padding_change_nothing():
     assert abs(more[0] - padded[0]) > 1e-3
 
 
+@pytest.mark.long
 def test_right_targets_are_those_with_the_largest_logit():
     """Among rows whose target is each word in turn, each row is right once."""
     rows = rows_of(8)

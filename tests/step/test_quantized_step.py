@@ -115,7 +115,7 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped(case):
 
 
 @jax.numpy_dtype_promotion("standard")
-@pytest.mark.parametrize("case", cover([(2, "int8")], [(0, "int8"), (1, "float8"), (3, "float8")]))
+@pytest.mark.parametrize("case", cover([], [(2, "int8"), (0, "int8"), (1, "float8"), (3, "float8")]))
 def test_a_float16_overflow_halves_the_scale_and_skips_that_step(case):
     zero, kind = case
     precision = {"compute": "float16", "loss_scale": "dynamic", "grad_reduce": kind}

@@ -1,5 +1,6 @@
 """The pipeline executor with plain layers."""
 
+import functools
 import importlib.util
 from fractions import Fraction
 from functools import partial
@@ -23,6 +24,9 @@ from nanotrain_jax.parallel.pipeline.executor import run_forward
 from nanotrain_jax.step.plan import layers_of_rows
 
 NAMES = [*schedules.SCHEDULES]
+
+
+ROWS = 64  # of a microbatch, in what is compiled
 
 
 class Case(NamedTuple):
@@ -182,8 +186,9 @@ def test_schedules_agree_bitwise_because_all_sum_microbatches_in_order(idle):
         jax.tree.map(np.testing.assert_array_equal, found[name], found[NAMES[0]])
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(4, 6, 1), (2, 5, 2), (8, 3, 1)])
-def test_run_forward_gives_the_loss_of_one_device(stages, microbatches, chunks):
+@pytest.mark.parametrize("case", cover([(4, 6, 1), (2, 5, 2)], [(8, 3, 1)]))
+def test_run_forward_gives_the_loss_of_one_device(case):
+    stages, microbatches, chunks = case
     ends, layers = a_model(8)
     tokens = some_tokens(microbatches, 2)
     schedule = schedules.forward_only(stages, microbatches, chunks)
@@ -203,8 +208,9 @@ def test_run_forward_gives_the_loss_of_one_device(stages, microbatches, chunks):
     assert count == tokens.size
 
 
-def compiled(case, layer=layer, rows=64):
-    arguments = (*a_model(8), some_tokens(case.microbatches, rows))
+@functools.cache
+def compiled(case, layer=layer):
+    arguments = (*a_model(8), some_tokens(case.microbatches, ROWS))
     return pipelined(case.table, a_mesh(case.stages), case.idle, layer=layer)[1].lower(*arguments).compile()
 
 
@@ -223,16 +229,16 @@ def turns(schedule):
 def test_a_tick_has_two_permutes_and_none_in_a_branch(name):
     case = case_of(name, 4, 12)
     schedule = case.table
-    found = hlo.collectives(compiled(case, rows=2).as_text(), {"pipe": 4, "data": 1}, turns(schedule))
+    found = hlo.collectives(compiled(case).as_text(), {"pipe": 4, "data": 1}, turns(schedule))
     permutes = [c for c in found if c.operation == "permute"]
     assert [c.count for c in permutes] == [schedule.ticks] * 2
     assert not any("at_most_once" in c.source for c in permutes)
-    assert sum(c.bytes * c.count for c in permutes) == 2 * schedule.ticks * (2 * T * D * 4)
+    assert sum(c.bytes * c.count for c in permutes) == 2 * schedule.ticks * (ROWS * T * D * 4)
 
 
 @pytest.mark.parametrize("name", cover(["1f1b", "interleaved", "zero_bubble"], ["1f1b_lean", "zb_h1", "zb_h2"]))
 def test_temporary_memory_does_not_grow_with_the_number_of_microbatches(name):
-    temp = [temporary_bytes(case_of(name, 2, M)) for M in (8, 16, 64)]
+    temp = [temporary_bytes(case_of(name, 2, M)) for M in (8, 64)]
     assert max(temp) < 1.01 * min(temp)
 
 
@@ -259,13 +265,13 @@ def test_executed_flops_equal_the_useful_ones(name):
     """Matmuls of each slot times its uses in the table: every forward and backward once, no part of it twice."""
     case = case_of(name, 4, 12)
     found = hlo.matmul_flops(compiled(case).as_text(), turns(case.table))
-    assert found == pytest.approx(useful_flops(8 // 4, 12, 64), rel=1e-9)
+    assert found == pytest.approx(useful_flops(8 // 4, 12, ROWS), rel=1e-9)
 
 
 def test_masked_stages_compute_in_every_tick():
     case = Case("1f1b", 4, 12, idle="mask")
     assert hlo.matmul_flops(compiled(case).as_text()) == pytest.approx(
-        useful_flops(8 // 4, 12, 64) * case.table.ticks / 12, rel=1e-9
+        useful_flops(8 // 4, 12, ROWS) * case.table.ticks / 12, rel=1e-9
     )
 
 
@@ -319,7 +325,7 @@ def test_masked_work_of_idle_ticks_may_be_nan():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), mask, skip)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_h1"])
+@pytest.mark.parametrize("name", cover(["1f1b", "zb_h1"], ["interleaved"]))
 def test_an_auxiliary_loss_travels_with_the_activation(name):
     def begin(ends, tokens):
         return {"x": first(ends, tokens), "penalty": jnp.zeros(())}
