@@ -141,6 +141,7 @@ def test_keys_that_do_not_change_weights_may_change_on_resume(config_file, tmp_p
     assert ["noise_scale" in record for record in records(tmp_path / "run")] == [False, False, True, False]
 
 
+@pytest.mark.long
 def test_a_llama_resumes_with_longer_sequences_and_reports_it(config_file, tmp_path, capsys):
     run = config_file, f"logging.dir={tmp_path}/run", "train.eval_every=0"
     resumes(capsys, *run, "train.steps=5")
