@@ -265,6 +265,7 @@ def test_a_host_that_cannot_reach_the_coordinator_says_so(tmp_path):
     assert "cannot reach host 0 at 127.0.0.1:" in err
 
 
+@pytest.mark.long
 def test_a_host_without_processes_is_left_out(tmp_path):
     plan = {(0, 0): "os.kill(os.getpid(), 9)", (0, 1): HANG}
     env = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}

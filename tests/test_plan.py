@@ -101,6 +101,7 @@ def test_host_offload_is_planned_and_reported(tmp_path, capsys):
     assert run(*common, *one) == 1  # 132 GB without
 
 
+@pytest.mark.long
 def test_a_search_suggests_host_offload_and_finds_layouts_with_it(capsys):
     common = "--config", ROOT / "configs/llama3_70b.yaml", "--gpu", "h100", "--gpus", 8, "--choose"
     assert run(*common) == 2

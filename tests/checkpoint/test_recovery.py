@@ -227,6 +227,7 @@ def test_no_intact_checkpoint_is_reported_in_one_line_with_remedies(config_file,
     assert "checkpoint 10: it cannot be read (" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_checkpoint_without_checksums_is_used(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=10") == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "checksums" / "10")

@@ -125,7 +125,8 @@ def test_an_elastic_restart_on_fewer_processes_keeps_the_losses(config_file, tmp
     np.testing.assert_allclose([elastic[i] for i in single], list(single.values()), rtol=1e-6)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rendezvous_timeout_is_one_line(rank, config_file, tmp_path):
     env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     _, err = finished(one(config_file, env, f"logging.dir={tmp_path}/run", "runtime.join_timeout=3"), 1)

@@ -225,6 +225,7 @@ def test_files_are_dirty_once_an_update_begins(tmp_path):
     assert not again.matches(digest)  # although no byte has changed
 
 
+@pytest.mark.long
 def test_a_step_with_nonfinite_gradients_does_not_change_the_files(tmp_path):
     files, step, config = files_and_step(tree({"data": 2, "zero": 3}, tmp_path / "disk"))
     with nvme.opened(files):

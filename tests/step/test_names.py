@@ -45,6 +45,7 @@ def test_every_collective_is_named_after_its_axes(sharded):
         assert named and set(c.axes) <= {axis for axes in named for axis in axes.split("_")}, c
 
 
+@pytest.mark.long
 def test_a_pipeline_names_its_units_with_and_without_idle_branches():
     sizes = {"pipe": 2, "data": 2, "microbatches": 2}
     for idle, prefix in (("skip", "at_most_once_"), ("mask", "")):

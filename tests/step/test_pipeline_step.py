@@ -177,24 +177,19 @@ def test_evaluation_gives_the_loss_of_training_and_counts_targets(layout):
     assert int(step.evaluate(step.init().params, batch)[1]) == (tokens[:, 1:] <= 30).sum()
 
 
+@pytest.mark.long
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
 @pytest.mark.parametrize(
     ("layout", "compute", "error"),
     [
         (Layout(pipe=2, data=2, tensor=2, schedule="zero_bubble", zero=1, family="llama"), "bfloat16", 2**-8),
-        pytest.param(
-            Layout(pipe=4, data=2, microbatches=8, zero=3, family="llama", remat="full"),
-            "bfloat16",
-            2**-8,
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
+        (Layout(pipe=4, data=2, microbatches=8, zero=3, family="llama", remat="full"), "bfloat16", 2**-8),
+        (
             Layout(
                 pipe=2, data=2, tensor=2, schedule="interleaved", chunks=2, zero=2, family="llama", remat="selective"
             ),
             "float16",
             2**-11,
-            marks=pytest.mark.long,
         ),
     ],
 )
