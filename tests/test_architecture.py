@@ -19,8 +19,10 @@ LAYERS = {
     },
     "techniques": {"config.resolve", "parallel", "audit", "data", "checkpoint", "distributed"},
     "models": {"models"},
-    "step": {"step", "nvme", "costs", "run", "generation"},
-    "commands": {"planner", "plan", "train", "launch", "generate", "convert", "compare", "prepare", "__main__"},
+    "step": {"step", "nvme", "costs", "run", "generation", "evaluation"},
+    "commands": {
+        "planner", "plan", "train", "launch", "generate", "evaluate", "convert", "compare", "prepare", "__main__",
+    },
 }  # fmt: skip
 # The wings of parallel/, lowest first: a wing imports the ground (the files beside them) and the wings before it. The
 # ground imports no wing.

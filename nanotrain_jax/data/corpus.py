@@ -109,10 +109,16 @@ def stdlib_documents() -> Iterator[bytes]:
 
 
 def glob_documents(pattern: str) -> Iterator[bytes]:
-    """Yield the documents of the files that match a pattern. Raises ValueError if none does.
+    """Yield the documents of the files that match a pattern (`matching`)."""
+    return text_documents(matching(pattern, f"data.source='text:{pattern}'"))
+
+
+def matching(pattern: str, key: str) -> list[str]:
+    """Return the files that match a pattern, sorted. key: names it in messages. Raises ValueError if none does.
 
     A name of a file or of its folder is taken literally where it exists: brackets there are no pattern.
     """
+    hint = "; brackets are a pattern: [[] stands for [" * ("[" in pattern)
     folder, name = os.path.split(pattern)
     if Path(pattern).is_file():
         pattern = glob.escape(pattern)
@@ -120,11 +126,8 @@ def glob_documents(pattern: str) -> Iterator[bytes]:
         pattern = os.path.join(glob.escape(folder), name)
     paths = sorted(p for p in glob.glob(pattern, recursive=True) if Path(p).is_file())
     if not paths:
-        hint = "; brackets are a pattern: [[] stands for [" * ("[" in pattern)
-        raise ValueError(
-            f"data.source='text:{pattern}' matches no file; check the pattern (relative to {Path.cwd()}){hint}"
-        )
-    return text_documents(paths)
+        raise ValueError(f"{key} matches no file; check the pattern (relative to {Path.cwd()}){hint}")
+    return paths
 
 
 def text_documents(paths: Sequence[str | Path]) -> Iterator[bytes]:

@@ -32,6 +32,7 @@ from nanotrain_jax.step.plan import specs_over_pipe_and_tensor
 ROWS, TOKENS, ACTIVATIONS = layout("B/data"), layout("B/data T"), layout("B/data T D")
 PLACE = Place(PartitionSpec(), ROWS)
 STRIDE = 16  # tokens between two looks of the host
+SLICE = 64  # tokens of each row whose logits exist at a time, when tokens are scored
 ENDED = -1  # in place of a token, after the end of a row
 NONE = -2  # in place of a token, where none has been chosen
 
@@ -62,6 +63,17 @@ def chosen(model: Model, choice: Choice, ends: Tree, x_BTD: jax.Array, at: jax.A
     token_B = choose(model.decode.last(ends, x_B1D)[:, 0], choice.sampling, place.positions(1)[:, 0])
     has_ended_B = jnp.isin(rows.token_B, jnp.asarray([ENDED, *choice.stops], jnp.int32))
     return rows._replace(place=place, token_B=jnp.where(has_ended_B, ENDED, token_B))
+
+
+def scored(model: Model, ends: Tree, x_BTD: jax.Array, next_BT: jax.Array, at: jax.Array) -> tuple[jax.Array, ...]:
+    """x[B T D], the output of the last layer, next[B T], the token after each -> of `SLICE` of them, from index `at` on:
+    their log-probability, float32 [B t], and whether no other token is likelier, bool [B t]."""
+    size = min(SLICE, x_BTD.shape[1])
+    x_BtD, next_Bt = (lax.dynamic_slice_in_dim(x, at, size, axis=1) for x in (x_BTD, next_BT))
+    logits_BtV = model.decode.last(ends, x_BtD)
+    chosen_Bt = jnp.take_along_axis(logits_BtV, next_Bt[..., None], axis=-1)[..., 0]
+    log_Bt = chosen_Bt - jax.nn.logsumexp(logits_BtV, axis=-1)
+    return log_Bt, jnp.argmax(logits_BtV, axis=-1) == next_Bt
 
 
 def loop(model: Model, choice: Choice, params: Tree, caches: list, rows: Rows) -> tuple[Rows, jax.Array]:
@@ -100,6 +112,8 @@ class Engine:
         self.first = self._jit(model.decode.first, (end_specs, TOKENS, PLACE), ACTIVATIONS)
         layer_out = ACTIVATIONS, self.cache_specs
         self.layer = self._jit(model.decode.layer, (self.layer_specs[0], *layer_out, PLACE), layer_out, donate=(1, 2))
+        scores_in = end_specs, ACTIVATIONS, TOKENS, PartitionSpec()
+        self.scored = self._jit(partial(scored, model), scores_in, (TOKENS, TOKENS))
         self.programs: dict[Any, Callable] = {}
 
     def _jit(self, function: Callable, inputs: Tree, outputs: Tree, donate: Sequence[int] = ()) -> Callable:
@@ -149,12 +163,33 @@ class Engine:
         return self._advance(rows, self.put(tokens_BT.astype(np.int32), TOKENS), at, choice)
 
     def _advance(self, rows: Rows, tokens_BT: jax.Array, at: jax.Array, choice: Choice) -> Rows:
+        x, caches = self._through_layers(rows, tokens_BT)
+        ends, _ = split_layers(self.params)
+        return self.program("choose", choice)(ends, x, at, rows._replace(caches=[]))._replace(caches=caches)
+
+    def _through_layers(self, rows: Rows, tokens_BT: jax.Array) -> tuple[jax.Array, list]:
+        """Return the output of the last layer, x[B T D], and the caches with these tokens."""
         ends, layers = split_layers(self.params)
         x, caches = self.first(ends, tokens_BT, rows.place), []
         for weights, cache in zip(layers, rows.caches, strict=True):
             x, cache = self.layer(weights, x, cache, rows.place)
             caches.append(jax.block_until_ready(cache) if self.waits else cache)
-        return self.program("choose", choice)(ends, x, at, rows._replace(caches=[]))._replace(caches=caches)
+        return x, caches
+
+    def score(self, rows: Rows, slot: int, tokens_BT: np.ndarray, next_BT: np.ndarray | None) -> tuple[Rows, list]:
+        """Take in the next tokens of each row, from a slot on, and score the token after each, next[B T].
+
+        -> rows, for each `SLICE` of tokens: log-probabilities and whether no other token is likelier (`scored`). next:
+        None: nothing is scored.
+        """
+        rows = rows._replace(place=rows.place._replace(slot=self.put(np.int32(slot), PartitionSpec())))
+        x, caches = self._through_layers(rows, self.put(tokens_BT.astype(np.int32), TOKENS))
+        rows = rows._replace(caches=caches)
+        if next_BT is None:
+            return rows, []
+        next_BT, (ends, _) = self.put(next_BT.astype(np.int32), TOKENS), split_layers(self.params)
+        starts = range(0, tokens_BT.shape[1], SLICE)
+        return rows, [self.scored(ends, x, next_BT, self.put(np.int32(at), PartitionSpec())) for at in starts]
 
     def go_on(self, rows: Rows, choice: Choice) -> tuple[Rows, list[jax.Array]]:
         """Continue each row by `STRIDE` tokens -> rows, the tokens[B] one after another. Does not wait for them."""
