@@ -13,7 +13,7 @@ from nanotrain_jax.data.tokenizer import Tokenizer
 from nanotrain_jax.generation.engine import Engine
 
 CHUNKS = 16, 64, 256  # tokens of each row that are taken in at once; each is compiled once
-SMALLEST = 256  # slots of a cache; longer ones are doubled
+SMALLEST = 256  # slots of a cache; it grows by doubling
 
 
 class Request(NamedTuple):
@@ -82,9 +82,13 @@ def _together(engine: Engine, requests: Sequence[Request]) -> list[Score]:
     for row, r in zip(table, requests, strict=False):
         row[: len(r.tokens)] = r.tokens
     since = min(len(r.tokens) - 1 - r.count for r in requests)
-    cache, found = engine.empty([0] * rows, _doubled(SMALLEST, tokens)), []
+    slots, found = SMALLEST, []
+    cache = engine.empty([0] * rows, slots)
     for slot in range(0, tokens, chunk):
         end = slot + chunk
+        if end > slots:
+            slots = _doubled(slots, end)
+            cache = engine.grown(cache, slots)
         after = table[:, slot + 1 : end + 1] if end > since else None
         cache, parts = engine.score(cache, slot, table[:, slot:end], after)
         zero = np.zeros((rows, chunk))
