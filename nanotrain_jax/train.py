@@ -39,6 +39,7 @@ from nanotrain_jax.config.training_stages import Span, of_phase, spans
 from nanotrain_jax.data import batches
 from nanotrain_jax.distributed import processes, watchdog
 from nanotrain_jax.distributed.processes import STOPS, on_all_processes, raise_on_all
+from nanotrain_jax.evaluation.in_training import Tasks
 from nanotrain_jax.models import hugging_face
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as stores
@@ -133,6 +134,7 @@ def prepare(config: Config) -> Run:
     requested, of_layout = auto.with_layout(config)
     notes += of_layout
     mesh, phases = on_all_processes(lambda: build(requested))
+    tasks = on_all_processes(lambda: tasks_of(phases[0], mesh))
     check_same_data(phases)
     checkpoints = restore.agree(config.checkpoint)
     if process.count > 1:
@@ -141,12 +143,21 @@ def prepare(config: Config) -> Run:
         notes += [f"warning: {text}" for text in [meshes.cross_host_warning(mesh, hosts)] if text]
     if checkpoints is None:
         state, started = start(requested, phases)
-        return Run(requested, phases, mesh, state, 0, notes + started, None, None, {}, 0)
+        return Run(requested, phases, mesh, state, 0, notes + started, None, None, {}, 0, tasks=tasks)
     resumed = resume.resume(checkpoints, requested, phases)
     notes += resumed.notes
     origin = resumed.start, resumed.meta, resumed.damaged
     read = resumed.meta.data.read
-    return Run(requested, resumed.phases, mesh, resumed.state, resumed.position, notes, *origin, resumed.tokens, read)
+    place = resumed.position, notes, *origin, resumed.tokens, read
+    return Run(requested, resumed.phases, mesh, resumed.state, *place, tasks)
+
+
+def tasks_of(phase: Phase, mesh: Mesh) -> Tasks | None:
+    """Return the tasks that a run scores; None without train.tasks. Raises ValueError or OSError."""
+    config = phase.config
+    if not config.train.tasks:
+        return None
+    return Tasks(config, mesh, batches.tokenizer_of(config.data) if phase.dataset.tokenizer else None)
 
 
 def start(requested: Config, phases: list[Phase]) -> tuple[State, list[str]]:

@@ -68,6 +68,9 @@ class Train(Section):
     )
     eval_every: Count = key(0, "steps between evaluations; 0: never")
     eval_steps: Positive = key(10, "batches per evaluation (fewer if the held-out text is short)")
+    tasks: Annotated[tuple[Path, ...], Pair] = key(
+        (), "files of multiple choice (evaluate --tasks) to score at each evaluation, as task/NAME"
+    )
     max_skipped: Count = key(
         20, "stop, with exit code 1, after so many skipped steps in a row: their gradients were not finite; 0: never"
     )

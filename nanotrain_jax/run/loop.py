@@ -24,6 +24,7 @@ from nanotrain_jax.costs import flops, hardware
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.distributed import processes, watchdog
 from nanotrain_jax.distributed.processes import on_all_processes
+from nanotrain_jax.evaluation.in_training import Tasks
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.run import banner, conversion, curves, divergence, metrics, model_config, profile_summary
@@ -48,6 +49,7 @@ class Run(NamedTuple):
     damaged: dict[int, str]  # step of each newer, damaged checkpoint -> what is wrong with it
     tokens: int  # consumed so far
     read: Mapping[str, int] = MappingProxyType({})  # sequences consumed of data that stages read before, by fingerprint
+    tasks: Tasks | None = None  # with train.tasks
 
     @property
     def span(self) -> Span:
@@ -238,9 +240,9 @@ class Loop:
         """Evaluate and save if due; weights of a run that may be diverging do not push out those of before."""
         train, every = self.config.train, self.config.checkpoint.every
         is_due = train.eval_every and (self.number % train.eval_every == 0 or self.number == self.run.span.last)
-        if is_due and len(self.run.dataset.val):
+        if is_due and (len(self.run.dataset.val) or self.run.tasks):
             self.writer.settle()
-            self.writer.write(**self.evaluate())
+            self.writer.write(**self.evaluate(), tasks=self.score_tasks())
             self.writer.start_clock()
         if every and self.number % every == 0:
             self.writer.settle()
@@ -249,8 +251,13 @@ class Loop:
             self.writer.start_clock()
 
     def evaluate(self) -> dict[str, float]:
-        """Return val_loss, the mean per held-out target in nats; of a model that counts it also their accuracy."""
+        """Return val_loss, the mean per held-out target in nats; of a model that counts it also their accuracy.
+
+        {} without held-out text.
+        """
         run, step, sums = self.run, self.run.evaluation, []
+        if not len(run.dataset.val):
+            return {}
         params = run.step.average(self.state.params)
         for batch in data.evaluation(run.dataset.val, step.batch, run.config.train.eval_steps, step.token_order):
             self.watch.at("evaluation", self.number)
@@ -258,6 +265,14 @@ class Loop:
             jax.block_until_ready(sums[-2:-1])  # XLA:CPU aborts with too many executions in flight
         loss, targets, *correct = (sum(float(x) for x in of_batches) for of_batches in zip(*sums, strict=True))
         return {"val_loss": loss / targets} | ({"accuracy": correct[0] / targets} if correct else {})
+
+    def score_tasks(self) -> dict[str, float]:
+        """Return the scores of train.tasks, by name."""
+        if self.run.tasks is None:
+            return {}
+        self.watch.at("tasks", self.number)
+        step = self.run.step
+        return self.run.tasks.scores(step.average(step.in_layer_order(self.state).params))
 
     def save(self, write: checkpoint.Save) -> None:
         """Save a checkpoint of the last step. Its metrics are written first: a resume does not repeat the step."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.run import curves, sinks
 
+TASK = "task/"  # before the names of tasks
 PROCESSES = "processes"  # subfolder of the run's folder: <process>.log
 
 
@@ -95,10 +98,16 @@ class Writer:
             self.seconds, self.steps, self.clock = self.seconds + now - self.clock, self.steps + 1, now
             self.tokens += self.tokens_per_step
 
-    def write(self, val_loss: float | None = None, accuracy: float | None = None, is_last: bool = False) -> None:
+    def write(
+        self,
+        val_loss: float | None = None,
+        accuracy: float | None = None,
+        is_last: bool = False,
+        tasks: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """Write the metrics of the pending step, if any, with a validation loss and an accuracy, if given.
 
-        is_last: of a run that stops here, so the step is written whatever train.log_every says.
+        tasks: scores of tasks, by name (`task/NAME`). is_last: of a run that stops here, so the step is written whatever train.log_every says.
         """
         if not self.pending:
             return
@@ -108,7 +117,7 @@ class Writer:
         if self.bar:
             self.bar.update(self.task, completed=number)
         is_due = is_last or number == self.config.train.steps or (every and number % every == 0)
-        if val_loss is None and not is_due:
+        if val_loss is None and not tasks and not is_due:
             return
         seconds, losses = self.seconds / self.steps, self.losses
         tokens_per_second = (self.tokens - self.tokens_written) / self.seconds
@@ -128,7 +137,7 @@ class Writer:
             record["skipped_steps"] = int(metrics["skipped_steps"])
         record |= {name: float(metrics[name]) for name in ("loss_scale", "noise_scale") if name in metrics}
         evaluated = {"val_loss": val_loss, "accuracy": accuracy}
-        record |= {name: value for name, value in evaluated.items() if value is not None}
+        record |= {name: value for name, value in evaluated.items() if value is not None} | dict(tasks)
         self.latest |= record
         self._note("  ".join(f"{key} {value}" for key, value in record.items() if value is not None))
         if self.active:
@@ -142,7 +151,7 @@ class Writer:
         text = self._text(record)
         if self.bar:
             self.bar.update(self.task, text=text)
-        if self.progress == "lines" or (self.bar and "val_loss" in record):
+        if self.progress == "lines" or (self.bar and any(name == "val_loss" or name.startswith(TASK) for name in record)):
             remaining = clock((steps - record["step"]) * record["step_seconds"])
             self.console.print(
                 f"step {record['step']:>{len(str(steps))}}/{steps}  {text}  lr {record['lr']:.2e}  ETA {remaining}"
@@ -156,6 +165,8 @@ class Writer:
             text += f"  val {evaluated['val_loss']:.4f}"
         if "accuracy" in evaluated:
             text += f"  accuracy {evaluated['accuracy']:.1%}"
+        tasks = [name for name in evaluated if name.startswith(TASK) and f"{name}_norm" in evaluated]
+        text += "".join(f"  {name.removeprefix(TASK)} {evaluated[name]:.1%}" for name in tasks)
         text += f"  {record['tokens_per_second']:,.0f} tokens/s"
         if record["mfu"]:
             text += f"  mfu {record['mfu']:.1%}"
