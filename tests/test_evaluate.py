@@ -1,15 +1,17 @@
 """The command that scores models: what it prints and writes, what it refuses, and the tasks of a training run."""
 
 import json
+import operator
 import sys
 
 import evaluation_models as models
 import numpy as np
 import pytest
-from conftest import exit_code, records
+from conftest import cover, exit_code, records
 from hugging_face_folders import folder, write_json
 
 from nanotrain_jax import evaluate, train
+from nanotrain_jax.evaluation import samples
 
 ROWS = [
     {"question": f"w{i} w{i + 1}", "choices": [f"w{i + 2}", f"w{i + 3} w{i}", "w9"], "answer": i % 3} for i in range(5)
@@ -67,7 +69,7 @@ BAD_FILES = [
     ("tasks", task(answer=-1), ':1: "answer" is -1, not one'),
     ("tasks", task(answer=True), ':1: "answer" is True, not one'),
     ("tasks", task(answer="w10"), ":1: \"answer\" is 'w10', not one"),
-    ("tasks", task(choices=["w5 " * 70, "w6"]), "has 70 tokens, but the model's context is 64; shorten it"),
+    ("tasks", task(choices=["w5 " * 70, "w6"]), "has 70 tokens, but the model's context is 24; shorten it"),
 ]
 
 
@@ -103,20 +105,18 @@ def without_end(model, path):
 
 BAD_OPTIONS = [
     (["--text", "{folder}/none*.txt"], "matches no file"),
-    (["--text", "{folder}/a.txt", "--stride", "65"], "--stride=65 is more than the model's context of 64"),
+    (["--text", "{folder}/a.txt", "--stride", "25"], "--stride=25 is more than the model's context of 24"),
     (["--text", "{folder}/a.txt", "--stride", "0"], "--stride: '0' must be a number from 1"),
     (["--tasks", "{folder}/none.jsonl"], "none.jsonl"),
     (["--tasks", "{folder}/task.jsonl", "--stride", "2"], "--stride is for --text; remove it"),
     (["--tasks", "{folder}/task.jsonl", "--json", "{folder}/no/out.json"], "its folder does not exist"),
-    (["--tasks", "{folder}/task.jsonl", "--samples", "{folder}/a.txt"], "is no record of a sample"),
+    (["--tasks", "{folder}/task.jsonl", "--samples", "{folder}/a.txt"], "line 1 is no record of a sample"),
     ([], "one of the arguments --text --tasks --harness is required"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_OPTIONS, ids=[message for _, message in BAD_OPTIONS])
 def test_a_bad_option_is_refused_in_one_line(arguments, message, model, capsys):
-    with open(model.parent / "a.txt", "a") as file:
-        file.write("\n")
     refused(capsys, message, "--hf", model, *(argument.format(folder=model.parent) for argument in arguments))
 
 
@@ -128,3 +128,66 @@ def test_a_tokenizer_of_another_model_and_a_missing_harness_are_refused(model, t
     text = (model / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"w60":60', '"w60":99').replace('"w60": 60', '"w60": 99'))
     refused(capsys, "has 100 ids, but the model has 61", "--hf", other, "--text", f"{model.parent}/a.txt")
+
+
+RUN = {
+    "model": {"num_layers": 4, "d_model": 32, "num_heads": 2, "d_ff": 64, "vocab_size": 259},
+    "precision": {"compute": "float32"},
+    "data": {"batch_size": 8, "seq_len": 32},
+    "optimizer": {"lr": 3e-2, "schedule": "constant"},
+    "train": {"steps": 2, "eval_every": 1},
+    "parallel": {"data": 2, "tensor": 2, "pipe": 2, "schedule": "interleaved", "chunks": 2, "microbatches": 2},
+    "logging": {"progress": "none"},
+    "runtime": {"simulate": 8},
+}
+
+SYNC = ["parallel.data=2", "parallel.replica=2", "parallel.sync_every=2"]
+
+
+def trained(tmp_path, text_files, *keys):
+    """The exit code of a run."""
+    tasks = tmp_path / "letters.jsonl"
+    rows = [{"context": "de", "choices": ["f", "x y", "q"], "answer": i % 3} for i in range(4)]
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json(tmp_path / "run.yaml", RUN | {"data": RUN["data"] | {"source": f"text:{text_files}"}})
+    arguments = [f"logging.dir={tmp_path}/run", f"train.tasks=[{tasks}]", *keys]
+    return exit_code(train.main, ["--config", str(tmp_path / "run.yaml"), *arguments])
+
+
+LAYOUTS = cover(
+    [("pipe", [])],
+    [("sync", ["parallel.pipe=1", "parallel.chunks=1", "parallel.schedule=1f1b", *SYNC])],
+    name=operator.itemgetter(0),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_scores_tasks_with_its_weights_at_each_evaluation(layout, tmp_path, text_files, monkeypatch):
+    scored, run_samples = [], samples.run
+    monkeypatch.setattr(samples, "run", lambda *args: scored.append(run_samples(*args)) or scored[-1])
+    assert trained(tmp_path, text_files, *layout[1]) == 0
+    found = [record for record in records(tmp_path / "run") if "task/letters" in record]
+    assert [record["step"] for record in found] == [1, 2]
+    out, kept = tmp_path / "out.json", tmp_path / "kept.jsonl"
+    assert run("--run", tmp_path / "run", "--tasks", tmp_path / "letters.jsonl", "--json", out, "--samples", kept) == 0
+    scores = json.loads(out.read_text())["tasks"]["letters"]
+    assert (found[-1]["task/letters"], found[-1]["task/letters_norm"]) == (scores["acc"], scores["acc_norm"])
+    in_training, expected, by_command = ([record["log_likelihoods"] for record in own] for own in scored)
+    np.testing.assert_allclose(expected, by_command, rtol=1e-5)
+    assert abs(np.subtract(in_training, expected)).min() > 1e-3
+
+
+BAD_RUNS = [
+    (["data.source=synthetic"], "train.tasks with data.source=synthetic, which has no tokenizer"),
+    (["train.eval_every=0"], "train.tasks without evaluations; set train.eval_every"),
+    (["train.tasks=[none.jsonl]"], "none.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), BAD_RUNS, ids=[message for _, message in BAD_RUNS])
+def test_a_run_that_cannot_score_tasks_is_refused_at_the_start(keys, message, tmp_path, text_files, capsys):
+    assert trained(tmp_path, text_files, *keys) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()

@@ -22,6 +22,7 @@ from nanotrain_jax.generation.load import Loaded
 from nanotrain_jax.run import sinks
 
 Record = dict[str, Any]
+BEGINS = b'{"key": "'  # a record
 PRIMES = 2654435761, 2246822519, 3266489917, 668265263  # of the places of a weight, one for each dim
 
 
@@ -64,14 +65,17 @@ class Kept:
 
 def _records(path: Path) -> list[Record]:
     """Read the records of a file; of a killed command the last line may be incomplete. Raises ValueError or OSError."""
-    found = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    found, (*lines, rest) = [], path.read_bytes().split(b"\n")
+    for line in lines:
         try:
             found.append(json.loads(line))
         except ValueError:
             found.append(None)
-        if not isinstance(found[-1], dict) or "key" not in found[-1]:
-            raise ValueError(f"--samples={str(path)!r}: line {number} is no record of a sample; give another file")
+    wrong = next((i for i, record in enumerate(found, 1) if not isinstance(record, dict) or "key" not in record), None)
+    if wrong is None and not rest.startswith(BEGINS[: len(rest)]):
+        wrong = len(found) + 1
+    if wrong:
+        raise ValueError(f"--samples={str(path)!r}: line {wrong} is no record of a sample; give another file")
     return found
 
 
