@@ -14,7 +14,7 @@ COMMANDS = {  # name -> what it does, what to type after it
     "plan": ("memory and step time of a layout, or the best layout, without a GPU", "--config llama3_8b --choose"),
     "launch": ("train in several processes, on one host or many", "--processes 2 -- --config quickstart"),
     "generate": ("text and conversations from a run or a model folder", "--run runs/quickstart --prompt 'def '"),
-    "evaluate": ("score a model: texts, multiple choice, tasks of a harness", "--run runs/quickstart --text 'books/*.txt'"),
+    "evaluate": ("score a model: texts, multiple choice, tasks of a harness", "--run runs/quickstart --text README.md"),
     "convert": ("weights from and to model folders of Hugging Face", "--from FOLDER --out runs/model"),
     "compare": ("curves and a table of several runs", "runs/a runs/b"),
     "prepare": ("turn text files into a folder of tokens", "books/*.txt --out books"),

@@ -1,4 +1,4 @@
-"""Score a model: `python -m nanotrain_jax.evaluate --run DIR | --hf FOLDER --text GLOB | --tasks FILE | --harness TASKS`
+"""Score a model: `python -m nanotrain_jax.evaluate --run DIR | --hf FOLDER --text GLOB | --tasks FILE | --harness ...`
 
 The model is laid out over all devices that are here, whatever the layout of its training (evaluation/). A table on
 stdout, JSON with --json. Exit codes: 0 done; 2 invalid request (one line on stderr).
@@ -73,12 +73,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--harness", metavar="TASKS", help="tasks of lm-evaluation-harness, with commas between them")
     parser.add_argument("--include", type=folder_argument, metavar="FOLDER", help="with --harness: of further tasks")
     parser.add_argument(
-        "--stride", type=at_least(1), help="with --text: tokens by which the window moves on (default: half the context)"
+        "--stride", type=at_least(1), help="of --text: tokens by which the window moves (default: half the context)"
     )
     parser.add_argument("--batch", type=at_least(1), default=8, help="rows that are scored together (default: 8)")
     parser.add_argument("--limit", type=at_least(1), help="only the first so many texts, or questions of each task")
     parser.add_argument(
-        "--samples", type=folder_argument, metavar="FILE", help="keep the scores of each sample here, and resume from it"
+        "--samples", type=folder_argument, metavar="FILE", help="keep the scores of each sample, and resume from them"
     )
     parser.add_argument("--json", type=folder_argument, metavar="FILE", help="also write the results here")
     options = parser.parse_args(argv)
@@ -116,7 +116,7 @@ def in_harness(options: argparse.Namespace, loaded: Loaded, begin: Begin) -> dic
     try:
         from nanotrain_jax.evaluation import harness
     except ImportError as error:
-        raise ValueError(f"--harness needs lm-evaluation-harness ({error}); pip install 'nanotrain_jax[eval]'") from None
+        raise ValueError(f"--harness needs lm-eval ({error}); pip install 'nanotrain_jax[eval]'") from None
     adapter = harness.Adapter(loaded, options.batch, begin)
     return harness.evaluate(options.harness.split(","), options.include, adapter, options.limit)
 

@@ -181,6 +181,8 @@ BAD_RUNS = [
     (["data.source=synthetic"], "train.tasks with data.source=synthetic, which has no tokenizer"),
     (["train.eval_every=0"], "train.tasks without evaluations; set train.eval_every"),
     (["train.tasks=[none.jsonl]"], "none.jsonl"),
+    (["memory.offload_params=host", "parallel.zero=3"], "train.tasks with memory.offload_params=host"),
+    (["model.factory=scripts.examples.your_model:build"], "gives a model without decode"),
 ]
 
 

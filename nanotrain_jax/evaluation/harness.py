@@ -87,7 +87,7 @@ class Adapter(LM):
 
 
 def sampling(how: dict[str, Any]) -> Sampling:
-    """Return how tokens are chosen, by the harness's keys: greedily unless do_sample or a temperature says otherwise."""
+    """Return how tokens are chosen, by the harness's keys: greedily, unless do_sample or temperature say otherwise."""
     temperature = how.get("temperature", 1.0 if how.get("do_sample") else 0.0)
     if how.get("do_sample") is False:
         temperature = 0.0
@@ -95,7 +95,7 @@ def sampling(how: dict[str, Any]) -> Sampling:
 
 
 def evaluate(names: Sequence[str], folder: Path | None, adapter: Adapter, limit: int | None) -> dict[str, Any]:
-    """Run tasks of the harness -> its results of each. folder: of further tasks. Raises ValueError for an unknown name."""
+    """Run tasks of the harness -> its results of each. folder: of further tasks. Raises ValueError."""
     manager = TaskManager(include_path=folder and str(folder))
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:

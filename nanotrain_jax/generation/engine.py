@@ -66,8 +66,10 @@ def chosen(model: Model, choice: Choice, ends: Tree, x_BTD: jax.Array, at: jax.A
 
 
 def scored(model: Model, ends: Tree, x_BTD: jax.Array, next_BT: jax.Array, at: jax.Array) -> tuple[jax.Array, ...]:
-    """x[B T D], the output of the last layer, next[B T], the token after each -> of `SLICE` of them, from index `at` on:
-    their log-probability, float32 [B t], and whether no other token is likelier, bool [B t]."""
+    """Score `SLICE` tokens next[B T], those after the tokens whose output of the last layer is x[B T D], from `at` on.
+
+    -> their log-probability, float32 [B t], and whether each is the most likely token, bool [B t].
+    """
     size = min(SLICE, x_BTD.shape[1])
     x_BtD, next_Bt = (lax.dynamic_slice_in_dim(x, at, size, axis=1) for x in (x_BTD, next_BT))
     logits_BtV = model.decode.last(ends, x_BtD)
@@ -179,8 +181,7 @@ class Engine:
     def score(self, rows: Rows, slot: int, tokens_BT: np.ndarray, next_BT: np.ndarray | None) -> tuple[Rows, list]:
         """Take in the next tokens of each row, from a slot on, and score the token after each, next[B T].
 
-        -> rows, for each `SLICE` of tokens: log-probabilities and whether no other token is likelier (`scored`). next:
-        None: nothing is scored.
+        -> rows, for each `SLICE` of tokens: what `scored` returns. next: None: nothing is scored.
         """
         rows = rows._replace(place=rows.place._replace(slot=self.put(np.int32(slot), PartitionSpec())))
         x, caches = self._through_layers(rows, self.put(tokens_BT.astype(np.int32), TOKENS))

@@ -107,7 +107,8 @@ class Writer:
     ) -> None:
         """Write the metrics of the pending step, if any, with a validation loss and an accuracy, if given.
 
-        tasks: scores of tasks, by name (`task/NAME`). is_last: of a run that stops here, so the step is written whatever train.log_every says.
+        is_last: of a run that stops here, so the step is written whatever train.log_every says. tasks: their scores, by
+        name (`task/NAME`).
         """
         if not self.pending:
             return
@@ -151,7 +152,8 @@ class Writer:
         text = self._text(record)
         if self.bar:
             self.bar.update(self.task, text=text)
-        if self.progress == "lines" or (self.bar and any(name == "val_loss" or name.startswith(TASK) for name in record)):
+        is_evaluated = any(name == "val_loss" or name.startswith(TASK) for name in record)
+        if self.progress == "lines" or (self.bar and is_evaluated):
             remaining = clock((steps - record["step"]) * record["step_seconds"])
             self.console.print(
                 f"step {record['step']:>{len(str(steps))}}/{steps}  {text}  lr {record['lr']:.2e}  ETA {remaining}"
