@@ -44,11 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.json and not options.json.parent.is_dir():
             raise ValueError(f"--json={str(options.json)!r}: its folder does not exist; create it")
+        names = [path.stem for path in options.tasks or []]
+        if len({*names}) < len(names):
+            raise ValueError(f"--tasks: two files have one name, of {', '.join(names)}; rename one")
         questions = {path: tasks.read(path, options.limit) for path in options.tasks or []}
         loaded = load(options)
         with progress() as begin:
             found = measure(options, loaded, questions, begin)
-        found = {"model": described(options, loaded)} | found
+        found = {"model": described(loaded)} | found
         if options.json:
             options.json.write_text(json.dumps(found, indent=2, default=str) + "\n")
     except (ValueError, OSError) as error:
@@ -98,9 +101,11 @@ def measure(options: argparse.Namespace, loaded: Loaded, questions: dict[Path, l
     of_task = {path: tasks.samples(own, loaded) for path, own in questions.items()}
     of_text = text.samples(options.text, loaded, options.stride, options.limit) if options.text else []
     kept, everything = Kept(options.samples, loaded), [*of_text, *(one for own in of_task.values() for one in own)]
-    cut = sum(tasks.is_cut(one, loaded) for own in of_task.values() for one in own)
+    cut = sum(any(request.is_cut for request in one.requests) for own in of_task.values() for one in own)
     if cut:
-        print(f"{cut} questions fill the context of {loaded.context} tokens, cut from the left", file=sys.stderr)
+        print(
+            f"questions longer than the context of {loaded.context} tokens, cut from the left: {cut}", file=sys.stderr
+        )
     done = begin(len(everything))
 
     def run(own: list[Sample]) -> list[samples.Record]:
@@ -135,11 +140,11 @@ def progress() -> Iterator[Begin]:
         yield begin
 
 
-def described(options: argparse.Namespace, loaded: Loaded) -> dict[str, Any]:
+def described(loaded: Loaded) -> dict[str, Any]:
     """Return what was scored, and where."""
     return {
         "folder": str(loaded.folder),
-        "step": options.step,
+        "step": loaded.step,
         "dtype": loaded.engine.dtype.name,
         "context": loaded.context,
         "mesh": {axis: size for axis, size in loaded.engine.mesh.shape.items() if size > 1},

@@ -108,6 +108,7 @@ BAD_OPTIONS = [
     (["--text", "{folder}/a.txt", "--stride", "25"], "--stride=25 is more than the model's context of 24"),
     (["--text", "{folder}/a.txt", "--stride", "0"], "--stride: '0' must be a number from 1"),
     (["--tasks", "{folder}/none.jsonl"], "none.jsonl"),
+    (["--tasks", "{folder}/task.jsonl", "--tasks", "{folder}/task.jsonl"], "two files have one name, of task, task"),
     (["--tasks", "{folder}/task.jsonl", "--stride", "2"], "--stride is for --text; remove it"),
     (["--tasks", "{folder}/task.jsonl", "--json", "{folder}/no/out.json"], "its folder does not exist"),
     (["--tasks", "{folder}/task.jsonl", "--samples", "{folder}/a.txt"], "line 1 is no record of a sample"),
@@ -170,18 +171,21 @@ def test_a_run_scores_tasks_with_its_weights_at_each_evaluation(layout, tmp_path
     assert [record["step"] for record in found] == [1, 2]
     out, kept = tmp_path / "out.json", tmp_path / "kept.jsonl"
     assert run("--run", tmp_path / "run", "--tasks", tmp_path / "letters.jsonl", "--json", out, "--samples", kept) == 0
-    scores = json.loads(out.read_text())["tasks"]["letters"]
+    command = json.loads(out.read_text())
+    scores = command["tasks"]["letters"]
+    assert command["model"]["step"] == 2
     assert (found[-1]["task/letters"], found[-1]["task/letters_norm"]) == (scores["acc"], scores["acc_norm"])
     in_training, expected, by_command = ([record["log_likelihoods"] for record in own] for own in scored)
     np.testing.assert_allclose(expected, by_command, rtol=1e-5)
     assert abs(np.subtract(in_training, expected)).min() > 1e-3
 
 
+OFFLOAD = ["memory.offload_params=host", "memory.offload_optimizer=host"]
 BAD_RUNS = [
     (["data.source=synthetic"], "train.tasks with data.source=synthetic, which has no tokenizer"),
     (["train.eval_every=0"], "train.tasks without evaluations; set train.eval_every"),
     (["train.tasks=[none.jsonl]"], "none.jsonl"),
-    (["memory.offload_params=host", "parallel.zero=3"], "train.tasks with memory.offload_params=host"),
+    (["parallel.zero=3", *OFFLOAD], "train.tasks with memory.offload_params=host"),
     (["model.factory=scripts.examples.your_model:build"], "gives a model without decode"),
 ]
 

@@ -17,10 +17,14 @@ SMALLEST = 256  # slots of a cache; it grows by doubling
 
 
 class Request(NamedTuple):
-    """A row whose last tokens are scored. tokens: at least two, one more than the context at most; count: how many."""
+    """A row whose last tokens are scored.
+
+    tokens: at least two, one more than the context at most. count: how many are scored. is_cut: there were more.
+    """
 
     tokens: Sequence[int]
     count: int
+    is_cut: bool = False
 
 
 class Score(NamedTuple):
@@ -39,7 +43,8 @@ def request(before: Sequence[int], scored: Sequence[int], context: int) -> Reque
         raise ValueError("gives no tokens of its own with this model's tokenizer; write more text")
     if len(scored) > context:
         raise ValueError(f"has {len(scored)} tokens, but the model's context is {context}; shorten it")
-    return Request([*before, *scored][-(context + 1) :], len(scored))
+    tokens = [*before, *scored]
+    return Request(tokens[-(context + 1) :], len(scored), len(tokens) > context + 1)
 
 
 def encoded(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:

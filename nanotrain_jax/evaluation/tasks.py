@@ -123,8 +123,3 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         error = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
         found |= {name: float(values.mean()), f"{name}_stderr": error}
     return found
-
-
-def is_cut(sample: Sample, loaded: Loaded) -> bool:
-    """True if a context of the sample fills the model's, so that its beginning may be cut off."""
-    return any(len(r.tokens) > loaded.context for r in sample.requests)

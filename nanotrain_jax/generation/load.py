@@ -49,13 +49,15 @@ class Placement(NamedTuple):
 class Loaded(NamedTuple):
     """A model ready to run.
 
-    config: of the model on its mesh. folder: of the run or model folder, whose files say how to generate.
+    config: of the model on its mesh. folder: of the run or model folder, whose files say how to generate. step: of the
+    run's checkpoint.
     """
 
     engine: Engine
     tokenizer: Tokenizer
     config: Config
     folder: Path
+    step: int | None = None
 
     @property
     def context(self) -> int:
@@ -94,7 +96,7 @@ def _of_checkpoint(run: Path, tokenizer: Tokenizer, placement: Placement, folder
         return path.startswith(f"params/{LAYERS}/") or model.is_padded(path)
 
     params = restore.read_state(folder, step, wanted, is_padded).params
-    return Loaded(Engine(model, mesh, split_up(params), config.precision.compute), tokenizer, config, run)
+    return Loaded(Engine(model, mesh, split_up(params), config.precision.compute), tokenizer, config, run, step)
 
 
 def tokenizer_of(run: Path, config: Config) -> Tokenizer:
