@@ -186,7 +186,7 @@ BAD_RUNS = [
     (["train.eval_every=0"], "train.tasks without evaluations; set train.eval_every"),
     (["train.tasks=[none.jsonl]"], "none.jsonl"),
     (["parallel.zero=3", *OFFLOAD], "train.tasks with memory.offload_params=host"),
-    (["model.factory=scripts.examples.your_model:build"], "gives a model without decode"),
+    (["model.factory=plain_model:build"], "gives a model without decode"),
 ]
 
 

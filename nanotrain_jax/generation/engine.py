@@ -189,8 +189,11 @@ class Engine:
         if next_BT is None:
             return rows, []
         next_BT, (ends, _) = self.put(next_BT.astype(np.int32), TOKENS), split_layers(self.params)
-        starts = range(0, tokens_BT.shape[1], SLICE)
-        return rows, [self.scored(ends, x, next_BT, self.put(np.int32(at), PartitionSpec())) for at in starts]
+        found = []
+        for at in range(0, tokens_BT.shape[1], SLICE):
+            scores = self.scored(ends, x, next_BT, self.put(np.int32(at), PartitionSpec()))
+            found.append(jax.block_until_ready(scores) if self.waits else scores)
+        return rows, found
 
     def go_on(self, rows: Rows, choice: Choice) -> tuple[Rows, list[jax.Array]]:
         """Continue each row by `STRIDE` tokens -> rows, the tokens[B] one after another. Does not wait for them."""
