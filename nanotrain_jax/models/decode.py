@@ -83,8 +83,10 @@ def attention_to(q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, seen_B
     """q[B T N H], k[B K S H], v[B K S H] -> y[B T N H], of the slots that each token sees; softmax in float32."""
     B, T, N, H = q_BTNH.shape
     K = k_BKSH.shape[1]
-    q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("BTKGH,BKSH->BKGTS", q_BTKGH, k_BKSH, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen_BTS[:, None, None], scores, HIDDEN)
-    share = jax.nn.softmax(scores, axis=-1).astype(q_BTNH.dtype)
-    return jnp.einsum("BKGTS,BKSH->BTKGH", share, v_BKSH).reshape(q_BTNH.shape)
+    # The queries of all heads and tokens that share a key head are the rows of one matmul.
+    q_BKMH = jnp.moveaxis((q_BTNH * H**-0.5).reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, -1, H)
+    scores_BKMS = jnp.einsum("BKMH,BKSH->BKMS", q_BKMH, k_BKSH, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen_BTS[:, None, None], scores_BKMS.reshape(B, K, N // K, T, -1), HIDDEN)
+    share_BKMS = jax.nn.softmax(scores, axis=-1).astype(q_BTNH.dtype).reshape(scores_BKMS.shape)
+    y_BKMH = jnp.einsum("BKMS,BKSH->BKMH", share_BKMS, v_BKSH)
+    return jnp.moveaxis(y_BKMH.reshape(B, K, N // K, T, H), 3, 1).reshape(q_BTNH.shape)
