@@ -6,8 +6,8 @@ Caches are donated and updated in place.
 
 Layers are separate arrays, and no loop runs over them: a loop would copy each layer's weights before it multiplies with
 them, three times the traffic of what is bound by reading weights once. Either one program has all layers and many
-tokens (GPUs), or each layer is a call of one program, which compiles at once however many layers there are (CPUs, where
-a call costs little beside a layer; and everywhere for prompts).
+tokens (GPUs), or a program has a few layers and is called again for the next ones: it compiles in seconds however many
+layers there are (CPUs, where a call costs little beside a layer; and everywhere for prompts).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from nanotrain_jax.step.plan import specs_over_pipe_and_tensor
 ROWS, TOKENS, ACTIVATIONS = layout("B/data"), layout("B/data T"), layout("B/data T D")
 PLACE = Place(PartitionSpec(), ROWS)
 STRIDE = 16  # tokens between two looks of the host
+BLOCK = 8  # layers in one program, at most, where it does not have all
 SLICE = 64  # tokens of each row whose logits exist at a time, when tokens are scored
 ENDED = -1  # in place of a token, after the end of a row
 NONE = -2  # in place of a token, where none has been chosen
@@ -78,16 +79,22 @@ def scored(model: Model, ends: Tree, x_BTD: jax.Array, next_BT: jax.Array, at: j
     return log_Bt, jnp.argmax(logits_BtV, axis=-1) == next_Bt
 
 
+def block(model: Model, layers: Sequence[Tree], x: jax.Array, caches: Sequence[Tree], place: Place) -> tuple:
+    """Run x[B T D] through layers -> x, their caches with these tokens."""
+    after = []
+    for weights, cache in zip(layers, caches, strict=True):
+        x, cache = model.decode.layer(weights, x, cache, place)
+        after.append(cache)
+    return x, after
+
+
 def loop(model: Model, choice: Choice, params: Tree, caches: list, rows: Rows) -> tuple[Rows, jax.Array]:
     """Continue each row by `STRIDE` tokens -> rows, tokens[n B]. caches: of the rows, which come without them."""
     ends, layers = split_layers(params)
 
     def one(rows: Rows, _: None) -> tuple[Rows, jax.Array]:
         x_B1D = model.decode.first(ends, jnp.maximum(rows.token_B, 0)[:, None], rows.place)
-        caches = []
-        for weights, cache in zip(layers, rows.caches, strict=True):
-            x_B1D, cache = model.decode.layer(weights, x_B1D, cache, rows.place)
-            caches.append(cache)
+        x_B1D, caches = block(model, layers, x_B1D, rows.caches, rows.place)
         rows = chosen(model, choice, ends, x_B1D, jnp.int32(0), rows._replace(caches=caches))
         return rows, rows.token_B
 
@@ -112,8 +119,10 @@ class Engine:
         self.cache_specs = {name: layout(text) for name, text in model.decode.layouts.items()}
         self.end_specs, self.row_specs = end_specs, Rows([], PLACE, ROWS)
         self.first = self._jit(model.decode.first, (end_specs, TOKENS, PLACE), ACTIVATIONS)
-        layer_out = ACTIVATIONS, self.cache_specs
-        self.layer = self._jit(model.decode.layer, (self.layer_specs[0], *layer_out, PLACE), layer_out, donate=(1, 2))
+        self.size = max(size for size in range(1, BLOCK + 1) if len(self.layer_specs) % size == 0)
+        outputs = ACTIVATIONS, [self.cache_specs] * self.size
+        inputs = self.layer_specs[: self.size], *outputs, PLACE
+        self.block = self._jit(partial(block, model), inputs, outputs, donate=(1, 2))
         scores_in = end_specs, ACTIVATIONS, TOKENS, PartitionSpec()
         self.scored = self._jit(partial(scored, model), scores_in, (TOKENS, TOKENS))
         self.programs: dict[Any, Callable] = {}
@@ -165,17 +174,18 @@ class Engine:
         return self._advance(rows, self.put(tokens_BT.astype(np.int32), TOKENS), at, choice)
 
     def _advance(self, rows: Rows, tokens_BT: jax.Array, at: jax.Array, choice: Choice) -> Rows:
-        x, caches = self._through_layers(rows, tokens_BT)
+        x, caches = self.through_layers(rows, tokens_BT)
         ends, _ = split_layers(self.params)
         return self.program("choose", choice)(ends, x, at, rows._replace(caches=[]))._replace(caches=caches)
 
-    def _through_layers(self, rows: Rows, tokens_BT: jax.Array) -> tuple[jax.Array, list]:
+    def through_layers(self, rows: Rows, tokens_BT: jax.Array) -> tuple[jax.Array, list]:
         """Return the output of the last layer, x[B T D], and the caches with these tokens."""
         ends, layers = split_layers(self.params)
         x, caches = self.first(ends, tokens_BT, rows.place), []
-        for weights, cache in zip(layers, rows.caches, strict=True):
-            x, cache = self.layer(weights, x, cache, rows.place)
-            caches.append(jax.block_until_ready(cache) if self.waits else cache)
+        for at in range(0, len(layers), self.size):
+            own = slice(at, at + self.size)
+            x, after = self.block(layers[own], x, rows.caches[own], rows.place)
+            caches += jax.block_until_ready(after) if self.waits else after
         return x, caches
 
     def score(self, rows: Rows, slot: int, tokens_BT: np.ndarray, next_BT: np.ndarray | None) -> tuple[Rows, list]:
@@ -184,7 +194,7 @@ class Engine:
         -> rows, for each `SLICE` of tokens: what `scored` returns. next: None: nothing is scored.
         """
         rows = rows._replace(place=rows.place._replace(slot=self.put(np.int32(slot), PartitionSpec())))
-        x, caches = self._through_layers(rows, self.put(tokens_BT.astype(np.int32), TOKENS))
+        x, caches = self.through_layers(rows, self.put(tokens_BT.astype(np.int32), TOKENS))
         rows = rows._replace(caches=caches)
         if next_BT is None:
             return rows, []

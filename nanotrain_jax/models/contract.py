@@ -84,7 +84,7 @@ class Decode(NamedTuple):
     """The functions of a model for the next T tokens of each row, with a cache of what is before them.
 
     cache     cache(B, S, dtype) -> types of the arrays of a layer's cache, for B rows and S slots: {name: [B ...]}
-    layouts   how devices share them: name -> layout, as "B/data K/tensor S H"
+    layouts   how devices share them: name -> layout, as "M/data,tensor S H"
     first     first(ends, tokens[B T], place) -> x[B T D]
     layer     layer(weights of a layer, x, cache, place) -> x, the cache with these tokens
     last      last(ends, x[B T D]) -> logits[B T V], float32, of the whole vocabulary without padding

@@ -1,8 +1,10 @@
 """The decoder with a cache: the next tokens of each row attend to the keys and values of all before them.
 
-A layer has a cache of keys[B K S H] and values[B K S H], S slots for tokens. All rows go on at the same slot, so that a
-step writes one block in place; a shorter row starts at a later slot (`Place`). A row's positions count from there. With
-more devices along tensor than key and value heads, each device caches the head of its own queries.
+A layer has a cache of keys[M S H] and values[M S H], S slots for tokens of M = B K rows and heads: as the matmuls of
+attention take them, so that XLA stores new tokens in place and copies nothing. All rows go on at the same slot; a
+shorter row starts at a later one (`Place`), and its positions count from there.
+
+With more devices along tensor than key and value heads, each device caches the head of its own queries.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from nanotrain_jax.models.ops import project
 from nanotrain_jax.parallel.collectives import Tree, all_gather, as_varying, varying_axes
 from nanotrain_jax.parallel.tensor import tensor
 
-KEYS, VALUES = "keys_BKSH", "values_BKSH"
+KEYS, VALUES = "keys_MSH", "values_MSH"
 HIDDEN = -1e30  # score of a slot that a token does not see
 
 
@@ -45,15 +47,15 @@ def build(config: Model, split: Split, graphs: tuple, ends: Callable[[Tree], nnx
             (logits_BTV,) = all_gather([logits_BTV], axis, [2], invarying=True)
         return logits_BTV[..., : config.vocab_size]
 
-    heads = "K" if split.axis is None else f"K/{split.axis}"
-    layouts = dict.fromkeys((KEYS, VALUES), f"B/data {heads} S H")
+    axes = "data" if split.axis is None else f"data,{split.axis}"
+    layouts = dict.fromkeys((KEYS, VALUES), f"M/{axes} S H")
     return contract.Decode(partial(cache_shapes, config, split), layouts, first, layer, last)
 
 
 def cache_shapes(config: Model, split: Split, rows: int, slots: int, dtype: jnp.dtype) -> Tree:
     """Return the types of a layer's cache."""
     heads = max(config.num_kv_heads or config.num_heads, split.size)
-    shape = rows, heads, slots, config.head_width
+    shape = rows * heads, slots, config.head_width
     return dict.fromkeys((KEYS, VALUES), jax.ShapeDtypeStruct(shape, dtype))
 
 
@@ -66,27 +68,30 @@ def attend(attention: Attention, x_BTD: jax.Array, cache: Tree, place: Place) ->
         positions_BT = place.positions(T)
         q_BTNH, k_BTKH = attention.rotated(q_BTNH, positions_BT), attention.rotated(k_BTKH, positions_BT)
     cache = {KEYS: _stored(cache[KEYS], k_BTKH, place), VALUES: _stored(cache[VALUES], v_BTKH, place)}
-    seen_BTS = place.seen(T, cache[KEYS].shape[2], attention.reach())
+    seen_BTS = place.seen(T, cache[KEYS].shape[1], attention.reach())
     y_BTNH = attention_to(q_BTNH, cache[KEYS], cache[VALUES], seen_BTS)
     return attention.output(y_BTNH, B), cache
 
 
-def _stored(cache_BKSH: jax.Array, new_BTKH: jax.Array, place: Place) -> jax.Array:
+def _stored(cache_MSH: jax.Array, new_BTKH: jax.Array, place: Place) -> jax.Array:
     """Write the next tokens to their slots, in place."""
-    new_BKTH = jnp.moveaxis(new_BTKH, 2, 1).astype(cache_BKSH.dtype)
-    new_BKTH = as_varying(new_BKTH, sorted(varying_axes(cache_BKSH)))
-    return lax.dynamic_update_slice(cache_BKSH, new_BKTH, (0, 0, place.slot, 0))
+    _, T, _, H = new_BTKH.shape
+    new_MTH = jnp.moveaxis(new_BTKH, 2, 1).astype(cache_MSH.dtype).reshape(-1, T, H)
+    new_MTH = as_varying(new_MTH, sorted(varying_axes(cache_MSH)))
+    return lax.dynamic_update_slice(cache_MSH, new_MTH, (0, place.slot, 0))
 
 
 @jax.named_scope("kernel")
-def attention_to(q_BTNH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, seen_BTS: jax.Array) -> jax.Array:
-    """q[B T N H], k[B K S H], v[B K S H] -> y[B T N H], of the slots that each token sees; softmax in float32."""
+def attention_to(q_BTNH: jax.Array, k_MSH: jax.Array, v_MSH: jax.Array, seen_BTS: jax.Array) -> jax.Array:
+    """q[B T N H], k[B K S H], v[B K S H] -> y[B T N H], of the slots that each token sees; softmax in float32.
+
+    The queries of all heads and tokens that share a key head are the rows of one matmul.
+    """
     B, T, N, H = q_BTNH.shape
-    K = k_BKSH.shape[1]
-    # The queries of all heads and tokens that share a key head are the rows of one matmul.
-    q_BKMH = jnp.moveaxis((q_BTNH * H**-0.5).reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, -1, H)
-    scores_BKMS = jnp.einsum("BKMH,BKSH->BKMS", q_BKMH, k_BKSH, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen_BTS[:, None, None], scores_BKMS.reshape(B, K, N // K, T, -1), HIDDEN)
-    share_BKMS = jax.nn.softmax(scores, axis=-1).astype(q_BTNH.dtype).reshape(scores_BKMS.shape)
-    y_BKMH = jnp.einsum("BKMS,BKSH->BKMH", share_BKMS, v_BKSH)
-    return jnp.moveaxis(y_BKMH.reshape(B, K, N // K, T, H), 3, 1).reshape(q_BTNH.shape)
+    K = len(k_MSH) // B
+    q_BKGTH = jnp.moveaxis((q_BTNH * H**-0.5).reshape(B, T, K, N // K, H), 1, 3)
+    scores_MQS = jnp.einsum("MQH,MSH->MQS", q_BKGTH.reshape(B * K, -1, H), k_MSH, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen_BTS[:, None, None], scores_MQS.reshape(B, K, N // K, T, -1), HIDDEN)
+    share_MQS = jax.nn.softmax(scores, axis=-1).astype(q_BTNH.dtype).reshape(scores_MQS.shape)
+    y_MQH = jnp.einsum("MQS,MSH->MQH", share_MQS, v_MSH)
+    return jnp.moveaxis(y_MQH.reshape(B, K, N // K, T, H), 3, 1).reshape(q_BTNH.shape)
