@@ -88,12 +88,23 @@ def block(model: Model, layers: Sequence[Tree], x: jax.Array, caches: Sequence[T
     return x, after
 
 
+def embedded(model: Model, ends: Tree, rows: Rows) -> jax.Array:
+    """Return the chosen tokens as x[B 1 D]; of rows that have ended, some token."""
+    return model.decode.first(ends, jnp.maximum(rows.token_B, 0)[:, None], rows.place)
+
+
+def turn(model: Model, choice: Choice, ends: Tree, x_BTD: jax.Array, at: jax.Array, rows: Rows) -> tuple:
+    """Choose a token, as `chosen` -> rows, and that token as x[B 1 D]."""
+    rows = chosen(model, choice, ends, x_BTD, at, rows)
+    return rows, embedded(model, ends, rows)
+
+
 def loop(model: Model, choice: Choice, params: Tree, caches: list, rows: Rows) -> tuple[Rows, jax.Array]:
     """Continue each row by `STRIDE` tokens -> rows, tokens[n B]. caches: of the rows, which come without them."""
     ends, layers = split_layers(params)
 
     def one(rows: Rows, _: None) -> tuple[Rows, jax.Array]:
-        x_B1D = model.decode.first(ends, jnp.maximum(rows.token_B, 0)[:, None], rows.place)
+        x_B1D = embedded(model, ends, rows)
         x_B1D, caches = block(model, layers, x_B1D, rows.caches, rows.place)
         rows = chosen(model, choice, ends, x_B1D, jnp.int32(0), rows._replace(caches=caches))
         return rows, rows.token_B
@@ -119,6 +130,8 @@ class Engine:
         self.cache_specs = {name: layout(text) for name, text in model.decode.layouts.items()}
         self.end_specs, self.row_specs = end_specs, Rows([], PLACE, ROWS)
         self.first = self._jit(model.decode.first, (end_specs, TOKENS, PLACE), ACTIVATIONS)
+        embedded_in = end_specs, self.row_specs
+        self.embedded = self._jit(partial(embedded, model), embedded_in, ACTIVATIONS)
         self.size = max(size for size in range(1, BLOCK + 1) if len(self.layer_specs) % size == 0)
         outputs = ACTIVATIONS, [self.cache_specs] * self.size
         inputs = self.layer_specs[: self.size], *outputs, PLACE
@@ -135,8 +148,8 @@ class Engine:
         if (kind, choice) not in self.programs:
             ends, rows = self.end_specs, self.row_specs
             if kind == "choose":
-                function = partial(chosen, self.model, choice)
-                made = self._jit(function, (ends, ACTIVATIONS, PartitionSpec(), rows), rows)
+                inputs = ends, ACTIVATIONS, PartitionSpec(), rows
+                made = self._jit(partial(turn, self.model, choice), inputs, (rows, ACTIVATIONS))
             else:
                 caches, params = [self.cache_specs] * len(self.layer_specs), ends | {LAYERS: self.layer_specs}
                 outputs = rows._replace(caches=caches), layout("n B/data")
@@ -171,17 +184,24 @@ class Engine:
         """Take in the first count of the next tokens of each row, and choose the one after them."""
         at = self.put(np.int32(count - 1), PartitionSpec())
         rows = rows._replace(token_B=jnp.full_like(rows.token_B, NONE))  # no row has ended
-        return self._advance(rows, self.put(tokens_BT.astype(np.int32), TOKENS), at, choice)
+        return self._advance(rows, self.embed(rows, tokens_BT), at, choice)[0]
 
-    def _advance(self, rows: Rows, tokens_BT: jax.Array, at: jax.Array, choice: Choice) -> Rows:
-        x, caches = self.through_layers(rows, tokens_BT)
+    def embed(self, rows: Rows, tokens_BT: np.ndarray) -> jax.Array:
+        """Return the next tokens of each row as x[B T D]."""
         ends, _ = split_layers(self.params)
-        return self.program("choose", choice)(ends, x, at, rows._replace(caches=[]))._replace(caches=caches)
+        return self.first(ends, self.put(tokens_BT.astype(np.int32), TOKENS), rows.place)
 
-    def through_layers(self, rows: Rows, tokens_BT: jax.Array) -> tuple[jax.Array, list]:
+    def _advance(self, rows: Rows, x: jax.Array, at: jax.Array, choice: Choice) -> tuple[Rows, jax.Array]:
+        """Run x[B T D] through the layers, and choose the token after index `at` -> rows, x[B 1 D] of that token."""
+        x, caches = self.through_layers(rows, x)
+        ends, _ = split_layers(self.params)
+        after, x = self.program("choose", choice)(ends, x, at, rows._replace(caches=[]))
+        return after._replace(caches=caches), x
+
+    def through_layers(self, rows: Rows, x: jax.Array) -> tuple[jax.Array, list]:
         """Return the output of the last layer, x[B T D], and the caches with these tokens."""
-        ends, layers = split_layers(self.params)
-        x, caches = self.first(ends, tokens_BT, rows.place), []
+        _, layers = split_layers(self.params)
+        caches = []
         for at in range(0, len(layers), self.size):
             own = slice(at, at + self.size)
             x, after = self.block(layers[own], x, rows.caches[own], rows.place)
@@ -194,7 +214,7 @@ class Engine:
         -> rows, for each `SLICE` of tokens: what `scored` returns. next: None: nothing is scored.
         """
         rows = rows._replace(place=rows.place._replace(slot=self.put(np.int32(slot), PartitionSpec())))
-        x, caches = self.through_layers(rows, self.put(tokens_BT.astype(np.int32), TOKENS))
+        x, caches = self.through_layers(rows, self.embed(rows, tokens_BT))
         rows = rows._replace(caches=caches)
         if next_BT is None:
             return rows, []
@@ -211,8 +231,9 @@ class Engine:
             rows, tokens_nB = self.program("loop", choice)(self.params, rows.caches, rows._replace(caches=[]))
             return rows, list(tokens_nB)
         at, tokens = self.put(np.int32(0), PartitionSpec()), []
+        x = self.embedded(split_layers(self.params)[0], rows._replace(caches=[]))
         for _ in range(STRIDE):
-            rows = self._advance(rows, jnp.maximum(rows.token_B, 0)[:, None], at, choice)
+            rows, x = self._advance(rows, x, at, choice)
             tokens.append(rows.token_B)
         return rows, tokens
 

@@ -1,7 +1,6 @@
 """Decoding with a cache: the logits and tokens of a float64 oracle without one, on any mesh."""
 
 import generation_models
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from generation_models import Oracle
@@ -44,7 +43,7 @@ def test_logits_of_chunks_and_single_tokens_equal_those_of_the_whole_text(name):
     ends = {key: tree for key, tree in engine.params.items() if key != "layers"}
     at = 0
     for size in CHUNKS:
-        x, caches = engine.through_layers(rows, jnp.asarray(tokens[:, at : at + size]))
+        x, caches = engine.through_layers(rows, engine.embed(rows, tokens[:, at : at + size]))
         rows = rows._replace(caches=caches, place=rows.place.after(size))
         found.append(np.asarray(last(ends, x)))
         at += size
