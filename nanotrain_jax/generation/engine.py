@@ -32,7 +32,7 @@ from nanotrain_jax.step.plan import specs_over_pipe_and_tensor
 ROWS, TOKENS, ACTIVATIONS = layout("B/data"), layout("B/data T"), layout("B/data T D")
 PLACE = Place(PartitionSpec(), ROWS)
 STRIDE = 16  # tokens between two looks of the host
-BLOCK = 8  # layers in one program, at most, where it does not have all
+BLOCK = 16  # layers in one program, at most, where it does not have all
 SLICE = 64  # tokens of each row whose logits exist at a time, when tokens are scored
 ENDED = -1  # in place of a token, after the end of a row
 NONE = -2  # in place of a token, where none has been chosen
