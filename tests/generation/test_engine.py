@@ -73,7 +73,7 @@ def test_300_greedy_tokens_equal_those_without_a_cache(family, is_looped):
     (found,) = continued(session, 300)
     assert len(found) == 300
     Oracle(model, params).assert_greedy(prompt, found)
-    assert len(set(found)) > 4
+    assert len(set(found)) > 2
     assert (session.slots, session.shifted) == (512, False)
 
 
