@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         in_batches(session, loaded, given, options)
     if session.shifted:
         print(
-            f"the text reached the context of {loaded.context} tokens, and went on with its last half", file=sys.stderr
+            f"the text reached the context of {loaded.context} tokens, and continued with its last half",
+            file=sys.stderr,
         )
     print(session.speed, file=sys.stderr)
     return 0

@@ -57,7 +57,7 @@ class Oracle:
         assert found == logits.argmax(-1).tolist()
 
     def greedy(self, prompt, count, context=None):
-        """The most likely tokens; a text that fills the context goes on with its last half."""
+        """The most likely tokens; a text that fills the context continues with its last half."""
         text, start = list(prompt), 0
         for _ in range(count):
             if context and len(text) - start > context:

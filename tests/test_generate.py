@@ -21,7 +21,7 @@ from nanotrain_jax.generation import load as models
 
 
 def oracle_tokens(params, prompt, count, length):
-    """Greedy tokens of the oracle; a text that fills the context goes on with its last half."""
+    """Greedy tokens of the oracle; a text that fills the context continues with its last half."""
     logits, ids, start = jax.jit(oracle.logits), list(prompt), 0
     for _ in range(count):
         start = len(ids) - length // 2 if len(ids) - start > length else start
@@ -192,7 +192,7 @@ def test_prompts_of_a_file_are_answered_in_order_as_each_alone(model_folder, cap
     assert several == [texts[0] + alone[0]["text"], texts[1] + alone[1]["text"]]
 
 
-def test_a_conversation_goes_on_until_the_end_of_input(model_folder, capsys, monkeypatch):
+def test_a_conversation_lasts_until_the_end_of_input(model_folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("w5 w6\n\nw7\n"))
     capsys.readouterr()
     how = "--hf", str(model_folder), "--chat", "--tokens", "6", "--temperature", "0", "--system", "w8"

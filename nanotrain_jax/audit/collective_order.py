@@ -1,7 +1,7 @@
 """Collectives of a compiled CPU program that devices may run in different orders.
 
 XLA:CPU runs the collectives of a computation one after another. But it starts a loop, a branch or a call that holds
-collectives and goes on: what does not depend on it runs beside it, on another thread. Then one device may meet the
+collectives and continues: what does not depend on it runs beside it, on another thread. Then one device may meet the
 collective inside before the one outside, and another the other way round. They wait for each other until XLA aborts;
 or, as the collectives of the same devices share a channel, one takes part in the wrong collective and numbers mix. So
 of two, one must depend on the other (`in_order` in parallel/cpu_order.py).

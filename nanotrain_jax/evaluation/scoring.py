@@ -10,10 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from nanotrain_jax.data.tokenizer import Tokenizer
-from nanotrain_jax.generation.engine import Engine
-
-CHUNKS = 16, 64, 256  # tokens of each row that are taken in at once; each is compiled once
-SMALLEST = 256  # slots of a cache; it grows by doubling
+from nanotrain_jax.generation.engine import SMALLEST, Engine, chunk_of, doubled
 
 
 class Request(NamedTuple):
@@ -80,8 +77,8 @@ def scores(engine: Engine, requests: Sequence[Request], rows: int) -> Iterator[t
 
 def _together(engine: Engine, requests: Sequence[Request]) -> list[Score]:
     """Score requests as rows of one batch, padded on the right."""
-    rows, inputs = _doubled(engine.multiple, len(requests)), max(len(r.tokens) for r in requests) - 1
-    chunk = next((size for size in CHUNKS if size >= inputs), CHUNKS[-1])
+    rows, inputs = doubled(engine.multiple, len(requests)), max(len(r.tokens) for r in requests) - 1
+    chunk = chunk_of(inputs)
     tokens = -(-inputs // chunk) * chunk
     table = np.zeros((rows, tokens + 1), np.int32)
     for row, r in zip(table, requests, strict=False):
@@ -92,7 +89,7 @@ def _together(engine: Engine, requests: Sequence[Request]) -> list[Score]:
     for slot in range(0, tokens, chunk):
         end = slot + chunk
         if end > slots:
-            slots = _doubled(slots, end)
+            slots = doubled(slots, end)
             cache = engine.grown(cache, slots)
         after = table[:, slot + 1 : end + 1] if end > since else None
         cache, parts = engine.score(cache, slot, table[:, slot:end], after)
@@ -110,10 +107,3 @@ def on_host(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
     """Return arrays of the mesh, whole, in every process."""
     is_here = all(x.is_fully_addressable for x in arrays)
     return [np.asarray(x) for x in (arrays if is_here else multihost_utils.process_allgather(arrays, tiled=True))]
-
-
-def _doubled(size: int, needed: int) -> int:
-    """Return size, doubled until it is at least needed."""
-    while size < needed:
-        size *= 2
-    return size

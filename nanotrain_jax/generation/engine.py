@@ -31,6 +31,8 @@ from nanotrain_jax.step.plan import specs_over_pipe_and_tensor
 
 ROWS, TOKENS, ACTIVATIONS = layout("B/data"), layout("B/data T"), layout("B/data T D")
 PLACE = Place(PartitionSpec(), ROWS)
+CHUNKS = 16, 64, 256  # tokens of each row that are taken in at once; each is compiled once
+SMALLEST = 256  # slots of a cache, which grows by doubling
 STRIDE = 16  # tokens between two looks of the host
 BLOCK = 16  # layers in one program, at most, where it does not have all
 SLICE = 64  # tokens of each row whose logits exist at a time, when tokens are scored
@@ -225,7 +227,7 @@ class Engine:
             found.append(jax.block_until_ready(scores) if self.waits else scores)
         return rows, found
 
-    def go_on(self, rows: Rows, choice: Choice) -> tuple[Rows, list[jax.Array]]:
+    def next_tokens(self, rows: Rows, choice: Choice) -> tuple[Rows, list[jax.Array]]:
         """Continue each row by `STRIDE` tokens -> rows, the tokens[B] one after another. Does not wait for them."""
         if self.is_looped:
             rows, tokens_nB = self.program("loop", choice)(self.params, rows.caches, rows._replace(caches=[]))
@@ -248,6 +250,18 @@ class Engine:
 def layer_of(stack: jax.Array, index: jax.Array) -> jax.Array:
     """x[L ...] -> x[...], of one layer"""
     return lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
+def chunk_of(tokens: int) -> int:
+    """Return the size of the chunk in which the next of so many tokens are taken in."""
+    return next((size for size in CHUNKS if size >= tokens), CHUNKS[-1])
+
+
+def doubled(size: int, needed: int) -> int:
+    """Return size, doubled until it is at least needed."""
+    while size < needed:
+        size *= 2
+    return size
 
 
 def padded(types: Tree, arrays: Tree) -> Tree:

@@ -16,7 +16,7 @@ MAX_SHOWN = 60  # characters of a row in an error message
 
 
 class Prompt(NamedTuple):
-    """A text to go on from. given: the row of the file, or the text, for the output."""
+    """A text to continue. given: the row of the file, or the text, for the output."""
 
     ids: list[int]
     given: dict[str, Any]

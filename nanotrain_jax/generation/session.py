@@ -1,4 +1,4 @@
-"""Rows of tokens that go on: prompts taken in, tokens streamed as they come, a conversation without computing twice."""
+"""Rows of tokens that grow: prompts taken in, tokens streamed as they come, a conversation without computing twice."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from nanotrain_jax.generation.engine import ENDED, STRIDE, Choice, Engine, Rows
-
-CHUNKS = 16, 64, 256  # tokens of each row that are taken in at once
-SMALLEST = 256  # slots of a cache; it grows by doubling
+from nanotrain_jax.generation.engine import CHUNKS, ENDED, SMALLEST, STRIDE, Choice, Engine, Rows, chunk_of, doubled
 
 
 class Speed:
@@ -41,9 +38,9 @@ class Speed:
 
 
 class Session:
-    """The state of some rows. context: tokens of a row at most; a text that reaches it goes on with its last half.
+    """The state of some rows. context: tokens of a row at most; a text that reaches it continues with its last half.
 
-    shifted: True once a text went on with its last half. speed: how long all this took.
+    shifted: True once a text continued with its last half. speed: how long all this took.
     """
 
     def __init__(self, engine: Engine, choice: Choice, context: int):
@@ -76,14 +73,14 @@ class Session:
 
     def _reserve(self, starts: Sequence[int], tokens: int) -> None:
         """Start empty rows with room for so many tokens."""
-        self.slots = _doubled(SMALLEST, tokens + CHUNKS[-1])
+        self.slots = doubled(SMALLEST, tokens + CHUNKS[-1])
         self.rows = self.engine.empty(starts, self.slots)
 
     def _take(self, tokens_BT: np.ndarray) -> None:
         """Take in the next tokens of all rows, in chunks of a few sizes, each compiled once."""
         while tokens_BT.shape[1]:
             left = tokens_BT.shape[1]
-            size = next((size for size in CHUNKS if size >= left), CHUNKS[-1])
+            size = chunk_of(left)
             count = min(size, left)
             self._make_room(size)
             chunk_BT = np.pad(tokens_BT[:, :count], [(0, 0), (0, size - count)])
@@ -92,7 +89,7 @@ class Session:
             tokens_BT = tokens_BT[:, count:]
 
     def _make_room(self, tokens: int) -> None:
-        slots = _doubled(self.slots, self.slot + tokens)
+        slots = doubled(self.slots, self.slot + tokens)
         if slots > self.slots:
             self.rows, self.slots = self.engine.grown(self.rows, slots), slots
 
@@ -122,12 +119,12 @@ class Session:
         if room <= 0:
             return []
         self._make_room(STRIDE)
-        self.rows, tokens = self.engine.go_on(self.rows, self.choice)
+        self.rows, tokens = self.engine.next_tokens(self.rows, self.choice)
         self.slot += room
         return tokens[:room]
 
     def _shift(self) -> list:
-        """Go on with the last half of each text, and choose the next token."""
+        """Continue with the last half of each text, and choose the next token."""
         self.shifted = True
         self.feed([text[-max(1, self.context // 2) :] for text in self.texts])
         return [self.rows.token_B]
@@ -136,10 +133,3 @@ class Session:
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many tokens two texts have in common, from the first on."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _doubled(slots: int, needed: int) -> int:
-    """Return slots, doubled until there are as many as needed."""
-    while slots < needed:
-        slots *= 2
-    return slots

@@ -1,7 +1,7 @@
 """The decoder with a cache: the next tokens of each row attend to the keys and values of all before them.
 
 A layer has a cache of keys[M S H] and values[M S H], S slots for tokens of M = B K rows and heads: as the matmuls of
-attention take them, so that XLA stores new tokens in place and copies nothing. All rows go on at the same slot; a
+attention take them, so that XLA stores new tokens in place and copies nothing. All rows continue at the same slot; a
 shorter row starts at a later one (`Place`), and its positions count from there.
 
 With more devices along tensor than key and value heads, each device caches the head of its own queries.

@@ -64,7 +64,7 @@ def timed(engine: Engine, context: int, batches: list[int], repeats: int) -> dic
         seconds[name] = min(seconds.get(name, np.inf), time.perf_counter() - started)
 
     def steps(session: Session) -> jax.Array:
-        session.rows, _ = engine.go_on(session.rows, GREEDY)
+        session.rows, _ = engine.next_tokens(session.rows, GREEDY)
         return session.rows.token_B
 
     for _ in range(repeats + 1):  # the first compiles

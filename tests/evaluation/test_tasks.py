@@ -25,7 +25,7 @@ def loaded(own):
 
 
 def scored(loaded, asked, path=None, rows=8):
-    """Records of samples, and how many were scored anew."""
+    """Records of samples, and how many were scored now."""
     kept, done = Kept(path, loaded), []
     known = len(kept.found)
     found = samples.run(loaded.engine, asked, kept, rows, lambda: done.append(1))
