@@ -202,7 +202,8 @@ def _used(jaxpr: Jaxpr) -> list[JaxprEqn]:
     needed = {v for v in jaxpr.outvars if isinstance(v, Var)}
     used = []
     for equation in reversed(jaxpr.eqns):
-        if equation.effects or needed.intersection(equation.outvars):
+        acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)  # not only communicates
+        if acts or needed.intersection(equation.outvars):
             needed.update(v for v in equation.invars if isinstance(v, Var))
             used.append(equation)
     return used[::-1]
