@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from nanotrain_jax.config import families
-from nanotrain_jax.config.section import Section, key
+from nanotrain_jax.config.section import Pair, Section, key
 from nanotrain_jax.config.values import Count, Factory, Layers, Tokens, Vocabulary, Width, near_divisors
 
 
@@ -36,6 +36,33 @@ class RopeScaling(Section):
                 f"model.rope_scaling: low_freq_factor={low} and beta_slow={self.beta_slow} must be below "
                 f"high_freq_factor={high} and beta_fast={self.beta_fast}; exchange them"
             )
+        return self
+
+
+Matrix = Literal["q", "k", "v", "out", "gate", "up", "down"]
+
+
+class Lora(Section):
+    """The section train.lora: low-rank adapters beside frozen matrices (LoRA, arXiv 2106.09685; models/lora.py)."""
+
+    rank: Width = key(16, "columns of A and rows of B")
+    alpha: float = key(32.0, "A B is multiplied by alpha / rank", gt=0)
+    targets: Annotated[tuple[Matrix, ...], Pair, Field(min_length=1)] = key(
+        ("q", "k", "v", "out", "gate", "up", "down"), "matrices of layers that have an adapter; gpt2 has no gate"
+    )
+    rslora: bool = key(False, "multiply A B by alpha / sqrt(rank) instead (arXiv 2312.03732)")
+    dropout: Literal["none"] = key("none", "adapters have no dropout: a step is a pure function of weights and batch")
+
+    @property
+    def scale(self) -> float:
+        """What multiplies A B."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @model_validator(mode="after")
+    def _once(self) -> Lora:
+        twice = next((name for name in self.targets if self.targets.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"targets={list(self.targets)} has {twice!r} twice; name each matrix once")
         return self
 
 
@@ -88,6 +115,7 @@ class Model(Section):
         "rope_theta of the other layers, there without rope_scaling; null: 10000 for gemma3, else rope_theta",
         gt=0,
     )
+    lora: Lora | None = key(None, "adapters; null: those of train.lora")
     attention: Literal["auto", "xla", "cudnn"] = key(
         "auto", "attention kernel; auto: cuDNN flash attention for 16-bit dtypes on a GPU, else xla"
     )

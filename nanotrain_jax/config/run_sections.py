@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from nanotrain_jax.config.model import Lora
 from nanotrain_jax.config.section import Pair, Section, key
 from nanotrain_jax.config.values import Count, Path, Positive, Resume, Seed, Sequences, Service, Source
 
@@ -53,6 +54,11 @@ class Train(Section):
     noise_scale: bool = key(False, "log the gradient noise scale, in tokens: how large a batch still pays")
     freeze: Annotated[tuple[str, ...], Pair] = key(
         (), "regular expressions: weights in whose path one is found ('^layers/') are frozen"
+    )
+    lora: Lora | None = key(
+        None,
+        "{rank, alpha, targets, rslora}: train adapters of these matrices of layers (LoRA) alone; all else is frozen, "
+        "with the weights of checkpoint.resume",
     )
     stages: Annotated[tuple[TrainStage, ...], Pair] = key(
         (),

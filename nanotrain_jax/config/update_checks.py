@@ -4,6 +4,23 @@ from nanotrain_jax.config.execution import Execution, execution, reduces_per_lay
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config
 
+ALL_BUT_ADAPTERS = r"^(?!.*_[AB]_[A-Z]+$)"  # of train.freeze
+
+
+def with_adapters(config: Config) -> Config:
+    """Return a config with the adapters of train.lora in its model, and all else frozen. Raises Misfit."""
+    lora, m = config.train.lora, config.model
+    if m.lora not in (None, lora):
+        raise Misfit("model.lora is filled in from train.lora, and differs from it", "set train.lora alone")
+    if lora is None:
+        return config
+    if not config.is_decoder:
+        raise Misfit("train.lora with vision or model.factory: only the built-in decoder has adapters", "leave it out")
+    if set(lora.targets) == {"gate"} and not m.features.gated_mlp:
+        raise Misfit(f"train.lora.targets=[gate], but model.family={m.family} has no gate", "add other targets")
+    freeze = tuple(dict.fromkeys((*config.train.freeze, ALL_BUT_ADAPTERS)))
+    return config.replace("model", lora=lora).replace("train", freeze=freeze)
+
 
 def check_frozen(config: Config) -> None:
     """Raise Misfit unless parts can be frozen (train.freeze), and stages of training follow each other."""

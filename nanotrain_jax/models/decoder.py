@@ -177,6 +177,11 @@ class Graphs(NamedTuple):
     layer: nnx.GraphDef
 
 
+def random_numbers(seed: int) -> nnx.Rngs:
+    """Return the streams of initial values: of adapters one of their own, so that the rest does not depend on them."""
+    return nnx.Rngs(params=seed, lora=jax.random.fold_in(jax.random.key(seed), 1))
+
+
 def init(
     config: Model,
     seed: int,
@@ -189,7 +194,7 @@ def init(
     order: the layer of each row of the stacked weights. put: create layers one at a time and apply put to each, e.g. to
     move it to host memory.
     """
-    rngs = nnx.Rngs(params=seed)
+    rngs = random_numbers(seed)
     if put is None:
         return nnx.to_pure_dict(nnx.state(Decoder(config, rngs, split, order), nnx.Param))
     ends = nnx.to_pure_dict(nnx.state(Ends(config, rngs, split), nnx.Param))
@@ -217,7 +222,7 @@ def abstract(config: Model, split: Split = ONE_DEVICE) -> tuple[Graphs, dict]:
 
     Allocates nothing.
     """
-    decoder = nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(params=0), split))
+    decoder = nnx.eval_shape(lambda: Decoder(config, random_numbers(0), split))
     graphs = Graphs(nnx.split(decoder.ends)[0], nnx.split(decoder.layers)[0])
     return graphs, nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
 

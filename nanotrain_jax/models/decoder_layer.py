@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nanotrain_jax.config.families import Family
+from nanotrain_jax.config.model import Lora
 from nanotrain_jax.config.schema import Model
-from nanotrain_jax.models import decoder_table
+from nanotrain_jax.models import decoder_table, lora
 from nanotrain_jax.models.ops import Rope, activated, add, gated, normalize, rotate
 from nanotrain_jax.models.parameters import Parameter, Table, under
 from nanotrain_jax.parallel import remat
@@ -47,6 +49,8 @@ ONE_DEVICE = Split()
 
 
 def _initial(row: Parameter, rngs: nnx.Rngs | None) -> jax.Array:
+    if row.init == "adapter":  # the variance of PEFT's, which are uniform
+        return jax.random.normal(rngs.lora(), row.shape) / math.sqrt(3 * math.prod(row.shape[:-1]))
     if row.init != "normal":  # of is_local: `decoder.init`
         return jnp.ones(row.shape) if row.init == "ones" else jnp.zeros(row.shape)
     rows, *dims = row.shape
@@ -63,6 +67,13 @@ def fill(module: nnx.Module, rows: Table, rngs: nnx.Rngs | None = None) -> None:
 def _gain(gain: jax.Array, features: Family) -> jax.Array:
     """What a norm multiplies with."""
     return 1.0 + gain.astype(jnp.float32) if features.gains_from_one else gain
+
+
+def adapters_of(module: nnx.Module, config: Lora | None) -> dict[str, lora.Adapter]:
+    """Return the adapters of a module's matrices by name: those that it has."""
+    arrays = {name.rpartition("_")[0]: x[...] for name, x in vars(module).items() if lora.ADAPTER.match(name)}
+    targets = config.targets if config else ()
+    return {x: lora.Adapter(arrays[f"{x}_A"], arrays[f"{x}_B"], config.scale) for x in targets if f"{x}_A" in arrays}
 
 
 class Norm(nnx.Module):
@@ -88,7 +99,7 @@ class Attention(nnx.Module):
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.features, self.split, self.num_kv_heads = config.features, split, config.num_kv_heads
         self.rope, self.eps = Rope(config.rope_theta, config.rope_scaling), config.norm_eps
-        self.kernel, self.window = config.attention, config.sliding_window
+        self.kernel, self.window, self.lora = config.attention, config.sliding_window, config.lora
         fill(self, under(decoder_table.table(config, split.size), decoder_table.ATTENTION), rngs)
 
     @jax.named_scope("attention")
@@ -105,8 +116,11 @@ class Attention(nnx.Module):
     def project(self, x_BTD: jax.Array, sequences: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x[B T D] -> queries q[B T N H], keys k[B T K H] and values v[B T K H], before rotary positions."""
         axis, sequence_parallel, options = self.split.axis, self.split.sequence_parallel, self.split.matmuls
-        weights = self.q_DNH[...], self.own_head(self.k_DKH[...]), self.own_head(self.v_DKH[...])
-        qkv = tensor.columns(x_BTD, weights, axis, sequence_parallel, options)
+        weights = {"q": self.q_DNH[...], "k": self.own_head(self.k_DKH[...]), "v": self.own_head(self.v_DKH[...])}
+        adapters = adapters_of(self, self.lora)
+        for name in adapters.keys() & {"k", "v"}:
+            adapters[name] = adapters[name]._replace(b=self.own_head(adapters[name].b))
+        qkv = lora.columns(x_BTD, weights, adapters, axis, sequence_parallel, options)
         q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *x.shape[2:]) for x in qkv)
         if self.features.qkv_bias:
             q_BTNH = add(q_BTNH, self.bias_q_NH[...])
@@ -121,6 +135,8 @@ class Attention(nnx.Module):
         """What heads attend to, y[B T N H] -> y[B T D]. rows: B of the result."""
         axis, sequence_parallel, options = self.split.axis, self.split.sequence_parallel, self.split.matmuls
         y_BTD = tensor.row(y_BTNH, self.out_NHD[...], axis, sequence_parallel, options, rows)
+        if adapter := adapters_of(self, self.lora).get("out"):
+            y_BTD += lora.row(y_BTNH, adapter, axis, sequence_parallel, rows)
         y_BTD = remat.name(y_BTD, "attention_out")
         return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
 
@@ -185,14 +201,15 @@ class MLP(nnx.Module):
     """x[B T D] -> y[B T D]: an activation, or a gated one (arXiv 2002.05202)."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
-        self.features, self.split = config.features, split
+        self.features, self.split, self.lora = config.features, split, config.lora
         fill(self, under(decoder_table.table(config, split.size), decoder_table.MLP), rngs)
 
     @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         axis, sequence_parallel, options = self.split.axis, self.split.sequence_parallel, self.split.matmuls
-        weights = [self.up_DF[...]] + ([self.gate_DF[...]] if self.features.gated_mlp else [])
-        up_BTF, *gates = tensor.columns(x_BTD, weights, axis, sequence_parallel, options)
+        weights = {"up": self.up_DF[...]} | ({"gate": self.gate_DF[...]} if self.features.gated_mlp else {})
+        adapters = adapters_of(self, self.lora)
+        up_BTF, *gates = lora.columns(x_BTD, weights, adapters, axis, sequence_parallel, options)
         gates = [remat.name(gate_BTF, "gate") for gate_BTF in gates]
         up_BTF = remat.name(up_BTF, "up")
         if self.features.biases:
@@ -200,6 +217,8 @@ class MLP(nnx.Module):
         kind = self.features.activation
         h_BTF = gated(*gates, up_BTF, kind) if gates else activated(up_BTF, kind)
         y_BTD = tensor.row(h_BTF, self.down_FD[...], axis, sequence_parallel, options)
+        if "down" in adapters:
+            y_BTD += lora.row(h_BTF, adapters["down"], axis, sequence_parallel)
         if self.features.norms_after:  # whose backward needs its input
             y_BTD = remat.name(y_BTD, "mlp_out")
         return add(y_BTD, self.bias_down_D[...]) if self.features.biases else y_BTD

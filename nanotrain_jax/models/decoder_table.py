@@ -1,14 +1,17 @@
 """The parameter table of the decoder, one line per array. Needs no JAX.
 
-Dims: D model, F ffn, N query heads, K kv heads, H head dim, V vocabulary, T longest sequence.
+Dims: D model, F ffn, N query heads, K kv heads, H head dim, V vocabulary, T longest sequence, R rank of adapters.
 """
 
 import math
 import re
+from collections.abc import Sequence
 from functools import lru_cache, partial
+from typing import get_args
 
 from nanotrain_jax.config.derived import padded_vocab
 from nanotrain_jax.config.families import FAMILIES, Family
+from nanotrain_jax.config.model import Matrix
 from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, VOCAB, Parameter, Table, Use
 
@@ -76,6 +79,30 @@ def _norm(path: str, family: Family, used: Use = "layer") -> Table:
     return gain | {f"{path}/bias_D": _bias("D", used=used)} if family.centered_norms else gain
 
 
+def adapters(rows: Table, targets: Sequence[str]) -> Table:
+    """Return the rows of LoRA's A [inputs R] and B [R outputs] of those matrices that rows has. R: their rank.
+
+    Each is laid out as its matrix: what is not split over tensor there is replicated here. A device then multiplies its
+    own outputs with B alone, so the gradient of a replicated A is a partial sum.
+    """
+    added = {}
+    for target in targets:
+        path = next((path for path in rows if re.search(rf"/{target}_[A-Z]+$", path)), None)
+        if path is None:
+            continue
+        folder, row = path.rpartition("/")[0], rows[path]
+        dims = row.layout.split()
+        inputs = dims[:1] if dims[0] == "D" else dims[:-1]
+        outputs = dims[len(inputs) :]
+        names = ["".join(word[0] for word in side) for side in (inputs, outputs)]
+        splits_outputs = any(TENSOR in word for word in outputs)
+        added[f"{folder}/{target}_A_{names[0]}R"] = row._replace(
+            layout=" ".join([*inputs, "R"]), init="adapter", is_partial=splits_outputs
+        )
+        added[f"{folder}/{target}_B_R{names[1]}"] = row._replace(layout=" ".join(["R", *outputs]), init="zeros")
+    return added
+
+
 @lru_cache
 def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
     """Return every parameter of a resolved model, with sizes. Do not mutate.
@@ -84,7 +111,7 @@ def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
     """
     V, K, H = padded_vocab(model.vocab_size, vocab_shards), model.num_kv_heads, model.head_width
     sizes = {"D": model.d_model, "F": model.d_ff, "N": model.num_heads, "K": K, "H": H, "V": V, "T": model.max_seq_len}
-    sizes |= {"1": 1}
+    sizes |= {"1": 1, "R": model.lora.rank if model.lora else 0}
 
     def sized(row: Parameter) -> Parameter:
         is_partial = row.is_partial and tensor > (K if TENSOR in row.layout else 1)
@@ -97,6 +124,7 @@ def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
         )
 
     rows = inventory(model.features, model.tie_embeddings, model.num_layers)
+    rows |= adapters(rows, model.lora.targets) if model.lora else {}
     return {path: sized(row) for path, row in rows.items()}
 
 
@@ -111,5 +139,6 @@ def frozen_table(model: Model, tensor: int, vocab_shards: int, freeze: tuple[str
 
 
 def every_parameter(is_tied: bool = False) -> Table:
-    """Return the parameters of all families, without sizes."""
-    return {path: row for family in FAMILIES.values() for path, row in inventory(family, is_tied).items()}
+    """Return the parameters of all families, with adapters, without sizes."""
+    rows = {path: row for family in FAMILIES.values() for path, row in inventory(family, is_tied).items()}
+    return rows | adapters(rows, get_args(Matrix))

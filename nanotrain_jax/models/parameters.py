@@ -21,7 +21,8 @@ class Parameter(NamedTuple):
     layout: str  # a word for each dim, after a slash the mesh axis that shards it: "D N/tensor H"
     used: Use = "layer"  # in each layer; before the first layer, after the last one, or both; to encode a picture,
     # in each layer of its encoder
-    init: Literal["normal", "zeros", "ones", "is_local"] = "normal"  # is_local: 1 in layers with a window, else 0
+    init: Literal["normal", "zeros", "ones", "is_local", "adapter"] = "normal"  # is_local: 1 in layers with a window,
+    # else 0; adapter: normal with variance 1 / (3 D), D inputs, from a stream of random numbers of its own
     std: float = 0.0  # of normal
     decay: bool = True  # True: weight decay applies
     is_matmul: bool = False  # True: it multiplies every token of the decoder

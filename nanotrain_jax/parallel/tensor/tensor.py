@@ -108,6 +108,7 @@ def columns(
     axis: str | None = "tensor",
     sequence_parallel: bool = True,
     options: MatmulOptions = PLAIN_MATMULS,
+    adapters: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
     """x[B T/tensor D], w[D F/tensor] for each of weights -> y[B T F/tensor] each
 
@@ -119,36 +120,51 @@ def columns(
         g[B T/tensor D] = reduce_scatter(g)   (t-1)/t B T D elements; overlaps with x^T g, the weight gradients
 
     With options.overlap the forward's gather overlaps with the matmuls too. Without sequence_parallel nothing is
-    gathered and g is all-reduced.
+    gathered and g is all-reduced. adapters: further weights, narrow ones, which follow in the result; whatever
+    options.matmul is, they multiply in their dtype, and the backward keeps x in its own.
     """
     if axis is None:
-        return [column(x_BTD, w_DF, options.matmul) for w_DF in weights]
-    x_BTD = as_varying(x_BTD, sorted(frozenset().union(*map(varying_axes, weights)) - {axis}))
-    weights = as_varying(list(weights), sorted(varying_axes(x_BTD) | {axis}))
+        by = [options.matmul] * len(weights) + [float8.PLAIN] * len(adapters)
+        return [column(x_BTD, w_DF, matmul) for w_DF, matmul in zip([*weights, *adapters], by, strict=True)]
+    of_weights = frozenset().union(*map(varying_axes, [*weights, *adapters]))
+    x_BTD = as_varying(x_BTD, sorted(of_weights - {axis}))
+    everywhere = sorted(varying_axes(x_BTD) | {axis})
+    weights, adapters = as_varying((list(weights), list(adapters)), everywhere)
     regather, overlap, matmul = options
+    kept = float8.PLAIN if adapters else matmul  # how x is kept for the backward
     dtype = x_BTD.dtype
 
-    def forward(x_BTD: jax.Array, weights: list) -> tuple[list, tuple]:
+    def forward(x_BTD: jax.Array, weights: list, adapters: list) -> tuple[list, tuple]:
         if overlap:
             results, entered_BTD = gather_matmuls(x_BTD, weights, axis, matmul)
             results = [checkpoint_name(y_BTF, HOPS[0]) for y_BTF in results]
-            return results, (x_BTD if regather else matmul.operand(entered_BTD), weights)
-        entered_BTD = matmul.operand(enter(x_BTD, axis, sequence_parallel))
-        results = [matmul.contract(entered_BTD, matmul.operand(w_DF), 1, False) for w_DF in weights]
-        return results, (x_BTD if regather else entered_BTD, weights)
+        else:
+            entered_BTD = enter(x_BTD, axis, sequence_parallel)
+            operand = matmul.operand(entered_BTD)
+            results = [matmul.contract(operand, matmul.operand(w_DF), 1, False) for w_DF in weights]
+        results += [column(entered_BTD, a_DR) for a_DR in adapters]
+        return results, (x_BTD if regather else kept.operand(entered_BTD), weights, adapters)
 
-    def backward(residuals: tuple, grads: list) -> tuple[jax.Array, list]:
-        x_BTD, weights = residuals
+    def backward(residuals: tuple, grads: list) -> tuple[jax.Array, list, list]:
+        x_BTD, weights, adapters = residuals
         if regather:
-            x_BTD = matmul.operand(enter(x_BTD, axis, sequence_parallel))
-        pairs = list(zip(map(matmul.gradient, grads), weights, strict=True))
+            x_BTD = kept.operand(enter(x_BTD, axis, sequence_parallel))
+        of_adapters = grads[len(weights) :]
+        pairs = [(matmul.gradient(g_BTF), w_DF) for g_BTF, w_DF in zip(grads, weights, strict=False)]
         partial_grads = [float8.input_gradient(matmul, g_BTF, w_DF) for g_BTF, w_DF in pairs]
+        partial_grads += map(partial(float8.input_gradient, float8.PLAIN), of_adapters, adapters)
         g_BTD = leave(reduce(operator.add, partial_grads).astype(dtype), axis, sequence_parallel)
-        grads_DF = [float8.weight_gradient(matmul, x_BTD, g_BTF, w_DF) for g_BTF, w_DF in pairs]
+        x_of_weights = matmul.operand(x_BTD) if adapters else x_BTD
+        grads_DF = [float8.weight_gradient(matmul, x_of_weights, g_BTF, w_DF) for g_BTF, w_DF in pairs]
+        grads_DR = [
+            float8.weight_gradient(float8.PLAIN, x_BTD, g_BTR, a_DR)
+            for g_BTR, a_DR in zip(of_adapters, adapters, strict=True)
+        ]
+        gradients = g_BTD, grads_DF, grads_DR
         # The barrier makes XLA compute the weight gradients during the reduce-scatter, not after it.
-        return lax.optimization_barrier((g_BTD, grads_DF)) if sequence_parallel else (g_BTD, grads_DF)
+        return lax.optimization_barrier(gradients) if sequence_parallel else gradients
 
-    return with_backward(forward, backward)(x_BTD, weights)
+    return with_backward(forward, backward)(x_BTD, weights, adapters)
 
 
 def row(
