@@ -11,6 +11,7 @@ from nanotrain_jax.config.values import Remat
 from nanotrain_jax.costs.communication import ulysses_copies
 from nanotrain_jax.costs.counts import (
     BYTES,
+    adapted,
     kv_width,
     local_kv_width,
     outline,
@@ -64,12 +65,21 @@ def layer_activations(config: Config, remat: Remat) -> float:
     a float32 softmax statistic per head, or without flash attention the scores: in bytes (4 + b) T + 8 per head, 4 T at
     ZeRO-3, (9 + b) T with pipeline stages (b bytes of the compute dtype). With grouped-query attention XLA keeps about
     4 T (8 T) more than the program asks for. With model.qk_norm `none` keeps queries and keys also before their norm,
-    but not at ZeRO-3. Norms after attention and MLP keep their inputs. At 2 bytes and t = 1 the first row is 32 d: the
+    but not at ZeRO-3. Norms after attention and MLP keep their inputs. `none` and selective keep x A of adapters
+    (train.lora). At 2 bytes and t = 1 the first row is 32 d: the
     paper's 34 d without its two dropout masks.
     """
     like_x, inner = layer_widths(config, remat)
     split_x = config.parallel.tensor if config.parallel.sequence_parallel else 1
-    return like_x / split_x + inner / config.parallel.tensor
+    return like_x / split_x + inner / config.parallel.tensor + _adapter_width(config, remat)
+
+
+def _adapter_width(config: Config, remat: Remat) -> float:
+    """Return the elements per token that adapters store: x A, of a column-parallel matrix of all tokens."""
+    if remat.recomputes_layers or not config.model.lora:
+        return 0.0
+    p, (columns, rows) = config.parallel, adapted(config)
+    return config.model.lora.rank * (columns + rows / (p.tensor if p.sequence_parallel else 1))
 
 
 def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[float, float]:

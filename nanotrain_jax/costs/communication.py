@@ -178,16 +178,17 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     Gradients of frozen weights do not gather inputs again, and that of a frozen embedding is not gathered.
     The loss all-reduces 3 scalars per token. Gradients of parameters that every device of the axis stores are summed
     over tensor where they are partial: all of them under sequence parallelism, else those of keys and values with fewer
-    heads than t.
+    heads than t. Adapters of row-parallel matrices (train.lora): `_adapter_buffers`.
     """
     p, L = config.parallel, counts.stage_layers(config) * counts.runs(config, LAYERS)
     ends = counts.runs(config, ENDS)
     tokens = counts.tokens_per_device(config) / p.microbatches
     activations = BYTES[config.precision.compute] * tokens * config.model.d_model
+    of_adapters = _adapter_buffers(config, L * BYTES[config.precision.compute] * tokens)
     gathers, scatters = tensor_passes(config)
     of_ends = ends_gathered(config) * ends
     if not p.sequence_parallel:
-        return [("all_reduce", (gathers * L + 2 * ends) * activations, Traffic.ACTIVATIONS)]
+        return [("all_reduce", (gathers * L + 2 * ends) * activations, Traffic.ACTIVATIONS), *of_adapters]
     if p.tensor > 1 and p.overlap_tensor:
         is_full = config.memory.rematerialization.policy == "full"
         of_layer, regathers = gathers + scatters, 0 if is_full else regathered_inputs(config)
@@ -195,11 +196,27 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
             ("permute", (of_layer - regathers - 2) * L * activations, Traffic.ACTIVATIONS),
             ("all_gather", (regathers * L + of_ends) * activations, Traffic.REGATHERED_ACTIVATIONS),
             ("reduce_scatter", (2 * L + 2 * ends) * activations, Traffic.ACTIVATIONS),
+            *of_adapters,
         ]
     return [
         ("all_gather", (gathers * L + of_ends) * activations, Traffic.REGATHERED_ACTIVATIONS),
         ("reduce_scatter", (scatters * L + 2 * ends) * activations, Traffic.ACTIVATIONS),
+        *of_adapters,
     ]
+
+
+def _adapter_buffers(config: Config, of_column: float) -> list[tuple[str, float, Traffic]]:
+    """Return the same for adapters of row-parallel matrices: x A of width R is reduced in the forward, once more where
+    `full` and block:n recompute it, and with sequence parallelism its gradient is gathered. of_column: bytes of one
+    column, of all tokens and layers."""
+    if not config.model.lora:
+        return []
+    _, count = counts.adapted(config)
+    size = count * config.model.lora.rank * of_column
+    reductions = 2 if config.memory.rematerialization.recomputes_layers else 1
+    if not config.parallel.sequence_parallel:
+        return [("all_reduce", reductions * size, Traffic.ADAPTERS)]
+    return [("all_gather", size, Traffic.ADAPTERS), ("reduce_scatter", reductions * size, Traffic.ADAPTERS)]
 
 
 def tensor_passes(config: Config) -> tuple[float, float]:

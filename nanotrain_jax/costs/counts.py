@@ -91,6 +91,13 @@ def rows(config: Config) -> Table:
     return decoder | _vision_rows(config) if config.vision else decoder
 
 
+def adapted(config: Config) -> tuple[int, int]:
+    """Return how many matrices of a layer have an adapter (train.lora): column-parallel and row-parallel ones."""
+    of_inputs = [row for row in rows(config).values() if row.init == "adapter"]
+    columns = sum(row.layout.startswith("D ") for row in of_inputs)
+    return columns, len(of_inputs) - columns
+
+
 def _vision_rows(config: Config) -> Table:
     vision, tensor = config.vision, config.parallel.tensor
     return vision_table.table(vision, config.model.d_model, tensor, config.train.freeze) if vision else {}

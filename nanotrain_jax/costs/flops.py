@@ -11,8 +11,10 @@ from __future__ import annotations
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, muon, vision
-from nanotrain_jax.models.decoder_table import ATTENTION
-from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS
+from nanotrain_jax.models.decoder_table import ATTENTION, MLP
+from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, Parameter
+
+LAST = f"{MLP}/down_FD", f"{MLP}/down_B_RD"  # the last matmuls of a layer
 
 
 def flops_per_token(config: Config) -> dict[str, float]:
@@ -50,6 +52,24 @@ def trained_share(config: Config, part: str) -> float:
     return sum(row.size for row in matmuls if not row.is_frozen) / sum(row.size for row in matmuls)
 
 
+def computed_share(path: str, row: Parameter, config: Config) -> float:
+    """Return the share of a matmul that a device computes for each of its tokens.
+
+    Keys and values: of one head at least. B of a row-parallel adapter: for 1 / t of them with sequence parallelism.
+    """
+    p = config.parallel
+    if row.split_dim is not None:
+        return 1 / (p.vocab_shards if row.is_padded else p.tensor)
+    if row.is_partial and row.init != "adapter":
+        return 1 / config.model.num_kv_heads
+    return 1 / p.tensor if path.endswith("_B_RD") and p.sequence_parallel else 1.0
+
+
+def trains_nothing(config: Config, prefix: str) -> bool:
+    """True if all weights whose paths begin so are frozen."""
+    return all(row.is_frozen for path, row in counts.rows(config).items() if path.startswith(prefix))
+
+
 def local_flops(config: Config) -> dict[str, float]:
     """Return the hardware FLOPs of one device, per token:
 
@@ -73,19 +93,18 @@ def local_flops(config: Config) -> dict[str, float]:
     m, S, t = config.model, counts.computed_keys(config), config.parallel.tensor
     c, is_blockwise = counts.attention_parts(config), config.parallel.is_blockwise
     L = counts.stage_layers(config)
-    copies, flops, weights = {LAYERS: L, ENDS: 1}, {LAYERS: 0.0, ENDS: 0.0}, 0.0
-    for row in counts.rows(config).values():
+    copies, flops = {LAYERS: L, ENDS: 1}, {LAYERS: 0.0, ENDS: 0.0}
+    weights = down = 0.0
+    for path, row in counts.rows(config).items():
         if row.is_matmul:
-            split = config.parallel.vocab_shards if row.is_padded else t
-            share = 1 / m.num_kv_heads if row.is_partial else 1.0 if row.split_dim is None else 1 / split
-            of_row = 2 * row.size * copies[row.part] * share
+            of_row = 2 * row.size * copies[row.part] * computed_share(path, row, config)
             flops[row.part] += of_row
             weights += 0.0 if row.is_frozen else of_row
+            down += of_row if path in LAST else 0.0
     layers = flops[LAYERS]
     attention = 4.0 * L * counts.query_width(m) * S / t * ((c + 1) / (2 * c) if c > 1 else 1)
-    down = 2.0 * L * m.d_model * m.d_ff / t
     spared = counts.last_matmuls_spared(config) * down
-    spares = counts.rows(config)[f"{ATTENTION}/out_NHD"].is_frozen and not fits_flash(m, config.precision.compute)
+    spares = trains_nothing(config, f"{ATTENTION}/out_") and not fits_flash(m, config.precision.compute)
     recompute = {
         "none": 0.0,
         "selective": attention / 2 if spares else attention,

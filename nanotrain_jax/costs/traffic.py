@@ -15,6 +15,7 @@ class Traffic(Enum):
     UPDATED_WEIGHTS = "updated weights"
     ACTIVATIONS = "activations"
     REGATHERED_ACTIVATIONS = "activations, gathered again in the backward"
+    ADAPTERS = "activations of adapters, as wide as their rank"
     BETWEEN_STAGES = "activations and their gradients"
     SHARED_BY_STAGES = "activations and their gradients at both ends"
     ATTENTION = "keys, values and their gradients"

@@ -47,6 +47,10 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
         passes = scatters if t.op == "reduce_scatter" else gathers
         ends = communication.ends_gathered(c) if t.op == "all_gather" else 2
         return f"b B T D ({passes} L + {ends})", f"{b} x {n(tokens)} x {n(m.d_model)} x ({passes} x {L} + {ends})"
+    if t.what is Traffic.ADAPTERS:
+        (_, times), R = counts.adapted(c), m.lora.rank
+        times *= 1 + (t.op != "all_gather" and c.memory.rematerialization.recomputes_layers)
+        return f"{times} L b B T R", f"{times} x {L} x {b} x {n(tokens)} x {R}"
     if t.what in (Traffic.ENCODER, Traffic.ENCODED, Traffic.QUESTION):
         return of_pictures(e, t)
     if t.what in (Traffic.SYNCHRONIZATION, Traffic.COMPRESSED):

@@ -123,6 +123,8 @@ def _overlap(
             return 1.0, "microbatch"
         of_layers = 0 if op == "all_gather" and config.memory.rematerialization.policy == "full" else 2
         return 1 - 2 / (of_layers * counts.stage_layers(config) + 2), "microbatch"
+    if what is Traffic.ADAPTERS:
+        return HIDDEN_TENSOR, "microbatch"
     if what is Traffic.ENCODER:
         return HIDDEN_TENSOR, "step"
     if what is Traffic.BETWEEN_STAGES or (what is Traffic.SHARED_BY_STAGES and p.chunks == 1):
