@@ -45,7 +45,7 @@ from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import auto
-from nanotrain_jax.run import capacity, model_config, resume, shell, sinks
+from nanotrain_jax.run import adapters, capacity, model_config, resume, shell, sinks
 from nanotrain_jax.run.divergence import Diverged
 from nanotrain_jax.run.loop import Run, new_folder, train
 from nanotrain_jax.run.phases import Phase
@@ -141,15 +141,16 @@ def prepare(config: Config) -> Run:
         hosts = processes.all_gather_text(socket.gethostname())
         notes.append(f"{process.count} processes on {len(set(hosts))} hosts (from {process.source})")
         notes += [f"warning: {text}" for text in [meshes.cross_host_warning(mesh, hosts)] if text]
-    if checkpoints is None:
-        state, started = start(requested, phases)
-        return Run(requested, phases, mesh, state, 0, notes + started, None, None, {}, 0, tasks=tasks)
+    base = adapters.new_base(requested, checkpoints)
+    if checkpoints is None or base:
+        state, started = resume.adapt(base, phases) if base else start(requested, phases)
+        return Run(requested, phases, mesh, state, 0, notes + started, None, None, {}, 0, tasks=tasks, base=base)
     resumed = resume.resume(checkpoints, requested, phases)
     notes += resumed.notes
     origin = resumed.start, resumed.meta, resumed.damaged
     read = resumed.meta.data.read
     place = resumed.position, notes, *origin, resumed.tokens, read
-    return Run(requested, resumed.phases, mesh, resumed.state, *place, tasks)
+    return Run(requested, resumed.phases, mesh, resumed.state, *place, tasks, resumed.meta.base)
 
 
 def tasks_of(phase: Phase, mesh: Mesh) -> Tasks | None:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from nanotrain_jax import Model, Rules, enter, initializer, leave
-from nanotrain_jax.parallel.tensor.tensor import cross_entropy
+from nanotrain_jax.parallel.tensor.vocabulary import cross_entropy
 
 RULES = Rules([
     ("attention/(query|key|value)/kernel", "L D N/tensor H"),

@@ -6,7 +6,7 @@ chunks are layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +80,15 @@ class Weights:
         self.parts = (MASTER, PARAMS) if is_exact else (PARAMS,)
         self.opened: dict[str, tensorstore.TensorStore] = {}
 
-    def read(self, path: str, layer: int | None, rows: int | None = None) -> np.ndarray:
-        """Read an array, of a stack that of one layer. rows: of its first dim; None: all."""
+    def shape(self, path: str) -> tuple[int, ...]:
+        """Return the shape of an array, with all layers."""
+        return tuple(self._array(path).shape)
+
+    def read(self, path: str, layer: int | None, index: Sequence[slice] = ()) -> np.ndarray:
+        """Read an array, of a stack that of one layer. index: the part of it; ranges for its first dims."""
         array = self._array(path)
         array = array if layer is None else array[layer]
-        array = array if rows is None else array[:rows]
-        x = array.read().result()
+        x = array[tuple(index)].read().result() if index else array.read().result()
         return x.mean(-1, dtype=np.float32).astype(x.dtype) if self.is_apart else x
 
     def write(self, path: str, layer: int | None, x: np.ndarray) -> None:

@@ -30,14 +30,14 @@ def record(root: Path, parts: Sequence[str], to: Path, index: int = 0, count: in
     """
     if index == 0:
         to.mkdir(parents=True, exist_ok=True)
-        _write(to / ALL, _files(root, parts))
+        _write(to / ALL, files(root, parts))
         for folder in [*_folders(root, parts), to.parent, root]:
             durable.sync_folder(folder)
     _wait(to / ALL)
     names = json.loads((to / ALL).read_bytes())[index::count]
     for name in names:
         durable.sync(root / name)
-    _write(to / f"{index}-of-{count}.json", _sums(root, names))
+    _write(to / f"{index}-of-{count}.json", sums(root, names))
 
 
 def recorded(to: Path) -> bool:
@@ -56,7 +56,7 @@ def damage(root: Path, to: Path, index: int = 0, count: int = 1) -> str:
         names = json.loads((to / ALL).read_bytes())
         if expected.keys() != set(names):
             return f"{to.relative_to(root)} is damaged"
-        actual = _sums(root, names[index::count])
+        actual = sums(root, names[index::count])
     except OSError as error:  # missing, or a disk error
         return f"{error.filename} cannot be read ({error.strerror})"
     except (ValueError, TypeError, AttributeError):
@@ -83,13 +83,13 @@ def _folders(root: Path, parts: Sequence[str]) -> list[Path]:
     return [path for top in tops for path in [top.parent, top, *top.rglob("*")] if path.is_dir()]
 
 
-def _files(root: Path, parts: Sequence[str]) -> list[str]:
+def files(root: Path, parts: Sequence[str]) -> list[str]:
     """Return the paths below root of all files, largest first: names[i::n] have about the same number of bytes."""
     paths = [path for part in parts for path in (root / part).rglob("*") if path.is_file()]
     return [str(path.relative_to(root)) for path in sorted(paths, key=lambda path: (-path.stat().st_size, path))]
 
 
-def _sums(root: Path, names: Sequence[str]) -> dict[str, list[int]]:
+def sums(root: Path, names: Sequence[str]) -> dict[str, list[int]]:
     """Return path -> [bytes, CRC-32]. Raises OSError."""
 
     def one(name: str) -> list[int]:

@@ -12,12 +12,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from nanotrain_jax.checkpoint.base import Base
 from nanotrain_jax.config.schema import Config
 
 Plain = dict[str, dict[str, Any]]  # section -> key -> value, from `Config.to_dict`
 SAME_RESULT = {"attention", "loss_chunk"}  # model keys that do not change the result
 ROPE = {"rope_theta", "rope_scaling"}
-NEWER = {"head_dim", "qkv_bias", "qk_norm", "global_layers"}  # model keys that older versions do not save
+NEWER = {"head_dim", "qkv_bias", "qk_norm", "global_layers", "lora"}  # model keys that older versions do not save
 # Section, key, value where it is not saved: must be the same, besides the keys of `_must_match`.
 MUST_MATCH = ("optimizer", "name", "adamw"), ("optimizer", "factory", None), ("precision", "compute", None)
 REPORTED = {  # keys whose change is reported on resume; None: the whole section
@@ -45,6 +46,7 @@ class Meta(BaseModel):
 
     config: resolved, as plain data; tokens: consumed so far; batch_size: sequences of the last step (both None in
     checkpoints of older versions); nvme: digest of the NVMe files. weights_only: it holds no state of an optimizer.
+    base: of adapters (train.lora), which are then the only weights in it.
     """
 
     model_config = ConfigDict(strict=True)
@@ -55,6 +57,7 @@ class Meta(BaseModel):
     batch_size: int | None = Field(default=None, ge=1)
     nvme: str | None = None
     weights_only: bool = False
+    base: Base | None = None
 
     @field_validator("config")
     @classmethod

@@ -143,18 +143,25 @@ def write(
     count = len(shards)
     files = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     for file, names in zip(files, shards, strict=True):
-        _save({name: get(name) for name in names}, folder / file)
+        save({name: get(name) for name in names}, folder / file)
     if count > 1:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _save(tensors: dict[str, np.ndarray], path: Path) -> None:
+def save(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Write tensors to one file. Raises OSError."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(0o644)  # it is private
     except SafetensorError as error:  # it has no errno
         raise OSError(errno.EIO, str(error)) from None
+
+
+def load(path: Path) -> dict[str, np.ndarray]:
+    """Read the tensors of one file. Raises ValueError or OSError in one line."""
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -52,8 +52,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
         d_ff=m.d_ff or m.features.default_d_ff(m.d_model),
         tie_embeddings=m.features.tied_embeddings if m.tie_embeddings is None else m.tie_embeddings,
     )
-    config = update_checks.with_adapters(config)
-    config = config.replace("parallel", **axes)
+    config = update_checks.with_adapters(config).replace("parallel", **axes)
     if config.memory.rematerialization == Remat("block", 1):
         config = config.replace("memory", remat=str(Remat("full")))
     config = config.replace("parallel", vocab_over_pipe=splits_vocab(config))

@@ -16,6 +16,8 @@ def with_adapters(config: Config) -> Config:
         return config
     if not config.is_decoder:
         raise Misfit("train.lora with vision or model.factory: only the built-in decoder has adapters", "leave it out")
+    if config.train.stages:
+        raise Misfit("train.lora with train.stages: adapters have one stage", "leave one of them out")
     if set(lora.targets) == {"gate"} and not m.features.gated_mlp:
         raise Misfit(f"train.lora.targets=[gate], but model.family={m.family} has no gate", "add other targets")
     freeze = tuple(dict.fromkeys((*config.train.freeze, ALL_BUT_ADAPTERS)))
@@ -27,7 +29,7 @@ def check_frozen(config: Config) -> None:
     p, t, features = config.parallel, config.train, config.model.features
     if not (t.freeze or t.stages or features.has_local_layers):
         return
-    key = "train.stages" if t.stages else f"train.freeze={list(t.freeze)}"
+    key = "train.lora" if t.lora else "train.stages" if t.stages else f"train.freeze={list(t.freeze)}"
     if features.has_local_layers:  # which layers are local is stored with the weights, and frozen
         key = f"model.global_layers={features.global_layers}"
     if config.memory.offload_optimizer == "nvme":

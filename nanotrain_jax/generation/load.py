@@ -28,7 +28,7 @@ from nanotrain_jax.models import factory
 from nanotrain_jax.models.contract import LAYERS, Model, split_layers
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.collectives import Tree
-from nanotrain_jax.run import hugging_face
+from nanotrain_jax.run import hugging_face, sources
 from nanotrain_jax.step.plan import specs_over_pipe_and_tensor
 from nanotrain_jax.step.state import State
 
@@ -84,13 +84,17 @@ def of_run(run: Path, step: int | None, placement: Placement) -> Loaded:
 
 def _of_checkpoint(run: Path, tokenizer: Tokenizer, placement: Placement, folder: Path, step: int) -> Loaded:
     saved = configs.parse(restore.read_meta(folder, step).config)
-    config, mesh, model = build(saved.model.model_dump(), placement)
+    config, mesh, model = build(saved.model.model_dump() | {"lora": None}, placement)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids, but the model has {config.model.vocab_size}: it was "
             f"trained with another tokenizer; put its tokenizer.json at {run / TOKENIZER}"
         )
-    wanted = State(*[None] * len(State._fields))._replace(params=abstract(model, config, mesh))
+    types = abstract(model, config, mesh)
+    if saved.train.lora:
+        params = sources.on_mesh(sources.of_run(folder, step), types, None)
+        return Loaded(Engine(model, mesh, split_up(params), config.precision.compute), tokenizer, config, run, step)
+    wanted = State(*[None] * len(State._fields))._replace(params=types)
 
     def is_padded(path: str) -> bool:  # layers too, if stages had different numbers of them
         return path.startswith(f"params/{LAYERS}/") or model.is_padded(path)
@@ -120,7 +124,7 @@ def of_folder(path: Path, placement: Placement) -> Loaded:
             "belongs to another model; put the model's own there"
         )
     config, mesh, model = build(folder.model.model_dump(), placement)
-    params = hugging_face.weights(folder, abstract(model, config, mesh), None)
+    params = sources.on_mesh(folder, abstract(model, config, mesh), None)
     return Loaded(Engine(model, mesh, split_up(params), config.precision.compute), tokenizer, config, path)
 
 
@@ -140,6 +144,7 @@ def build(
         "parallel": {"tensor": tensor, "data": mesh.shape["data"], "sequence_parallel": False},
         "precision": {"compute": placement.dtype or ("float32" if on_cpu else "bfloat16")},
         "data": {"source": "synthetic", "seq_len": 1, "batch_size": mesh.shape["data"]},
+        "train": {"lora": section.get("lora")},
     }
     config = resolve(configs.parse(tree), mesh.shape)
     model = factory.make(config, mesh)

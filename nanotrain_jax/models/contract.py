@@ -10,7 +10,7 @@ A model is a stack of identical layers, with a computation before and one after 
 The functions run inside `shard_map` (check_vma=True) on this device's shards and one of its microbatches, in the dtype
 of precision.compute. batch is {"inputs", "targets"}, both int32 [B T]; negative targets are ignored (padding of
 evaluation, the first token of another document). The sum of losses is a float32 scalar; training divides it by the
-number of targets of the global batch. `cross_entropy` of parallel/tensor/tensor.py does all of this. With
+number of targets of the global batch. `cross_entropy` of parallel/tensor/vocabulary.py does all of this. With
 data.attend_across_documents=false batch has also {"starts"}: int32 [B T], for each token the position in its row of its
 document's first token; under parallel.context of the whole row, in natural order. A layer that mixes tokens must not
 look further back, and positions count from there. Functions are pure: weights are their only state; no random numbers

@@ -44,7 +44,7 @@ from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, VOCAB, under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import own_shard, position
 from nanotrain_jax.parallel.sharding import Rules
-from nanotrain_jax.parallel.tensor import accuracy, float8, tensor
+from nanotrain_jax.parallel.tensor import accuracy, float8, tensor, vocabulary
 
 PARAMETERS = {path.rpartition("/")[2]: row for path, row in decoder_table.every_parameter().items()}  # by name
 
@@ -97,7 +97,7 @@ class Ends(nnx.Module):
     def look_up(self, tokens_BT: jax.Array) -> jax.Array:
         """tokens[B T] -> their embeddings x[B T D]"""
         axis, sequence_parallel, axes = self.split.axis, self.split.sequence_parallel, self.split.vocab_axes
-        return tensor.look_up(self.embedding_VD[...], tokens_BT, axis, sequence_parallel, axes)
+        return vocabulary.look_up(self.embedding_VD[...], tokens_BT, axis, sequence_parallel, axes)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """x[B T D] -> logits[B T V] in float32. Not with a Split."""
@@ -115,8 +115,8 @@ class Ends(nnx.Module):
         """
         if self.split.vocab_axes or self.loss_chunk:
             x_BTD = tensor.enter(self.norm(x_BTD), self.split.axis, self.split.sequence_parallel)
-            options = tensor.LossOptions(self.vocab_size, self.loss_chunk)
-            return tensor.cross_entropy(x_BTD, self.head(), targets_BT, self.split.vocab_axes, options)
+            options = vocabulary.LossOptions(self.vocab_size, self.loss_chunk)
+            return vocabulary.cross_entropy(x_BTD, self.head(), targets_BT, self.split.vocab_axes, options)
         counted_BT = targets_BT >= 0
         logits_BTV = self.logits(x_BTD)
         labels_BTV = jax.nn.one_hot(targets_BT, logits_BTV.shape[-1])

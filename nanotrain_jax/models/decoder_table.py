@@ -103,6 +103,17 @@ def adapters(rows: Table, targets: Sequence[str]) -> Table:
     return added
 
 
+def adapter_paths(model: Model) -> dict[str, tuple[str, str]]:
+    """Return for each matrix of a resolved model that has an adapter its path -> those of A and B."""
+    rows = inventory(model.features, model.tie_embeddings)
+    found = {}
+    for path in rows:
+        target = path.rpartition("/")[2].partition("_")[0]
+        if model.lora and target in model.lora.targets:
+            found[path] = tuple(adapters({path: rows[path]}, [target]))
+    return found
+
+
 @lru_cache
 def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
     """Return every parameter of a resolved model, with sizes. Do not mutate.

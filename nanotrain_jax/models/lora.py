@@ -2,7 +2,7 @@
 
 B begins as zeros, so a model with new adapters computes what it computes without. A matmul with A is of the kind of its
 matrix: for a column-parallel W one more column-parallel matmul, of the same gathered x; for a row-parallel W one more
-row-parallel matmul, whose sums x A of width R are reduced over tensor on their own. B multiplies what a device then has.
+row-parallel matmul, whose sums x A of width R are reduced over tensor. B multiplies what a device then has.
 
     column-parallel   A [D R] replicated       B [R F/tensor]      moves nothing
     row-parallel      A [F/tensor R]           B [R D] replicated  leaves with R instead of D elements per token
@@ -18,12 +18,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from nanotrain_jax.config.model import Lora
-from nanotrain_jax.models.parameters import LAYERS
 from nanotrain_jax.parallel import remat
-from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.tensor import tensor
 from nanotrain_jax.parallel.tensor.tensor import MatmulOptions
 
@@ -66,33 +62,3 @@ def row(
 def _outer(u_BTR: jax.Array, adapter: Adapter) -> jax.Array:
     """x A[B T R] -> scale (x A) B[B T F]"""
     return tensor.column(remat.name(u_BTR, "adapter") * jnp.asarray(adapter.scale, u_BTR.dtype), adapter.b)
-
-
-def merged(weights: Tree, lora: Lora) -> Tree:
-    """Return the weights of a model without adapters: W + scale A B, computed in float32, in the dtype of W."""
-
-    def of_module(module: dict) -> dict:
-        names = {match[1] for name in module if (match := ADAPTER.match(name))}
-        found = {}
-        for name, w in module.items():
-            target = name.rpartition("_")[0]
-            if ADAPTER.match(name):
-                continue
-            found[name] = _sum(w, *_adapter(module, target), lora.scale) if target in names else w
-        return found
-
-    layers = {key: of_module(part) for key, part in weights[LAYERS].items()}
-    return weights | {LAYERS: layers}
-
-
-def _adapter(module: dict, target: str) -> tuple[jax.Array, jax.Array]:
-    """Return A and B of a matrix."""
-    a, b = (next(x for name, x in module.items() if name.startswith(f"{target}_{which}_")) for which in "AB")
-    return a, b
-
-
-def _sum(w: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
-    """w[L inputs outputs], a[L inputs R], b[L R outputs] -> w + scale a b"""
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    product = lax.dot_general(a, b, (((a.ndim - 1,), (1,)), ((0,), (0,))), precision=lax.Precision.HIGHEST)
-    return (w.astype(jnp.float32) + scale * product).astype(w.dtype)

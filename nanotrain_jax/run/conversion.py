@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from nanotrain_jax.data.tokenizer import Tokenizer
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.models import decoder, hugging_face, hugging_face_config
 from nanotrain_jax.models.parameters import ENDS, LAYERS
+from nanotrain_jax.run import sources
 from nanotrain_jax.run.hugging_face import Folder, opened
 from nanotrain_jax.run.model_config import CONFIG, ONE_DEVICE, TOKENIZER
 
@@ -149,13 +150,12 @@ class Export:
         if not config.is_decoder:
             kind = "vision" if config.vision else f"model.factory={config.model.factory}"
             raise ValueError(f"{run} trained {kind}: only the built-in decoder has a format; give another run")
-        self.run, self.model = run, config.model
+        self.run, self.model = run, config.model.model_copy(update={"lora": None})
         self.base = safetensors.read_json(run / CONFIG) if (run / CONFIG).is_file() else {}
         self.kind = hugging_face.kind_of(self.model, self.base.get("model_type"))
         self.dtype = jnp.dtype(dtype or config.precision.compute)
         self.stored = {x.name: x for x in hugging_face.inventory(self.kind, self.model)}
-        self.weights = by_layer.Weights(checkpoints, step, is_exact=self.dtype == jnp.float32)
-        self.rows = {path: row.shape[0] for path, row in hugging_face.ours.table(self.model).items() if row.is_padded}
+        self.weights = sources.of_run(checkpoints, step, is_exact=self.dtype == jnp.float32)
 
     @property
     def nbytes(self) -> int:
@@ -164,7 +164,7 @@ class Export:
 
     def read(self, path: str, layer: int | None) -> np.ndarray:
         """Return one of our arrays, without padding, in the dtype of the folder."""
-        return self.weights.read(path, layer, self.rows.get(path)).astype(self.dtype)
+        return self.weights.read(path, layer).astype(self.dtype)
 
     def tensor(self, name: str) -> np.ndarray:
         """Return a tensor of the model folder."""
@@ -181,6 +181,16 @@ class Export:
             safetensors.write_json(folder / GENERATION, {key: config[key] for key in TOKEN_IDS if key in config})
         shapes = {name: x.shape for name, x in self.stored.items()}
         safetensors.write(folder, shapes, self.dtype, self.tensor)
+
+    @property
+    def summary(self) -> str:
+        """What the folder holds, in words."""
+        return f"{self.kind}, {self.nbytes // self.dtype.itemsize:,} parameters in {self.dtype}"
+
+    def check(self, folder: Path) -> str:
+        """Compare the logits of a prompt, of the run and of the written folder -> what was found. Raises OSError if
+        they differ."""
+        return _checked(self, opened(folder))
 
     def _tokens(self, folder: Path) -> dict[str, Any]:
         """Return the token ids for config.json of a run that did not start from one; write tokenizer_config.json.
@@ -200,7 +210,21 @@ class Export:
         return ids
 
 
-def replace(export: Export, folder: Path) -> None:
+class Written(Protocol):
+    """What `to_folder` writes: a model, or adapters."""
+
+    run: Path
+    nbytes: int
+    summary: str
+
+    def write(self, folder: Path) -> None:
+        """Write its files into a folder that exists."""
+
+    def check(self, folder: Path) -> str:
+        """Compare the files with the run."""
+
+
+def replace(export: Written, folder: Path) -> None:
     """Write a model folder, in the place of an older one. Raises ValueError or OSError."""
     old = folder.with_name(f"{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -211,12 +235,13 @@ def replace(export: Export, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def to_folder(export: Export, folder: Path, checks: bool) -> Iterator[str]:
-    """Write a model folder; yield lines about it. Raises ValueError or OSError; then nothing is left."""
+def to_folder(export: Written, folder: Path, checks: bool) -> Iterator[str]:
+    """Write the folder of a model or of adapters; yield lines about it. Raises ValueError or OSError; then nothing is
+    left."""
     with _new_folder(folder, export.nbytes) as partial:
         export.write(partial)
-        found = _checked(export, opened(partial)) if checks else None
-    yield f"wrote {folder}: {export.kind}, {export.nbytes // export.dtype.itemsize:,} parameters in {export.dtype}"
+        found = export.check(partial) if checks else None
+    yield f"wrote {folder}: {export.summary}"
     if found:
         yield f"checked: {found}"
     if not (folder / TOKENIZER).exists():
@@ -224,7 +249,6 @@ def to_folder(export: Export, folder: Path, checks: bool) -> Iterator[str]:
 
 
 def _checked(export: Export, written: Folder) -> str:
-    """Compare the logits of a prompt, of the run and of the written folder. Raises OSError if they differ."""
     tokens = np.random.default_rng(0).integers(export.model.vocab_size, size=min(PROMPT, export.model.max_seq_len))
     ours, theirs = (
         logits(model, read, tokens) for model, read in ((export.model, export.read), (written.model, written.read))
@@ -260,7 +284,14 @@ def logits(model: Model, read: Read, tokens_T: np.ndarray) -> np.ndarray:
 
 def copy_files(source: Path, target: Path) -> None:
     """Copy the config.json of a model folder and the files of its tokenizer, as they are. Raises OSError."""
-    for path in sorted({path for name in (*FILES, CONFIG) for path in source.glob(name)}):
+    copy_tokenizer(source, target)
+    if (source / CONFIG).exists():
+        shutil.copyfile(source / CONFIG, target / CONFIG)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a tokenizer as they are, with what says how to generate. Raises OSError."""
+    for path in sorted({path for name in FILES for path in source.glob(name)}):
         if path.is_dir():  # chat_templates/
             shutil.copytree(path, target / path.name, dirs_exist_ok=True)
         else:

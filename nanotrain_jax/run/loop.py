@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.checkpoint import compatibility, directory, durable, lock
 from nanotrain_jax.checkpoint import write as checkpoint
+from nanotrain_jax.checkpoint.base import Base
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_run
 from nanotrain_jax.costs import flops, hardware
@@ -28,9 +29,11 @@ from nanotrain_jax.evaluation.in_training import Tasks
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.run import banner, conversion, curves, divergence, metrics, model_config, profile_summary
+from nanotrain_jax.run.adapter_export import Adapters
 from nanotrain_jax.run.phases import Phase, begin, describe, is_over
 from nanotrain_jax.run.profiling import Profile
 from nanotrain_jax.step import build as steps
+from nanotrain_jax.step.state import adapters_alone
 
 MODEL = "hf"  # in the folder of a run: its weights as a model folder
 
@@ -50,6 +53,7 @@ class Run(NamedTuple):
     tokens: int  # consumed so far
     read: Mapping[str, int] = MappingProxyType({})  # sequences consumed of data that stages read before, by fingerprint
     tasks: Tasks | None = None  # with train.tasks
+    base: Base | None = None  # of adapters, with train.lora
 
     @property
     def span(self) -> Span:
@@ -286,9 +290,10 @@ class Loop:
             "tokens": self.tokens,
             "batch_size": self.phase.batch_size,
             "nvme": files and files.seal(),
+            "base": run.base and run.base.model_dump(),
         }
         apart = (checkpointing.arrays(files, run.step, run.config), files.nbytes) if files else ()
-        write(number, run.step.in_layer_order(self.state), meta, *apart)
+        write(number, adapters_alone(run.step.plan, run.step.in_layer_order(self.state)), meta, *apart)
         self.saved = number
 
 
@@ -319,9 +324,10 @@ def model_folders(run: Run) -> list[Path]:
 def save_model(folder: Path, config: Config, number: int) -> str:
     """Write <folder>/hf from the checkpoint of step `number`, in process 0; -> a line about it. Raises OSError."""
     if jax.process_index() == 0:
-        export = conversion.Export(Path(config.checkpoint.dir), number, folder)
-        conversion.replace(export, folder / MODEL)
-    return f"wrote {folder / MODEL}: a model folder of Hugging Face"
+        kind = Adapters if config.train.lora else conversion.Export
+        conversion.replace(kind(Path(config.checkpoint.dir), number, folder), folder / MODEL)
+    what = "adapters, as PEFT reads them" if config.train.lora else "a model folder of Hugging Face"
+    return f"wrote {folder / MODEL}: {what}"
 
 
 def new_folder(key: str, path: str) -> Path:

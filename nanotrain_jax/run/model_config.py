@@ -65,7 +65,7 @@ def _completed(tree: dict[str, Any]) -> dict[str, Any]:
 
 def check_model(given: Mapping[str, Any], model: Model, folder: Path) -> None:
     """Raise ValueError if a key of a section model contradicts the model of a folder."""
-    free = SAME_RESULT | (set() if model.features.learned_positions else {"max_seq_len"})
+    free = SAME_RESULT | {"lora"} | (set() if model.features.learned_positions else {"max_seq_len"})
     for key, value in given.items():
         theirs = model.model_dump().get(key, value)
         both = isinstance(value, dict) and isinstance(theirs, dict)

@@ -14,17 +14,20 @@ from pydantic import ValidationError
 
 from nanotrain_jax.checkpoint import compatibility, conversions
 from nanotrain_jax.checkpoint import read as restore
+from nanotrain_jax.checkpoint.base import Base
 from nanotrain_jax.checkpoint.compatibility import Meta
 from nanotrain_jax.config.schema import Config, Optimizer
 from nanotrain_jax.config.training_stages import rate_of_batch
 from nanotrain_jax.config.values import HUGGING_FACE
+from nanotrain_jax.costs import counts
 from nanotrain_jax.data.batches import Dataset
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.parallel.collectives import Tree
-from nanotrain_jax.run import hugging_face
-from nanotrain_jax.run.model_config import TOKENIZER, check_model
+from nanotrain_jax.run import adapters, hugging_face, sources
+from nanotrain_jax.run.model_config import TOKENIZER, check_model, folder_of
 from nanotrain_jax.run.phases import Phase, index_at
+from nanotrain_jax.run.sources import Source
 from nanotrain_jax.step import compressed
 from nanotrain_jax.step import optimizer as optim
 from nanotrain_jax.step import state as states
@@ -56,7 +59,8 @@ def resume(folder: Path, requested: Config, phases: list[Phase]) -> Resumed:
         saved_by = phases[index_at(phases, number, meta.batch_size)]
         compatibility.check(meta, requested, saved_by.config, saved_by.dataset.tokenizer)
         read_it = _read_weights if meta.weights_only else partial(_read_state, meta, saved_by.config)
-        return meta, read_it(folder, number, saved_by.step)
+        state = read_it(folder, number, saved_by.step)
+        return meta, adapters.with_base(saved_by.step, state, base_of(meta.base, requested)) if meta.base else state
 
     number, (meta, state), damaged = restore.newest(folder, requested.checkpoint.verify, read)
     phases = phases[index_at(phases, number, meta.batch_size) :]
@@ -78,6 +82,13 @@ def resume(folder: Path, requested: Config, phases: list[Phase]) -> Resumed:
     return Resumed(phases, state, position, meta.tokens_seen, notes, (folder, number), meta, damaged)
 
 
+def base_of(base: Base, requested: Config) -> Source:
+    """Open the base of adapters, where checkpoint.resume=hf:FOLDER says or else where it was. Raises ValueError or
+    OSError, on all processes."""
+    folder = folder_of(requested.checkpoint.resume)
+    return on_all_processes(lambda: sources.of_base(base, folder))
+
+
 def start_from(path: Path, phases: list[Phase]) -> tuple[State, list[str]]:
     """Return the state before the first step with the weights of a model folder, and lines for the banner.
 
@@ -85,9 +96,37 @@ def start_from(path: Path, phases: list[Phase]) -> tuple[State, list[str]]:
     """
     _, config, dataset, step = phases[0]
     source = on_all_processes(lambda: _matching(path, config, dataset))
-    weights = hugging_face.weights(source, states.weights_like(step.plan), step.plan.layer_order)
+    weights = sources.on_mesh(source, states.weights_like(step.plan), step.plan.layer_order)
     state = _started(step, weights)
     return state, [f"starts from the weights of {path}: {source.kind}, {source.dtype}"]
+
+
+def adapt(base: Base, phases: list[Phase]) -> tuple[State, list[str]]:
+    """Return the state before the first step of new adapters, and lines for the banner.
+
+    Raises ValueError or OSError, on all processes.
+    """
+    _, config, dataset, step = phases[0]
+    source = on_all_processes(lambda: _base_for(base, config, dataset))
+    trained = counts.all_parameters(config) - counts.frozen_parameters(config)
+    lora, dtype = config.train.lora, source.dtype
+    note = f"trains {trained:,} parameters of adapters (rank {lora.rank}) on the frozen weights of {base.name}, {dtype}"
+    return adapters.started(step, source), [note]
+
+
+def _base_for(base: Base, config: Config, dataset: Dataset) -> Source:
+    """Open a base that a run can adapt. Raises ValueError or OSError."""
+    folder = Path(base.folder)
+    if base.step is None:
+        return _matching(folder, config, dataset)
+    source = sources.Checkpoint(folder, base.step)
+    check_model(config.model.model_dump(), source.model, folder)
+    theirs = source.meta.tokenizer
+    if None not in (dataset.tokenizer, theirs) and dataset.tokenizer != theirs:
+        raise ValueError(
+            f"the data's tokenizer is {dataset.tokenizer}, but {base.name} was trained with {theirs}; use that one"
+        )
+    return source
 
 
 def _matching(path: Path, config: Config, dataset: Dataset) -> hugging_face.Folder:

@@ -206,20 +206,27 @@ def moments_like(plan: Plan, params: Tree, scalar: Callable) -> Any:
 def as_saved(plan: Plan, state: State) -> State:
     """Return the shapes of what a run needs of a checkpoint: where weights are cast at use, the master weights, and no
     other weights but frozen ones."""
+    is_lora = plan.config.train.lora is not None
     if not casts_at_use(plan.config):
-        return state
+        return adapters_alone(plan, state)
     master = select(state.params, plan.trainable)
-    frozen = jax.tree.map(lambda x, trains: None if trains else x, state.params, plan.trainable)
+    frozen = jax.tree.map(lambda x, trains: None if trains or is_lora else x, state.params, plan.trainable)
     return state._replace(params=frozen, opt=Opt(master, state.opt.moments))
+
+
+def adapters_alone(plan: Plan, state: State) -> State:
+    """Return the state without the frozen base of adapters (train.lora), which checkpoints do not hold."""
+    return state if plan.config.train.lora is None else state._replace(params=select(state.params, plan.trainable))
 
 
 def forms(plan: Plan, state: State) -> tuple[Callable[[State], State], Callable[[State], State]]:
     """Return functions: a State of the step -> as in checkpoints, and back; the second donates its argument.
 
     In checkpoints layers are in model order (`orders`), and weights in the compute dtype beside float32 master weights,
-    whatever the step stores.
+    whatever the step stores. The second takes `adapters_alone`.
     """
-    in_layer_order, in_stage_order = orders(plan, state)
+    in_layer_order, _ = orders(plan, state)
+    _, in_stage_order = orders(plan, adapters_alone(plan, state))
     if not casts_at_use(plan.config):
         return in_layer_order, in_stage_order
     cast = jax.jit(partial(_cast, dtype=jnp.dtype(plan.config.precision.compute)))

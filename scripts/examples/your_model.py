@@ -5,7 +5,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nanotrain_jax import Config, Model, Rules, enter, initializer, leave
-from nanotrain_jax.parallel.tensor.tensor import cross_entropy
+from nanotrain_jax.parallel.tensor.vocabulary import cross_entropy
 
 RULES = Rules([  # dims sharded over tensor; the step shards L (layers) over pipe and adds ZeRO over data
     ("attention/(query|key|value)/kernel", "L D N/tensor H"),

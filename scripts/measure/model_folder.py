@@ -34,7 +34,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from nanotrain_jax.models import decoder
 from nanotrain_jax.parallel.sharding import specs
-from nanotrain_jax.run import hugging_face
+from nanotrain_jax.run import hugging_face, sources
 source = hugging_face.opened(Path(sys.argv[1]))
 devices = mesh.make(data=1, tensor=8)
 split = decoder.Split("tensor", 8, vocab_axes=("tensor",), vocab_shards=8)
@@ -43,7 +43,7 @@ layouts = specs(decoder.rules(source.model, split), shapes, devices)
 like = jax.tree.map(
     lambda x, spec: jax.ShapeDtypeStruct(x.shape, source.dtype, sharding=NamedSharding(devices, spec)), shapes, layouts
 )
-arrays = jax.block_until_ready(hugging_face.weights(source, like, None))
+arrays = jax.block_until_ready(sources.on_mesh(source, like, None))
 print(sum(x.nbytes for x in jax.tree.leaves(arrays)) / 1e9, "GB on the devices")
 """
 

@@ -1,7 +1,7 @@
-"""Tensor parallelism: matmuls, embedding and loss split over one mesh axis (Megatron-LM, arXiv 1909.08053).
+"""Tensor parallelism: matmuls split over one mesh axis (Megatron-LM, arXiv 1909.08053).
 
-Pure functions for use inside any `shard_map` (with check_vma=True). B batch, T tokens, D model, F ffn, V vocab,
-c tokens of a chunk; t devices along the axis, here called tensor. A transformer block is
+Pure functions for use inside any `shard_map` (with check_vma=True). B batch, T tokens, D model, F ffn; t devices
+along the axis, here called tensor. A transformer block is
 
     h[B T F/tensor] = column(enter(x), w_in)        y = row(h, w_out)
 
@@ -21,7 +21,6 @@ axis=None: one device. The same maths, moves nothing, needs no `shard_map`.
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -32,10 +31,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nanotrain_jax.parallel.collectives import (
     all_gather,
-    all_max,
     all_reduce,
     as_varying,
-    position,
     reduce_scatter,
     varying_axes,
 )
@@ -124,8 +121,7 @@ def columns(
     options.matmul is, they multiply in their dtype, and the backward keeps x in its own.
     """
     if axis is None:
-        by = [options.matmul] * len(weights) + [float8.PLAIN] * len(adapters)
-        return [column(x_BTD, w_DF, matmul) for w_DF, matmul in zip([*weights, *adapters], by, strict=True)]
+        return [column(x_BTD, w_DF, options.matmul) for w_DF in weights] + [column(x_BTD, a_DR) for a_DR in adapters]
     of_weights = frozenset().union(*map(varying_axes, [*weights, *adapters]))
     x_BTD = as_varying(x_BTD, sorted(of_weights - {axis}))
     everywhere = sorted(varying_axes(x_BTD) | {axis})
@@ -156,10 +152,7 @@ def columns(
         g_BTD = leave(reduce(operator.add, partial_grads).astype(dtype), axis, sequence_parallel)
         x_of_weights = matmul.operand(x_BTD) if adapters else x_BTD
         grads_DF = [float8.weight_gradient(matmul, x_of_weights, g_BTF, w_DF) for g_BTF, w_DF in pairs]
-        grads_DR = [
-            float8.weight_gradient(float8.PLAIN, x_BTD, g_BTR, a_DR)
-            for g_BTR, a_DR in zip(of_adapters, adapters, strict=True)
-        ]
+        grads_DR = list(map(partial(float8.weight_gradient, float8.PLAIN, x_BTD), of_adapters, adapters))
         gradients = g_BTD, grads_DF, grads_DR
         # The barrier makes XLA compute the weight gradients during the reduce-scatter, not after it.
         return lax.optimization_barrier(gradients) if sequence_parallel else gradients
@@ -209,195 +202,3 @@ def _overlapped_row(x_BTF: jax.Array, w_FD: jax.Array, axis: str, matmul: Matmul
         return g_BTF.reshape(x_BTF.shape).astype(x_BTF.dtype), grad_FD
 
     return with_backward(forward, backward)(x_BTF, w_FD)
-
-
-def look_up(
-    embedding_VD: jax.Array,
-    tokens_BT: jax.Array,
-    axis: str | None = "tensor",
-    sequence_parallel: bool = True,
-    vocab_axes: Sequence[str] | None = None,
-) -> jax.Array:
-    """embedding[V/tensor D], tokens[B T] -> x[B T/tensor D], or x[B T D] without sequence_parallel
-
-    Vocabulary-parallel embedding: each device looks up the tokens whose rows it stores, zeros for the others; then
-    `leave`. The gradient of a row, a sum over all occurrences of its token, is accumulated in float32.
-
-    vocab_axes: mesh axes that split the vocabulary; None: axis. Over those other than axis, x is a partial sum.
-    """
-    axes = _names(axis) if vocab_axes is None else tuple(vocab_axes)
-    if axes:
-        tokens_BT = tokens_BT - position(axes) * embedding_VD.shape[0]  # out of range: stored on another device
-    return leave(_rows(as_varying(embedding_VD, varying_axes(tokens_BT)), tokens_BT), axis, sequence_parallel)
-
-
-def _names(axis: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the names of one mesh axis, of several, or of none."""
-    return (axis,) if isinstance(axis, str) else tuple(axis or ())
-
-
-@jax.custom_vjp
-def _rows(embedding_VD: jax.Array, rows_BT: jax.Array) -> jax.Array:
-    """Look up rows of the embedding; zeros for indices out of range."""
-    in_range_BT = (rows_BT >= 0) & (rows_BT < embedding_VD.shape[0])
-    x_BTD = embedding_VD[jnp.where(in_range_BT, rows_BT, 0)]
-    return jnp.where(in_range_BT[..., None], x_BTD, jnp.zeros((), x_BTD.dtype))
-
-
-def _rows_backward(residuals: tuple[jax.Array, jax.Array], g_BTD: jax.Array) -> tuple[jax.Array, None]:
-    embedding_VD, rows_BT = residuals
-    # The float32 gradient of the table must not be allocated before the layers' backward is done.
-    zero, g_BTD = lax.optimization_barrier((jnp.zeros_like(g_BTD, jnp.float32, shape=()), g_BTD))
-    rows_BT = jnp.where(rows_BT < 0, embedding_VD.shape[0], rows_BT)  # a negative index would count from the end
-    g_VD = jnp.broadcast_to(zero, embedding_VD.shape).at[rows_BT].add(g_BTD.astype(jnp.float32), mode="drop")
-    return g_VD.astype(embedding_VD.dtype), None
-
-
-_rows.defvjp(lambda embedding, rows: (_rows(embedding, rows), (embedding, rows)), _rows_backward)
-
-
-class LossOptions(NamedTuple):
-    """Options of `cross_entropy`."""
-
-    vocab_size: int | None = None  # rows of the head from this one on are padding; None: no padding
-    chunk: int | None = None  # tokens per chunk; None: all
-    z_loss: float = 0.0  # weight of the square of log z (PaLM, arXiv 2204.02311)
-
-
-PLAIN_LOSS = LossOptions()
-
-
-def cross_entropy(
-    x_BTD: jax.Array,
-    head_VD: jax.Array,
-    targets_BT: jax.Array,
-    axis: str | Sequence[str] | None = "tensor",
-    options: LossOptions = PLAIN_LOSS,
-) -> tuple[jax.Array, jax.Array]:
-    """x[B T D], head[V/tensor D], targets[B T] -> sum of losses in nats (float32), number of valid targets (int32)
-
-    Vocabulary-parallel cross-entropy, chunked over tokens; x is the output of `enter`. Targets below 0 or from
-    vocab_size on are ignored. The loss of a token is log z - logit of its target + z_loss (log z)^2, with z the sum of
-    exp(logits). For each chunk of tokens:
-
-        l[c V/tensor] = x[c D] head                         moves nothing; float32
-        top[c] = all_max(max l)                             2 (t-1)/t c scalars
-        sum[c], hit[c] = all_reduce(sum exp(l - top), l[target])   twice as many
-        g[c V/tensor] = softmax(l) - onehot(target), then at once the gradients of x and head
-
-    Only one chunk's logits exist at a time, and none is recomputed. Residuals: the gradients of x[B T D] and, in
-    float32, of head[V/tensor D]. Backward: the gradient of x is a partial sum over tensor; the backward of `enter`
-    reduces it. axis: the mesh axis that splits the vocabulary, or several, the last of them innermost; None: none.
-    Raises ValueError if chunk does not divide B T.
-    """
-    B, T, _ = x_BTD.shape
-    tokens = B * T
-    chunk = options.chunk or tokens
-    if tokens % chunk:
-        raise ValueError(f"chunk={chunk} does not divide the {B} x {T} tokens of a device; use a divisor of {tokens}")
-    axes = _names(axis)
-    vocab_size = options.vocab_size or head_VD.shape[0] * (lax.axis_size(axes) if axes else 1)
-    everywhere = sorted({*axes} | varying_axes(x_BTD) | varying_axes(head_VD) | varying_axes(targets_BT))
-    loss = _Loss(axes, vocab_size, chunk, options.z_loss, tuple(everywhere))
-    x_BTD, head_VD = as_varying((x_BTD, head_VD), everywhere)
-    return _sum_of_losses(loss, x_BTD, head_VD, targets_BT), loss.counts(targets_BT).sum(dtype=jnp.int32)
-
-
-@dataclass(frozen=True)
-class _Loss:
-    """The static arguments of `cross_entropy`."""
-
-    axes: tuple[str, ...]  # the mesh axes that split the vocabulary
-    vocab_size: int
-    chunk: int  # tokens
-    z_loss: float
-    everywhere: tuple[str, ...]  # mesh axes over which any of the arrays varies
-
-    def counts(self, targets: jax.Array) -> jax.Array:
-        """True for each valid target; the others are padding."""
-        return (targets >= 0) & (targets < self.vocab_size)
-
-    def chunks(self, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """-> x[n c D], targets[n c]: this device's tokens, one chunk per row."""
-        return x_BTD.reshape(-1, self.chunk, x_BTD.shape[-1]), targets_BT.reshape(-1, self.chunk)
-
-    def zero(self) -> jax.Array:
-        """Return a zero that varies as a sum of losses does: losses are already summed over axes."""
-        return as_varying(jnp.zeros(()), [name for name in self.everywhere if name not in self.axes])
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_of_losses(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Sum the losses of all tokens. Both arrays vary over loss.everywhere."""
-
-    def add_chunk(total: jax.Array, chunk: tuple) -> tuple[jax.Array, None]:
-        x_cD, targets_c = chunk
-        return total + _losses(loss, x_cD, head_VD, targets_c)[0].sum(), None
-
-    return lax.scan(add_chunk, loss.zero(), loss.chunks(x_BTD, targets_BT))[0]
-
-
-def _sum_and_gradients(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> tuple:
-    """The forward under differentiation: -> sum, residuals (its gradients times `_gradient_scale`)."""
-
-    def add_chunk(sums: tuple, chunk: tuple) -> tuple[tuple, jax.Array]:
-        total, grad_VD = sums
-        x_cD, targets_c = chunk
-        losses_c, softmax = _losses(loss, x_cD, head_VD, targets_c)
-        grad_cD, grad_of_chunk_VD = _gradients(loss, softmax, x_cD, head_VD)
-        return (total + losses_c.sum(), grad_VD + grad_of_chunk_VD), grad_cD
-
-    sums = loss.zero(), as_varying(jnp.zeros(head_VD.shape, jnp.float32), loss.everywhere)
-    (total, grad_VD), grad_cD = lax.scan(add_chunk, sums, loss.chunks(x_BTD, targets_BT))
-    return total, (grad_cD.reshape(x_BTD.shape), grad_VD, jnp.zeros((0,), head_VD.dtype))
-
-
-def _scale_gradients(_: _Loss, residuals: tuple, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    """The backward: multiply the gradients that the forward computed by g, the gradient of the sum."""
-    grad_BTD, grad_VD, like_head = residuals
-    g = g / _gradient_scale(grad_BTD.dtype)
-    grad_BTD = (g * grad_BTD.astype(jnp.float32)).astype(grad_BTD.dtype)
-    return grad_BTD, (g * grad_VD).astype(like_head.dtype), None
-
-
-_sum_of_losses.defvjp(_sum_and_gradients, _scale_gradients)
-
-
-def _gradient_scale(dtype: jnp.dtype) -> float:
-    """Return a factor that prevents float16 underflow: the loss scale applies only in the backward."""
-    return 2.0**10 if dtype == jnp.float16 else 1.0
-
-
-class _Softmax(NamedTuple):
-    """The intermediates of a chunk that the gradients of its losses need."""
-
-    counts_c: jax.Array  # True for valid targets
-    hit_cV: jax.Array  # True in the row of the target
-    exp_cV: jax.Array  # exp(logits - their maximum)
-    sum_c: jax.Array  # of exp_cV, over the whole vocabulary
-    log_z_c: jax.Array
-
-
-def _losses(loss: _Loss, x_cD: jax.Array, head_VD: jax.Array, targets_c: jax.Array) -> tuple[jax.Array, _Softmax]:
-    """-> losses[c] of a chunk, 0 for ignored targets; the intermediates that `_gradients` takes."""
-    V = head_VD.shape[0]
-    row_V = jnp.arange(V) + (position(loss.axes) * V if loss.axes else 0)
-    logits_cV = jnp.einsum("cD,VD->cV", x_cD, head_VD, preferred_element_type=jnp.float32)
-    logits_cV = jnp.where(row_V[None] < loss.vocab_size, logits_cV, -jnp.inf)
-    counts_c = loss.counts(targets_c)
-    hit_cV = (row_V[None] == targets_c[:, None]) & counts_c[:, None]
-    top_c = all_max(logits_cV.max(-1), loss.axes)
-    exp_cV = jnp.exp(logits_cV - top_c[:, None])
-    sum_c, hit_c = all_reduce((exp_cV.sum(-1), jnp.where(hit_cV, logits_cV, 0.0).sum(-1)), loss.axes)
-    log_z_c = top_c + jnp.log(sum_c)
-    losses_c = jnp.where(counts_c, log_z_c - hit_c + loss.z_loss * jnp.square(log_z_c), 0.0)
-    return losses_c, _Softmax(counts_c, hit_cV, exp_cV, sum_c, log_z_c)
-
-
-def _gradients(loss: _Loss, softmax: _Softmax, x_cD: jax.Array, head_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """-> gradients of a chunk's summed losses with respect to x[c D] and head[V/tensor D], times `_gradient_scale`."""
-    slope_c = jnp.where(softmax.counts_c, 1 + 2 * loss.z_loss * softmax.log_z_c, 0.0)
-    g_cV = (slope_c / softmax.sum_c)[:, None] * softmax.exp_cV - jnp.where(softmax.hit_cV, 1.0, 0.0)
-    g_cV = (_gradient_scale(x_cD.dtype) * g_cV).astype(x_cD.dtype)
-    grad_VD = jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=jnp.float32)
-    return jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype), grad_VD

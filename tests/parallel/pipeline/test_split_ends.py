@@ -21,7 +21,7 @@ from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline import schedule_text
 from nanotrain_jax.parallel.pipeline.schedule import FUSED, IDLE, layers_of_chunks, row_order
 from nanotrain_jax.parallel.pipeline.slots import end_units
-from nanotrain_jax.parallel.tensor import tensor
+from nanotrain_jax.parallel.tensor import vocabulary
 
 LOSS = Fraction(4, 5)
 
@@ -98,11 +98,11 @@ def test_a_tick_lasts_as_long_as_the_stage_with_most_layers():
 
 
 def embed(ends, tokens):
-    return tensor.look_up(ends["embedding"], tokens, None, False, ("pipe",))
+    return vocabulary.look_up(ends["embedding"], tokens, None, False, ("pipe",))
 
 
 def loss(ends, x, tokens):
-    return tensor.cross_entropy(x, ends["head"], tokens, "pipe")[0]
+    return vocabulary.cross_entropy(x, ends["head"], tokens, "pipe")[0]
 
 
 def run(case, layers, counts=None):

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.sharding import layout
-from nanotrain_jax.parallel.tensor import tensor
+from nanotrain_jax.parallel.tensor import tensor, vocabulary
 
 B, T, D, F, V = 4, 16, 8, 32, 64
 
@@ -123,7 +123,7 @@ def test_the_embedding_is_looked_up_on_the_devices_that_store_its_rows(sequence_
 
     def run(table, tokens):
         def total(table):
-            x = tensor.look_up(table, tokens, "tensor", sequence_parallel)
+            x = vocabulary.look_up(table, tokens, "tensor", sequence_parallel)
             return jax.lax.psum((x**2).sum(), ("data", *(["tensor"] * sequence_parallel))), x
 
         (_, x), g = jax.value_and_grad(total, has_aux=True)(table)
@@ -164,8 +164,8 @@ def test_the_loss_and_its_gradients_equal_float64(data, size, chunk, vocab_size,
     def run(x, head, targets):
         def total(x, head):
             x = tensor.enter(x, "tensor", sequence_parallel)
-            options = tensor.LossOptions(vocab_size, chunk, z_loss)
-            loss, count = tensor.cross_entropy(x, head, targets, "tensor", options)
+            options = vocabulary.LossOptions(vocab_size, chunk, z_loss)
+            loss, count = vocabulary.cross_entropy(x, head, targets, "tensor", options)
             return jax.lax.psum(loss, "data"), jax.lax.psum(count, "data")
 
         return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(x, head)
@@ -189,8 +189,8 @@ def test_the_loss_is_differentiable_under_jit_checkpoint_scan_and_outside_shard_
     x_spec, head_spec, t_spec = layout("B/data T/tensor D"), layout("V/tensor D"), layout("B/data T")
 
     def loss(x, head, targets):
-        options = tensor.LossOptions(chunk=8)
-        return jax.lax.psum(tensor.cross_entropy(tensor.enter(x), head, targets, options=options)[0], "data")
+        options = vocabulary.LossOptions(chunk=8)
+        return jax.lax.psum(vocabulary.cross_entropy(tensor.enter(x), head, targets, options=options)[0], "data")
 
     def scanned(x, head, targets):
         def halves(x):
@@ -214,9 +214,9 @@ def test_on_one_device_the_same_functions_need_no_mesh():
     table = normal(1, V, D)
 
     def run(x, gain, w_DF, w_FD, table):
-        (h_BTF,) = tensor.columns(x * gain[None, None] + tensor.look_up(table, tokens, None), [w_DF], None, False)
+        (h_BTF,) = tensor.columns(x * gain[None, None] + vocabulary.look_up(table, tokens, None), [w_DF], None, False)
         y_BTD = tensor.row(jnp.tanh(h_BTF), w_FD, None, False)
-        return tensor.cross_entropy(y_BTD, table, targets, None, tensor.LossOptions(chunk=16))[0]
+        return vocabulary.cross_entropy(y_BTD, table, targets, None, vocabulary.LossOptions(chunk=16))[0]
 
     def plain(x, gain, w_DF, w_FD, table):
         y_BTD = jnp.tanh((x * gain[None, None] + table[tokens]) @ w_DF) @ w_FD
@@ -234,7 +234,7 @@ def test_targets_outside_the_vocabulary_are_ignored():
 
     def run(x, head, targets):
         def total(x, head):
-            return tensor.cross_entropy(x, head, targets, "tensor", tensor.LossOptions(vocab_size))
+            return vocabulary.cross_entropy(x, head, targets, "tensor", vocabulary.LossOptions(vocab_size))
 
         return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(x, head)
 
@@ -254,7 +254,7 @@ def test_small_gradients_do_not_underflow_in_16_bit(dtype, tolerance):
 
     def run(x, head, targets):
         def total(x, head):
-            return scale * tensor.cross_entropy(x, head, targets)[0]
+            return scale * vocabulary.cross_entropy(x, head, targets)[0]
 
         return jax.grad(total, argnums=(0, 1))(x, head)
 
@@ -270,7 +270,7 @@ def test_small_gradients_do_not_underflow_in_16_bit(dtype, tolerance):
 def compiled_loss(mesh, chunk, vocab, tokens, with_gradients):
     def run(x, head, targets):
         def total(x, head):
-            return tensor.cross_entropy(x, head, targets, options=tensor.LossOptions(chunk=chunk))[0]
+            return vocabulary.cross_entropy(x, head, targets, options=vocabulary.LossOptions(chunk=chunk))[0]
 
         return jax.value_and_grad(total, argnums=(0, 1))(x, head) if with_gradients else total(x, head)
 
