@@ -19,6 +19,23 @@ B1, B2, EPS, DECAY = 0.8, 0.9, 1e-4, 0.2
 CUTS = [5, 9, 10], [1, 14]
 
 
+SCALE = 3.0  # of adapters, alpha / rank
+
+
+def merged(module):
+    """Return the weights of a module with their adapters added: W + SCALE A B."""
+    found = {}
+    for name, w in module.items():
+        target = name.rpartition("_")[0]
+        a, b = (next((x for key, x in module.items() if key.startswith(f"{target}_{which}_")), None) for which in "AB")
+        if a is not None:
+            product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(a, b)
+            found[name] = w + SCALE * product
+        elif "_A_" not in name and "_B_" not in name:
+            found[name] = w
+    return found
+
+
 def norm(p, x, eps=NORM_EPS):
     if "bias_D" in p:
         x = x - jnp.mean(x, -1, keepdims=True)
@@ -73,7 +90,8 @@ def logits(params, tokens):
         x = x + attention(layer["attention"], norm(layer["norm_attention"], x))
         return x + mlp(layer["mlp"], norm(layer["norm_mlp"], x)), None
 
-    x, _ = jax.lax.scan(one, x, params["layers"])
+    layers = {key: merged(module) for key, module in params["layers"].items()}
+    x, _ = jax.lax.scan(one, x, layers)
     return norm(ends["norm"], x) @ ends.get("head_VD", ends["embedding_VD"]).T
 
 

@@ -76,7 +76,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
         x = between_stages(config)
         found["pipe", "permute", Traffic.BETWEEN_STAGES] = 2 * counts.outline(config).ticks * x
         if p.vocab_over_pipe:
-            add(("pipe",), "all_reduce", 4 * shares_of_ends(config) * x, Traffic.SHARED_BY_STAGES)
+            add(("pipe",), "all_reduce", shares_of_ends(config) * x, Traffic.SHARED_BY_STAGES)
     return [
         {"axis": axis, "op": op, "bytes_per_device": size, "what": what}
         for (axis, op, what), size in found.items()
@@ -120,12 +120,14 @@ def between_stages(config: Config) -> float:
 
 
 def shares_of_ends(config: Config) -> int:
-    """Return how often stages all-reduce 4 w B T D, with the vocabulary over pipe (parallel/pipeline/both_ends.py): in
-    every tick, or with several chunks for every microbatch.
+    """Return how often stages all-reduce w B T D, with the vocabulary over pipe (parallel/pipeline/both_ends.py).
+
+    4 times, or 3 if the embedding is frozen, in every tick, or with several chunks for every microbatch.
     """
     p = config.parallel
     in_every_tick = p.chunks == 1 or p.idle == "mask"
-    return counts.outline(config).ticks if in_every_tick else p.microbatches
+    each = 3 if counts.rows(config)[EMBEDDING].is_frozen else 4
+    return each * (counts.outline(config).ticks if in_every_tick else p.microbatches)
 
 
 def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:

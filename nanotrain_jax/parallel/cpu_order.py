@@ -203,10 +203,18 @@ def _used(jaxpr: Jaxpr) -> list[JaxprEqn]:
     used = []
     for equation in reversed(jaxpr.eqns):
         acts = any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)  # not only communicates
+        if equation.primitive.name == "optimization_barrier":
+            equation = _of_barrier(equation, needed)
         if acts or needed.intersection(equation.outvars):
             needed.update(v for v in equation.invars if isinstance(v, Var))
             used.append(equation)
     return used[::-1]
+
+
+def _of_barrier(barrier: JaxprEqn, needed: set[Var]) -> JaxprEqn:
+    """Return a barrier that passes on no more than what is needed."""
+    kept = [i for i, v in enumerate(barrier.outvars) if v in needed]
+    return barrier.replace(invars=[barrier.invars[i] for i in kept], outvars=[barrier.outvars[i] for i in kept])
 
 
 def _has_collectives(equation: JaxprEqn) -> bool:

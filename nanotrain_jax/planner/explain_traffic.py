@@ -40,8 +40,10 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
         return "2 ticks b B T D / M" + " / t" * (split > 1), shown
     if t.what is Traffic.SHARED_BY_STAGES:
         split, times = p.tensor if p.sequence_parallel else 1, communication.shares_of_ends(c)
-        shown = f"4 x {times} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
-        return ("4 M" if times == M else "4 ticks") + " b B T D / M" + " / t" * (split > 1), shown
+        each = times // M if times in (3 * M, 4 * M) else times // counts.outline(c).ticks
+        shown = f"{each} x {times // each} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
+        often = "M" if times == each * M else "ticks"
+        return f"{each} {often} b B T D / M" + " / t" * (split > 1), shown
     if t.what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS):
         gathers, scatters = communication.tensor_passes(c)
         passes = scatters if t.op == "reduce_scatter" else gathers
