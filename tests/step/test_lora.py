@@ -105,8 +105,8 @@ def test_adapters_equal_the_oracle_and_the_closed_forms(layout_and_lora):
     equals_the_oracle(step)
     moves_the_bytes_of_the_papers(tree)
     config, text = step.plan.config, compiled_text(step)
-    # A ring computes parts of blocks that the closed form leaves out. With prefetch the first layer's backward is apart,
-    # and nothing needs the gradient of its input.
+    # A ring computes parts of blocks that the closed form leaves out. With prefetch the backward of the first layer is
+    # apart, and nothing needs the gradient of its input.
     if config.parallel.context == 1 and not config.parallel.prefetch:
         found = hlo.matmul_flops(text, communication.conditional_rates(config))
         assert found == pytest.approx(flops.step_flops(config), rel=1e-6)  # no gradient of a base weight
@@ -141,11 +141,11 @@ def test_adapters_multiply_in_their_dtype_beside_a_base_in_8_bits(layout):
         step = built(tree_of(layout, SOME, precision=precision, **sizes))
         state = step.init()
         weights = with_values(step.plan.config)
-        params = jax.tree.map(
-            lambda x, like: jax.device_put(x.astype(like.dtype), like.sharding), weights, state.params
-        )
-        state = state._replace(params=params)
-        state, _, _ = step.train(state, on_devices(random_tokens(step.plan.config)[0], step))
+        types = state.params
+        params = jax.tree.map(lambda x, like: jax.device_put(x.astype(like.dtype), like.sharding), weights, types)
+        batch = on_devices(random_tokens(step.plan.config)[0], step)
+        with jax.numpy_dtype_promotion("standard"):
+            state, _, _ = step.train(state._replace(params=params), batch)
         grads.append(jnp.concatenate([x.ravel() for x in jax.tree.leaves(state.opt.moments[0].mu)]))
     cosine = jnp.vdot(*grads) / jnp.linalg.norm(grads[0]) / jnp.linalg.norm(grads[1])
     assert 0.97 < cosine < 1 - 1e-6
