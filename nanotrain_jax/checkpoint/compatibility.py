@@ -114,8 +114,9 @@ def check(meta: Meta, requested: Config, config: Config, tokenizer: str | None) 
                 f"use data.seq_len={was}{shorter}, {remedy}"
             )
         hint = f" ({key} may change only together with data.seq_len)" if key in ROPE else ""
+        name = "train.lora" if key == "lora" else f"model.{key}"
         raise ValueError(
-            f"model.{key}={now} but the checkpoint was trained with {was}; resume with the same model{hint}, {remedy}"
+            f"{name}={now} but the checkpoint was trained with {was}; resume with the same model{hint}, {remedy}"
         )
     for section, key, default in () if meta.weights_only else MUST_MATCH:
         now, was = getattr(getattr(config, section), key), then[section].get(key, default)
