@@ -218,7 +218,7 @@ def _encoded_bytes(text: str) -> Encoded:
 def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """Return id -> text of the special tokens, and of those at which generated text stops."""
     if tokenizer.is_bytes:
-        return {tokenizer.end: "the end of a document"}
+        return {tokenizer.end: "<end>"}
     model = tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER])
     special = {i: token.content for i, token in model.get_added_tokens_decoder().items() if token.special}
     return special | {i: model.id_to_token(i) for i in tokenizer.stops}
