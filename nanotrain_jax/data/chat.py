@@ -102,8 +102,8 @@ def notes(found: Examples, sides: tuple[Packed, Packed], config: Data) -> Iterat
     )
     if counts.endless:
         yield (
-            f"warning: {counts.endless:,} examples have no end token behind the answer, so nothing teaches the model "
-            "to stop; use a chat template that ends turns with a special token, or set data.end_token"
+            f"warning: without an end token behind the answer, so that nothing teaches to stop: {counts.endless:,} "
+            "of the examples; use a chat template that ends turns with a special token, or set data.end_token"
         )
     if counts.unheeded:
         ends = ", ".join(counts.unheeded)
@@ -113,6 +113,6 @@ def notes(found: Examples, sides: tuple[Packed, Packed], config: Data) -> Iterat
         )
     if counts.straddling:
         yield (
-            f"warning: in {counts.straddling:,} examples a token begins before the answer and reaches into it; it is "
-            "not learned; end prompts without a space, begin answers with it"
+            "warning: a token begins before the answer and reaches into it, and is not learned: in "
+            f"{counts.straddling:,} of the examples; end prompts without a space, begin answers with it"
         )

@@ -147,17 +147,17 @@ def test_a_token_is_learned_if_it_begins_in_the_answer(tmp_path):
     assert learned(tmp_path, None, row, merges=merges)[0] == "2 + 2 =[[· 4·, s·ee·<|im_end|>]]"
     found, notes = learned(tmp_path, None, {"prompt": "2 + 2 = ", "completion": "4 e"}, merges=merges)
     assert found == "2 + 2 =· 4·[[ e<|im_end|>]]"
-    assert "in 1 examples a token begins before the answer" in notes[1]
+    assert "a token begins before the answer and reaches into it, and is not learned: in 1 of" in notes[1]
 
 
 def test_answers_without_an_end_are_told(tmp_path):
     found, notes = learned(tmp_path, ROLES_ALONE, {"messages": TWO})
     assert found == "<|user|>\nHi<|assistant|>\n[[Hello.]]<|user|>\nBye<|assistant|>\n[[So long.]]"
-    assert "1 examples have no end token behind the answer, so nothing teaches the model to stop" in notes[1]
+    assert "without an end token behind the answer, so that nothing teaches to stop: 1 of" in notes[1]
     blocks = MARKED.replace(" + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}{{ '<|im_end|>' }}")
     found, notes = learned(tmp_path, blocks, {"messages": TWO[:2]})
     assert found == f"{HI}[[Hello.]]<|im_end|>\n"
-    assert "have no end token" in notes[1]
+    assert "without an end token behind the answer" in notes[1]
 
 
 def test_an_end_at_which_generation_does_not_stop_is_told(tmp_path):
