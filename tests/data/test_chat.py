@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nanotrain_jax import train
 from nanotrain_jax.config import load as request
+from nanotrain_jax.config.training_stages import of_run, of_span, spans
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.data.packing import best_fit
 from nanotrain_jax.parallel import mesh as meshes
@@ -235,6 +236,8 @@ REQUESTS = [
     (["train.epochs=2", "train.batch_schedule=[{steps: 1, batch_size: 1}]"], "with train.batch_schedule"),
     (["train.epochs=2", "data.source=synthetic"], "train.epochs=2 with data.source=synthetic, which never ends"),
     (["train.epochs=0"], "train.epochs=0: input should be greater than 0"),
+    (["train.epochs=2", "train.stages=[{name: a, steps: 1}]"], "train.epochs=2 with train.stages"),
+    (["vision={}"], "rows.jsonl' with vision: its rows have no pictures"),
     (["data.loss_on=user"], "data.loss_on='user': input should be 'assistant', 'completion' or 'all'"),
 ]  # fmt: skip
 
@@ -243,6 +246,14 @@ REQUESTS = [
 def test_wrong_requests_are_refused(overrides, message, ask, tmp_path):
     write_rows(tmp_path / "rows.jsonl", {"messages": talk("Hi", "Ho")}, {"messages": talk("Hu", "Ha")})
     assert message in ask(*overrides)
+
+
+def test_examples_stand_alone_in_the_stage_that_reads_them():
+    stages = [{"name": "text", "steps": 1}, {"name": "chat", "steps": 1, "data": "chat:rows.jsonl"}]
+    config = request.parse({"train": {"stages": stages}})
+    text, chat = (of_span(config, span) for span in spans(config))
+    assert (text.data.attend_across_documents, chat.data.attend_across_documents) == (True, False)
+    assert of_run(chat, config).data == config.data
 
 
 @pytest.mark.parametrize("epochs, steps", [(1, 6), (3, 16), (0.5, 3), (0.01, 1), (1.9, 10)])
