@@ -104,9 +104,9 @@ class Train(Section):
         others |= {"batch_schedule": self.batch_schedule, "batch_growth": self.batch_growth}
         other = next((name for name, value in others.items() if value), None)
         if self.epochs is not None and other:
+            remedy = ", or take it from a file with an override, train.steps=null" if other == "steps" else ""
             raise ValueError(
-                f"train.epochs={self.epochs:g} with train.{other}: both say how long the run is; leave one out, "
-                "or take it from a file with an override, train.steps=null"
+                f"train.epochs={self.epochs:g} with train.{other}: both say how long the run is; leave one out{remedy}"
             )
         return self
 

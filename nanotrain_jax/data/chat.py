@@ -79,8 +79,8 @@ def check(found: Examples, config: Data, source: str) -> None:
     dropped = f", {counts.long} are longer than data.seq_len={config.seq_len}" if counts.long else ""
     raise ValueError(
         f"{source}: {counts.empty} of {counts.read} examples have nothing to learn with data.loss_on={config.loss_on}"
-        f"{dropped} (the first is {counts.first}); use data.loss_on=all, or a "
-        "longer data.seq_len"
+        f"{dropped} (the first is {counts.first}); use data.loss_on=all, or a longer "
+        "data.seq_len"
     )
 
 
