@@ -24,8 +24,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from nanotrain_jax.config.load import Parser, at_least, folder_argument, refuse
-from nanotrain_jax.generation import chat, prompts
+from nanotrain_jax.data import chat_template
 from nanotrain_jax.generation import load as models
+from nanotrain_jax.generation import prompts
 from nanotrain_jax.generation.engine import Choice
 from nanotrain_jax.generation.load import Loaded
 from nanotrain_jax.generation.prompts import Conversation, Prompt
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         saved = models.generation_config(folder)
         how = sampling(options, saved)
         options.tokens = options.tokens or tokens_of(saved)
-        template = chat.of_folder(folder) if options.chat else None
+        template = chat_template.of_folder(folder) if options.chat else None
         loaded = load(options)
         given = [] if options.chat else prompts_of(options, loaded)
     except (ValueError, OSError) as error:
@@ -200,7 +201,7 @@ def in_batches(session: Session, loaded: Loaded, given: list[Prompt], options: a
         print(found[i])
 
 
-def converse(session: Session, loaded: Loaded, template: chat.Template, options: argparse.Namespace) -> None:
+def converse(session: Session, loaded: Loaded, template: chat_template.Template, options: argparse.Namespace) -> None:
     """Converse on the terminal, until the end of input. What is in the cache is not computed again."""
     conversation, forgotten = Conversation(loaded, template, options.system), 0
     while (line := asked()) is not None:

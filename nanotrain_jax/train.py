@@ -17,6 +17,7 @@ if __name__ == "__main__":
 import argparse
 import hashlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -28,11 +29,12 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from rich.console import Console
 
 from nanotrain_jax.checkpoint import lock
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.config import training_stages
-from nanotrain_jax.config.load import Parser, describe, refuse
+from nanotrain_jax.config.load import Parser, at_least, describe, refuse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_phase, spans
@@ -45,7 +47,7 @@ from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import auto
-from nanotrain_jax.run import adapters, capacity, model_config, resume, shell, sinks
+from nanotrain_jax.run import adapters, capacity, model_config, resume, shell, show_data, sinks
 from nanotrain_jax.run.divergence import Diverged
 from nanotrain_jax.run.loop import Run, new_folder, train
 from nanotrain_jax.run.phases import Phase
@@ -64,11 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--config", required=True, metavar="FILE", help="YAML config file, or the name of an example: quickstart"
     )
+    parser.add_argument(
+        "--show-data", type=at_least(1), metavar="N", help="print the first N training rows and what of them is learned"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key of the config")
     arguments = parser.parse_intermixed_args(argv)
     with stop_signals() as stopped:
         try:
-            run = prepare(model_config.load(arguments.config, arguments.overrides))
+            config = model_config.load(arguments.config, arguments.overrides)
+            if arguments.show_data:
+                return show_data.show(config, arguments.show_data, Console(highlight=False, soft_wrap=True))
+            run = prepare(config)
         except (ValueError, OSError) as error:
             return refuse_unless_transient(error)
         try:
@@ -184,6 +192,7 @@ def build(config: Config) -> tuple[Mesh, list[Phase]]:
     if jax.process_index() == 0:
         sinks.check(config)
     datasets: dict[str, batches.Dataset] = {}
+    config = with_steps(config, datasets)
     phases = []
     for span in spans(config):
         phases += build_stage(training_stages.of_span(config, span), span, mesh, datasets)
@@ -218,14 +227,31 @@ def check_data(phases: list[Phase]) -> None:
             )
 
 
-def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batches.Dataset]) -> list[Phase]:
-    """Build the step of each phase of a stage, and load its data. datasets: those loaded so far, by source."""
+def with_steps(config: Config, datasets: dict[str, batches.Dataset]) -> Config:
+    """Return the config with the train.steps of train.epochs, if it has them: the fewest that take at least so many
+    rows, as batches go on into the next epoch. Raises ValueError or OSError."""
+    epochs = config.train.epochs
+    if epochs is None:
+        return config
+    if config.data.source == "synthetic":
+        raise ValueError(f"train.epochs={epochs:g} with data.source=synthetic, which never ends; use train.steps")
+    rows = len(opened(config, datasets).train)
+    return config.replace("train", steps=math.ceil(round(epochs * rows / config.data.batch_size, 6)) or 1)
+
+
+def opened(config: Config, datasets: dict[str, batches.Dataset]) -> batches.Dataset:
+    """Return the data of a stage. datasets: those loaded so far, by source. Raises ValueError or OSError."""
     source = config.data.source
     if source not in datasets:
         if jax.process_index() == 0:
             print(f"reading data from {source} ...", flush=True)
         datasets[source] = batches.load(config.data, config.model.vocab_size)
-    dataset = datasets[source]
+    return datasets[source]
+
+
+def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batches.Dataset]) -> list[Phase]:
+    """Build the step of each phase of a stage, and load its data. datasets: those loaded so far, by source."""
+    source, dataset = config.data.source, opened(config, datasets)
     config = resolve(config, mesh.shape, dataset.vocab_size)
     capacity.check(config, mesh)
     if config.train.save_hf:

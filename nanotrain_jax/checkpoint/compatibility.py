@@ -25,9 +25,9 @@ REPORTED = {  # keys whose change is reported on resume; None: the whole section
     "model": ("rope_theta", "rope_scaling"),
     "parallel": ("sync_every", "compress", "full_sync_steps"),
     "precision": ("loss_scale", "grad_reduce"),
-    "data": ("source", "batch_size", "seq_len", "seed", "val_fraction"),
+    "data": ("source", "batch_size", "seq_len", "seed", "val_fraction", "loss_on", "pack", "too_long", "chat_template"),
     "optimizer": None,
-    "train": ("steps", "batch_schedule", "batch_growth"),
+    "train": ("steps", "epochs", "batch_schedule", "batch_growth"),
 }
 
 
@@ -146,7 +146,7 @@ def changes(meta: Meta, config: Config) -> Iterator[str]:
     follows = all(plain["optimizer"].get("decay_steps") == plain["train"].get("steps") for plain in (now, then))
     reported = [(section, key) for section, keys in REPORTED.items() for key in keys or now[section]]
     for section, key in reported:
-        if key not in then[section] or (key == "decay_steps" and follows):
+        if key not in then[section] or key not in now[section] or (key == "decay_steps" and follows):
             continue
         if now[section][key] != then[section][key]:
             yield f"{section}.{key} {then[section][key]} -> {now[section][key]}"

@@ -242,7 +242,10 @@ def check_ulysses(config: Config) -> None:
 
 
 def check_documents(config: Config) -> None:
-    """Raise Misfit for rows of an odd number of tokens, which flash attention with a mask cannot cut in two."""
+    """Raise Misfit for conversations with pictures, and for rows of an odd number of tokens, which flash attention with
+    a mask cannot cut in two."""
+    if config.vision and config.data.is_chat:
+        raise Misfit(f"data.source={config.data.source!r} with vision: its rows have no pictures", "use arrays:DIR")
     d, window = config.data, config.model.sliding_window if config.parallel.context > 1 else None
     is_masked = window or not d.attend_across_documents
     if d.seq_len % 2 and is_masked and fits_flash(config.model, config.precision.compute):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -50,6 +50,9 @@ class Train(Section):
     """Length of the run, evaluation and logging intervals."""
 
     steps: Positive = key(100, "total optimizer steps, including those before a resume; with stages at most theirs")
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = key(
+        None, "instead of steps: how often to go through the training rows, e.g. 3 or 0.5"
+    )
     seed: Seed = key(0, "random seed of the parameter initialization")
     noise_scale: bool = key(False, "log the gradient noise scale, in tokens: how large a batch still pays")
     freeze: Annotated[tuple[str, ...], Pair] = key(
@@ -91,6 +94,26 @@ class Train(Section):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:
             raise ValueError(f"train.stages has two stages {twice!r}; give them different names")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_steps(cls, keys: Any) -> Any:
+        """With epochs an override steps=null takes the steps of a file away."""
+        if isinstance(keys, dict) and keys.get("epochs") is not None and keys.get("steps", 0) is None:
+            return {key: value for key, value in keys.items() if key != "steps"}
+        return keys
+
+    @model_validator(mode="after")
+    def _epochs(self) -> Train:
+        others = {"steps": "steps" in self.model_fields_set, "stages": self.stages}
+        others |= {"batch_schedule": self.batch_schedule, "batch_growth": self.batch_growth}
+        other = next((name for name, value in others.items() if value), None)
+        if self.epochs is not None and other:
+            remedy = ", or take it from a file with an override, train.steps=null" if other == "steps" else ""
+            raise ValueError(
+                f"train.epochs={self.epochs:g} with train.{other}: both say how long the run is; leave one out{remedy}"
+            )
         return self
 
     @model_validator(mode="after")

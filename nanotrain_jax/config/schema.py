@@ -29,6 +29,7 @@ from nanotrain_jax.config.values import (
     Sequences,
     Source,
     Tokens,
+    is_chat,
 )
 from nanotrain_jax.config.vision import Vision
 
@@ -216,7 +217,7 @@ class Data(Section):
     source: Source = key(
         "stdlib",
         "stdlib (source code of Python's standard library) | text:GLOB | tokens:DIR (of nanotrain_jax.prepare) | "
-        "arrays:DIR (data/arrays.py) | synthetic",
+        "arrays:DIR (data/arrays.py) | chat:GLOB (conversations and completions in .jsonl: data/README.md) | synthetic",
     )
     tokenizer: Path | None = key(
         None,
@@ -232,13 +233,49 @@ class Data(Section):
     seq_len: Tokens = key(256, "sequence length, in tokens; a sequence may span documents")
     attend_across_documents: bool = key(
         True,
-        "false: attention, positions and targets of each document of a sequence are as if it stood alone",
+        "false: attention, positions and targets of each document of a sequence are as if it stood alone; so are "
+        "examples of chat:GLOB",
+    )
+    chat_template: Path | None = key(
+        None, "chat:GLOB: file with the Jinja template of conversations; null: that of the tokenizer's folder"
+    )
+    loss_on: Literal["assistant", "completion", "all"] = key(
+        "assistant",
+        "chat:GLOB: what is learned; assistant: all that the assistant says; completion: its last answer; all: "
+        "questions too",
+    )
+    pack: Literal["best_fit", "none"] = key("best_fit", "chat:GLOB: several examples in a row, each to itself; or one")
+    too_long: Literal["drop", "cut"] = key(
+        "drop", "chat:GLOB: what happens to examples longer than seq_len; cut: their end is lost"
     )
     seed: Seed = key(0, "random seed of the order of training sequences")
     val_fraction: float = key(
-        0.05, "fraction of tokens held out for validation, in whole documents; 0: none", ge=0, lt=1
+        0.05, "fraction of tokens held out for validation, in whole documents or examples; 0: none", ge=0, lt=1
     )
     verify: bool = key(True, "verify the checksums of token files before training")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apart(cls, keys: Any) -> Any:
+        """Examples of chat:GLOB do not attend to each other."""
+        if not isinstance(keys, dict) or not is_chat(keys.get("source")):
+            return keys
+        if keys.get("attend_across_documents", False) is True:
+            raise ValueError(
+                f"data.attend_across_documents=true with data.source={keys['source']!r}: examples stand alone; leave "
+                "data.attend_across_documents out"
+            )
+        return {"attend_across_documents": False} | keys
+
+    @property
+    def is_chat(self) -> bool:
+        """True if the source is conversations and completions, one to a line."""
+        return is_chat(self.source)
+
+    def reading(self, source: str) -> Data:
+        """Return the section with another source."""
+        apart = {"attend_across_documents": False} if is_chat(source) else {}
+        return self.model_copy(update={"source": source} | apart)
 
     @property
     def has_ignored_targets(self) -> bool:
@@ -315,7 +352,10 @@ class Config(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain data that `load.parse` reads back; without sections that are None."""
-        return {name: keys for name, keys in self.model_dump(mode="json", by_alias=True).items() if keys is not None}
+        tree = {name: keys for name, keys in self.model_dump(mode="json", by_alias=True).items() if keys is not None}
+        if self.train.epochs is not None:
+            del tree["train"]["steps"]  # they follow
+        return tree
 
     def replace(self, section: str, **changes: Any) -> Config:
         """Return a copy with some keys of a section changed. Validates nothing."""

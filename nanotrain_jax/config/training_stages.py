@@ -55,7 +55,7 @@ def of_span(config: Config, span: Span) -> Config:
         min_lr=optimizer.min_lr * lr / optimizer.lr,
         decay_steps=optimizer.decay_steps or stage.steps,
     )
-    return config.replace("data", source=stage.data or config.data.source)
+    return config.model_copy(update={"data": config.data.reading(stage.data or config.data.source)})
 
 
 def of_run(config: Config, requested: Config) -> Config:
@@ -65,8 +65,8 @@ def of_run(config: Config, requested: Config) -> Config:
     """
     if not config.train.stages:
         return config
-    config = config.replace("train", freeze=requested.train.freeze).replace("data", source=requested.data.source)
-    return config.model_copy(update={"optimizer": requested.optimizer})
+    config = config.replace("train", freeze=requested.train.freeze)
+    return config.model_copy(update={"optimizer": requested.optimizer, "data": requested.data})
 
 
 def phases(config: Config, span: Span) -> list[Span]:

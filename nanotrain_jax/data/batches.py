@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from nanotrain_jax.config.schema import Data
-from nanotrain_jax.data import arrays
+from nanotrain_jax.data import arrays, chat
 from nanotrain_jax.data import corpus as corpora
 from nanotrain_jax.data import tokenizer as tokenizers
+from nanotrain_jax.data.packing import Packed
 
 PIECES = 8  # about, to hold out, of documents that are too long to be held out whole
 
@@ -95,13 +96,13 @@ class WithDocuments:
         return np.stack([self.source[i], self.source.document_starts(i)])
 
 
-Source = Windows | Synthetic | arrays.Rows
+Source = Windows | Synthetic | arrays.Rows | Packed
 
 
 class Dataset(NamedTuple):
     """Training and validation sequences (val may be empty). fingerprint identifies them; replaced: see Corpus;
     picture_places: see data/arrays.py; pieces: into which documents were cut to hold some out (0: they are whole);
-    has_ends: see Corpus."""
+    has_ends: see Corpus; notes: lines about them for people."""
 
     train: Source
     val: Source
@@ -112,6 +113,7 @@ class Dataset(NamedTuple):
     picture_places: int | None = None
     pieces: int = 0
     has_ends: bool = True
+    notes: tuple[str, ...] = ()
 
 
 def load(config: Data, vocab_size: int | None = None) -> Dataset:
@@ -136,6 +138,8 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
         return Dataset(
             folder.train, folder.val, None, folder.vocab_size, fingerprint, picture_places=folder.picture_places
         )
+    if config.is_chat and where:
+        return of_chat(config)
     if kind == "tokens" and where:
         corpus = corpora.read(where, config.verify)
         if (config.tokenizer or config.end_token) and tokenizer_of(config).name != corpus.tokenizer:
@@ -149,7 +153,7 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
         corpus = corpora.build(corpora.stdlib_documents(), tokenizer_of(config))
     else:
         raise ValueError(
-            f"data.source={config.source!r} must be stdlib, text:GLOB, tokens:DIR, arrays:DIR or synthetic"
+            f"data.source={config.source!r} must be stdlib, text:GLOB, tokens:DIR, arrays:DIR, chat:GLOB or synthetic"
         )
 
     need = config.seq_len + 1
@@ -173,6 +177,13 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
     return found._replace(has_ends=corpus.has_ends)
 
 
+def of_chat(config: Data) -> Dataset:
+    """Open data.source=chat:GLOB. Raises ValueError or OSError."""
+    tokenizer = tokenizer_of(config)
+    found = chat.load(config, tokenizer)
+    return Dataset(found.train, found.val, tokenizer.name, tokenizer.vocab_size, found.fingerprint, notes=found.notes)
+
+
 def divided(corpus: corpora.Corpus, config: Data) -> tuple[corpora.Corpus, tuple[np.ndarray, np.ndarray]]:
     """Return a corpus, and which of its documents to train on and to hold out: data.val_fraction, a row at least.
 
@@ -192,6 +203,14 @@ def tokenizer_of(config: Data) -> tokenizers.Tokenizer:
     kind, _, where = config.source.partition(":")
     folder = where if kind == "tokens" and (Path(where) / tokenizers.TOKENIZER).exists() else None
     return tokenizers.load(config.tokenizer or folder or "bytes", config.end_token)
+
+
+def files_of(config: Data) -> dict[str, str]:
+    """Return name -> text of the files of a tokenizer that a run keeps: of conversations also the template that wrote
+    them. Raises ValueError or OSError."""
+    tokenizer = tokenizer_of(config)
+    template = chat.template_of(config, tokenizer) if config.is_chat else None
+    return {**tokenizer.files, **({tokenizers.CHAT_TEMPLATE: template.source} if template else {})}
 
 
 def first_words(dataset: Dataset, config: Data, count: int = 3) -> str:
@@ -237,11 +256,15 @@ def batches(
     (`Step.token_order`). A process reads only the rows of its own devices; the assignment of sequences to rows does not
     depend on the number of processes.
     """
-    order = grain.MapDataset.source(_examples(source, shapes)).seed(seed).shuffle().repeat(None)
     rows = local_rows(shapes["inputs"])
-    local = share(order, position, shapes["inputs"].shape[0], rows)
+    local = share(in_order(source, shapes, seed), position, shapes["inputs"].shape[0], rows)
     for sequences in local.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)):
-        yield _to_devices(_rows(sequences, token_order), rows, shapes)
+        yield _to_devices(rows_of(sequences, token_order), rows, shapes)
+
+
+def in_order(source: Source, shapes: Any, seed: int) -> grain.MapDataset:
+    """Return the rows in the order of training, without end."""
+    return grain.MapDataset.source(_examples(source, shapes)).seed(seed).shuffle().repeat(None)
 
 
 class Rows:
@@ -284,7 +307,7 @@ def evaluation(
         present = indices[first : first + size]
         of_rows = [examples[present[min(row, len(present) - 1)]] for row in rows]
         sequences = jax.tree.map(lambda *xs: np.stack(xs), *of_rows)
-        batch = _rows(sequences, token_order)
+        batch = rows_of(sequences, token_order)
         batch["targets"] = np.where((rows < len(present))[:, None], batch["targets"], -1)
         yield _to_devices(batch, rows, shapes)
 
@@ -292,10 +315,12 @@ def evaluation(
 def _examples(source: Source, shapes: Any) -> Source | WithDocuments:
     if isinstance(source, arrays.Rows):
         return source.only(list(shapes))
+    if isinstance(source, Packed):
+        return source
     return WithDocuments(source) if "starts" in shapes else source
 
 
-def _rows(sequences: np.ndarray | arrays.Row, order: np.ndarray | None) -> dict[str, np.ndarray]:
+def rows_of(sequences: np.ndarray | arrays.Row, order: np.ndarray | None) -> dict[str, np.ndarray]:
     """sequences[R T+1], of `WithDocuments` [R 2 T+1], or arrays by name -> the rows of a batch, their tokens in this
     order.
 
@@ -308,7 +333,7 @@ def _rows(sequences: np.ndarray | arrays.Row, order: np.ndarray | None) -> dict[
         batch = {"inputs": sequences[:, :-1], "targets": sequences[:, 1:]}
         return batch if order is None else {name: tokens[:, order] for name, tokens in batch.items()}
     tokens, starts = sequences.swapaxes(0, 1)
-    batch = _rows(tokens, None)
+    batch = rows_of(tokens, None)
     batch["targets"] = np.where(starts[:, 1:] == starts[:, :-1], batch["targets"], -1)
     if order is not None:
         batch = {name: tokens[:, order] for name, tokens in batch.items()}

@@ -21,6 +21,7 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # usual names of the
 TOKENIZER = "tokenizer.json"
 NAMES_END = "tokenizer_config.json"  # eos_token: a string, or an object with it as `content`
 NAMES_IDS = "generation_config.json", "config.json"  # eos_token_id: a number or a list
+CHAT_TEMPLATE = "chat_template.jinja"  # of newer folders; older ones have it in tokenizer_config.json
 
 
 class Tokenizer(NamedTuple):
@@ -46,6 +47,15 @@ class Tokenizer(NamedTuple):
         return not self.files
 
 
+class Encoded(NamedTuple):
+    """A text as tokens. starts, stops: the characters of each token, first and last + 1; tokens of one character have
+    the same. All [tokens]."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+
 def load(path: str, end_token: str | None = None, key: str = "data.tokenizer", others: str = "bytes") -> Tokenizer:
     """Load a tokenizer: `bytes`, a tokenizer.json or a folder with one. Raises ValueError or OSError that name the key.
 
@@ -66,7 +76,7 @@ def load(path: str, end_token: str | None = None, key: str = "data.tokenizer", o
         raise with_message(error, f"{key}={path!r} cannot be read ({error.strerror}); {remedy}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{key}={path!r} is not a tokenizer.json (not UTF-8); {remedy}") from None
-    for name in (NAMES_END, *NAMES_IDS):
+    for name in (NAMES_END, *NAMES_IDS, CHAT_TEMPLATE):
         if (file.parent / name).is_file():
             files[name] = (file.parent / name).read_text(encoding="utf-8", errors="replace")
     return of_files(files, str(file), end_token)
@@ -128,7 +138,7 @@ def _named(files: Mapping[str, str], origin: str) -> list[str | int]:
     found = []
     for name in (NAMES_END, *NAMES_IDS):
         key, kind = ("eos_token", str) if name == NAMES_END else ("eos_token_id", int)
-        value = _read(files, name, origin).get(key)
+        value = parse_json(files, name, origin).get(key)
         if isinstance(value, dict):
             value = value.get("content")
         tokens = value if isinstance(value, list) else [] if value is None else [value]
@@ -138,7 +148,7 @@ def _named(files: Mapping[str, str], origin: str) -> list[str | int]:
     return found
 
 
-def _read(files: Mapping[str, str], name: str, origin: str) -> dict[str, Any]:
+def parse_json(files: Mapping[str, str], name: str, origin: str) -> dict[str, Any]:
     """Return the content of a JSON file; {} if there is none. Raises ValueError."""
     try:
         content = json.loads(files.get(name, "{}"))
@@ -156,7 +166,7 @@ def _described(
     out = {name: text for name, text in files.items() if name != "config.json"}  # which is the model's
 
     def adds(name: str, key: str, value: Any) -> None:
-        out[name] = json.dumps(_read(out, name, "") | {key: value}, indent=2) + "\n"
+        out[name] = json.dumps(parse_json(out, name, "") | {key: value}, indent=2) + "\n"
 
     if _end(_named(out, ""), model) != end:
         adds(NAMES_END, "eos_token", model.id_to_token(end))
@@ -179,3 +189,36 @@ def line_ends(tokenizer: Tokenizer) -> list[int]:
         return [ord("\n")]
     vocabulary = tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER]).get_vocab()
     return sorted(i for token, i in vocabulary.items() if token.endswith(("\n", "\u010a", "<0x0A>")))  # byte-level BPE
+
+
+def text_encoder(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[Encoded]]:
+    """Return a function from texts to their tokens: special tokens in a text are such tokens, and none is added."""
+    if tokenizer.is_bytes:
+        return lambda texts: [_encoded_bytes(text) for text in texts]
+    model = tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER])
+    model.no_truncation()
+    model.no_padding()
+    model.post_processor = None  # that of byte-level BPE takes white space out of the offsets
+
+    def encode(texts: Sequence[str]) -> list[Encoded]:
+        found = model.encode_batch(texts, add_special_tokens=False)
+        offsets = (np.array(one.offsets, np.int64).reshape(-1, 2).T for one in found)
+        return [Encoded(np.array(one.ids, np.int64), *both) for one, both in zip(found, offsets, strict=True)]
+
+    return encode
+
+
+def _encoded_bytes(text: str) -> Encoded:
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    sizes = 1 + sum((points >= least).astype(int) for least in (0x80, 0x800, 0x10000))  # in UTF-8
+    starts = np.repeat(np.arange(len(points)), sizes)
+    return Encoded(np.frombuffer(text.encode(), np.uint8).astype(np.int64), starts, starts + 1)
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return id -> text of the special tokens, and of those at which generated text stops."""
+    if tokenizer.is_bytes:
+        return {tokenizer.end: "<end>"}
+    model = tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER])
+    special = {i: token.content for i, token in model.get_added_tokens_decoder().items() if token.special}
+    return special | {i: model.id_to_token(i) for i in tokenizer.stops}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanotrain_jax.generation import chat
+from nanotrain_jax.data import chat_template
 from nanotrain_jax.generation.load import Loaded
 from nanotrain_jax.generation.session import Session
 from nanotrain_jax.generation.text import Text
@@ -42,7 +42,7 @@ def _prompt(place: str, line: str, loaded: Loaded) -> Prompt:
         return encode(row["prompt"], loaded, place, row)
     messages = row.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-        return encode(chat.of_folder(loaded.folder).render(messages), loaded, place, row)
+        return encode(chat_template.of_folder(loaded.folder).render(messages), loaded, place, row)
     raise ValueError(f'{place}: {line[:MAX_SHOWN]!r} has neither a text "prompt" nor "messages"; write one')
 
 
@@ -70,7 +70,7 @@ class Conversation:
     messages: since the last exchange that was forgotten. forgotten: exchanges that no longer fit the context.
     """
 
-    def __init__(self, loaded: Loaded, template: chat.Template, system: str | None = None):
+    def __init__(self, loaded: Loaded, template: chat_template.Template, system: str | None = None):
         self.loaded, self.template, self.forgotten = loaded, template, 0
         self.system = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, str]] = []

@@ -64,7 +64,7 @@ def check(model: Model, config: Config) -> None:
     if not (config.data.attend_across_documents or model.splits_documents):
         raise ValueError(
             f'data.attend_across_documents=false, but {name} does not say that it heeds batch["starts"]; '
-            "do so and set splits_documents=True, or use attend_across_documents=true"
+            "do so and set splits_documents=True, or read text with attend_across_documents=true"
         )
 
 

@@ -14,6 +14,7 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, phases, spans
 from nanotrain_jax.costs import counts, memory
 from nanotrain_jax.data import batches
+from nanotrain_jax.data.tokenizer import CHAT_TEMPLATE
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 
 
@@ -29,7 +30,9 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
     if config.optimizer.warmup_steps > config.train.steps:
         warmup = config.optimizer.warmup_steps
         lines.append(f"warning: the run ends during warm-up: optimizer.warmup_steps={warmup} > train.steps")
-    lines += without_effect(config)
+    if config.train.epochs:
+        lines.append(f"train.epochs={config.train.epochs:g}: {config.train.steps:,} steps")
+    lines += [*dataset.notes, *without_effect(config)]
     if dataset.pieces:
         lines.append(f"every document is too long to be held out: cut at line ends into {dataset.pieces:,} pieces")
     if not dataset.has_ends:
@@ -120,6 +123,8 @@ def summary(config: Config, latest: dict[str, Any], bigram: float | None, number
     if config.checkpoint.every and latest_step(config.checkpoint.dir) is not None:
         resumes = "" if config.checkpoint.resume == "never" else f" (the same command resumes from step {number})"
         lines.append(f"  checkpoints       {config.checkpoint.dir}{resumes}")
+        if config.data.is_chat and Path(config.logging.dir, CHAT_TEMPLATE).exists():
+            lines.append(f"  converse          python -m nanotrain_jax.generate --run {folder} --chat")
         if prompt and config.is_decoder:
             command = f"python -m nanotrain_jax.generate --run {folder} --prompt {shlex.quote(prompt)}"
             lines.append(f"  generate text     {command}")

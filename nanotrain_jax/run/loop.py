@@ -307,7 +307,7 @@ def make_ready(run: Run, folder: Path) -> None:
         for source in model_folders(run):
             conversion.copy_files(source, folder)
         # The tokenizer makes the folder self-contained.
-        for name, text in (data.tokenizer_of(run.config.data).files if run.dataset.tokenizer else {}).items():
+        for name, text in (data.files_of(run.config.data) if run.dataset.tokenizer else {}).items():
             durable.write(folder / name, text.encode())
 
 

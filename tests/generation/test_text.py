@@ -5,8 +5,8 @@ import json
 import pytest
 from hugging_face_folders import write_json
 
+from nanotrain_jax.data import chat_template
 from nanotrain_jax.data.tokenizer import of_bytes
-from nanotrain_jax.generation import chat
 from nanotrain_jax.generation.engine import ENDED
 from nanotrain_jax.generation.text import Text
 
@@ -45,7 +45,7 @@ def folder(path, config, template=None):
     write_json(path / "tokenizer_config.json", config)
     if template is not None:
         (path / "chat_template.jinja").write_text(template)
-    return chat.of_folder(path)
+    return chat_template.of_folder(path)
 
 
 def test_a_conversation_is_rendered_by_the_template_of_the_folder(tmp_path):
@@ -77,4 +77,4 @@ def test_a_template_that_fails_or_reaches_out_is_refused(template, tmp_path):
 
 def test_a_folder_without_a_template_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no chat template"):
-        chat.of_folder(tmp_path)
+        chat_template.of_folder(tmp_path)

@@ -64,7 +64,9 @@ def estimated(console: Console, e: Estimate) -> None:
 
 
 def phases(console: Console, config: Config) -> None:
-    """Print which phase of a stage is planned, if it has several."""
+    """Print which phase of a stage is planned, if it has several, and what the data decide."""
+    if config.train.epochs:
+        console.print(f"train.epochs={config.train.epochs:g}: how many steps that is depends on the rows of the data")
     if config.train.batch_schedule or config.train.batch_growth:
         console.print(
             "this is the largest batch (train.batch_schedule, train.batch_growth); smaller ones have fewer microbatches"
