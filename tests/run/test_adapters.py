@@ -197,7 +197,8 @@ def test_adapters_refuse_another_base_in_one_line(wrong, words, tmp_path, capsys
     known = yaml.safe_load((run / "config.yaml").read_text())["model"]
     change, resume, folder, named = WRONG[wrong]
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    shutil.copy(model / "tokenizer.json", tmp_path / "tokenizer.json")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, tmp_path / name)
     change(model)
     data = {"tokenizer": str(tmp_path / "tokenizer.json")}
     file = config_file(tmp_path, words, resume or f"hf:{model}", data=data, model=known)
