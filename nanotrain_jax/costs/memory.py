@@ -38,6 +38,7 @@ from nanotrain_jax.costs.counts import (
     tokens_per_device,
     zero_devices,
 )
+from nanotrain_jax.models.decoder_table import EMBEDDING, HEAD
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION
 
 Parts = dict[str, float]
@@ -114,7 +115,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     V = padded_vocab(m.vocab_size, p.vocab_shards) / p.vocab_shards
     residuals = b * tokens * activations(config)
     early = bool(m.loss_chunk) or p.vocab_shards > 1  # the loss computes the head's gradient, in float32
-    head = (4 if early else b) * V * D
+    head = 0.0 if rows(config).get(HEAD, rows(config)[EMBEDDING]).is_frozen else (4 if early else b) * V * D
     logits = (4 + (4 if capability >= 10 else b)) * (m.loss_chunk or tokens) * V
     logits_gradient = 0.0 if early else b * tokens * V
     several, gathers = p.microbatches > 1 or p.pipe > 1 or p.prefetch, p.zero == 3 and zero_devices(config) > 1
