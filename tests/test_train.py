@@ -14,8 +14,9 @@ import jax
 import numpy as np
 import pytest
 from command import config_file, losses, main
-from conftest import cover, records
+from conftest import cover, exit_code, records
 
+from nanotrain_jax import train
 from nanotrain_jax.checkpoint import directory
 from nanotrain_jax.config import load
 from nanotrain_jax.config import schema as configs
@@ -107,14 +108,14 @@ def test_float16_logs_its_loss_scale_and_warns_without_one(config_file, tmp_path
     assert "loss_scale" not in records(tmp_path / "plain")[0]
 
 
-def test_help_lists_every_key_with_default_and_description():
-    process = subprocess.run([sys.executable, "-m", "nanotrain_jax.train", "--help"], capture_output=True, text=True)
-    assert process.returncode == 0
+def test_help_lists_every_key_with_default_and_description(capsys):
+    assert exit_code(train.main, ["--help"]) == 0
+    out = capsys.readouterr().out
     for section, keys in configs.Config.sections().items():
-        assert f"\n{section}:" in process.stdout
+        assert f"\n{section}:" in out
         for name, key in keys.model_fields.items():
-            assert f"  {key.alias or name} " in process.stdout
-            assert key.description in process.stdout
+            assert f"  {key.alias or name} " in out
+            assert key.description in out
 
 
 def test_loading_reading_and_compiling_are_announced_first(config_file, tmp_path, capsys):
