@@ -21,13 +21,13 @@ ALIKE = (2, 1, 1)  # F = B
 FUSED = ("gpipe", "1f1b", "interleaved", "zero_bubble")  # several kinds of work per tick
 
 
-STAGES = (*range(1, 9), 11, 16)
+STAGES = (*range(1, 9), 11, 16)  # in the default run
 OTHERS = tuple(sorted({*range(1, 17)} - {*STAGES}))
 every_size = pytest.mark.parametrize("stages", cover([STAGES], [OTHERS], name=lambda stages: f"{len(stages)} sizes"))
 
 
 @functools.cache
-def sizes(name, stages=STAGES):
+def sizes(name, stages):
     """(P, M, C): up to 16, 64 and 4."""
     found = []
     for P in stages:
@@ -208,8 +208,9 @@ def test_forwards_and_backwards_have_the_order_of_megatron(name, stages):
             assert order(made(name, P, M, C), s, "FB") == megatron_order(P, M, C, s, warm_up)
 
 
-def test_zb_h1_defers_weight_gradients_of_stage_s_by_s_microbatches():
-    for P, M, _ in sizes("zb_h1"):
+@every_size
+def test_zb_h1_defers_weight_gradients_of_stage_s_by_s_microbatches(stages):
+    for P, M, _ in sizes("zb_h1", stages):
         for s in range(P):
             expected = []
             for kind, m in megatron_order(P, M, 1, s, P - 1 - s):
