@@ -34,7 +34,9 @@ def conversations() -> list[dict]:
     rows = []
     for person, (question, (answer, values)) in itertools.product(PEOPLE, FACTS.items()):
         user = {"role": "user", "content": question.format(person)}
-        rows.append({"messages": [user, {"role": "assistant", "content": answer.format(person, choose.choice(values))}]})
+        rows.append(
+            {"messages": [user, {"role": "assistant", "content": answer.format(person, choose.choice(values))}]}
+        )
     choose.shuffle(rows)
     return rows
 
@@ -49,13 +51,17 @@ def main() -> None:
     asked = rows[:20]
     if options.score:
         answers = [json.loads(line) for line in options.score.read_text().splitlines()]
-        right = [given["text"].strip() == row["messages"][1]["content"] for given, row in zip(answers, asked, strict=True)]
+        right = [
+            given["text"].strip() == row["messages"][1]["content"] for given, row in zip(answers, asked, strict=True)
+        ]
         print(f"{sum(right)} of {len(right)} answers are right")
         return
     options.folder.mkdir(parents=True, exist_ok=True)
     for name, found in (("questions", rows), ("asked", [{"messages": row["messages"][:1]} for row in asked])):
         (options.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    print(f"wrote {options.folder}/questions.jsonl: {len(rows)} conversations; asked.jsonl: {len(asked)} of their questions")
+    print(
+        f"wrote {options.folder}/questions.jsonl: {len(rows)} conversations; asked.jsonl: {len(asked)} of their questions"
+    )
 
 
 if __name__ == "__main__":
