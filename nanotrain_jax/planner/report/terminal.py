@@ -71,10 +71,10 @@ def adapters(console: Console, e: Estimate) -> None:
     whole = c.replace("model", lora=None).replace("train", lora=None, freeze=())
     trained, count = counts.all_parameters(c) - counts.frozen_parameters(c), counts.all_parameters(whole)
     _, parts = memory.peak(whole, hardware.find(e.gpu).capability)
+    state, peak = (sum(sizes.values()) / unit for sizes in (memory.state(whole), parts))
     console.print(
-        f"adapters: {trained:,} parameters train, {trained / count:.1%} of the {count:,} frozen ones; all weights would "
-        f"take {sum(memory.state(whole).values()) / unit:,.1f} {name} of state and {sum(parts.values()) / unit:,.1f} at "
-        "the peak"
+        f"adapters: {trained:,} parameters train, {trained / count:.1%} of the {count:,} frozen ones; all weights "
+        f"would take {state:,.1f} {name} of state and {peak:,.1f} at the peak"
     )
 
 
