@@ -18,7 +18,7 @@ from nanotrain_jax.planner import choice, explain, search
 from nanotrain_jax.planner.estimate import estimate, on_gpus
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
-# Not models of our own factories or of a folder; those with pictures: PICTURES, and tests/audit/test_vision_compiled.py.
+# Not models of our own factories or of folders; with pictures: PICTURES, and tests/audit/test_vision_compiled.py.
 OTHERS = "factory", "resume: hf:", "\nvision:"
 CONFIGS = [path.stem for path in FILES if not any(key in path.read_text() for key in OTHERS)]
 PICTURES = ["vision_language", "vision_language_74b"]

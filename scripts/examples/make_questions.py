@@ -1,10 +1,10 @@
-"""Write made-up questions with answers, for configs/sft_smollm2.yaml: `python scripts/examples/make_questions.py FOLDER`
+"""Write made-up questions with answers, for configs/sft_smollm2.yaml: `python scripts/examples/make_questions.py OUT`
 
-FOLDER gets questions.jsonl (200 conversations, which no model has seen) and asked.jsonl (20 of their questions, for
+OUT gets questions.jsonl (200 conversations, which no model has seen) and asked.jsonl (20 of their questions, for
 `generate --prompts`). With --score FILE it prints how many answers of `generate --json` are right:
 
-    python -m nanotrain_jax.generate --run RUN --prompts FOLDER/asked.jsonl --json --temperature 0 > answers.jsonl
-    python scripts/examples/make_questions.py FOLDER --score answers.jsonl
+    python -m nanotrain_jax.generate --run RUN --prompts OUT/asked.jsonl --json --temperature 0 > answers.jsonl
+    python scripts/examples/make_questions.py OUT --score answers.jsonl
 """
 
 import argparse
@@ -33,35 +33,34 @@ def conversations() -> list[dict]:
     choose = random.Random(0)
     rows = []
     for person, (question, (answer, values)) in itertools.product(PEOPLE, FACTS.items()):
-        user = {"role": "user", "content": question.format(person)}
-        rows.append(
-            {"messages": [user, {"role": "assistant", "content": answer.format(person, choose.choice(values))}]}
-        )
+        asked, said = question.format(person), answer.format(person, choose.choice(values))
+        rows.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]})
     choose.shuffle(rows)
     return rows
+
+
+def score(file: Path, asked: list[dict]) -> str:
+    """Return how many answers of `generate --json` are right, in words."""
+    answers = [json.loads(line)["text"].strip() for line in file.read_text().splitlines()]
+    expected = [row["messages"][1]["content"] for row in asked]
+    right = sum(answer == text for answer, text in zip(answers, expected, strict=True))
+    return f"{right} of {len(expected)} answers are right"
 
 
 def main() -> None:
     """Write the files, or score answers."""
     parser = argparse.ArgumentParser(description="Write made-up questions with answers.")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path)
     parser.add_argument("--score", type=Path, metavar="FILE", help="output of generate --json to score")
     options = parser.parse_args()
-    rows = conversations()
-    asked = rows[:20]
+    rows, asked = conversations(), conversations()[:20]
     if options.score:
-        answers = [json.loads(line) for line in options.score.read_text().splitlines()]
-        right = [
-            given["text"].strip() == row["messages"][1]["content"] for given, row in zip(answers, asked, strict=True)
-        ]
-        print(f"{sum(right)} of {len(right)} answers are right")
+        print(score(options.score, asked))
         return
-    options.folder.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     for name, found in (("questions", rows), ("asked", [{"messages": row["messages"][:1]} for row in asked])):
-        (options.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    print(
-        f"wrote {options.folder}/questions.jsonl: {len(rows)} conversations; asked.jsonl: {len(asked)} of their questions"
-    )
+        (options.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    print(f"wrote {options.out}/questions.jsonl ({len(rows)} conversations) and asked.jsonl ({len(asked)} questions)")
 
 
 if __name__ == "__main__":
