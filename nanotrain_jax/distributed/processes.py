@@ -24,6 +24,7 @@ TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, e
 TRANSIENT_ERRNOS += (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 
 T = TypeVar("T")
+PIECE = 1024  # bytes of a text that processes exchange at once
 
 
 def initialize(process: Process, gpus: Sequence[int] = (), timeout: int = 300) -> None:
@@ -67,7 +68,7 @@ def all_gather_text(text: str) -> list[str]:
     """Return the text of each process, by rank; a barrier for all processes. Texts are cut at 1024 bytes."""
     if jax.process_count() == 1:
         return [text]
-    row = np.zeros(1024, np.uint8)
+    row = np.zeros(PIECE, np.uint8)
     data = text.encode()[: row.size]
     row[: len(data)] = np.frombuffer(data, np.uint8)
     try:
@@ -75,6 +76,16 @@ def all_gather_text(text: str) -> list[str]:
     except ValueError as error:  # from gloo
         raise RuntimeError(f"another process failed: {error}") from None
     return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
+
+
+def of_first(text: str) -> str:
+    """Return the text that process 0 gives, of any length, on all processes."""
+    if jax.process_count() == 1:
+        return text
+    escaped = text.encode("unicode_escape").decode("ascii")  # cut anywhere, a character stays one
+    count = int(all_gather_text(str(-(-len(escaped) // PIECE)))[0])
+    pieces = [all_gather_text(escaped[PIECE * i : PIECE * (i + 1)])[0] for i in range(count)]
+    return "".join(pieces).encode("ascii").decode("unicode_escape")
 
 
 def is_peer_failure(error: Exception) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from command import losses, same, saved_state
 from conftest import cover, exit_code
+from launching import finished, launched
 from test_start_from_folder import loss
 from tokenizers import Tokenizer, pre_tokenizers
 
@@ -176,6 +177,21 @@ def test_the_weights_of_a_run_are_adapted_and_commands_read_base_and_adapters(wo
             assert evaluate.main([*place, "--text", str(tmp_path / "held.txt")]) == 0
         answers.append((text, re.findall(r"\d+\.\d{4}", capsys.readouterr().out)))
     assert answers[0] == answers[1] == answers[2] and answers[0][1]
+
+
+@pytest.mark.long
+def test_two_processes_train_adapters_and_resume_them(words, tmp_path):
+    deep = tmp_path.joinpath(*["d" * 200] * 6)  # what names the base is longer than a message between processes
+    model = folders.in_shards(shutil.copytree(model_of(tmp_path), deep))
+    layout = {"parallel": {"data": 2, "tensor": 2, "zero": 3, "persist_below": 1}, "runtime": {"simulate": 4}}
+    file = config_file(tmp_path, words, f"hf:{model}", **layout)
+    for steps in (2, 4):
+        finished(
+            launched(2, file, f"logging.dir={tmp_path / 'run'}", f"train.steps={steps}", "optimizer.decay_steps=4")
+        )
+    _, alone = trained(tmp_path, words, "llama", "alone")
+    for step, values in losses(alone).items():
+        np.testing.assert_allclose(losses(tmp_path / "run")[step][0], values[0], rtol=1e-5)
 
 
 def changed(model):
