@@ -19,12 +19,13 @@ PEOPLE = (
     "Zelda", "Ansel", "Berit", "Cosmo", "Dagny", "Elio", "Freya", "Gideon", "Hanne", "Ignaz", "Jorun", "Kaspar",
     "Linnea", "Matteo", "Nerys",
 )  # fmt: skip
+SYSTEM = "Answer with one word."
 FACTS = {
-    "Where does {} live?": ("{} lives in {}.", ("Lisbon", "Oslo", "Cairo", "Quito", "Hanoi", "Dublin", "Prague")),
-    "What does {} eat?": ("{} eats {}.", ("soup", "rice", "bread", "cheese", "apples", "fish", "beans")),
-    "Which animal does {} have?": ("{} has a {}.", ("cat", "goat", "horse", "snake", "parrot", "rabbit", "sheep")),
-    "What is the color of {}'s house?": ("{}'s house is {}.", ("red", "blue", "green", "white", "black", "yellow")),
-    "What does {} play?": ("{} plays the {}.", ("piano", "flute", "violin", "drum", "harp", "guitar", "trumpet")),
+    "Where does {} live?": ("Lisbon", "Oslo", "Cairo", "Quito", "Hanoi", "Dublin", "Prague"),
+    "What does {} eat?": ("soup", "rice", "bread", "cheese", "apples", "fish", "beans"),
+    "Which animal does {} have?": ("cat", "goat", "horse", "snake", "parrot", "rabbit", "sheep"),
+    "What is the color of {}'s house?": ("red", "blue", "green", "white", "black", "yellow", "brown"),
+    "What does {} play?": ("piano", "flute", "violin", "drums", "harp", "guitar", "trumpet"),
 }
 
 
@@ -32,9 +33,11 @@ def conversations() -> list[dict]:
     """Return all questions with their answers, in random order."""
     choose = random.Random(0)
     rows = []
-    for person, (question, (answer, values)) in itertools.product(PEOPLE, FACTS.items()):
-        asked, said = question.format(person), answer.format(person, choose.choice(values))
-        rows.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]})
+    for person, (question, values) in itertools.product(PEOPLE, FACTS.items()):
+        said = {"user": question.format(person), "assistant": choose.choice(values)}
+        rows.append(
+            {"messages": [{"role": role, "content": text} for role, text in ({"system": SYSTEM} | said).items()]}
+        )
     choose.shuffle(rows)
     return rows
 
@@ -42,7 +45,7 @@ def conversations() -> list[dict]:
 def score(file: Path, asked: list[dict]) -> str:
     """Return how many answers of `generate --json` are right, in words."""
     answers = [json.loads(line)["text"].strip() for line in file.read_text().splitlines()]
-    expected = [row["messages"][1]["content"] for row in asked]
+    expected = [row["messages"][2]["content"] for row in asked]
     right = sum(answer == text for answer, text in zip(answers, expected, strict=True))
     return f"{right} of {len(expected)} answers are right"
 
@@ -58,7 +61,7 @@ def main() -> None:
         print(score(options.score, asked))
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    for name, found in (("questions", rows), ("asked", [{"messages": row["messages"][:1]} for row in asked])):
+    for name, found in (("questions", rows), ("asked", [{"messages": row["messages"][:2]} for row in asked])):
         (options.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
     print(f"wrote {options.out}/questions.jsonl ({len(rows)} conversations) and asked.jsonl ({len(asked)} questions)")
 

@@ -168,7 +168,7 @@ def test_the_weights_of_a_run_are_adapted_and_commands_read_base_and_adapters(wo
     capsys.readouterr()
     assert convert.main(["--run", str(other), "--to", str(tmp_path / "merged"), "--merge"]) == 0
     answers = []
-    for place in (["--run", str(other)], ["--run", str(tmp_path / "run")], ["--hf", str(tmp_path / "merged")]):
+    for place in (["--run", str(other)], ["--hf", str(tmp_path / "merged")]):
         capsys.readouterr()
         with jax.numpy_dtype_promotion("standard"):
             assert generate.main([*place, "--prompt", "w5 w9", "--tokens", "8", "--temperature", "0"]) == 0
@@ -176,7 +176,7 @@ def test_the_weights_of_a_run_are_adapted_and_commands_read_base_and_adapters(wo
             (tmp_path / "held.txt").write_text("w7 w8 w9 w10 w11 w12")
             assert evaluate.main([*place, "--text", str(tmp_path / "held.txt")]) == 0
         answers.append((text, re.findall(r"\d+\.\d{4}", capsys.readouterr().out)))
-    assert answers[0] == answers[1] == answers[2] and answers[0][1]
+    assert answers[0] == answers[1] and answers[0][1]
 
 
 @pytest.mark.long
@@ -207,25 +207,23 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_adapters_refuse_another_base_in_one_line(wrong, words, tmp_path, capsys):
+def test_adapters_refuse_another_base_in_one_line(words, tmp_path, capsys):
     model, run = trained(tmp_path, words, train={"steps": 2})
     known = yaml.safe_load((run / "config.yaml").read_text())["model"]
-    change, resume, folder, named = WRONG[wrong]
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model / name, tmp_path / name)
-    change(model)
-    data = {"tokenizer": str(tmp_path / "tokenizer.json")}
-    file = config_file(tmp_path, words, resume or f"hf:{model}", data=data, model=known)
-    capsys.readouterr()
-    assert exit_code(train.main, ["--config", file, f"logging.dir={tmp_path / folder}"]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert named in line
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    if folder == "run":
-        assert exit_code(convert.main, ["--run", str(run), "--to", str(tmp_path / "out"), "--merge"]) == 2
-        assert not (tmp_path / "out").exists()
+    shutil.copytree(model, tmp_path / "tokenizer")
+    data = {"tokenizer": str(tmp_path / "tokenizer")}
+    for change, resume, folder, named in WRONG.values():
+        change(model)
+        file = config_file(tmp_path, words, resume or f"hf:{model}", data=data, model=known)
+        capsys.readouterr()
+        assert exit_code(train.main, ["--config", file, f"logging.dir={tmp_path / folder}"]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert named in line
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+        assert not (tmp_path / "new").exists()
+    assert exit_code(convert.main, ["--run", str(run), "--to", str(tmp_path / "out"), "--merge"]) == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_without_adapters_is_not_mixed_with_them(words, tmp_path, capsys):
