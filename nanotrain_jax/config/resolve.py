@@ -66,6 +66,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     check_offload(config)
     update_checks.check_frozen(config)
     update_checks.check_saved_model(config)
+    update_checks.check_objective(config)
     update_checks.check_noise_scale(config)
     update_checks.check_compression(config)
     update_checks.check_local_steps(config)

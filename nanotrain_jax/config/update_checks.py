@@ -62,6 +62,23 @@ def check_saved_model(config: Config) -> None:
         )
 
 
+def check_objective(config: Config) -> None:
+    """Raise Misfit unless pairs are there for an objective that compares them, and only then."""
+    objective, source = config.train.objective, config.data.source
+    if objective is None and config.data.is_pairs:
+        raise Misfit(f"data.source={source!r} without an objective", "use train.objective={kind: dpo}, or chat:GLOB")
+    if objective is None:
+        return
+    key = f"train.objective={{kind: {objective.kind}}}"
+    if not config.data.is_pairs:
+        raise Misfit(f"{key} with data.source={source!r}, which has no pairs", "use pairs:GLOB, or leave it out")
+    if config.train.stages:
+        raise Misfit(
+            f"{key} with train.stages: the reference is the model before the first step",
+            "train the stages before it in a run of their own, and start from that with checkpoint.resume",
+        )
+
+
 def check_noise_scale(config: Config) -> None:
     """Raise Misfit unless each microbatch of a device has a gradient of its own, to compare with that of the batch."""
     p, key = config.parallel, "train.noise_scale=true"

@@ -255,7 +255,7 @@ class Loop:
             self.writer.start_clock()
 
     def evaluate(self) -> dict[str, float]:
-        """Return val_loss, the mean per held-out target in nats; of a model that counts it also their accuracy.
+        """Return val_loss, the mean per held-out target in nats; of a model that has some also further means, by name.
 
         {} without held-out text.
         """
@@ -267,8 +267,9 @@ class Loop:
             self.watch.at("evaluation", self.number)
             sums.append(step.evaluate(params, batch))
             jax.block_until_ready(sums[-2:-1])  # XLA:CPU aborts with too many executions in flight
-        loss, targets, *correct = (sum(float(x) for x in of_batches) for of_batches in zip(*sums, strict=True))
-        return {"val_loss": loss / targets} | ({"accuracy": correct[0] / targets} if correct else {})
+        loss, targets, *further = jax.tree.map(lambda *of_batches: sum(map(float, of_batches)), *sums)
+        named = {"accuracy": further[0]} if further and not isinstance(further[0], dict) else dict(*further)
+        return {"val_loss": loss / targets} | {name: total / targets for name, total in named.items()}
 
     def score_tasks(self) -> dict[str, float]:
         """Return the scores of train.tasks, by name."""
