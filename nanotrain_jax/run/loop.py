@@ -28,7 +28,7 @@ from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.evaluation.in_training import Tasks
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
-from nanotrain_jax.run import banner, conversion, curves, divergence, metrics, model_config, profile_summary
+from nanotrain_jax.run import banner, conversion, curves, divergence, metrics, model_config, profile_summary, reference
 from nanotrain_jax.run.adapter_export import Adapters
 from nanotrain_jax.run.phases import Phase, begin, describe, is_over
 from nanotrain_jax.run.profiling import Profile
@@ -307,6 +307,8 @@ def make_ready(run: Run, folder: Path) -> None:
         durable.write(folder / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
         for source in model_folders(run):
             conversion.copy_files(source, folder)
+        if config.train.objective:
+            reference.keep(run.dataset, folder)
         # The tokenizer makes the folder self-contained.
         for name, text in (data.files_of(run.config.data) if run.dataset.tokenizer else {}).items():
             durable.write(folder / name, text.encode())

@@ -180,7 +180,8 @@ class Writer:
             return
         jsonl = self.folder / sinks.JSONL
         try:
-            bad = curves.draw(jsonl, self.folder / "loss.png", title, bigram)
+            unit = "pair" if self.config.train.objective else "token"
+            bad = curves.draw(jsonl, self.folder / "loss.png", title, bigram, unit)
         except Exception as error:  # a library, or a full disk: the run itself is complete
             text = " ".join(f"{type(error).__name__}: {error}".split())
             self.say(f"warning: cannot draw loss.png ({text[:200]})")
