@@ -24,6 +24,17 @@ def with_adapters(config: Config) -> Config:
     return config.replace("model", lora=lora).replace("train", freeze=freeze)
 
 
+def check(config: Config) -> None:
+    """Raise Misfit unless what is updated, and how, fits together."""
+    check_frozen(config)
+    check_saved_model(config)
+    check_objective(config)
+    check_noise_scale(config)
+    check_compression(config)
+    check_local_steps(config)
+    check_muon(config)
+
+
 def check_frozen(config: Config) -> None:
     """Raise Misfit unless parts can be frozen (train.freeze), and stages of training follow each other."""
     p, t, features = config.parallel, config.train, config.model.features

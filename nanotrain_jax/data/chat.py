@@ -99,7 +99,7 @@ def notes(found: Examples, sides: tuple[Packed, Packed], config: Data) -> Iterat
     """Yield lines about the examples, and what people should know of them."""
     counts, tokens, rows = found.counts, len(found.corpus.tokens), sum(map(len, sides))
     unit, (train, val) = "pairs" if config.is_pairs else "examples", (len(x.members) // x.together for x in sides)
-    learned = int(found.learned.sum())
+    learned, loss_on = int(found.learned.sum()), "" if config.is_pairs else f", data.loss_on={config.loss_on}"
     fate = "dropped" if config.too_long == "drop" else "cut"
     left_out = [f"{counts.long:,} longer than data.seq_len {fate} (data.too_long)"] if counts.long else []
     left_out += [f"{counts.empty:,} with nothing to learn dropped"] if counts.empty else []
@@ -108,7 +108,7 @@ def notes(found: Examples, sides: tuple[Packed, Packed], config: Data) -> Iterat
             f"{counts.read:,} {unit} read, {counts.read / max(counts.seconds, 1e-9):,.0f} per second",
             *left_out,
             f"{train:,} to train on and {val:,} held out",
-            f"{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.0%}, data.loss_on={config.loss_on})",
+            f"{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.0%}{loss_on})",
             f"rows are {tokens / (rows * config.seq_len):.0%} full (data.pack={config.pack})",
         ]
     )

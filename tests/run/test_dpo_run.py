@@ -90,7 +90,6 @@ def refuses_another_reference(config_file, run, capsys):
     other = write_rows(run.parent / "other.jsonl", *rows(50)).replace("chat:", "pairs:")
     for content, overrides, named in (
         (None, [], "reference.npz is missing"),
-        (kept[:100], [], "reference.npz is damaged"),
         (kept, [f"data.source='{other}'"], "is of other pairs"),
     ):
         (run / "reference.npz").unlink(missing_ok=True)
@@ -101,7 +100,7 @@ def refuses_another_reference(config_file, run, capsys):
         assert named in line
 
 
-def test_adapters_learn_from_pairs_beside_their_frozen_reference(tmp_path, capsys):
+def test_adapters_learn_from_pairs_beside_their_frozen_reference(tmp_path):
     model = model_of(tmp_path)
     tokens = [{"prompt": "w5 ", "chosen": f"w{i}", "rejected": f"w{i + 1}"} for i in range(6, 50, 2)]
     source = write_rows(tmp_path / "pairs.jsonl", *tokens).replace("chat:", "pairs:")
@@ -116,8 +115,6 @@ def test_adapters_learn_from_pairs_beside_their_frozen_reference(tmp_path, capsy
     log = records(tmp_path / "whole")
     np.testing.assert_allclose(log[0]["loss"], math.log(2), rtol=1e-6)
     assert log[-1]["loss"] < 0.69
-    assert main(file, tmp_path / "whole") == 0
-    assert "resumed from step 4" in capsys.readouterr().out
 
 
 def test_pairs_are_shown(config_file, tmp_path, capsys):

@@ -15,6 +15,7 @@ from nanotrain_jax.data.corpus import Corpus
 from nanotrain_jax.data.examples import Examples
 from nanotrain_jax.data.pairs import Pairs
 from nanotrain_jax.models import decoder
+from nanotrain_jax.run import reference
 
 T, VOCAB, COUNT, B = 32, 61, 21, 16
 BETA, SMOOTHING = 0.3, 0.1
@@ -84,12 +85,21 @@ def of_the_oracle(family):
 
     @jax.jit
     def run(params, other):
-        reference = of_pairs(other, given)
-        with_gradients = jax.value_and_grad(lambda params: expected_loss(params, given, reference), has_aux=True)
-        return of_pairs(params, given), reference, *with_gradients(params)
+        of_other = of_pairs(other, given)
+        with_gradients = jax.value_and_grad(lambda params: expected_loss(params, given, of_other), has_aux=True)
+        return of_pairs(params, given), of_other, *with_gradients(params)
 
-    own, reference, (loss, margins), grads = jax.device_get(run(params, other))
-    return params, own, reference, loss, margins, grads
+    own, of_other, (loss, margins), grads = jax.device_get(run(params, other))
+    return params, own, of_other, loss, margins, grads
+
+
+def is_reference(step, params, rows, values):
+    """A model that is its own reference has a loss of log 2 and no margin."""
+    own = np.zeros_like(rows.reference)
+    reference.put(own, rows, 0, values)
+    total, _, sums = step.evaluate(params, batch_of(rows.with_reference(own), step))
+    np.testing.assert_allclose(float(total) / COUNT, np.log(2), rtol=1e-7)
+    assert abs(float(sums["margin"])) < 1e-5
 
 
 LAYOUTS = {
@@ -109,9 +119,9 @@ FIRST = "pipe, vocabulary over it", "tensor, ZeRO 3"
 @pytest.mark.parametrize("name", cover(FIRST, sorted(LAYOUTS.keys() - {*FIRST})))
 def test_loss_gradients_and_scores_are_those_of_the_paper(name):
     family, parallel = LAYOUTS[name]
-    params, own, reference, loss, margins, grads = of_the_oracle(family)
+    params, own, other, loss, margins, grads = of_the_oracle(family)
     step = built(tree(family, **parallel))
-    state, rows = starting_from(step, params), rows_of(pairs(), reference)
+    state, rows = starting_from(step, params), rows_of(pairs(), other)
     assert len(rows) <= B and any(len(rows.pairs_of_row(i)) > 1 for i in range(len(rows)))
     batch = batch_of(rows, step)
     total, count, means = step.evaluate(state.params, batch)
@@ -120,6 +130,7 @@ def test_loss_gradients_and_scores_are_those_of_the_paper(name):
     np.testing.assert_allclose(float(means["margin"]) / COUNT, margins.mean(), rtol=1e-5)
     assert float(means["accuracy"]) == (margins > 0).sum()
     found = np.asarray(step.of_rows(state.params, batch))
+    is_reference(step, state.params, rows, found)
     for i in range(len(rows)):
         mine = rows.pairs_of_row(i)
         np.testing.assert_allclose(found[i, : len(mine)], own[mine], rtol=1e-6)
