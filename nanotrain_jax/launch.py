@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from nanotrain_jax.config.load import Parser, at_least, refuse
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.distributed import processes
+from nanotrain_jax.distributed import ranks
 from nanotrain_jax.distributed.agent import Agent
 from nanotrain_jax.distributed.coordinator import LOOPBACK, Coordinator, RestartPolicy
 from nanotrain_jax.distributed.protocol import GRACE
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, run = parse(sys.argv[1:] if argv is None else list(argv))
     try:
         flags = {"--leader": options.leader, "--hosts": options.hosts, "--host": options.host}
-        this_host = processes.detect(flags)
+        this_host = ranks.detect(flags)
         if this_host.count > 1 and this_host.coordinator is None:
             raise ValueError(f"{this_host.source} does not give the address of host 0; give {', '.join(flags)}")
         config = model_config.load(run.config, run.overrides)
@@ -111,7 +111,7 @@ def divide(count: int | None, simulate: int, hosts: int) -> list[list[str]]:
 
     count: processes per host (None: one per GPU, or one). Raises ValueError if it does not divide the devices.
     """
-    gpus = [] if simulate else processes.visible_gpus()
+    gpus = [] if simulate else ranks.visible_gpus()
     count = count or len(gpus) or 1
     if count > MAX_PROCESSES:
         raise ValueError(f"--processes={count}: must be at most {MAX_PROCESSES}; use one per GPU")

@@ -39,8 +39,9 @@ from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_phase, spans
 from nanotrain_jax.data import batches
-from nanotrain_jax.distributed import processes, watchdog
-from nanotrain_jax.distributed.processes import STOPS, on_all_processes, raise_on_all
+from nanotrain_jax.distributed import processes, ranks, watchdog
+from nanotrain_jax.distributed.processes import on_all_processes, raise_on_all
+from nanotrain_jax.distributed.ranks import STOPS
 from nanotrain_jax.evaluation.in_training import Tasks
 from nanotrain_jax.models import hugging_face
 from nanotrain_jax.nvme import checkpointing
@@ -109,7 +110,7 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
 
     def handle(number, frame):
         received.append(number)
-        if processes.launcher_pid() is None:
+        if ranks.launcher_pid() is None:
             signal.signal(number, before[number])
 
     def stopped(step: int) -> bool:
@@ -135,8 +136,8 @@ def prepare(config: Config) -> Run:
     Raises ValueError or OSError.
     """
     runtime = config.runtime
-    process = processes.detect({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})
-    gpus = [] if runtime.simulate else processes.local_gpus(process)
+    process = ranks.detect({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})
+    gpus = [] if runtime.simulate else ranks.local_gpus(process)
     processes.initialize(process, gpus, runtime.join_timeout)
     notes = on_all_processes(lambda: configure(config, process.count))
     requested, of_layout = auto.with_layout(config)

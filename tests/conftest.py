@@ -1,5 +1,6 @@
 """Shared fixtures. 8 simulated CPU devices, strict dtype promotion, rank promotion raises."""
 
+import gc
 import json
 import os
 import re
@@ -30,6 +31,8 @@ FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_sp
 if jax.__version_info__ < (0, 11):  # later ones abort where they meet this flag
     FAST_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILE}"
+# Tracing makes many objects, few of them garbage: with Python's limits a tenth of the time goes into looking for it.
+gc.set_threshold(50_000)
 # Programs compiled twice in one session are compiled once.
 CACHE = tempfile.TemporaryDirectory()
 meshes.configure(simulate=8, compile_cache=CACHE.name)

@@ -33,7 +33,7 @@ COLLECTIVES = {
     "psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pshuffle", "pcast",
     "axis_index",
 }  # fmt: skip
-MAY_READ_ENVIRONMENT = {"parallel.mesh", "distributed.processes", "run.shell", "launch", "audit.topology"}
+MAY_READ_ENVIRONMENT = {"parallel.mesh", "distributed.ranks", "run.shell", "launch", "audit.topology"}
 
 MAX_FUNCTION_LINES = 60  # docstring included
 MAX_PARAMETERS = 6  # without self

@@ -174,14 +174,14 @@ def model_folder(tmp_path_factory):
 def test_prompts_of_a_file_are_answered_in_order_as_each_alone(model_folder, capsys, tmp_path):
     rows = [
         {"prompt": "w5 w6 w7 w8", "id": 7},
-        {"prompt": "w9"},
+        {"prompt": "w9", "id": "a line\u2028of two"},
         {"messages": [{"role": "user", "content": "w9 w10"}]},
         {"prompt": "w9 w10 w11"},
     ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n")
     same = "--hf", model_folder, "--tokens", 5, "--stop", "w33"
     out = printed(capsys, *same, "--prompts", tmp_path / "rows.jsonl", "--batch", 3)
-    answers = list(map(json.loads, out.splitlines()))
+    answers = list(map(json.loads, out.rstrip("\n").split("\n")))
     assert [{key: a[key] for key in row} for a, row in zip(answers, rows, strict=True)] == rows
     texts = ["w5 w6 w7 w8", "w9", "w1 w9 w10 w2", "w9 w10 w11"]
     alone = [json.loads(printed(capsys, *same, "--prompt", text, "--json")) for text in texts]
@@ -214,6 +214,7 @@ BAD_OF_FOLDERS = [
     (["--prompts", "{tmp}/gone.jsonl"], "gone.jsonl"),
     (["--prompts", "{tmp}/bad.jsonl"], "bad.jsonl:2: '[1]' is not a JSON object"),
     (["--prompts", "{tmp}/other.jsonl"], "has neither a text"),
+    (["--prompts", "{tmp}/latin.jsonl"], "is not UTF-8 text; give a file of JSON lines"),
     (["--prompt", "w5", "--system", "w6"], "--system is for --chat"),
     (["--prompt", "w5", "--step", "1"], "--step is for --run"),
     (["--prompt", "w5", "--run", "x"], "give one of --run DIR and --hf FOLDER"),
@@ -229,6 +230,7 @@ def test_an_invalid_request_of_a_model_folder_is_reported_in_one_line(
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "w5"}\n[1]\n')
     (tmp_path / "other.jsonl").write_text('{"text": "w5"}\n')
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
     code = exit_code(generate.main, ["--hf", str(model_folder), *(a.format(tmp=tmp_path) for a in arguments)])
     out, err = capsys.readouterr()
     assert (code, out, err.count("\n")) == (2, "", 1)

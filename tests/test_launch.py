@@ -105,6 +105,11 @@ def is_dead(pid):
         return True
 
 
+def test_the_launcher_does_not_import_jax():
+    code = "import sys; from nanotrain_jax import launch; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_workers_get_ranks_and_their_output_is_prefixed_with_the_rank(tmp_path):
     codes, out, err = (run := Launched(tmp_path, {}, "--processes", "4")).wait_for_exit()
     assert (codes, err) == ([0], "")

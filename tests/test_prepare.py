@@ -1,16 +1,19 @@
 """python -m nanotrain_jax.prepare: text files of every kind -> a token folder, atomically."""
 
 import gzip
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import resolved, small
+from conftest import exit_code, resolved, small
 
+from nanotrain_jax import prepare as command
 from nanotrain_jax.config import load as request
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.data import corpus
@@ -25,9 +28,18 @@ def load(**keys):
 
 
 def prepare(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "nanotrain_jax.prepare", *map(str, arguments)], capture_output=True, text=True
-    )
+    """Run the command in this process -> what subprocess.run returns of it."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = exit_code(command.main, list(map(str, arguments)))
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def test_the_command_starts_by_itself(tmp_path):
+    (tmp_path / "x.txt").write_text("some text")
+    run = [sys.executable, "-m", "nanotrain_jax.prepare", str(tmp_path / "x.txt"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out").is_dir()
 
 
 def write_sources(folder):

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 import pytest
 from command import config_file, losses, main
-from conftest import cover, records
+from conftest import cover, exit_code, records
 
+from nanotrain_jax import train
 from nanotrain_jax.checkpoint import directory
 from nanotrain_jax.config import load
 from nanotrain_jax.config import schema as configs
@@ -56,34 +57,36 @@ def test_a_run_writes_all_documented_outputs(config_file, tmp_path, capsys):
 
 
 def test_the_same_seed_gives_bitwise_the_same_losses(config_file, tmp_path):
+    few = "checkpoint.every=0", "train.steps=6", "train.eval_every=3"
     for name in "a", "b":
-        assert main(config_file, f"logging.dir={tmp_path}/{name}", "checkpoint.every=0") == 0
+        assert main(config_file, f"logging.dir={tmp_path}/{name}", *few) == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
-    assert main(config_file, f"logging.dir={tmp_path}/c", "checkpoint.every=0", "data.seed=1") == 0
+    assert main(config_file, f"logging.dir={tmp_path}/c", *few, "data.seed=1") == 0
     assert losses(tmp_path / "a") != losses(tmp_path / "c")
 
 
-def test_only_the_newest_checkpoints_are_kept_and_a_finished_run_is_unchanged(config_file, tmp_path, capsys):
-    assert main(config_file, f"logging.dir={tmp_path}/run", "checkpoint.keep=2") == 0
-    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("[0-9]*")) == ["15", "20"]
-    before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert main(config_file, f"logging.dir={tmp_path}/run") == 0
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
-
-
-def test_a_finished_run_started_again_prints_its_summary_without_compiling(config_file, tmp_path, capsys, monkeypatch):
-    assert main(config_file, f"logging.dir={tmp_path}/run") == 0
+def test_a_finished_run_keeps_its_newest_checkpoints_and_started_again_prints_its_summary_without_compiling(
+    config_file, tmp_path, capsys, monkeypatch
+):
+    run = tmp_path / "run"
+    keys = f"logging.dir={run}", "checkpoint.keep=2"
+    assert main(config_file, *keys) == 0
+    assert sorted(p.name for p in (run / "checkpoints").glob("[0-9]*")) == ["15", "20"]
     summary = capsys.readouterr().out.partition("done at step 20 of 20")
     assert "  training loss     " in summary[2]
     assert "  validation loss   " in summary[2]
-    (prompt,) = re.findall(rf"generate --run {tmp_path}/run --prompt (.*)", summary[2])
+    (prompt,) = re.findall(rf"generate --run {run} --prompt (.*)", summary[2])
     (words,) = shlex.split(prompt)
     dataset = batches.load(load.load(config_file).data)
     assert words and bytes(dataset.val.slice(0, 200).tolist()[:100]).decode().split()[0] == words.split()[0]
-    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 21, "loss": 99.0}\n\0\0\0\n\n')  # after the newest checkpoint; a crash
     monkeypatch.setattr(loop.Loop, "compile", pytest.fail)
-    assert main(config_file, f"logging.dir={tmp_path}/run") == 0
+    before = (run / "metrics.jsonl").read_text()
+    assert main(config_file, *keys) == 0
+    assert (run / "metrics.jsonl").read_text() == before
+    capsys.readouterr()
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 21, "loss": 99.0}\n\0\0\0\n\n')  # after the newest checkpoint; a crash
+    assert main(config_file, *keys) == 0
     again = capsys.readouterr().out.partition("done at step 20 of 20")
     assert again[1:] == summary[1:]
     assert "warning: 2 lines of " in again[0]
@@ -105,14 +108,14 @@ def test_float16_logs_its_loss_scale_and_warns_without_one(config_file, tmp_path
     assert "loss_scale" not in records(tmp_path / "plain")[0]
 
 
-def test_help_lists_every_key_with_default_and_description():
-    process = subprocess.run([sys.executable, "-m", "nanotrain_jax.train", "--help"], capture_output=True, text=True)
-    assert process.returncode == 0
+def test_help_lists_every_key_with_default_and_description(capsys):
+    assert exit_code(train.main, ["--help"]) == 0
+    out = capsys.readouterr().out
     for section, keys in configs.Config.sections().items():
-        assert f"\n{section}:" in process.stdout
+        assert f"\n{section}:" in out
         for name, key in keys.model_fields.items():
-            assert f"  {key.alias or name} " in process.stdout
-            assert key.description in process.stdout
+            assert f"  {key.alias or name} " in out
+            assert key.description in out
 
 
 def test_loading_reading_and_compiling_are_announced_first(config_file, tmp_path, capsys):

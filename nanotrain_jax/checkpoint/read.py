@@ -274,8 +274,8 @@ def load_params(folder: str | Path, step: int | None = None) -> tuple[Any, Confi
     folder: a run's folder (with checkpoints/ in it) or a checkpoint folder. step: None: the newest intact checkpoint.
     Needs no mesh, whatever the layout of the run was. Arrays are unsharded, in the run's compute dtype; those of layers
     have a leading layer dim, in model order; a padded vocabulary (`derived.padded_vocab`) stays padded. Of replicas
-    that stepped apart: the mean of their weights. Raises ValueError or OSError if there is no such checkpoint,
-    or no intact one.
+    that stepped apart: the mean of their weights. Of a run with train.lora: the adapters alone. Raises ValueError or
+    OSError if there is no such checkpoint, or no intact one.
     """
     return of_run(folder, step, _weights)
 

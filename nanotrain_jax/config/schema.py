@@ -113,11 +113,11 @@ class Parallel(Section):
     def vocab_axes(self) -> tuple[str, ...]:
         """Mesh axes that split the vocabulary: tensor, with vocab_over_pipe also pipe; without axes of one device."""
         axes = ("pipe", "tensor") if self.vocab_over_pipe else ("tensor",)
-        return tuple(axis for axis in axes if self.axes[axis] > 1)
+        return tuple(axis for axis in axes if getattr(self, axis) > 1)
 
     @property
     def vocab_shards(self) -> int:
-        return prod(self.axes[axis] for axis in self.vocab_axes)
+        return prod(getattr(self, axis) for axis in self.vocab_axes)
 
     @property
     def compression(self) -> Compression:

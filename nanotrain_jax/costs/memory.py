@@ -15,6 +15,7 @@ Bytes per device. Symbols as in costs/counts.py; x is the residual stream, B T D
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.execution import reduces_per_layer
@@ -38,6 +39,7 @@ from nanotrain_jax.costs.counts import (
     tokens_per_device,
     zero_devices,
 )
+from nanotrain_jax.models.decoder_table import EMBEDDING, HEAD
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION
 
 Parts = dict[str, float]
@@ -114,7 +116,7 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     V = padded_vocab(m.vocab_size, p.vocab_shards) / p.vocab_shards
     residuals = b * tokens * activations(config)
     early = bool(m.loss_chunk) or p.vocab_shards > 1  # the loss computes the head's gradient, in float32
-    head = (4 if early else b) * V * D
+    head = 0.0 if rows(config).get(HEAD, rows(config)[EMBEDDING]).is_frozen else (4 if early else b) * V * D
     logits = (4 + (4 if capability >= 10 else b)) * (m.loss_chunk or tokens) * V
     logits_gradient = 0.0 if early else b * tokens * V
     several, gathers = p.microbatches > 1 or p.pipe > 1 or p.prefetch, p.zero == 3 and zero_devices(config) > 1
@@ -141,7 +143,8 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     }
     if config.vision:
         found = vision_memory.added(config, found)
-    found = {moment: state(config) | parts for moment, parts in found.items()}
+    kept = state(config)
+    found = {moment: kept | parts for moment, parts in found.items()}
     return _with_offload(config, found) if set(offload.modes(config)) != {"none"} else found
 
 
@@ -269,7 +272,7 @@ def _vocab_elements(config: Config) -> float:
 
 def local_parameters(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """Return the parameters on a device, part -> elements: before ZeRO (Psi), and sharded over data."""
-    return trained_parameters(config.replace("train", freeze=()))
+    return _parameters(config, freeze=())
 
 
 def frozen_elements(config: Config) -> float:
@@ -280,23 +283,32 @@ def frozen_elements(config: Config) -> float:
 
 def trained_parameters(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """Return `local_parameters` without frozen ones."""
+    return _parameters(config, config.train.freeze)
+
+
+def _parameters(config: Config, freeze: tuple[str, ...]) -> tuple[dict[str, float], dict[str, float]]:
     p = config.parallel
-    sizes = Parallel(
-        tensor=p.tensor,
-        pipe=p.pipe,
-        data=zero_devices(config),
-        persist_below=p.persist_below,
-        vocab_over_pipe=bool(p.vocab_over_pipe),
-    )
-    psi, shard = _trained_parameters(config.model, config.vision, sizes, config.train.freeze)
+    sizes = _Sizes(p.tensor, p.pipe, zero_devices(config), p.persist_below, bool(p.vocab_over_pipe))
+    psi, shard = _trained_parameters(config.model, config.vision, sizes, freeze)
     return dict(psi), dict(shard)
+
+
+class _Sizes(NamedTuple):
+    """What the parameters on a device depend on, of the keys of `Parallel`."""
+
+    tensor: int
+    pipe: int
+    data: int
+    persist_below: int
+    vocab_over_pipe: bool
 
 
 @lru_cache(maxsize=4096)  # a search asks for the same values again and again
 def _trained_parameters(
-    model: Model, vision: Vision | None, sizes: Parallel, freeze: tuple[str, ...]
+    model: Model, vision: Vision | None, sizes: _Sizes, freeze: tuple[str, ...]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    config = Config(model=model, vision=vision, parallel=sizes, train=Train(freeze=freeze))
+    parallel = Parallel(**sizes._asdict())
+    config = Config(model=model, vision=vision, parallel=parallel, train=Train(freeze=freeze))
     psi, shard = ({LAYERS: 0.0, ENDS: 0.0, VISION: 0.0} for _ in range(2))
     for row in rows(config).values():
         if row.is_frozen:

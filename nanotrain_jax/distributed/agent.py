@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple, TextIO
 
-from nanotrain_jax.distributed.processes import LAUNCHER, STOPS
 from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, STOPPED, Connection, Message, log
+from nanotrain_jax.distributed.ranks import LAUNCHER, STOPS
 from nanotrain_jax.distributed.watchdog import HUNG
 
 KILL_TIMEOUT = 30  # seconds for a process to exit after SIGKILL

@@ -24,7 +24,10 @@ class Prompt(NamedTuple):
 
 def read(path: Path, loaded: Loaded) -> list[Prompt]:
     """Read a JSONL file of {"prompt": text} or {"messages": conversation}. Raises ValueError or OSError."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # other line ends may be inside of JSON
+    except UnicodeDecodeError:
+        raise ValueError(f"--prompts={str(path)!r} is not UTF-8 text; give a file of JSON lines") from None
     rows = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise ValueError(f'--prompts={str(path)!r} is empty; give rows of {{"prompt": "text"}}')

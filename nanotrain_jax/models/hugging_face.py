@@ -51,10 +51,10 @@ class Stored(NamedTuple):
 
 
 def kind_of(model: Model, model_type: str | None = None) -> str:
-    """Return the model_type of a resolved model: the first that can hold it of the given one, its family's, and others.
-
-    Raises ValueError if none can.
+    """Return the model_type of a resolved model, without its adapters: the first that can hold it of the given one, its
+    family's, and others. Raises ValueError if none can.
     """
+    model = model.model_copy(update={"lora": None})
     of_family = {kind.family: name for name, kind in KINDS.items()}
     names = [name for name in (model_type, of_family.get(model.family), *KINDS) if name in KINDS]
     problems = {name: _misfit(name, model) for name in dict.fromkeys(names)}

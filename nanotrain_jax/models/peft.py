@@ -30,6 +30,7 @@ class Adapter(NamedTuple):
     outputs: int  # of one array
     rank: int
     is_transposed: bool  # the tensor is stored [inputs outputs]
+    target: str  # the end of its layer's name that no other layer of a block has: c_fc, attn.c_proj
 
     @property
     def module(self) -> str:
@@ -60,22 +61,25 @@ class Adapter(NamedTuple):
 def inventory(kind: str, model: Model) -> list[Adapter]:
     """Return every adapter of a resolved model (model.lora), of the model_type kind, layer by layer."""
     pairs, table = decoder_table.adapter_paths(model), decoder_table.table(model)
+    every = hugging_face.inventory(kind, model.model_copy(update={"lora": None}))
+    names = [x.name.removesuffix(".weight") for x in every]
     found = []
-    for stored in hugging_face.inventory(kind, model.model_copy(update={"lora": None})):
+    for stored in every:
         own = tuple(pairs.get(path) for path in stored.paths)
         if any(own):
             a, b = next(pair for pair in own if pair)
             rank = model.lora.rank * sum(pair is not None for pair in own)
             inputs, outputs = table[a].shape[:-1], table[b].shape[1:]
             is_transposed = stored.groups[0] == stored.words[: len(inputs)]
-            found.append(Adapter(stored, own, prod(inputs), prod(outputs), rank, is_transposed))
+            target = _target(stored.name.removesuffix(".weight"), names)
+            found.append(Adapter(stored, own, prod(inputs), prod(outputs), rank, is_transposed, target))
     return found
 
 
 def config(adapters: Sequence[Adapter], model: Model, base: str) -> dict[str, Any]:
     """Return the content of adapter_config.json. base: where the model is that they belong to."""
     lora = model.lora
-    modules = {_module(adapter, adapters): adapter for adapter in adapters}
+    modules = {adapter.target: adapter for adapter in adapters}
     joined = {name: adapter for name, adapter in modules.items() if adapter.rank != lora.rank}
     return {
         "peft_type": "LORA",
@@ -94,15 +98,11 @@ def config(adapters: Sequence[Adapter], model: Model, base: str) -> dict[str, An
     }
 
 
-def _module(adapter: Adapter, adapters: Sequence[Adapter]) -> str:
-    """Return the end of a layer's name that no other layer of its block has: c_fc, attn.c_proj."""
-    *parents, name = adapter.module.split(".")
-    ends = {other.module.rpartition(".")[0].rpartition(".")[2] for other in adapters if _last(other) == name}
-    return name if len(ends) == 1 else f"{parents[-1]}.{name}"
-
-
-def _last(adapter: Adapter) -> str:
-    return adapter.module.rpartition(".")[2]
+def _target(name: str, names: Sequence[str]) -> str:
+    """Return the end of a layer's name that no other layer of a block has. names: of all layers of the model."""
+    *parents, last = name.split(".")
+    modules = {other.split(".")[-2] for other in names if other.endswith(f".{last}")}
+    return last if len(modules) == 1 else f"{parents[-1]}.{last}"
 
 
 def _alpha(adapter: Adapter, model: Model) -> float:

@@ -258,7 +258,7 @@ def _last_results(equation: JaxprEqn) -> list[int]:
     turn = turn_of(equation)
     if turn:
         communicated = depend_on(turn, _has_collectives)
-        results = [i for i in results if turn.outvars[i] in communicated]
+        results = [i for i in results if turn.outvars[i] in communicated] or results  # none: XLA drops them
     return [min(results, key=lambda i: _bytes(equation.outvars[i].aval))]
 
 

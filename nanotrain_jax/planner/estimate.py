@@ -124,13 +124,17 @@ def on_hardware(config: Config, gpu: str) -> Config:
 
 def checkpoint_bytes(config: Config) -> float:
     """Return the bytes that one device copies to its host to write a checkpoint: replicated arrays are divided among
-    their devices. State on NVMe (memory.offload_optimizer=nvme) is written array by array and not counted."""
+    their devices. State on NVMe (memory.offload_optimizer=nvme) is written array by array and not counted, the base of
+    adapters (train.lora) is not written."""
     p, state = config.parallel, memory.state(config)
     N = counts.zero_devices(config)
     replicas = 1 if p.sync_every else p.replica  # that hold the same
     optimizer = (state["optimizer"] - offload.nvme_bytes(config)) / replicas + state.get("outer", 0.0) / p.replica
     optimizer += state.get("residuals", 0.0)
-    return state["params"] / (replicas * (1 if p.zero == 3 else N)) + optimizer / (1 if p.zero else N)
+    params = state["params"]
+    if config.train.lora:
+        params -= counts.BYTES[config.precision.compute] * memory.frozen_elements(config)
+    return params / (replicas * (1 if p.zero == 3 else N)) + optimizer / (1 if p.zero else N)
 
 
 def on_gpus(config: Config, gpus: int, gpu: str, vocab: int | None = None) -> Config:

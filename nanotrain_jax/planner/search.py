@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ LOSS_CHUNK = 2048  # largest, tokens: enough for efficient matmuls, few logits i
 MESH = ("parallel.pipe", "parallel.replica", "parallel.data", "parallel.context", "parallel.tensor")
 SEARCHED = (*MESH, "parallel.context_attention", "parallel.zero", "parallel.schedule", "parallel.chunks")
 SEARCHED += ("parallel.vocab_over_pipe", "parallel.microbatches", "memory.remat", "model.loss_chunk")
+_moments = lru_cache(maxsize=8)(memory.moments)  # a layout with loss chunks asks for those of the layout without again
 
 
 class SearchResult(NamedTuple):
@@ -79,7 +81,7 @@ class Candidates:
         without_margin = None
         for variant in variants:
             self.tried += 1
-            size = sum(memory.peak(variant, self.capability)[1].values())
+            size = max(sum(parts.values()) for parts in _moments(variant, self.capability).values())
             if self.smallest is None or size < self.smallest[0]:
                 self.smallest = size, variant
             fit = verdict(size, margin(variant), self.limit)
@@ -166,7 +168,7 @@ def _loss_chunk(layout: Config) -> int:
 
 def _loss_matters(layout: Config, candidates: Candidates) -> bool:
     """True if the layout without loss chunks would fit if the loss took no memory."""
-    moments = memory.moments(layout.replace("model", loss_chunk=0), candidates.capability).values()
+    moments = _moments(layout.replace("model", loss_chunk=0), candidates.capability).values()
     return all(sum(parts.values()) - parts["loss"] <= candidates.limit for parts in moments)
 
 

@@ -22,7 +22,7 @@ class Adapters:
         meta = restore.read_meta(checkpoints, step)
         self.run, self.model, self.dtype = run, configs.parse(meta.config).model, jnp.dtype(dtype or "float32")
         base = safetensors.read_json(run / CONFIG) if (run / CONFIG).is_file() else {}
-        self.kind = hugging_face.kind_of(self.model.model_copy(update={"lora": None}), base.get("model_type"))
+        self.kind = hugging_face.kind_of(self.model, base.get("model_type"))
         self.base, self.adapters = meta.base.folder, peft.inventory(self.kind, self.model)
         self.weights = by_layer.Weights(checkpoints, step, is_exact=self.dtype == jnp.float32)
 

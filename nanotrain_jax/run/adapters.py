@@ -10,7 +10,7 @@ from nanotrain_jax.checkpoint import base as bases
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.base import Base
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.distributed.processes import all_gather_text, on_all_processes
+from nanotrain_jax.distributed.processes import of_first, on_all_processes
 from nanotrain_jax.parallel.zero.optimizer_step import merge
 from nanotrain_jax.run import model_config, sources
 from nanotrain_jax.run.sources import Source
@@ -28,8 +28,8 @@ def new_base(requested: Config, checkpoints: Path | None) -> Base | None:
     folder, step = on_all_processes(lambda: _origin(requested, checkpoints))
     if folder is None:
         return None
-    described = on_all_processes(lambda: jax.process_index() == 0 and bases.of(folder, step).model_dump_json())
-    return Base.model_validate_json(all_gather_text(described or "")[0])
+    described = on_all_processes(lambda: bases.of(folder, step).model_dump_json() if jax.process_index() == 0 else "")
+    return Base.model_validate_json(of_first(described))
 
 
 def _origin(requested: Config, checkpoints: Path | None) -> tuple[Path | None, int | None]:

@@ -23,7 +23,7 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_run
 from nanotrain_jax.costs import flops, hardware
 from nanotrain_jax.data import batches as data
-from nanotrain_jax.distributed import processes, watchdog
+from nanotrain_jax.distributed import ranks, watchdog
 from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.evaluation.in_training import Tasks
 from nanotrain_jax.nvme import checkpointing
@@ -353,7 +353,7 @@ def new_writer(run: Run) -> metrics.Writer:
 def watching(run: Run, writer: metrics.Writer) -> AbstractContextManager[watchdog.Watchdog]:
     """Return the watchdog of this process, as a context manager."""
     folder = Path(run.config.logging.dir) / metrics.PROCESSES
-    place = watchdog.Member(folder, jax.process_index(), jax.process_count(), processes.launcher_pid())
+    place = watchdog.Member(folder, jax.process_index(), jax.process_count(), ranks.launcher_pid())
     return watchdog.watching(place, run.config.runtime.hang_timeout, writer.say, writer.log)
 
 

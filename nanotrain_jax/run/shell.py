@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
-RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX")  # see processes.py
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX")  # see ranks.py
 PROCESS = "runtime.process="
 HELP = ("-h", "--help")
 STREAMS = ("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")

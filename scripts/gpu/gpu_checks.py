@@ -23,7 +23,7 @@ from nanotrain_jax.audit import hlo
 from nanotrain_jax.config.load import nested, parse
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.distributed import processes
+from nanotrain_jax.distributed import ranks
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.step import build as steps
 
@@ -123,7 +123,7 @@ def command(machine: Machine, folder: str, module: list[str], *overrides: str) -
     arguments = [sys.executable, "-m", *module, "--config", str(path), *keys, *overrides]
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     if not machine.simulate:  # what follows is written for at most two
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(processes.visible_gpus()[:2])
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(ranks.visible_gpus()[:2])
     done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[-1])

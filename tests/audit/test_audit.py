@@ -106,6 +106,11 @@ MORE = [  # in `pytest -m 'cuda_compiler and long'`
     (GPT3, 1024, ["parallel.pipe=1", "parallel.data=128", *ZERO3]),
     (GPT3, 3072, [*TRILLION, "memory.remat=full"]),
 ]  # fmt: skip
+LATER = [  # of CASES, not in the default run: ZeRO 3, context and stages without recomputation are in others of it
+    (GPT2, 8, ["parallel.zero=3", "parallel.microbatches=4"]),
+    (LLAMA_1M, 64, []),
+    (GPT3, 1024, ["memory.remat=none"]),
+]
 BLACKWELL = (GPT2, 16, ["parallel.data=16", "parallel.zero=1", "parallel.microbatches=1", "data.batch_size=512"])
 TOO_LARGE = (LLAMA, 8, ["parallel.zero=0"])  # 112 GB of state: compiled for a larger GPU
 
@@ -147,7 +152,9 @@ def peak_is_not_estimated(case, version):
 
 
 @needs_cuda_compiler
-@pytest.mark.parametrize("case", cover(CASES, [*MORE, TOO_LARGE, BLACKWELL], name))
+@pytest.mark.parametrize(
+    "case", cover([case for case in CASES if case not in LATER], [*LATER, *MORE, TOO_LARGE, BLACKWELL], name)
+)
 def test_the_compiled_step_matches_the_estimate(case):
     audit, golden = compile_case(case), golden_rows()[name(case)]
     assert_wire_bytes_match_on_each_axis(audit, estimated(case).config)

@@ -175,10 +175,10 @@ COVER = [
     case("pipe 4 tensor 2", model={"num_layers": 6}, microbatches=8, vocab_over_pipe=True, schedule="zero_bubble"),
     case("pipe 2 data 2 tensor 2", model=LAYERS, remat="full", microbatches=4, zero=3, prefetch=True, **EACH),
     case("data 2 tensor 4", zero=3, overlap_tensor=True, **EACH),
-    case("data 2 context 2 tensor 2", zero=2, microbatches=2, **EACH),
     case("replica 2 data 2 tensor 2", zero=3, sync_every=5, **EACH),
 ]
 MORE = [
+    case("data 2 context 2 tensor 2", zero=2, microbatches=2, **EACH),
     case("pipe 4", model=LAYERS, microbatches=8, vocab_over_pipe=True),
     case("pipe 4 data 2", model=LAYERS, microbatches=8, vocab_over_pipe=True, schedule="interleaved", chunks=2, zero=1),
     case("pipe 4 data 2", model={"num_layers": 5}, microbatches=8, vocab_over_pipe=True, zero=3, **EACH),

@@ -1,5 +1,7 @@
 """An invalid training request is reported in one line, and nothing is written."""
 
+import shutil
+
 import pytest
 from command import config_file, main, same, saved_state, start, wait_for_lines
 
@@ -209,6 +211,19 @@ def test_a_missing_or_broken_config_file_is_reported_in_one_line(tmp_path, capsy
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.fixture(scope="module")
+def run_of_5_steps(tmp_path_factory):
+    """-> a function that copies a run of 5 steps to a folder; trained on first use."""
+    made = tmp_path_factory.mktemp("made") / "run"
+
+    def copy(config_file, folder):
+        if not made.exists():
+            assert main(config_file, f"logging.dir={made}", "train.steps=5") == 0
+        shutil.copytree(made, folder)
+
+    return copy
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -218,12 +233,14 @@ def test_a_missing_or_broken_config_file_is_reported_in_one_line(tmp_path, capsy
         (["checkpoint.resume=never"], "already holds step 5"),
     ],
 )
-def test_an_incompatible_resume_is_refused_and_keeps_the_checkpoint(overrides, message, config_file, tmp_path, capsys):
+def test_an_incompatible_resume_is_refused_and_keeps_the_checkpoint(
+    overrides, message, config_file, run_of_5_steps, tmp_path, capsys
+):
     import tokenizers
 
     model = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(map(chr, range(33, 127)))}, []))
     model.save(str(tmp_path / "bpe.json"))
-    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=5") == 0
+    run_of_5_steps(config_file, tmp_path / "run")
     before = saved_state(tmp_path / "run")
     overrides = [o.format(bpe=tmp_path / "bpe.json") for o in overrides]
     assert main(config_file, f"logging.dir={tmp_path}/run", *overrides) == 2
@@ -233,8 +250,8 @@ def test_an_incompatible_resume_is_refused_and_keeps_the_checkpoint(overrides, m
     same(saved_state(tmp_path / "run"), before)
 
 
-def test_changed_data_are_reported_on_resume(config_file, tmp_path, capsys):
-    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=5") == 0
+def test_changed_data_are_reported_on_resume(config_file, run_of_5_steps, tmp_path, capsys):
+    run_of_5_steps(config_file, tmp_path / "run")
     assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=6", "data.source=stdlib") == 0
     assert "training data differ from the checkpoint's" in capsys.readouterr().out
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from command import main
 from conftest import cover, records, small
 from launching import FOREVER, ROOT, finished, free_port, launched, one, status_of
 
@@ -54,7 +55,7 @@ def losses_of_one_process(tmp_path_factory):
     def run(layout, config_file):
         if layout not in cached:
             folder = tmp_path_factory.mktemp("one")
-            finished(launched(1, config_file, *LAYOUTS[layout], f"logging.dir={folder}"))
+            assert main(config_file, *LAYOUTS[layout], f"logging.dir={folder}") == 0
             cached[layout] = losses(folder)
         return cached[layout]
 
@@ -82,7 +83,8 @@ def test_several_processes_equal_one_process(case, config_file, losses_of_one_pr
 
 def test_a_signal_to_one_process_makes_all_save_and_exit(config_file, tmp_path):
     run = tmp_path / "run"
-    launcher = launched(2, config_file, *FOREVER, f"logging.dir={run}", "runtime.hang_timeout=60")
+    small = "runtime.simulate=2", "model.num_layers=1", "runtime.hang_timeout=60"
+    launcher = launched(2, config_file, *FOREVER, f"logging.dir={run}", *small)
     os.kill(status_of(run, 1, launcher)["pid"], signal.SIGTERM)
     out, _ = finished(launcher)
     last = records(run)[-1]["step"]

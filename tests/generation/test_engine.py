@@ -118,13 +118,15 @@ def test_a_seed_gives_a_prompt_the_same_text_in_any_batch_and_on_any_mesh():
     choice = Choice(Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, seed=5), ())
     prompts = [[3, 1, 4, 1, 5], [2, 7], [1, 8, 2, 8, 1, 8]]
 
-    def texts(rows, **devices):
-        session = Session(generation_models.engine(model, params, **devices), choice, 64)
+    one = generation_models.engine(model, params)
+
+    def texts(rows, engine):
+        session = Session(engine, choice, 64)
         session.feed(rows)
         return continued(session, 20)
 
-    together = texts(prompts)
-    assert [texts([prompt])[0] for prompt in prompts] == together
-    assert texts(prompts, tensor=2) == together
-    assert texts(prompts[::-1], data=2) == together[::-1]
+    together = texts(prompts, one)
+    assert [texts([prompt], one)[0] for prompt in prompts] == together
+    assert texts(prompts, generation_models.engine(model, params, tensor=2)) == together
+    assert texts(prompts[::-1], generation_models.engine(model, params, data=2)) == together[::-1]
     assert len({tuple(text) for text in together}) == 3

@@ -55,16 +55,17 @@ def valid_layouts(config, gpus):
                 continue
 
 
-@pytest.mark.parametrize("memory_fraction", cover([0.75], [0.012], str))
-def test_a_search_matches_an_exhaustive_search(memory_fraction):
-    """Within the 1% that rank as equal; the second case has little memory."""
+@pytest.mark.parametrize("case", cover([(4, 0.75)], [(8, 0.75), (8, 0.012)]))
+def test_a_search_matches_an_exhaustive_search(case):
+    """Within the 1% that rank as equal; the last case has little memory."""
+    gpus, memory_fraction = case
     config = small()
-    found = search.search(config, "h100", 8, memory_fraction)
+    found = search.search(config, "h100", gpus, memory_fraction)
     limit = memory_fraction * hardware.find("h100").memory_bytes
-    fitting = [c for c in valid_layouts(config, 8) if sum(memory.peak(c)[1].values()) * (1 + margin(c)) <= limit]
+    fitting = [c for c in valid_layouts(config, gpus) if sum(memory.peak(c)[1].values()) * (1 + margin(c)) <= limit]
     best = min(estimate(c, "h100").step_seconds for c in fitting)
     assert found.best[0].step_seconds <= 1.0101 * best
-    assert all(e.fits and e.gpus == 8 for e in found.best)
+    assert all(e.fits and e.gpus == gpus for e in found.best)
 
 
 def test_one_microbatch_is_tried_if_two_do_not_fit():

@@ -112,6 +112,13 @@ def test_choose_and_compile_tries_candidates_until_one_fits(monkeypatch, tmp_pat
     assert page._mesh(best[2]) in (folder / "index.html").read_text()
 
 
+def test_a_compiled_step_that_does_not_fit_exits_with_1(monkeypatch, capsys):
+    fake_compiler(monkeypatch, 1.01)
+    assert run("--config", LLAMA, "--compile", "--memory-fraction", peak_of()[0]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "does not fit" in out and "(compiled)" in out
+
+
 def test_choose_and_compile_exits_with_1_if_no_candidate_fits(monkeypatch, tmp_path, capsys):
     count = len(search.search(choice.neutral(load.load(LLAMA), None), "h100", 8).best)
     asked = fake_compiler(monkeypatch, *[3.0] * count)

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from command import losses, same, saved_state
 from conftest import cover, exit_code
+from launching import finished, launched
 from test_start_from_folder import loss
 from tokenizers import Tokenizer, pre_tokenizers
 
@@ -178,6 +179,21 @@ def test_the_weights_of_a_run_are_adapted_and_commands_read_base_and_adapters(wo
     assert answers[0] == answers[1] == answers[2] and answers[0][1]
 
 
+@pytest.mark.long
+def test_two_processes_train_adapters_and_resume_them(words, tmp_path):
+    deep = tmp_path.joinpath(*["d" * 200] * 6)  # what names the base is longer than a message between processes
+    model = folders.in_shards(shutil.copytree(model_of(tmp_path), deep))
+    layout = {"parallel": {"data": 2, "tensor": 2, "zero": 3, "persist_below": 1}, "runtime": {"simulate": 4}}
+    file = config_file(tmp_path, words, f"hf:{model}", **layout)
+    for steps in (2, 4):
+        finished(
+            launched(2, file, f"logging.dir={tmp_path / 'run'}", f"train.steps={steps}", "optimizer.decay_steps=4")
+        )
+    _, alone = trained(tmp_path, words, "llama", "alone")
+    for step, values in losses(alone).items():
+        np.testing.assert_allclose(losses(tmp_path / "run")[step][0], values[0], rtol=1e-5)
+
+
 def changed(model):
     tensors = folders.read(model)
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
@@ -197,7 +213,8 @@ def test_adapters_refuse_another_base_in_one_line(wrong, words, tmp_path, capsys
     known = yaml.safe_load((run / "config.yaml").read_text())["model"]
     change, resume, folder, named = WRONG[wrong]
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    shutil.copy(model / "tokenizer.json", tmp_path / "tokenizer.json")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, tmp_path / name)
     change(model)
     data = {"tokenizer": str(tmp_path / "tokenizer.json")}
     file = config_file(tmp_path, words, resume or f"hf:{model}", data=data, model=known)

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from nanotrain_jax import train
-from nanotrain_jax.distributed import processes
+from nanotrain_jax.distributed import ranks
 
 # Ctrl-C acts whatever started the tests.
 SHELL = "import signal, sys, time; from nanotrain_jax.run import shell\n"
@@ -59,7 +59,7 @@ def test_closed_standard_streams_are_the_null_device(tmp_path):
     assert (tmp_path / "file").read_text() == ""
 
 
-@pytest.mark.parametrize("number", processes.STOPS)
+@pytest.mark.parametrize("number", ranks.STOPS)
 def test_each_stop_signal_is_heard_before_the_next_step(number):
     with train.stop_signals() as stopped:
         assert not stopped(0)
@@ -80,12 +80,12 @@ def test_a_hangup_that_is_ignored_stays_ignored():
 
 def test_the_address_of_process_0_is_not_reached_through_a_proxy():
     env = {"no_proxy": "a.b,10.0.0.1"}
-    with processes.without_proxy("10.0.0.1:29500", env):
+    with ranks.without_proxy("10.0.0.1:29500", env):
         pass
     assert env == {"no_proxy": "a.b,10.0.0.1", "NO_PROXY": "10.0.0.1"}
-    with processes.without_proxy("[fe80::1]:29500", env):
+    with ranks.without_proxy("[fe80::1]:29500", env):
         pass
     assert env["NO_PROXY"] == "10.0.0.1,fe80::1"
-    with processes.without_proxy(None, env):
+    with ranks.without_proxy(None, env):
         pass
     assert env["no_proxy"] == "a.b,10.0.0.1,fe80::1"

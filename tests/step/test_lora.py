@@ -23,6 +23,7 @@ from conftest import (
 )
 from test_tensor_step import moves_the_bytes_of_the_papers
 
+from nanotrain_jax import plan
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.costs import communication, counts, flops, memory
@@ -157,6 +158,14 @@ def test_a_plan_counts_few_trained_parameters():
     rows = counts.rows(config)
     assert trained == 2 * sum(row.size for path, row in rows.items() if is_adapter(path))  # of two layers
     assert sum(memory.state(config).values()) < sum(memory.state(resolved(case("data 2", zero=2).tree())[0]).values())
+
+
+def test_a_plan_says_what_adapters_save(capsys):
+    assert plan.main(["--config", "llama3_8b_lora_1gpu"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    trained = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))  # q and out, k and v, the MLP's
+    assert f"adapters: {trained:,} parameters train, 0.5% of the 8,030,261,248 frozen ones" in shown
+    assert f"would take {14 * 8.030261248:.1f} GB of state" in shown
 
 
 @pytest.mark.parametrize(

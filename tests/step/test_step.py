@@ -26,13 +26,13 @@ from nanotrain_jax.step import build as steps
 COVER = [  # data, replica, microbatches, family
     (1, 1, 4, "gpt2"),
     (2, 1, 4, "llama"),
-    (4, 1, 1, "llama"),
     (8, 1, 1, "gpt2"),
     (2, 2, 4, "gpt2"),
 ]
 MORE = [
     (1, 1, 1, "llama"),
     (2, 1, 1, "gpt2"),
+    (4, 1, 1, "llama"),
     (4, 1, 4, "gpt2"),
     (8, 1, 4, "llama"),
     (2, 2, 1, "llama"),

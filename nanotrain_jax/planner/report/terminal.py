@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import counts, hardware
+from nanotrain_jax.costs import counts, hardware, memory
 from nanotrain_jax.planner import compiled as compiler
 from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, stores_scores
 from nanotrain_jax.planner.formula import Section, number
@@ -27,6 +27,8 @@ def estimated(console: Console, e: Estimate) -> None:
     c, m, (unit, name) = e.config, e.config.model, _unit(e)
     console.print(f"{m.family}, {counts.all_parameters(c):,} parameters, on {e.gpus} x {e.gpu}: {describe(c)}")
     console.print(f"global batch: {c.data.batch_size} sequences of {c.data.seq_len} tokens")
+    if c.train.lora:
+        adapters(console, e)
     table = Table(title=f"peak memory per GPU, {name}", title_justify="left")
     for moment in ("", *e.moments):
         table.add_column(moment, justify="right" if moment else "left", style="bold" if moment == e.peak else None)
@@ -61,6 +63,19 @@ def estimated(console: Console, e: Estimate) -> None:
     if stores_scores(e.config):
         console.print("no flash attention: attention scores are stored, and the memory estimate is less accurate")
     console.print(f"host memory while writing a checkpoint: {e.host_bytes / unit:,.1f} {name} of state per host")
+
+
+def adapters(console: Console, e: Estimate) -> None:
+    """Print what train.lora trains, and the memory of training all weights in the same layout."""
+    c, (unit, name) = e.config, _unit(e)
+    whole = c.replace("model", lora=None).replace("train", lora=None, freeze=())
+    trained, count = counts.all_parameters(c) - counts.frozen_parameters(c), counts.all_parameters(whole)
+    _, parts = memory.peak(whole, hardware.find(e.gpu).capability)
+    state, peak = (sum(sizes.values()) / unit for sizes in (memory.state(whole), parts))
+    console.print(
+        f"adapters: {trained:,} parameters train, {trained / count:.1%} of the {count:,} frozen ones; all weights "
+        f"would take {state:,.1f} {name} of state and {peak:,.1f} at the peak"
+    )
 
 
 def phases(console: Console, config: Config) -> None:

@@ -1,5 +1,7 @@
 """Collectives in 8 bits: errors of a rounding, sums of exactly the rounded values, bytes, NaN and infinity."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,7 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
+@partial(jax.jit, static_argnums=1)
 def rounded(x, kind):
     """x[... n], as it arrives."""
     return dequantize(quantize(x, kind))[..., : x.shape[-1]]
@@ -75,7 +78,7 @@ def wire_bytes(compiled, mesh):
 @pytest.mark.parametrize("elements", [1, 128, 129, 1000])
 def test_a_value_is_off_by_at_most_half_a_unit_of_its_block(kind, size, elements):
     x = size * normal(elements, 3, elements)
-    blocks = quantize(x, kind)
+    blocks = jax.jit(quantize, static_argnums=1)(x, kind)
     count = -(-elements // BLOCK)
     assert (blocks.value.shape, blocks.scale.shape) == ((3, count, BLOCK), (3, count))
     padding = ((0, 0), (0, count * BLOCK - elements))

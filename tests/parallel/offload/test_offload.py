@@ -194,6 +194,7 @@ def test_a_checkpoint_of_one_mode_resumes_in_another(modes, text_files, tmp_path
 def test_a_run_warns_once_if_devices_have_no_separate_memory(tmp_path, capsys):
     arguments = ["--config", str(ROOT / "configs" / "quickstart.yaml"), f"logging.dir={tmp_path}", "train.steps=1"]
     arguments += ["data.source=synthetic", "model.vocab_size=64", "runtime.simulate=8", "model.num_layers=2"]
+    arguments += ["model.d_model=32", "model.num_heads=2", "data.seq_len=32", "parallel.persist_below=0"]
     assert train.main([*arguments, "checkpoint.every=0", "memory.offload_optimizer=host"]) == 0
     output = capsys.readouterr().out
     assert output.count("on CPU devices offloading saves no memory") == 1

@@ -7,7 +7,7 @@ import functools
 from fractions import Fraction
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, cover
 from hypothesis import given
 from hypothesis import strategies as st
 from schedule_cases import CHUNKS, EQUAL, UNEQUAL, every_schedule, hypothesis, least, made, order
@@ -21,11 +21,16 @@ ALIKE = (2, 1, 1)  # F = B
 FUSED = ("gpipe", "1f1b", "interleaved", "zero_bubble")  # several kinds of work per tick
 
 
+STAGES = (*range(1, 9), 11, 16)  # in the default run
+OTHERS = tuple(sorted({*range(1, 17)} - {*STAGES}))
+every_size = pytest.mark.parametrize("stages", cover([STAGES], [OTHERS], name=lambda stages: f"{len(stages)} sizes"))
+
+
 @functools.cache
-def sizes(name):
+def sizes(name, stages):
     """(P, M, C): up to 16, 64 and 4."""
     found = []
-    for P in range(1, 17):
+    for P in stages:
         many = {1, 2, 3, P, P + 1, 2 * P - 1, 2 * P, 3 * P - 3, 3 * P - 2, 4 * P, 37, 64}
         for M in sorted(M for M in many if least(name, P) <= M <= 64):
             found += [(P, M, C) for C in CHUNKS.get(name, (1,)) if C == 1 or M % P == 0]
@@ -72,8 +77,9 @@ def ticks(name, P, M, C):
 
 
 @every_schedule
-def test_every_table_is_valid(name):
-    for P, M, C in sizes(name):
+@every_size
+def test_every_table_is_valid(name, stages):
+    for P, M, C in sizes(name, stages):
         schedule = made(name, P, M, C)
         validate(schedule)
         assert (schedule.stages, schedule.microbatches, schedule.chunks) == (P, M, C)
@@ -89,8 +95,9 @@ def test_every_table_is_valid(name):
         ("zb_h2", EQUAL),
     ],
 )
-def test_bubbles_equal_the_formulas(name, costs):
-    for P, M, C in sizes(name):
+@every_size
+def test_bubbles_equal_the_formulas(name, costs, stages):
+    for P, M, C in sizes(name, stages):
         found, expected = stats(name, P, M, C, costs), bubble(name, P, C, costs)
         if name != "zero_bubble" or M * C >= P * C + P - 2:
             assert found.bubble == expected, (P, M, C)
@@ -103,8 +110,9 @@ def test_bubbles_equal_the_formulas(name, costs):
 
 
 @every_schedule
-def test_ticks_microbatches_in_flight_and_slots_equal_the_formulas(name):
-    for P, M, C in sizes(name):
+@every_size
+def test_ticks_microbatches_in_flight_and_slots_equal_the_formulas(name, stages):
+    for P, M, C in sizes(name, stages):
         found, most, split = stats(name, P, M, C, EQUAL), in_flight(name, P, M, C, 0), name.startswith("z")
         assert found.ticks == made(name, P, M, C).ticks == ticks(name, P, M, C)
         assert found.in_flight == [in_flight(name, P, M, C, s) for s in range(P)]
@@ -124,8 +132,9 @@ def test_ticks_microbatches_in_flight_and_slots_equal_the_formulas(name):
 
 
 @every_schedule
-def test_microbatches_in_flight_are_those_of_the_docstring(name):
-    for P, M, C in sizes(name):
+@every_size
+def test_microbatches_in_flight_are_those_of_the_docstring(name, stages):
+    for P, M, C in sizes(name, stages):
         documented = {
             "gpipe": M,
             "1f1b": 2 * P - 1,
@@ -140,8 +149,9 @@ def test_microbatches_in_flight_are_those_of_the_docstring(name):
 
 
 @every_schedule
-def test_masked_stages_pay_for_every_slot_of_every_tick(name):
-    for P, M, C in sizes(name):
+@every_size
+def test_masked_stages_pay_for_every_slot_of_every_tick(name, stages):
+    for P, M, C in sizes(name, stages):
         costs, weights = UNEQUAL if name in FUSED else EQUAL, made(name, P, M, C).weight.shape[-1]
         F, dX, W = costs
         tick = F + dX + W * weights if name.startswith("z") else F + dX + W
@@ -190,15 +200,17 @@ def megatron_order(P, M, C, s, warm_up):
 
 
 @every_schedule
-def test_forwards_and_backwards_have_the_order_of_megatron(name):
-    for P, M, C in sizes(name):
+@every_size
+def test_forwards_and_backwards_have_the_order_of_megatron(name, stages):
+    for P, M, C in sizes(name, stages):
         for s in range(P):
             warm_up = {"gpipe": M, "1f1b_lean": P - 1 - s, "zb_h1": P - 1 - s}.get(name, 2 * (P - 1 - s) + (C - 1) * P)
             assert order(made(name, P, M, C), s, "FB") == megatron_order(P, M, C, s, warm_up)
 
 
-def test_zb_h1_defers_weight_gradients_of_stage_s_by_s_microbatches():
-    for P, M, _ in sizes("zb_h1"):
+@every_size
+def test_zb_h1_defers_weight_gradients_of_stage_s_by_s_microbatches(stages):
+    for P, M, _ in sizes("zb_h1", stages):
         for s in range(P):
             expected = []
             for kind, m in megatron_order(P, M, 1, s, P - 1 - s):

@@ -1,5 +1,7 @@
 """ZeRO and rematerialization: the same numbers with less memory."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,19 +31,19 @@ from nanotrain_jax.parallel.zero.zero import UNSHARDED, shard_dims, zero_specs
 from nanotrain_jax.step import build as steps
 
 # Every stage, policy, family and number of devices, replicas, prefetch, arrays in one bucket and in several. With MORE
-# every stage has each of them (stage 0 with remat none: test_step.py).
+# every stage has each of them (stage 0 with remat none: test_step.py). Stage 1: CHUNKED and PER_LAYER.
 BUCKET_MB = {1: 0.01, 4: 25}  # by microbatches
 COVER = [
     case("data 8", "llama", "selective", zero=0, microbatches=4),
-    case("data 4", "gpt2", "selective", zero=1, microbatches=4),
     case("data 2", "llama", "full", zero=2, microbatches=4),
     case("replica 2 data 4", "gpt2", "selective", zero=2, microbatches=1),
     case("data 4", "llama", "block:2", zero=3, microbatches=4),
-    case("data 8", "gpt2", zero=3, microbatches=1),
-    case("replica 2 data 2", "llama", zero=3, microbatches=4),
     case("data 4", "gpt2", "full", zero=3, microbatches=4, prefetch=True),
 ]
 MORE = [
+    case("data 4", "gpt2", "selective", zero=1, microbatches=4),
+    case("data 8", "gpt2", zero=3, microbatches=1),
+    case("replica 2 data 2", "llama", zero=3, microbatches=4),
     case("data 2", "gpt2", "block:2", zero=0, microbatches=4),
     case("replica 2 data 2", "gpt2", "block:1", zero=1, microbatches=4),
     case("data 4", "gpt2", "full", zero=0, microbatches=1),
@@ -80,7 +82,7 @@ CHUNKED = [
 ]
 
 
-@pytest.mark.parametrize("case", cover(CHUNKED[1::2], CHUNKED[::2], str))
+@pytest.mark.parametrize("case", cover(CHUNKED[1:2], [*CHUNKED[:1], *CHUNKED[2:]], str))
 def test_chunked_losses_equal_the_oracle(case, expected):
     equals_the_oracle(case.tree(parallel={"persist_below": 64}), expected)
 
@@ -93,7 +95,7 @@ PER_LAYER = [
 ]
 
 
-@pytest.mark.parametrize("case", cover(PER_LAYER[::3], PER_LAYER[1:3], str))
+@pytest.mark.parametrize("case", cover(PER_LAYER[3:], PER_LAYER[:3], str))
 def test_per_layer_reduction_equals_the_oracle(case, expected):
     equals_the_oracle(bucketed(case, grad_reduce="per_layer"), expected)
 
@@ -109,20 +111,19 @@ def test_all_stages_agree_after_five_updates():
 
 
 def local_bytes(tree):
-    """Return the bytes of a tree of arrays on the first device."""
-    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+    """Return the bytes of a tree on a device: of arrays, or of the shapes and shardings that a step takes and returns
+    (`equals_the_oracle` holds its arrays to these)."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-@jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
-@pytest.mark.parametrize("case", cover([("bfloat16", 2, 12)], [("float32", 4, 8)]))
+@pytest.mark.parametrize("case", [("bfloat16", 2, 12), ("float32", 4, 8)])
 def test_stored_bytes_per_parameter_are_the_papers(case):
     compute, *stored = case
     for zero in range(4):
         weights, optimizer = (4, 8) if zero == 3 else stored  # stage 3 stores no copy in 16 bit
         config, mesh = resolved(sharded(zero=zero, data=8, persist_below=0, more={"precision": {"compute": compute}}))
         step = steps.build(config, mesh)
-        state = step.init()
-        shapes = step.state.params
+        state, shapes = step.state, step.state.params
         dims = shard_dims(shapes, 8, 0, ("layers",), jax.tree.map(lambda _: P(), shapes))
         sized = zip(jax.tree.leaves(shapes), jax.tree.leaves(dims), strict=True)
         replicated = sum(p.size for p, d in sized if d == UNSHARDED)
@@ -161,7 +162,8 @@ def test_updates_too_small_for_bfloat16_accumulate_in_master_weights(zero):
     assert max(errors.values()) < 0.03, errors
 
 
-@pytest.mark.parametrize("zero", cover([3], [1, 2], str))
+@pytest.mark.long  # test_step.py has stage 0, and the test below stage 3
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_step_whose_gradients_are_not_finite_is_skipped_at_every_stage(zero):
     config, mesh = resolved(sharded(zero=zero, data=4))
     step = steps.build(config, mesh)
@@ -269,12 +271,11 @@ def test_per_layer_reduction_runs_once_per_step_inside_the_backward(zero):
         return sum(c.bytes * c.count for c in found), [c.count for c in found]
 
     (bytes_before, counts_before), *others = [
-        moved(microbatches, when) for when in ("after_backward", "per_layer") for microbatches in (1, 4)
+        moved(microbatches, when) for microbatches, when in ((1, "after_backward"), (1, "per_layer"), (4, "per_layer"))
     ]
     assert set(counts_before) == {1}
-    for bytes_moved, _ in others:
+    for bytes_moved, counts in others:
         assert bytes_moved == bytes_before
-    for _, counts in others[1:]:
         assert max(counts) == 2  # layers
 
 

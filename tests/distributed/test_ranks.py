@@ -11,8 +11,8 @@ from launching import ROOT
 
 from nanotrain_jax import launch, train
 from nanotrain_jax.config import load
-from nanotrain_jax.distributed import processes
-from nanotrain_jax.distributed.processes import Process
+from nanotrain_jax.distributed import processes, ranks
+from nanotrain_jax.distributed.ranks import Process
 from nanotrain_jax.parallel import mesh as meshes
 
 GIVEN = dict.fromkeys(["runtime.coordinator", "runtime.processes", "runtime.process"])
@@ -57,12 +57,12 @@ OPEN_MPI = {f"OMPI_COMM_WORLD_{key}": value for key, value in OPEN_MPI.items()}
     ],
 )
 def test_rank_is_detected_from_the_environment(env, expected):
-    assert processes.detect(GIVEN, env) == Process(*expected)
+    assert ranks.detect(GIVEN, env) == Process(*expected)
 
 
 def test_given_rank_overrides_the_environment():
     given = dict(zip(GIVEN, ("n0:5", 4, 3), strict=True))
-    assert processes.detect(given, SLURM) == Process("runtime.process", 3, 4, "n0:5")
+    assert ranks.detect(given, SLURM) == Process("runtime.process", 3, 4, "n0:5")
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_given_rank_overrides_the_environment():
 )
 def test_an_incomplete_or_invalid_rank_is_an_error(given, env, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        processes.detect(dict(zip(GIVEN, given, strict=True)), env)
+        ranks.detect(dict(zip(GIVEN, given, strict=True)), env)
 
 
 def test_visible_gpus_are_those_of_cuda_visible_devices():
-    assert processes.visible_gpus({"CUDA_VISIBLE_DEVICES": "2,GPU-5f"}) == ["2", "GPU-5f"]
-    assert processes.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
-    assert processes.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
-    assert processes.visible_gpus({"CUDA_VISIBLE_DEVICES": "0, 1,-1,2"}) == ["0", "1"]
+    assert ranks.visible_gpus({"CUDA_VISIBLE_DEVICES": "2,GPU-5f"}) == ["2", "GPU-5f"]
+    assert ranks.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+    assert ranks.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
+    assert ranks.visible_gpus({"CUDA_VISIBLE_DEVICES": "0, 1,-1,2"}) == ["0", "1"]
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,10 @@ def test_gpus_of_a_host_are_divided_among_its_processes_once(visible, local, env
     env = env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(visible)))}
     process = Process("", 0, 16, None, *local)
     if isinstance(expected, list):
-        assert processes.local_gpus(process, env) == expected
+        assert ranks.local_gpus(process, env) == expected
     else:
         with pytest.raises(ValueError, match=expected):
-            processes.local_gpus(process, env)
+            ranks.local_gpus(process, env)
 
 
 class Device:
@@ -165,12 +165,12 @@ def test_the_jobset_gives_host_indices_and_runs_the_launcher():
     (container,) = job["template"]["spec"]["containers"]
     env = {entry["name"]: entry["value"] for entry in container["env"]}
     for pod in range(job["completions"]):
-        process = processes.detect(GIVEN, env | {"JOB_COMPLETION_INDEX": str(pod)})
+        process = ranks.detect(GIVEN, env | {"JOB_COMPLETION_INDEX": str(pod)})
         # JobSet pods are named <set>-<job>-<replica>-<pod>, in the domain <set>.
         assert process == Process(
             "JOB_COMPLETION_INDEX", pod, 8, f"{spec['metadata']['name']}-workers-0-0.nanotrain:29500"
         )
-    assert container["ports"] == [{"containerPort": processes.PORT}]
+    assert container["ports"] == [{"containerPort": ranks.PORT}]
     assert job["parallelism"] == job["completions"]
     assert container["command"][:3] == ["python", "-m", "nanotrain_jax.launch"]
     options, run = launch.parse(container["command"][3:] + container["args"])
