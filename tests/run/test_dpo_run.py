@@ -100,21 +100,37 @@ def refuses_another_reference(config_file, run, capsys):
         assert named in line
 
 
-def test_adapters_learn_from_pairs_beside_their_frozen_reference(tmp_path):
+@pytest.fixture
+def with_adapters(tmp_path):
     model = model_of(tmp_path)
-    tokens = [{"prompt": "w5 ", "chosen": f"w{i}", "rejected": f"w{i + 1}"} for i in range(6, 50, 2)]
-    source = write_rows(tmp_path / "pairs.jsonl", *tokens).replace("chat:", "pairs:")
-    keys = {"objective": OBJECTIVE, "lora": {"rank": 4}, "steps": 4, "eval_every": 4}
-    keys_of_data = {"source": source, "tokenizer": str(model), "seq_len": 16, "val_fraction": 0.0}
-    resume = {"resume": f"hf:{model}", "every": 2}
-    file = write(tmp_path / "lora.yaml", data=keys_of_data, train=keys, checkpoint=resume, parallel={"zero": 3})
-    tree = yaml.safe_load((tmp_path / "lora.yaml").read_text())
+    pairs = [{"prompt": "w5 ", "chosen": f"w{i}", "rejected": f"w{i + 1}"} for i in range(6, 50, 2)]
+    source = write_rows(tmp_path / "pairs.jsonl", *pairs).replace("chat:", "pairs:")
+    path = tmp_path / "lora.yaml"
+    write(
+        path,
+        data={"source": source, "seq_len": 16, "val_fraction": 0.0},
+        train={"lora": {"rank": 4}, "steps": 4, "eval_every": 0},
+        checkpoint={"resume": f"hf:{model}", "every": 2},
+    )
+    tree = yaml.safe_load(path.read_text())
     del tree["model"]
-    (tmp_path / "lora.yaml").write_text(yaml.safe_dump(tree))
-    assert main(file, tmp_path / "whole") == 0
+    path.write_text(yaml.safe_dump(tree))
+    return str(path)
+
+
+def test_adapters_learn_from_pairs_beside_their_frozen_reference(with_adapters, tmp_path):
+    assert main(with_adapters, tmp_path / "whole") == 0
     log = records(tmp_path / "whole")
     np.testing.assert_allclose(log[0]["loss"], math.log(2), rtol=1e-6)
     assert log[-1]["loss"] < 0.69
+
+
+@pytest.mark.long
+def test_adapters_resume_with_their_reference_bitwise(with_adapters, tmp_path):
+    assert main(with_adapters, tmp_path / "whole") == 0
+    assert main(with_adapters, tmp_path / "parts", "train.steps=2") == 0
+    assert main(with_adapters, tmp_path / "parts") == 0
+    same(saved_state(tmp_path / "parts")[1][0]["params"], saved_state(tmp_path / "whole")[1][0]["params"])
 
 
 def test_pairs_are_shown(config_file, tmp_path, capsys):

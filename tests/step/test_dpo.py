@@ -105,7 +105,7 @@ def is_reference(step, params, rows, values):
 LAYOUTS = {
     "one device": ("llama", {"data": 1, "loss_chunk": 64}),
     "data 2 tensor 2": ("gpt2", {"data": 2, "tensor": 2}),
-    "tensor, ZeRO 3": ("llama", {"data": 2, "tensor": 2, "zero": 3, "microbatches": 2, "persist_below": 1}),
+    "tensor, ZeRO 3": ("llama", {"data": 2, "tensor": 2, "zero": 3, "microbatches": 2, "loss_chunk": 64}),
     "pipe, vocabulary over it": ("llama", {"pipe": 2, "tensor": 2, "microbatches": 4, "vocab_over_pipe": True}),
     "pipe": ("gpt2", {"pipe": 2, "data": 2, "microbatches": 4}),
     "zero bubble": ("llama", {"pipe": 2, "microbatches": 4, "schedule": "zero_bubble", "chunks": 1}),
