@@ -109,12 +109,17 @@ def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.A
 def count_targets(plan: Plan, batch: Tree) -> jax.Array | int:
     """Return the number of targets in the batch of a step, as `Plan.targets`, or what the model counts instead.
 
-    Where rows may have targets to ignore: all-reduces one scalar.
+    Where rows may have targets to ignore, or the model counts: all-reduces one scalar.
     """
     if not (plan.config.data.has_ignored_targets or plan.model.count):
         return plan.targets
-    count = plan.model.count or (lambda batch: (batch["targets"] >= 0).astype(jnp.float32).sum())
-    return jnp.maximum(all_reduce(count(batch), plan.together(BATCH_AXES)), 1)
+    own = (plan.model.count or number_of_targets)(batch)
+    return jnp.maximum(all_reduce(own, plan.together(BATCH_AXES)), 1)
+
+
+def number_of_targets(batch: Tree) -> jax.Array:
+    """Return the number of targets that are not ignored, on this device."""
+    return (batch["targets"] >= 0).astype(jnp.float32).sum()
 
 
 def train_apart(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array], None]:
@@ -192,12 +197,13 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
     run_synchronize = on_mesh(mesh, partial(synchronize_replicas, plan), (state_specs,), state_specs)
     run_average = on_mesh(mesh, average_replicas, (state_specs.params,), param_specs)
     options = compiler_options(plan)
+    of_forward = options if is_offloaded(config) else None
     in_layer_order, in_stage_order = states.forms(plan, state)
     return Step(
         init=jax.jit(lambda: states.without_nvme_state(plan, states.init(plan)), out_shardings=shardings(state)),
         train=jax.jit(run_train, donate_argnums=0, compiler_options=options),
-        evaluate=jax.jit(run_evaluate, compiler_options=options if is_offloaded(config) else None),
-        of_rows=jax.jit(run_of_rows) if plan.model.of_rows else None,
+        evaluate=jax.jit(run_evaluate, compiler_options=of_forward),
+        of_rows=jax.jit(run_of_rows, compiler_options=of_forward) if plan.model.of_rows else None,
         state=state,
         saved=states.as_saved(plan, state),
         batch=jax.tree.map(partial(states.with_sharding, mesh), batch_shapes, batch_specs),
