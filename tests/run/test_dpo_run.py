@@ -31,7 +31,7 @@ def rows(count=60):
 def write(path, **sections):
     tree = {
         "model": {"num_layers": 1, "d_model": 32, "num_heads": 4, "d_ff": 64},
-        "parallel": {"data": 2, "tensor": 2},
+        "parallel": {"data": 2},
         "precision": {"compute": "float32"},
         "data": {"batch_size": 8, "seq_len": 96, "val_fraction": 0.1},
         "optimizer": {"schedule": "constant", "lr": 0.01},
@@ -148,7 +148,7 @@ WRONG = {
     "too long": (["data.seq_len=32"], "each of the 60 pairs is longer than data.seq_len=32"),
     "another kind": (["train.objective={kind: ipo}"], "train.objective.kind='ipo'"),
     "a model that gives no losses of tokens": (
-        ["model.factory=plain_model:build", "parallel.tensor=1", "model.vocab_size=257"],
+        ["model.factory=plain_model:build", "model.vocab_size=257"],
         "plain_model:build",
     ),
 }
