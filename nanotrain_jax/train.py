@@ -48,7 +48,7 @@ from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import auto
-from nanotrain_jax.run import adapters, capacity, model_config, resume, shell, show_data, sinks
+from nanotrain_jax.run import adapters, capacity, model_config, reference, resume, shell, show_data, sinks
 from nanotrain_jax.run.divergence import Diverged
 from nanotrain_jax.run.loop import Run, new_folder, train
 from nanotrain_jax.run.phases import Phase
@@ -153,13 +153,16 @@ def prepare(config: Config) -> Run:
     base = adapters.new_base(requested, checkpoints)
     if checkpoints is None or base:
         state, started = resume.adapt(base, phases) if base else start(requested, phases)
-        return Run(requested, phases, mesh, state, 0, notes + started, None, None, {}, 0, tasks=tasks, base=base)
+        phases, told = reference.attach(phases, state)
+        notes += started + told
+        return Run(requested, phases, mesh, state, 0, notes, None, None, {}, 0, tasks=tasks, base=base)
     resumed = resume.resume(checkpoints, requested, phases)
-    notes += resumed.notes
+    phases, told = reference.attach(resumed.phases, resumed.state, resumed)
+    notes += resumed.notes + told
     origin = resumed.start, resumed.meta, resumed.damaged
     read = resumed.meta.data.read
     place = resumed.position, notes, *origin, resumed.tokens, read
-    return Run(requested, resumed.phases, mesh, resumed.state, *place, tasks, resumed.meta.base)
+    return Run(requested, phases, mesh, resumed.state, *place, tasks, resumed.meta.base)
 
 
 def tasks_of(phase: Phase, mesh: Mesh) -> Tasks | None:

@@ -27,7 +27,7 @@ REPORTED = {  # keys whose change is reported on resume; None: the whole section
     "precision": ("loss_scale", "grad_reduce"),
     "data": ("source", "batch_size", "seq_len", "seed", "val_fraction", "loss_on", "pack", "too_long", "chat_template"),
     "optimizer": None,
-    "train": ("steps", "epochs", "batch_schedule", "batch_growth"),
+    "train": ("steps", "epochs", "batch_schedule", "batch_growth", "objective"),
 }
 
 

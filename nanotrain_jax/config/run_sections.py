@@ -46,6 +46,14 @@ class BatchGrowth(Section):
     every: Positive = key(..., "steps between checks")
 
 
+class Objective(Section):
+    """The section train.objective: what is learned of data.source=pairs:GLOB (models/dpo.py)."""
+
+    kind: Literal["dpo"] = key(..., "dpo: direct preference optimization (arXiv 2305.18290)")
+    beta: float = key(0.1, "rewards are beta times log p - log r: how far the model may leave the reference", gt=0)
+    label_smoothing: float = key(0.0, "fraction of pairs that are the wrong way round", ge=0, lt=0.5)
+
+
 class Train(Section):
     """Length of the run, evaluation and logging intervals."""
 
@@ -62,6 +70,11 @@ class Train(Section):
         None,
         "{rank, alpha, targets, rslora}: train adapters of these matrices of layers (LoRA) alone; all else is frozen, "
         "with the weights of checkpoint.resume",
+    )
+    objective: Objective | None = key(
+        None,
+        "{kind: dpo, beta, label_smoothing}: learn from pairs (data.source=pairs:GLOB) which completion is preferred; "
+        "null: predict the next token",
     )
     stages: Annotated[tuple[TrainStage, ...], Pair] = key(
         (),

@@ -217,7 +217,8 @@ class Data(Section):
     source: Source = key(
         "stdlib",
         "stdlib (source code of Python's standard library) | text:GLOB | tokens:DIR (of nanotrain_jax.prepare) | "
-        "arrays:DIR (data/arrays.py) | chat:GLOB (conversations and completions in .jsonl: data/README.md) | synthetic",
+        "arrays:DIR (data/arrays.py) | chat:GLOB (conversations and completions in .jsonl: data/README.md) | "
+        "pairs:GLOB (a chosen and a rejected completion, for train.objective) | synthetic",
     )
     tokenizer: Path | None = key(
         None,
@@ -257,7 +258,7 @@ class Data(Section):
     @model_validator(mode="before")
     @classmethod
     def _apart(cls, keys: Any) -> Any:
-        """Examples of chat:GLOB do not attend to each other."""
+        """Examples of chat:GLOB and pairs:GLOB do not attend to each other."""
         if not isinstance(keys, dict) or not is_chat(keys.get("source")):
             return keys
         if keys.get("attend_across_documents", False) is True:
@@ -267,10 +268,31 @@ class Data(Section):
             )
         return {"attend_across_documents": False} | keys
 
+    @model_validator(mode="after")
+    def _pairs(self) -> Data:
+        given = {"loss_on": self.loss_on, "too_long": self.too_long}
+        wrong = next((key for key, value in given.items() if value not in ("assistant", "drop")), None)
+        if self.is_pairs and wrong:
+            raise ValueError(
+                f"data.{wrong}={given[wrong]} with data.source={self.source!r}: whole completions are compared, and "
+                "nothing else; leave it out"
+            )
+        return self
+
     @property
     def is_chat(self) -> bool:
-        """True if the source is conversations and completions, one to a line."""
+        """True if the source is conversations and completions, or pairs of them, one to a line."""
         return is_chat(self.source)
+
+    @property
+    def is_pairs(self) -> bool:
+        """True if the source is pairs of completions."""
+        return self.source.startswith("pairs:")
+
+    @property
+    def pairs_per_row(self) -> int:
+        """How many pairs a row has at most: of two examples, each of two tokens at least."""
+        return self.seq_len // 4
 
     def reading(self, source: str) -> Data:
         """Return the section with another source."""

@@ -24,6 +24,17 @@ def with_adapters(config: Config) -> Config:
     return config.replace("model", lora=lora).replace("train", freeze=freeze)
 
 
+def check(config: Config) -> None:
+    """Raise Misfit unless what is updated, and how, fits together."""
+    check_frozen(config)
+    check_saved_model(config)
+    check_objective(config)
+    check_noise_scale(config)
+    check_compression(config)
+    check_local_steps(config)
+    check_muon(config)
+
+
 def check_frozen(config: Config) -> None:
     """Raise Misfit unless parts can be frozen (train.freeze), and stages of training follow each other."""
     p, t, features = config.parallel, config.train, config.model.features
@@ -59,6 +70,23 @@ def check_saved_model(config: Config) -> None:
         raise Misfit(
             "train.save_hf=true with checkpoint.every=0: the model is written from the last checkpoint",
             "use checkpoint.every above 0",
+        )
+
+
+def check_objective(config: Config) -> None:
+    """Raise Misfit unless pairs are there for an objective that compares them, and only then."""
+    objective, source = config.train.objective, config.data.source
+    if objective is None and config.data.is_pairs:
+        raise Misfit(f"data.source={source!r} without an objective", "use train.objective={kind: dpo}, or chat:GLOB")
+    if objective is None:
+        return
+    key = f"train.objective={{kind: {objective.kind}}}"
+    if not config.data.is_pairs:
+        raise Misfit(f"{key} with data.source={source!r}, which has no pairs", "use pairs:GLOB, or leave it out")
+    if config.train.stages:
+        raise Misfit(
+            f"{key} with train.stages: the reference is the model before the first step",
+            "train the stages before it in a run of their own, and start from that with checkpoint.resume",
         )
 
 

@@ -35,12 +35,12 @@ def with_message(error: OSError, text: str) -> OSError:
 
 def _expanded_source(source: str) -> str:
     kind, _, where = source.partition(":")
-    return f"{kind}:{expanded(where)}" if kind in ("text", "tokens", "arrays", "chat") else source
+    return f"{kind}:{expanded(where)}" if kind in ("text", "tokens", "arrays", "chat", "pairs") else source
 
 
 def is_chat(source: Any) -> bool:
-    """True if a value of data.source is conversations and completions."""
-    return isinstance(source, str) and source.startswith("chat:")
+    """True if a value of data.source is conversations and completions, or pairs of them."""
+    return isinstance(source, str) and source.startswith(("chat:", "pairs:"))
 
 
 def _expanded_resume(resume: str) -> str:

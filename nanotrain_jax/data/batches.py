@@ -19,6 +19,7 @@ from nanotrain_jax.data import arrays, chat
 from nanotrain_jax.data import corpus as corpora
 from nanotrain_jax.data import tokenizer as tokenizers
 from nanotrain_jax.data.packing import Packed
+from nanotrain_jax.data.pairs import REFERENCE, Pairs
 
 PIECES = 8  # about, to hold out, of documents that are too long to be held out whole
 
@@ -153,7 +154,8 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
         corpus = corpora.build(corpora.stdlib_documents(), tokenizer_of(config))
     else:
         raise ValueError(
-            f"data.source={config.source!r} must be stdlib, text:GLOB, tokens:DIR, arrays:DIR, chat:GLOB or synthetic"
+            f"data.source={config.source!r} must be stdlib, text:GLOB, tokens:DIR, arrays:DIR, chat:GLOB, pairs:GLOB "
+            "or synthetic"
         )
 
     need = config.seq_len + 1
@@ -178,7 +180,7 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
 
 
 def of_chat(config: Data) -> Dataset:
-    """Open data.source=chat:GLOB. Raises ValueError or OSError."""
+    """Open data.source=chat:GLOB or pairs:GLOB. Raises ValueError or OSError."""
     tokenizer = tokenizer_of(config)
     found = chat.load(config, tokenizer)
     return Dataset(found.train, found.val, tokenizer.name, tokenizer.vocab_size, found.fingerprint, notes=found.notes)
@@ -232,7 +234,7 @@ def check(dataset: Dataset, shapes: Any, source: str) -> None:
             arrays.check(side, shapes, source)
         return
     missing = sorted(shapes.keys() - {"inputs", "targets", "starts"})
-    if missing:
+    if missing and not (isinstance(dataset.train, Pairs) and missing == [REFERENCE]):
         raise ValueError(f"the model reads {', '.join(missing)}, but data.source={source!r} is text; use arrays:DIR")
 
 

@@ -1,9 +1,9 @@
-"""Rows to train on of conversations and completions: `data.source=chat:GLOB`."""
+"""Rows to train on of conversations and completions: `data.source=chat:GLOB`, or of pairs: `pairs:GLOB`."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from nanotrain_jax.config.schema import Data
 from nanotrain_jax.config.values import with_message
-from nanotrain_jax.data import chat_template, conversations, corpus, examples
+from nanotrain_jax.data import chat_template, conversations, corpus, examples, pairs
 from nanotrain_jax.data.chat_template import OF_TRAINING, Template
 from nanotrain_jax.data.examples import Examples
 from nanotrain_jax.data.packing import Packed
@@ -44,59 +44,71 @@ def template_of(config: Data, tokenizer: Tokenizer) -> Template | None:
 
 
 def load(config: Data, tokenizer: Tokenizer) -> Chat:
-    """Read, tokenize and pack data.source=chat:GLOB. Raises ValueError (one line: value, rule, remedy) or OSError."""
-    source = f"data.source={config.source!r}"
-    paths = corpus.matching(config.source.removeprefix("chat:"), source)
-    read = conversations.read(paths, template_of(config, tokenizer), config.loss_on)
-    found = examples.encoded(read, tokenizer, config.seq_len, config.too_long == "cut")
+    """Read, tokenize and pack data.source=chat:GLOB, pairs:GLOB. Raises ValueError (one line: value, rule, remedy) or
+    OSError."""
+    source, template = f"data.source={config.source!r}", template_of(config, tokenizer)
+    of_row, kinds, rows = partial(conversations.of_row, loss_on=config.loss_on), conversations.ROW, Packed
+    if config.is_pairs:
+        of_row, kinds, rows = pairs.of_row, pairs.ROW, pairs.Pairs
+    paths = corpus.matching(config.source.partition(":")[2], source)
+    read = conversations.read(paths, partial(of_row, template=template), kinds)
+    found = examples.encoded(read, tokenizer, config.seq_len, config.too_long == "cut", rows.together)
+    if not found.counts.read:
+        raise ValueError(f"{source} has no rows; write one to a line: {kinds}")
     check(found, config, source)
-    least = int(found.sizes.max()) if config.val_fraction else 0
-    sides = found.corpus.split(config.val_fraction, least)
+    sides = found.corpus.split(config.val_fraction, least_held_out(found, config) if config.val_fraction else 0)
     if not len(sides[0]):
+        unit = "prompts" if config.is_pairs else "examples"
         raise ValueError(
-            f"data.val_fraction={config.val_fraction} holds out all {len(found.sizes)} examples of {source}; use more "
-            "examples, or 0 for no validation"
+            f"data.val_fraction={config.val_fraction} holds out all {len(np.unique(found.corpus.keys))} {unit} of "
+            f"{source}; use more {unit}, or 0 for no validation"
         )
-    train, val = (Packed(found, side, config.seq_len, config.pack == "best_fit") for side in sides)
-    content = hashlib.sha256(found.corpus.tokens.tobytes() + np.packbits(found.learned).tobytes())
+    train, val = (rows(found, side, config.seq_len, config.pack == "best_fit") for side in sides)
     keys = f"val_fraction {config.val_fraction} seq_len {config.seq_len} pack {config.pack} seed {config.seed}"
-    fingerprint = f"{found.corpus.fingerprint} {content.hexdigest()[:16]} {keys}"
-    return Chat(train, val, fingerprint, tuple(notes(found, (train, val), config)))
+    return Chat(train, val, f"{found.fingerprint} {keys}", tuple(notes(found, (train, val), config)))
+
+
+def least_held_out(found: Examples, config: Data) -> int:
+    """Return how many tokens to hold out at least: those of the largest example; of the prompt with most, of pairs."""
+    sizes = found.sizes
+    if config.is_pairs:
+        sizes = np.bincount(np.unique(found.corpus.keys, return_inverse=True)[1], sizes)
+    return int(sizes.max())
 
 
 def check(found: Examples, config: Data, source: str) -> None:
     """Raise ValueError unless there is something to learn."""
-    counts = found.counts
-    if not counts.read:
-        raise ValueError(f"{source} has no rows; write one to a line: {conversations.ROW}")
+    counts, unit = found.counts, "pairs" if config.is_pairs else "examples"
     if len(found.sizes):
         return
     if counts.long == counts.read and config.too_long == "drop":
+        remedy = "" if config.is_pairs else ", or data.too_long=cut"
         raise ValueError(
-            f"{source}: each of the {counts.read} examples is longer than data.seq_len={config.seq_len} (the shortest "
-            f"has {counts.shortest} tokens; the first is {counts.first}); use a longer one, or data.too_long=cut"
+            f"{source}: each of the {counts.read} {unit} is longer than data.seq_len={config.seq_len} (the shortest "
+            f"has {counts.shortest} tokens; the first is {counts.first}); use a longer one{remedy}"
         )
     dropped = f", {counts.long} are longer than data.seq_len={config.seq_len}" if counts.long else ""
+    remedy = "" if config.is_pairs else "data.loss_on=all, or "
     raise ValueError(
-        f"{source}: {counts.empty} of {counts.read} examples have nothing to learn with data.loss_on={config.loss_on}"
-        f"{dropped} (the first is {counts.first}); use data.loss_on=all, or a longer "
-        "data.seq_len"
+        f"{source}: {counts.empty} of {counts.read} {unit} have nothing to learn with data.loss_on={config.loss_on}"
+        f"{dropped} (the first is {counts.first}); use {remedy}a longer data.seq_len"
     )
 
 
 def notes(found: Examples, sides: tuple[Packed, Packed], config: Data) -> Iterator[str]:
     """Yield lines about the examples, and what people should know of them."""
     counts, tokens, rows = found.counts, len(found.corpus.tokens), sum(map(len, sides))
-    learned = int(found.learned.sum())
+    unit, (train, val) = "pairs" if config.is_pairs else "examples", (len(x.members) // x.together for x in sides)
+    learned, loss_on = int(found.learned.sum()), "" if config.is_pairs else f", data.loss_on={config.loss_on}"
     fate = "dropped" if config.too_long == "drop" else "cut"
     left_out = [f"{counts.long:,} longer than data.seq_len {fate} (data.too_long)"] if counts.long else []
     left_out += [f"{counts.empty:,} with nothing to learn dropped"] if counts.empty else []
     yield "; ".join(
         [
-            f"{counts.read:,} examples read, {counts.read / max(counts.seconds, 1e-9):,.0f} per second",
+            f"{counts.read:,} {unit} read, {counts.read / max(counts.seconds, 1e-9):,.0f} per second",
             *left_out,
-            f"{len(sides[0].members):,} to train on and {len(sides[1].members):,} held out",
-            f"{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.0%}, data.loss_on={config.loss_on})",
+            f"{train:,} to train on and {val:,} held out",
+            f"{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.0%}{loss_on})",
             f"rows are {tokens / (rows * config.seq_len):.0%} full (data.pack={config.pack})",
         ]
     )

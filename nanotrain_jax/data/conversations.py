@@ -11,7 +11,7 @@ it, asked for an answer, and of these with it. Each must begin with the one befo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from nanotrain_jax.data.chat_template import BEGIN, END, Message, Span, Template
@@ -26,7 +26,8 @@ class Example(NamedTuple):
     """A text of which spans are learned.
 
     appends: the end token follows. trims: a span has what the template writes behind the answer; what follows the end
-    token there is not learned. place: file and line, for messages.
+    token there is not learned. place: file and line, for messages. key: examples with the same one are all held out for
+    validation or none is; None: the text.
     """
 
     text: str
@@ -34,29 +35,34 @@ class Example(NamedTuple):
     place: str
     appends: bool = False
     trims: bool = False
+    key: str | None = None
 
 
-def read(paths: Sequence[str], template: Template | None, loss_on: str) -> Iterator[Example]:
-    """Yield the example of each line that is not blank. loss_on: as of the config. Raises ValueError that names file
-    and line, or OSError."""
+def read(paths: Sequence[str], of_row: Callable[[dict], Sequence[Example]], kinds: str = ROW) -> Iterator[Example]:
+    """Yield the examples of each line that is not blank: what of_row makes of its object, or a ValueError.
+
+    kinds: of rows, for messages. Raises ValueError that names file and line, or OSError.
+    """
     for path in paths:
         with open(path, "rb") as lines:
             rows = enumerate((line.removeprefix(BOM).strip() for line in lines), 1)
-            yield from (_located(f"{path}:{number}", line, template, loss_on) for number, line in rows if line)
+            for number, line in ((number, line) for number, line in rows if line):
+                yield from _located(f"{path}:{number}", line, of_row, kinds)
 
 
-def _located(place: str, line: bytes, template: Template | None, loss_on: str) -> Example:
+def _located(place: str, line: bytes, of_row: Callable[[dict], Sequence[Example]], kinds: str) -> list[Example]:
     try:
-        found = _example(_row(line), template, loss_on)
-        found.text.encode()
+        found = of_row(_row(line, kinds))
+        for example in found:
+            example.text.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{place}: half of a surrogate pair (\\ud800 to \\udfff) is no text; mend the line") from None
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-    return found._replace(place=place)
+    return [example._replace(place=place) for example in found]
 
 
-def _row(line: bytes) -> dict[str, Any]:
+def _row(line: bytes, kinds: str) -> dict[str, Any]:
     """Return the object of a line. Raises ValueError."""
     try:
         row = json.loads(line.decode("utf-8"))
@@ -65,14 +71,18 @@ def _row(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON ({getattr(error, 'msg', error)}); mend the line") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{line[:MAX_SHOWN].decode(errors='replace').strip()} is not an object; write {ROW}")
+        raise ValueError(f"{line[:MAX_SHOWN].decode(errors='replace').strip()} is not an object; write {kinds}")
+    if row.get("tools"):
+        raise ValueError("tools are not read; leave them out, or write them into a message of the system")
     return row
 
 
+def of_row(row: dict[str, Any], template: Template | None, loss_on: str) -> list[Example]:
+    """Return the example of a row. loss_on: as of the config. Raises ValueError."""
+    return [_example(row, template, loss_on)]
+
+
 def _example(row: dict[str, Any], template: Template | None, loss_on: str) -> Example:
-    """Return the example of a row. Raises ValueError."""
-    if row.get("tools"):
-        raise ValueError("tools are not read; leave them out, or write them into a message of the system")
     prompt, completion = row.get("prompt"), row.get("completion")
     if "messages" in row:
         messages = checked(row["messages"], "messages")

@@ -6,6 +6,7 @@ and reaches into it is not.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -28,6 +29,12 @@ class Examples(NamedTuple):
     counts: Counts
 
     @property
+    def fingerprint(self) -> str:
+        """Identify the examples: their tokens, what of them is learned, their order."""
+        content = hashlib.sha256(self.corpus.tokens.tobytes() + np.packbits(self.learned).tobytes())
+        return f"{self.corpus.fingerprint} {content.hexdigest()[:16]}"
+
+    @property
     def sizes(self) -> np.ndarray:
         """Tokens of each example."""
         return np.diff(self.corpus.ends, prepend=0)
@@ -39,8 +46,8 @@ class Examples(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Examples that were read; of them: longer than a row; with nothing to learn, which are left out; without an end
-    token behind what is learned; with a token that begins before a span and reaches into it.
+    """Examples, or pairs, that were read; of them: longer than a row; with nothing to learn, which are left out. Texts
+    without an end token behind what is learned; with a token that begins before a span and reaches into it.
 
     shortest: tokens of the shortest of the long ones. first: file and line of the first that was left out. unheeded:
     end tokens at which generated text does not stop.
@@ -57,24 +64,29 @@ class Counts(NamedTuple):
     seconds: float
 
 
-def encoded(examples: Iterable[Example], tokenizer: Tokenizer, seq_len: int, cuts: bool) -> Examples:
-    """Tokenize examples. Those longer than seq_len are left out, or cut. Raises ValueError or OSError of the reader."""
+def encoded(examples: Iterable[Example], tokenizer: Tokenizer, seq_len: int, cuts: bool, together: int = 1) -> Examples:
+    """Tokenize examples. Those longer than seq_len are left out, or cut. Raises ValueError or OSError of the reader.
+
+    together: so many examples in a row are one, e.g. pairs: all of them are left out, or none.
+    """
     masker, encode = Masker(tokenizer), text_encoder(tokenizer)
     started, read, empty, long, left_out = time.perf_counter(), 0, 0, [], []
     tokens, masks, keys = [], [], []
-    for example, text in _in_batches(examples, encode):
+    for group in zip(*[_in_batches(examples, encode)] * together, strict=True):
         read += 1
-        ids, learned = masker(example, text)
-        if len(ids) > seq_len:
-            long.append(len(ids))
-        fits, has_any = cuts or len(ids) <= seq_len, learned[:seq_len].any()
+        masked = [masker(example, text) for example, text in group]
+        size = sum(len(ids) for ids, _ in masked)
+        if size > seq_len:
+            long.append(size)
+        fits, has_any = cuts or size <= seq_len, all(learned[:seq_len].any() for _, learned in masked)
         empty += bool(fits and not has_any)
         if not (fits and has_any):
-            left_out.append(example.place)
+            left_out.append(group[0][0].place)
             continue
-        tokens.append(ids[:seq_len].astype(tokenizer.dtype))
-        masks.append(learned[:seq_len])
-        keys.append(text_key(example.text.encode()))
+        tokens += [ids[:seq_len].astype(tokenizer.dtype) for ids, _ in masked]
+        masks += [learned[:seq_len] for _, learned in masked]
+        names = (example.text if example.key is None else example.key for example, _ in group)
+        keys += [text_key(name.encode()) for name in names]
     ends = np.cumsum([len(ids) for ids in tokens], dtype=np.int64)
     joined = np.concatenate(tokens) if tokens else np.zeros(0, tokenizer.dtype)
     learned = np.concatenate(masks) if masks else np.zeros(0, bool)

@@ -17,20 +17,27 @@ class Packed:
     from the examples.
     """
 
+    together = 1  # examples that share a row, one after another
+
     def __init__(self, examples: Examples, chosen: np.ndarray, seq_len: int, packs: bool):
         """chosen: indices of examples."""
         self.examples, self.seq_len = examples, seq_len
-        sizes = examples.sizes[chosen]
-        order, self.ends = best_fit(sizes, seq_len) if packs else (np.arange(len(sizes)), np.arange(1, len(sizes) + 1))
-        self.members = chosen[order]  # row by row
+        chosen = chosen.reshape(-1, self.together)
+        sizes = examples.sizes[chosen].sum(1)
+        order, ends = best_fit(sizes, seq_len) if packs else (np.arange(len(sizes)), np.arange(1, len(sizes) + 1))
+        self.members, self.ends = chosen[order].reshape(-1), ends * self.together  # row by row
 
     def __len__(self) -> int:
         return len(self.ends)
 
+    def of_row(self, i: int) -> np.ndarray:
+        """Return the examples of a row."""
+        return self.members[self.ends[int(i) - 1] if i else 0 : self.ends[int(i)]]
+
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         row = {name: np.full(self.seq_len, empty, np.int32) for name, empty in ROW.items()}
         at = 0
-        for example in self.members[self.ends[int(i) - 1] if i else 0 : self.ends[int(i)]]:
+        for example in self.of_row(i):
             tokens, learned = self.examples[example]
             stop = at + len(tokens)
             row["inputs"][at:stop] = tokens

@@ -104,6 +104,13 @@ class Model:
     further_inputs   arrays of a batch beside inputs and targets (data.source=arrays): name -> shape, dtype of one row
     encode      encode(ends, batch, run) -> arrays with the leading dim B, which are added to the batch before `first`;
                 run as in `first`. None: nothing is added
+    token_losses   token_losses(ends, x, batch) -> the loss of each target in nats, float32 [B T], 0 for those that are
+                ignored (`vocabulary.losses_of_tokens`): what objectives are made of. None: train.objective is refused
+    count       count(batch) -> over how many the loss of a batch is the mean, as a scalar; None: its targets
+    of_rows     of_rows(ends, x, batch) -> float32 [B ...], of each row, the same along tensor and context:
+                `Step.of_rows` returns it, without gradients. None: there is no such function
+    measures    measures(ends, x, batch) -> sums by name, instead of `correct`: evaluations log their means over what
+                `last` counts
     correct     correct(ends, x, batch) -> number of targets whose most likely token is the right one, as a scalar, for
                 evaluations (`parallel.accuracy.correct`); uses the same ends as `last`. None: not counted
     init        init(seed, order=None, put=None) -> weights in float32; the same seed gives the same values on every
@@ -139,6 +146,10 @@ class Model:
     used_by_encode: Callable[[Tree], Tree] = lambda ends: ends
     further_inputs: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
     correct: Callable[[Tree, jax.Array, Tree], jax.Array] | None = None
+    token_losses: Callable[[Tree, jax.Array, Tree], jax.Array] | None = None
+    count: Callable[[Tree], jax.Array] | None = None
+    of_rows: Callable[[Tree, jax.Array, Tree], jax.Array] | None = None
+    measures: Callable[[Tree, jax.Array, Tree], dict[str, jax.Array]] | None = None
     decode: Decode | None = None
     is_decayed: Callable[[tuple], bool] = lambda path: path[-1].key not in ("bias", "scale")
     has_partial_gradient: Callable[[tuple], bool] = lambda path: False

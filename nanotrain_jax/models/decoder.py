@@ -123,6 +123,13 @@ class Ends(nnx.Module):
         losses_BT = optax.softmax_cross_entropy(logits_BTV, labels_BTV)
         return jnp.where(counted_BT, losses_BT, 0.0).sum(), counted_BT.sum(dtype=jnp.int32)
 
+    @jax.named_scope("loss")
+    def losses(self, x_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        """x[B T D], targets[B T] -> the cross-entropy of each token in nats, float32 [B T]; 0 for negative targets"""
+        x_BTD = tensor.enter(self.norm(x_BTD), self.split.axis, self.split.sequence_parallel)
+        options = vocabulary.LossOptions(self.vocab_size, self.loss_chunk)
+        return vocabulary.losses_of_tokens(x_BTD, self.head(), targets_BT, self.split.vocab_axes, options)
+
     @jax.named_scope("accuracy")
     def correct(self, x_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
         """x[B T D], targets[B T] -> number of targets whose most likely token is right (`accuracy.correct`)."""
@@ -331,6 +338,9 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
     def last(weights: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
         return merged(weights).loss(x_BTD, batch["targets"])
 
+    def token_losses(weights: dict, x_BTD: jax.Array, batch: dict) -> jax.Array:
+        return merged(weights).losses(x_BTD, batch["targets"])
+
     def correct(weights: dict, x_BTD: jax.Array, batch: dict) -> jax.Array:
         return merged(weights).correct(x_BTD, batch["targets"])
 
@@ -350,5 +360,6 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
         splits_documents=True,
         splits_vocab=bool(p.vocab_over_pipe),
         correct=correct if counts_correct else None,
+        token_losses=token_losses,
         decode=decode.build(decoder, split, graphs, merged),
     )

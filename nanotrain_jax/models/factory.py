@@ -9,14 +9,20 @@ from jax.sharding import Mesh
 
 from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.models import decoder, vision_language
+from nanotrain_jax.models import decoder, dpo, vision_language
 from nanotrain_jax.models.contract import LAYERS, Model
 from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.sharding import path_name
 
 
 def make(config: Config, mesh: Mesh) -> Model:
-    """Build the model of a resolved config. Raises ValueError if model.factory fails or returns another type."""
+    """Build the model of a resolved config, with its objective. Raises ValueError if model.factory fails or returns
+    another type, or if the model cannot have the objective."""
+    model = _make(config, mesh)
+    return dpo.build(model, config) if config.train.objective else model
+
+
+def _make(config: Config, mesh: Mesh) -> Model:
     if config.vision is not None:
         return vision_language.build(config, mesh)
     if config.model.factory is None:

@@ -137,7 +137,7 @@ def vocabulary(config: Config) -> int | None:
     kind, _, folder = config.data.source.partition(":")
     if kind == "tokens" and Path(folder).exists():
         return corpus.read(folder, verify=False).vocab_size
-    if kind not in ("stdlib", "text", "chat"):
+    if kind not in ("stdlib", "text", "chat", "pairs"):
         return None
     return tokenizer.load(config.data.tokenizer or "bytes", config.data.end_token).vocab_size
 

@@ -106,13 +106,16 @@ def summary(config: Config, latest: dict[str, Any], bigram: float | None, number
     generated text; "" if there is none.
     """
     folder = shlex.quote(config.logging.dir)
+    unit, units = ("pair", "pairs") if config.train.objective else ("token", "targets")
     lines = [f"{'stopped' if number < config.train.steps else 'done'} at step {number} of {config.train.steps}"]
     if "loss" in latest:
         lines.append(f"  training loss     {latest['loss']:.4f}")
     if "val_loss" in latest:
-        lines.append(f"  validation loss   {latest['val_loss']:.4f} nats per token")
+        lines.append(f"  validation loss   {latest['val_loss']:.4f} nats per {unit}")
     if "accuracy" in latest:
-        lines.append(f"  accuracy          {latest['accuracy']:.1%} of held-out targets")
+        lines.append(f"  accuracy          {latest['accuracy']:.1%} of held-out {units}")
+    if "margin" in latest:
+        lines.append(f"  margin            {latest['margin']:.4f} of rewards of held-out pairs")
     if bigram:
         lines.append(f"  a bigram model    {bigram:.4f} on the same text (predicts from the previous token only)")
     if "skipped_steps" in latest:

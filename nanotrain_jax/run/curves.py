@@ -92,12 +92,12 @@ def draw_lines(axes: Axes, lines: Mapping[str, Sequence[Point]]) -> None:
         text.set_parse_math(False)
 
 
-def draw(jsonl: Path, png: Path, title: str, bigram: float | None) -> int:
+def draw(jsonl: Path, png: Path, title: str, bigram: float | None, unit: str = "token") -> int:
     """Draw training and validation loss, the loss of a bigram model and the gradient noise scale, if known;
     -> number of unreadable lines.
 
-    The training curve shows the mean loss since the previous point. Draws nothing if there are no losses.
-    Raises OSError.
+    The training curve shows the mean loss since the previous point. Draws nothing if there are no losses. unit: of
+    losses. Raises OSError.
     """
     records, bad = read(jsonl)
     train, val, noise = (series(records, metric, "steps") for metric in ("loss", "val_loss", "noise_scale"))
@@ -116,7 +116,7 @@ def draw(jsonl: Path, png: Path, title: str, bigram: float | None) -> int:
         right = axes.twinx()
         right.plot(*zip(*noise, strict=True), color="tab:green", linewidth=1, linestyle=":")
         right.set(ylabel="gradient noise scale (tokens, dotted)", yscale="log")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set(xlabel="step", ylabel=f"loss (nats per {unit})")
     axes.set_title(title, fontsize="medium", parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -28,7 +28,7 @@ from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.evaluation.in_training import Tasks
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
-from nanotrain_jax.run import banner, conversion, curves, divergence, metrics, model_config, profile_summary
+from nanotrain_jax.run import banner, conversion, curves, divergence, metrics, model_config, profile_summary, reference
 from nanotrain_jax.run.adapter_export import Adapters
 from nanotrain_jax.run.phases import Phase, begin, describe, is_over
 from nanotrain_jax.run.profiling import Profile
@@ -255,7 +255,7 @@ class Loop:
             self.writer.start_clock()
 
     def evaluate(self) -> dict[str, float]:
-        """Return val_loss, the mean per held-out target in nats; of a model that counts it also their accuracy.
+        """Return val_loss, the mean per held-out target in nats; of a model that has some also further means, by name.
 
         {} without held-out text.
         """
@@ -267,8 +267,9 @@ class Loop:
             self.watch.at("evaluation", self.number)
             sums.append(step.evaluate(params, batch))
             jax.block_until_ready(sums[-2:-1])  # XLA:CPU aborts with too many executions in flight
-        loss, targets, *correct = (sum(float(x) for x in of_batches) for of_batches in zip(*sums, strict=True))
-        return {"val_loss": loss / targets} | ({"accuracy": correct[0] / targets} if correct else {})
+        loss, targets, *further = jax.tree.map(lambda *of_batches: sum(map(float, of_batches)), *sums)
+        named = {"accuracy": further[0]} if further and not isinstance(further[0], dict) else dict(*further)
+        return {"val_loss": loss / targets} | {name: total / targets for name, total in named.items()}
 
     def score_tasks(self) -> dict[str, float]:
         """Return the scores of train.tasks, by name."""
@@ -306,6 +307,8 @@ def make_ready(run: Run, folder: Path) -> None:
         durable.write(folder / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
         for source in model_folders(run):
             conversion.copy_files(source, folder)
+        if config.train.objective:
+            reference.keep(run.dataset, folder)
         # The tokenizer makes the folder self-contained.
         for name, text in (data.files_of(run.config.data) if run.dataset.tokenizer else {}).items():
             durable.write(folder / name, text.encode())

@@ -99,13 +99,9 @@ class Writer:
             self.tokens += self.tokens_per_step
 
     def write(
-        self,
-        val_loss: float | None = None,
-        accuracy: float | None = None,
-        is_last: bool = False,
-        tasks: Mapping[str, float] = MappingProxyType({}),
+        self, is_last: bool = False, tasks: Mapping[str, float] = MappingProxyType({}), **evaluated: float
     ) -> None:
-        """Write the metrics of the pending step, if any, with a validation loss and an accuracy, if given.
+        """Write the metrics of the pending step, if any, with those of an evaluation: val_loss, accuracy, margin.
 
         is_last: of a run that stops here, so the step is written whatever train.log_every says. tasks: their scores, by
         name (`task/NAME`).
@@ -118,7 +114,7 @@ class Writer:
         if self.bar:
             self.bar.update(self.task, completed=number)
         is_due = is_last or number == self.config.train.steps or (every and number % every == 0)
-        if val_loss is None and not tasks and not is_due:
+        if not evaluated and not tasks and not is_due:
             return
         seconds, losses = self.seconds / self.steps, self.losses
         tokens_per_second = (self.tokens - self.tokens_written) / self.seconds
@@ -137,8 +133,7 @@ class Writer:
         if metrics["skipped_steps"]:
             record["skipped_steps"] = int(metrics["skipped_steps"])
         record |= {name: float(metrics[name]) for name in ("loss_scale", "noise_scale") if name in metrics}
-        evaluated = {"val_loss": val_loss, "accuracy": accuracy}
-        record |= {name: value for name, value in evaluated.items() if value is not None} | dict(tasks)
+        record |= {**evaluated, **tasks}
         self.latest |= record
         self._note("  ".join(f"{key} {value}" for key, value in record.items() if value is not None))
         if self.active:
@@ -167,6 +162,8 @@ class Writer:
             text += f"  val {evaluated['val_loss']:.4f}"
         if "accuracy" in evaluated:
             text += f"  accuracy {evaluated['accuracy']:.1%}"
+        if "margin" in evaluated:
+            text += f"  margin {evaluated['margin']:.3f}"
         tasks = [name for name in evaluated if name.startswith(TASK) and f"{name}_norm" in evaluated]
         text += "".join(f"  {name.removeprefix(TASK)} {evaluated[name]:.1%}" for name in tasks)
         text += f"  {record['tokens_per_second']:,.0f} tokens/s"
@@ -183,7 +180,8 @@ class Writer:
             return
         jsonl = self.folder / sinks.JSONL
         try:
-            bad = curves.draw(jsonl, self.folder / "loss.png", title, bigram)
+            unit = "pair" if self.config.train.objective else "token"
+            bad = curves.draw(jsonl, self.folder / "loss.png", title, bigram, unit)
         except Exception as error:  # a library, or a full disk: the run itself is complete
             text = " ".join(f"{type(error).__name__}: {error}".split())
             self.say(f"warning: cannot draw loss.png ({text[:200]})")

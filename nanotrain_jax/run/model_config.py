@@ -81,7 +81,7 @@ def _with_tokenizer(data: Any, folder: Path) -> Any:
     keys = data or {}
     if not isinstance(keys, dict) or keys.get("tokenizer") is not None or not (folder / TOKENIZER).is_file():
         return data
-    is_text = str(keys.get("source", "stdlib")).partition(":")[0] in ("stdlib", "text", "chat")
+    is_text = str(keys.get("source", "stdlib")).partition(":")[0] in ("stdlib", "text", "chat", "pairs")
     return keys | {"tokenizer": str(folder / TOKENIZER)} if is_text else data
 
 

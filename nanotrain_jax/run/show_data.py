@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from itertools import cycle, groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from rich.text import Text
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import of_span, spans
 from nanotrain_jax.data import batches
+from nanotrain_jax.data.pairs import SIDES
 from nanotrain_jax.data.tokenizer import Tokenizer, special_tokens, text_decoder
 
 INCOMPLETE = "\ufffd"  # at the end of a text: part of a multi-byte character
@@ -54,9 +55,10 @@ def show(config: Config, count: int, console: Console) -> int:
     for line in dataset.notes:
         console.print(line, markup=False)
     marks = console.color_system is None or console.no_color
+    names = SIDES if config.data.is_pairs else ("",)
     for number, row in enumerate(rows(dataset.train, config, count), 1):
-        console.print(Text(headline(number, row), style="bold"))
-        for text in examples(row, tokenizer, marks):
+        console.print(Text(headline(number, row, len(names)), style="bold"))
+        for text in examples(row, tokenizer, marks, names):
             console.print(text)
     console.print(legend(marks))
     return 0
@@ -82,23 +84,25 @@ def _batched(sequence: Any) -> Any:
     return {name: x[None] for name, x in sequence.items()} if isinstance(sequence, dict) else sequence[None]
 
 
-def headline(number: int, row: Row) -> str:
-    """Return a line of counts."""
+def headline(number: int, row: Row, together: int) -> str:
+    """Return a line of counts. together: examples of a pair, else 1."""
     count = len(row.tokens) - row.padding
-    documents = len(np.unique(row.starts[:count]))
+    documents = len(np.unique(row.starts[:count])) // together
+    unit = "pair" if together > 1 else "example"
     return (
-        f"row {number}: {documents} example{'s' * (documents > 1)}, {count} tokens, {int(row.learned.sum())} learned, "
+        f"row {number}: {documents} {unit}{'s' * (documents > 1)}, {count} tokens, {int(row.learned.sum())} learned, "
         f"{row.padding} of padding"
     )
 
 
-def examples(row: Row, tokenizer: Tokenizer, marks: bool) -> Iterator[Text]:
-    """Yield each example of a row. marks: [[ ]] around what is learned, for output without colour."""
+def examples(row: Row, tokenizer: Tokenizer, marks: bool, names: Sequence[str]) -> Iterator[Text]:
+    """Yield each example of a row. marks: [[ ]] around what is learned, for output without colour. names: of examples,
+    in turn."""
     special, count = special_tokens(tokenizer), len(row.tokens) - row.padding
-    for start in np.unique(row.starts[:count]):
+    for start, name in zip(np.unique(row.starts[:count]), cycle(names), strict=False):
         mine = np.flatnonzero(row.starts[:count] == start)
         pieces = of_tokens(row.tokens[mine].tolist(), row.learned[mine].tolist(), tokenizer, special)
-        yield Text(f"--- {start}: ").append_text(_marked(pieces) if marks else _coloured(pieces))
+        yield Text(f"--- {start}{name and f' {name}'}: ").append_text(_marked(pieces) if marks else _coloured(pieces))
 
 
 def _marked(pieces: Iterable[Piece]) -> Text:

@@ -32,7 +32,7 @@ from nanotrain_jax.step import forward
 from nanotrain_jax.step import plan as plans
 from nanotrain_jax.step import state as states
 from nanotrain_jax.step.compressed import sum_kept
-from nanotrain_jax.step.encoded import encode_all
+from nanotrain_jax.step.encoded import NUMBER, encode_all
 from nanotrain_jax.step.gradients import GRADIENTS
 from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import REPLICATED, State
@@ -55,7 +55,8 @@ class Step(NamedTuple):
     average(State.params) -> params as evaluate takes them: with parallel.sync_every the mean over replicas, else the
         same arrays
     evaluate(params, batch) -> sum of losses in nats, number of targets; with Model.correct also the number of targets
-        whose most likely token is right
+        whose most likely token is right, with Model.measures its sums by name
+    of_rows(params, batch) -> what Model.of_rows returns of each row, [B/replica,data ...]. None without it
     in_layer_order(State) -> State as in checkpoints: stacked layers in model order, weights in the compute dtype and
         float32 master weights
     in_stage_order(State) -> State as the other functions take it; donates its State. saved: what it needs of a
@@ -75,7 +76,8 @@ class Step(NamedTuple):
 
     init: Callable[[], State]
     train: Callable[[State, Tree], tuple[State, dict[str, jax.Array], Pending | None]]
-    evaluate: Callable[[Tree, Tree], tuple[jax.Array, ...]]
+    evaluate: Callable[[Tree, Tree], tuple]
+    of_rows: Callable[[Tree, Tree], jax.Array] | None
     state: State
     saved: State
     batch: Tree
@@ -105,14 +107,19 @@ def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.A
 
 
 def count_targets(plan: Plan, batch: Tree) -> jax.Array | int:
-    """Return the number of targets in the batch of a step, as `Plan.targets`.
+    """Return the number of targets in the batch of a step, as `Plan.targets`, or what the model counts instead.
 
-    Where rows may have targets to ignore: all-reduces one scalar.
+    Where rows may have targets to ignore, or the model counts: all-reduces one scalar.
     """
-    if not plan.config.data.has_ignored_targets:
+    if not (plan.config.data.has_ignored_targets or plan.model.count):
         return plan.targets
-    is_target = (batch["targets"] >= 0).astype(jnp.float32)
-    return jnp.maximum(all_reduce(is_target.sum(), plan.together(BATCH_AXES)), 1)
+    own = (plan.model.count or number_of_targets)(batch)
+    return jnp.maximum(all_reduce(own, plan.together(BATCH_AXES)), 1)
+
+
+def number_of_targets(batch: Tree) -> jax.Array:
+    """Return the number of targets that are not ignored, on this device."""
+    return (batch["targets"] >= 0).astype(jnp.float32).sum()
 
 
 def train_apart(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array], None]:
@@ -131,22 +138,40 @@ def average_replicas(params: Tree) -> Tree:
     return local_steps.mean(jax.tree.map(local_steps.own, params))
 
 
-def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple[jax.Array, ...]:
-    """-> sum of losses, number of targets of a batch; of a model that counts them also the number of right ones."""
-    params = forward.local(plan, params)
+def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple:
+    """-> sum of losses, number of targets of a batch, and what else `forward.measure` returns."""
+    return all_reduce(run_forward_only(plan, params, microbatched(plan, batch), forward.measure), plan.loss_axes)
+
+
+def of_rows(plan: Plan, params: Tree, batch: Tree) -> jax.Array:
+    """-> what `Model.of_rows` returns of this device's rows, [B ...]"""
     microbatches = microbatched(plan, batch)
+    M = plan.config.parallel.microbatches
+
+    def read(model: Model, ends: Tree, x: Tree, microbatch: Tree) -> jax.Array:
+        values = model.of_rows(ends, x, microbatch)
+        is_own_M = jnp.arange(M) == microbatch[NUMBER]
+        return jnp.where(is_own_M.reshape(M, *[1] * values.ndim), values[None], 0.0)
+
+    numbered = microbatches | {NUMBER: jnp.arange(M, dtype=jnp.int32)}
+    values = run_forward_only(plan, params, numbered, read)
+    axes = [axis for axis in plan.loss_axes if axis not in BATCH_AXES]
+    return all_reduce(values, axes).reshape(-1, *values.shape[2:])
+
+
+def run_forward_only(plan: Plan, params: Tree, microbatches: Tree, read: forward.Read) -> Tree:
+    """-> what read returns, a tree of arrays, summed over microbatches[M ...]; with a pipeline only the last stage has
+    it."""
+    params = forward.local(plan, params)
     p = plan.config.parallel
     if plan.execution is Execution.PIPELINE:
         schedule = schedules.forward_only(p.pipe, p.microbatches, p.chunks, plan.model.splits_vocab)
-        model = forward.layered(plan, params, measures=True)
+        model = forward.layered(plan, params, read)
         if plan.model.encode:
             microbatches |= encode_all(plan, params, microbatches, model.ends)
-        sums = run_forward(schedule, model, microbatches, idle=p.idle)
-    else:
-        weights = forward.Weights(params, forward.inputs(plan, plan.zero, params))
-        sums = lax.map(partial(forward.scores, plan, plan.zero, weights), microbatches)
-        sums = jax.tree.map(lambda x: x.sum(0), sums)
-    return all_reduce(sums, plan.loss_axes)
+        return run_forward(schedule, model, microbatches, idle=p.idle)
+    weights = forward.Weights(params, forward.inputs(plan, plan.zero, params))
+    return jax.tree.map(lambda x: x.sum(0), lax.map(partial(forward.scores, plan, read, weights), microbatches))
 
 
 def microbatched(plan: Plan, batch: Tree) -> Tree:
@@ -168,14 +193,17 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
     run_train = on_mesh(mesh, partial(train_apart if is_apart else train, plan), (state_specs, batch_specs), outputs)
     param_specs, _ = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
     run_evaluate = on_mesh(mesh, partial(evaluate, plan), (param_specs, batch_specs), REPLICATED)
+    run_of_rows = on_mesh(mesh, partial(of_rows, plan), (param_specs, batch_specs), ROWS)
     run_synchronize = on_mesh(mesh, partial(synchronize_replicas, plan), (state_specs,), state_specs)
     run_average = on_mesh(mesh, average_replicas, (state_specs.params,), param_specs)
     options = compiler_options(plan)
+    of_forward = options if is_offloaded(config) else None
     in_layer_order, in_stage_order = states.forms(plan, state)
     return Step(
         init=jax.jit(lambda: states.without_nvme_state(plan, states.init(plan)), out_shardings=shardings(state)),
         train=jax.jit(run_train, donate_argnums=0, compiler_options=options),
-        evaluate=jax.jit(run_evaluate, compiler_options=options if is_offloaded(config) else None),
+        evaluate=jax.jit(run_evaluate, compiler_options=of_forward),
+        of_rows=jax.jit(run_of_rows, compiler_options=of_forward) if plan.model.of_rows else None,
         state=state,
         saved=states.as_saved(plan, state),
         batch=jax.tree.map(partial(states.with_sharding, mesh), batch_shapes, batch_specs),

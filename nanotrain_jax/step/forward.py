@@ -22,6 +22,8 @@ from nanotrain_jax.parallel.zero.optimizer_step import merge, select
 from nanotrain_jax.parallel.zero.zero import ZERO, Zero, gather_ahead, scatter_behind
 from nanotrain_jax.step.plan import Plan, layers_of_rows
 
+Read = Callable[[Model, Tree, Tree, Tree], Tree]  # model, ends, x, microbatch -> what is read after the last layer
+
 
 def local(plan: Plan, params: Tree) -> Tree:
     """Cast params so that gradients which are partial sums over tensor stay local: `zero.reduce` sums them once."""
@@ -70,15 +72,16 @@ def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Arr
     return in_float32(plan.model.last(ends, x, batch))
 
 
-def scores(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Array, ...]:
-    """Return what `measure` returns of a microbatch."""
-    return measure(plan.model, *outputs(plan, zero, weights, batch))
+def scores(plan: Plan, read: Read, weights: Weights, batch: Tree) -> Tree:
+    """Return what read returns of a microbatch."""
+    return read(plan.model, *outputs(plan, plan.zero, weights, batch))
 
 
 def measure(model: Model, ends: Tree, x: Tree, batch: Tree) -> tuple[jax.Array, ...]:
-    """Return the sum of losses and the number of targets; if the model counts them, also how many are right."""
-    sums = in_float32(model.last(ends, x, batch))
-    return (*sums, model.correct(ends, x, batch)) if model.correct else sums
+    """Return the sum of losses and the number of targets; if the model has them, also how many are right, or further
+    sums by name."""
+    sums, further = in_float32(model.last(ends, x, batch)), model.measures or model.correct
+    return (*sums, further(ends, x, batch)) if further else sums
 
 
 def outputs(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[Tree, Tree, Tree]:
@@ -135,9 +138,9 @@ def run_layer(plan: Plan, stack: str, zero: Zero, layer: Callable, x: Tree, weig
     return layer(gathered, x)
 
 
-def layered(plan: Plan, params: Tree, measures: bool = False) -> LayeredModel:
-    """Return the model for loops with an explicit backward. `last` returns the sum of losses and the number of targets;
-    with measures what `measure` returns.
+def layered(plan: Plan, params: Tree, read: Read | None = None) -> LayeredModel:
+    """Return the model for loops with an explicit backward. `last` returns the sum of losses and the number of targets,
+    or what read returns.
 
     `first` and `last` each gather the ends they use. With prefetch layers are gathered ahead and their gradients
     scattered behind, by the loop.
@@ -174,7 +177,7 @@ def layered(plan: Plan, params: Tree, measures: bool = False) -> LayeredModel:
 
     def last(inputs: Tree, x: Tree, batch: Tree) -> tuple:
         ends = gathered(inputs, model.used_by_last)
-        return measure(model, ends, x, batch) if measures else in_float32(model.last(ends, x, batch))
+        return read(model, ends, x, batch) if read else in_float32(model.last(ends, x, batch))
 
     return LayeredModel(
         first=first,

@@ -4,6 +4,8 @@ Pure functions for use inside any `shard_map` (with check_vma=True). B batch, T 
 of a chunk; t devices along the axis, here called tensor. axis=None: one device. The same maths, moves nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +65,7 @@ _rows.defvjp(lambda embedding, rows: (_rows(embedding, rows), (embedding, rows))
 
 
 class LossOptions(NamedTuple):
-    """Options of `cross_entropy`."""
+    """Options of `cross_entropy` and `losses_of_tokens`."""
 
     vocab_size: int | None = None  # rows of the head from this one on are padding; None: no padding
     chunk: int | None = None  # tokens per chunk; None: all
@@ -96,22 +98,45 @@ def cross_entropy(
     reduces it. axis: the mesh axis that splits the vocabulary, or several, the last of them innermost; None: none.
     Raises ValueError if chunk does not divide B T.
     """
+    loss = _loss_of((x_BTD, head_VD, targets_BT), _names(axis), options)
+    x_BTD, head_VD = as_varying((x_BTD, head_VD), loss.everywhere)
+    return _sum_of_losses(loss, x_BTD, head_VD, targets_BT), loss.counts(targets_BT).sum(dtype=jnp.int32)
+
+
+def losses_of_tokens(
+    x_BTD: jax.Array,
+    head_VD: jax.Array,
+    targets_BT: jax.Array,
+    axis: str | Sequence[str] | None = "tensor",
+    options: LossOptions = PLAIN_LOSS,
+) -> jax.Array:
+    """x[B T D], head[V/tensor D], targets[B T] -> the loss of each token, float32 [B T]; 0 for ignored targets
+
+    The terms of `cross_entropy`, for losses that are no sum of them. Arguments, communication and errors are as there,
+    but residuals are x and head, and the backward computes each chunk's logits again, with the same communication: the
+    gradients of tokens are not known before.
+    """
+    loss = _loss_of((x_BTD, head_VD, targets_BT), _names(axis), options)
+    x_BTD, head_VD = as_varying((x_BTD, head_VD), loss.everywhere)
+    return _losses_of_tokens(loss, x_BTD, head_VD, targets_BT)
+
+
+def _loss_of(arrays: tuple[jax.Array, jax.Array, jax.Array], axes: tuple[str, ...], options: LossOptions) -> _Loss:
+    """Return the static arguments of a loss of x, head and targets. Raises ValueError if chunk does not divide B T."""
+    x_BTD, head_VD, _ = arrays
     B, T, _ = x_BTD.shape
     tokens = B * T
     chunk = options.chunk or tokens
     if tokens % chunk:
         raise ValueError(f"chunk={chunk} does not divide the {B} x {T} tokens of a device; use a divisor of {tokens}")
-    axes = _names(axis)
     vocab_size = options.vocab_size or head_VD.shape[0] * (lax.axis_size(axes) if axes else 1)
-    everywhere = sorted({*axes} | varying_axes(x_BTD) | varying_axes(head_VD) | varying_axes(targets_BT))
-    loss = _Loss(axes, vocab_size, chunk, options.z_loss, tuple(everywhere))
-    x_BTD, head_VD = as_varying((x_BTD, head_VD), everywhere)
-    return _sum_of_losses(loss, x_BTD, head_VD, targets_BT), loss.counts(targets_BT).sum(dtype=jnp.int32)
+    everywhere = {*axes}.union(*map(varying_axes, arrays))
+    return _Loss(axes, vocab_size, chunk, options.z_loss, tuple(sorted(everywhere)))
 
 
 @dataclass(frozen=True)
 class _Loss:
-    """The static arguments of `cross_entropy`."""
+    """The static arguments of `cross_entropy` and `losses_of_tokens`."""
 
     axes: tuple[str, ...]  # the mesh axes that split the vocabulary
     vocab_size: int
@@ -150,7 +175,7 @@ def _sum_and_gradients(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, target
         total, grad_VD = sums
         x_cD, targets_c = chunk
         losses_c, softmax = _losses(loss, x_cD, head_VD, targets_c)
-        grad_cD, grad_of_chunk_VD = _gradients(loss, softmax, x_cD, head_VD)
+        grad_cD, grad_of_chunk_VD = _gradients(loss, softmax, x_cD, head_VD, _gradient_scale(x_cD.dtype))
         return (total + losses_c.sum(), grad_VD + grad_of_chunk_VD), grad_cD
 
     sums = loss.zero(), as_varying(jnp.zeros(head_VD.shape, jnp.float32), loss.everywhere)
@@ -167,6 +192,41 @@ def _scale_gradients(_: _Loss, residuals: tuple, g: jax.Array) -> tuple[jax.Arra
 
 
 _sum_of_losses.defvjp(_sum_and_gradients, _scale_gradients)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _losses_of_tokens(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """Return the losses of all tokens [B T]. Both arrays vary over loss.everywhere."""
+
+    def of_chunk(chunk: tuple) -> jax.Array:
+        x_cD, targets_c = chunk
+        return _losses(loss, x_cD, head_VD, targets_c)[0]
+
+    return lax.map(of_chunk, loss.chunks(x_BTD, targets_BT)).reshape(targets_BT.shape)
+
+
+def _losses_and_residuals(loss: _Loss, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _losses_of_tokens(loss, *arrays), arrays
+
+
+def _gradients_of_tokens(loss: _Loss, residuals: tuple, g_BT: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    """The backward: gradients of x and head, given those of the losses of tokens."""
+    x_BTD, head_VD, targets_BT = residuals
+    g_BT = as_varying(g_BT, loss.everywhere)
+
+    def add_chunk(grad_VD: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
+        (x_cD, targets_c), g_c = chunk
+        _, softmax = _losses(loss, x_cD, head_VD, targets_c)
+        grad_cD, grad_of_chunk_VD = _gradients(loss, softmax, x_cD, head_VD, g_c[:, None])
+        return grad_VD + grad_of_chunk_VD, grad_cD
+
+    zeros = as_varying(jnp.zeros(head_VD.shape, jnp.float32), loss.everywhere)
+    chunks = loss.chunks(x_BTD, targets_BT), g_BT.reshape(-1, loss.chunk)
+    grad_VD, grad_cD = lax.scan(add_chunk, zeros, chunks)
+    return grad_cD.reshape(x_BTD.shape), grad_VD.astype(head_VD.dtype), None
+
+
+_losses_of_tokens.defvjp(_losses_and_residuals, _gradients_of_tokens)
 
 
 def _gradient_scale(dtype: jnp.dtype) -> float:
@@ -200,10 +260,15 @@ def _losses(loss: _Loss, x_cD: jax.Array, head_VD: jax.Array, targets_c: jax.Arr
     return losses_c, _Softmax(counts_c, hit_cV, exp_cV, sum_c, log_z_c)
 
 
-def _gradients(loss: _Loss, softmax: _Softmax, x_cD: jax.Array, head_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """-> gradients of a chunk's summed losses with respect to x[c D] and head[V/tensor D], times `_gradient_scale`."""
+def _gradients(
+    loss: _Loss, softmax: _Softmax, x_cD: jax.Array, head_VD: jax.Array, scale: jax.Array | float
+) -> tuple[jax.Array, jax.Array]:
+    """-> gradients of a chunk's summed losses with respect to x[c D] and head[V/tensor D], times scale.
+
+    scale: one number, or one for each token [c 1].
+    """
     slope_c = jnp.where(softmax.counts_c, 1 + 2 * loss.z_loss * softmax.log_z_c, 0.0)
     g_cV = (slope_c / softmax.sum_c)[:, None] * softmax.exp_cV - jnp.where(softmax.hit_cV, 1.0, 0.0)
-    g_cV = (_gradient_scale(x_cD.dtype) * g_cV).astype(x_cD.dtype)
+    g_cV = (scale * g_cV).astype(x_cD.dtype)
     grad_VD = jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=jnp.float32)
     return jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype), grad_VD

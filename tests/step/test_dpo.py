@@ -1,0 +1,142 @@
+"""DPO: loss and gradients of a plain oracle in every kind of layout, the reference row by row, and what it learns."""
+
+from functools import lru_cache
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from conftest import GRADS, built, cover, padded, resolved, small, starting_from
+
+from nanotrain_jax.data import batches as data
+from nanotrain_jax.data.corpus import Corpus
+from nanotrain_jax.data.examples import Examples
+from nanotrain_jax.data.pairs import Pairs
+from nanotrain_jax.models import decoder
+from nanotrain_jax.run import reference
+
+T, VOCAB, COUNT, B = 32, 61, 21, 16
+BETA, SMOOTHING = 0.3, 0.1
+
+
+def pairs(seed=0):
+    """Random pairs: a prompt of some tokens, and two completions; what is learned has gaps."""
+    rng = np.random.default_rng(seed)
+    texts, learned = [], []
+    for _ in range(COUNT):
+        prompt = rng.integers(VOCAB, size=rng.integers(1, 5))
+        for _ in range(2):
+            answer = rng.integers(VOCAB, size=rng.integers(1, 9))
+            texts.append(np.concatenate([prompt, answer]))
+            learned.append(np.concatenate([np.zeros(len(prompt), bool), rng.random(len(answer)) < 0.8]))
+            learned[-1][-1] = True
+    tokens = np.concatenate(texts).astype(np.uint16)
+    corpus = Corpus(tokens, np.cumsum([len(x) for x in texts]), np.arange(2 * COUNT, dtype=np.uint64), "none", VOCAB)
+    return Examples(corpus, np.concatenate(learned), counts=None)
+
+
+def rows_of(given, reference=None):
+    rows = Pairs(given, np.arange(2 * COUNT), T, packs=True)
+    return rows if reference is None else rows.with_reference(reference)
+
+
+def batch_of(rows, step):
+    """All rows as one batch, with rows of padding behind them."""
+    (batch,) = data.evaluation(rows, step.batch, 1, step.token_order)
+    return batch
+
+
+def tree(family="llama", objective=None, **parallel):
+    return small(
+        family,
+        model={"vocab_size": VOCAB} | ({"loss_chunk": parallel.pop("loss_chunk")} if "loss_chunk" in parallel else {}),
+        data={"source": "pairs:none", "seq_len": T, "batch_size": B},
+        train={"seed": 3, "objective": {"kind": "dpo", "beta": BETA, "label_smoothing": SMOOTHING} | (objective or {})},
+        parallel=parallel,
+    )
+
+
+def of_pairs(params, given):
+    """Log-probability of what is learned of each example, plainly, [pairs 2]. given: tokens, learned [examples T]"""
+    tokens, learned = given
+    of_tokens = jax.nn.log_softmax(oracle.logits(params, tokens[:, :-1]))
+    picked = jnp.take_along_axis(of_tokens, tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.where(learned[:, 1:], picked, 0.0).sum(1).reshape(COUNT, 2)
+
+
+def expected_loss(params, given, reference):
+    """Equation 7 of the paper, with smoothed labels: (1 - e) L(w, l) + e L(l, w)."""
+    ratio = of_pairs(params, given) - reference
+    z = BETA * (ratio[:, 0] - ratio[:, 1])
+    of_pair = (1 - SMOOTHING) * jnp.log(1 + jnp.exp(-z)) + SMOOTHING * jnp.log(1 + jnp.exp(z))
+    return of_pair.mean(), z
+
+
+@lru_cache(maxsize=2)
+def of_the_oracle(family):
+    """-> weights, log-probabilities of them and of the reference (other weights), loss, margins, gradients."""
+    config, _ = resolved(tree(family, data=1))
+    found, longest = pairs(), max(pairs().sizes)
+    padded = [[np.pad(x, (0, longest - len(x))) for x in found[i]] for i in range(2 * COUNT)]
+    given = [jnp.asarray(np.stack(x)) for x in zip(*padded, strict=True)]
+    params, other = (jax.device_get(decoder.init(config.model, seed)) for seed in (3, 4))
+
+    @jax.jit
+    def run(params, other):
+        of_other = of_pairs(other, given)
+        with_gradients = jax.value_and_grad(lambda params: expected_loss(params, given, of_other), has_aux=True)
+        return of_pairs(params, given), of_other, *with_gradients(params)
+
+    own, of_other, (loss, margins), grads = jax.device_get(run(params, other))
+    return params, own, of_other, loss, margins, grads
+
+
+def is_reference(step, params, rows, values):
+    """A model that is its own reference has a loss of log 2 and no margin."""
+    own = np.zeros_like(rows.reference)
+    reference.put(own, rows, 0, values)
+    total, _, sums = step.evaluate(params, batch_of(rows.with_reference(own), step))
+    np.testing.assert_allclose(float(total) / COUNT, np.log(2), rtol=1e-7)
+    assert abs(float(sums["margin"])) < 1e-5
+
+
+LAYOUTS = {
+    "one device": ("llama", {"data": 1, "loss_chunk": 64}),
+    "data 2 tensor 2": ("gpt2", {"data": 2, "tensor": 2}),
+    "tensor, ZeRO 3": ("llama", {"data": 2, "tensor": 2, "zero": 3, "microbatches": 2, "loss_chunk": 64}),
+    "pipe, vocabulary over it": ("llama", {"pipe": 2, "tensor": 2, "microbatches": 4, "vocab_over_pipe": True}),
+    "pipe": ("gpt2", {"pipe": 2, "data": 2, "microbatches": 4}),
+    "zero bubble": ("llama", {"pipe": 2, "microbatches": 4, "schedule": "zero_bubble", "chunks": 1}),
+    "ZeRO 3": ("llama", {"data": 4, "zero": 3, "microbatches": 2, "persist_below": 1}),
+    "ring": ("llama", {"data": 2, "context": 2, "microbatches": 2}),
+    "ulysses": ("llama", {"context": 2, "tensor": 2, "context_attention": "ulysses"}),
+}
+FIRST = "pipe, vocabulary over it", "tensor, ZeRO 3"
+
+
+@pytest.mark.parametrize("name", cover(FIRST, sorted(LAYOUTS.keys() - {*FIRST})))
+def test_loss_gradients_and_scores_are_those_of_the_paper(name):
+    family, parallel = LAYOUTS[name]
+    params, own, other, loss, margins, grads = of_the_oracle(family)
+    step = built(tree(family, **parallel))
+    state, rows = starting_from(step, params), rows_of(pairs(), other)
+    assert len(rows) <= B and any(len(rows.pairs_of_row(i)) > 1 for i in range(len(rows)))
+    batch = batch_of(rows, step)
+    total, count, means = step.evaluate(state.params, batch)
+    assert int(count) == COUNT
+    np.testing.assert_allclose(float(total) / COUNT, loss, rtol=1e-6)
+    np.testing.assert_allclose(float(means["margin"]) / COUNT, margins.mean(), rtol=1e-5)
+    assert float(means["accuracy"]) == (margins > 0).sum()
+    found = np.asarray(step.of_rows(state.params, batch))
+    is_reference(step, state.params, rows, found)
+    for i in range(len(rows)):
+        mine = rows.pairs_of_row(i)
+        np.testing.assert_allclose(found[i, : len(mine)], own[mine], rtol=1e-6)
+        assert not found[i, len(mine) :].any()
+    state, metrics, _ = step.train(state, batch)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    moments = jax.device_get(step.in_layer_order(state).opt.moments[0].mu)
+    found = jax.tree.map(lambda m: m / (1 - oracle.B1), moments)
+    chex.assert_trees_all_close(found, padded(grads, found), **GRADS)
