@@ -7,26 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from nanotrain_jax.checkpoint import checksums, directory
-
-
-class Base(BaseModel):
-    """folder: a model folder of Hugging Face, or of checkpoints; step: of the checkpoint, None for a model folder.
-
-    files: path below the folder -> [bytes, CRC-32] of each file that holds weights.
-    """
-
-    model_config = ConfigDict(strict=True)
-    folder: str
-    step: int | None = Field(default=None, ge=0)
-    files: dict[str, list[int]]
-
-    @property
-    def name(self) -> str:
-        """The base in words."""
-        return self.folder if self.step is None else f"checkpoint {self.step} in {self.folder}"
+from nanotrain_jax.checkpoint.compatibility import Base
 
 
 def of(folder: Path, step: int | None) -> Base:

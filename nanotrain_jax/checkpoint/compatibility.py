@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from nanotrain_jax.checkpoint.base import Base
 from nanotrain_jax.config.schema import Config
 
 Plain = dict[str, dict[str, Any]]  # section -> key -> value, from `Config.to_dict`
@@ -39,6 +38,24 @@ class Position(BaseModel):
     position: int = Field(ge=0)
     fingerprint: str
     read: dict[str, int] = Field(default_factory=dict)
+
+
+class Base(BaseModel):
+    """The frozen weights that adapters belong to (checkpoint/base.py).
+
+    folder: a model folder of Hugging Face, or of checkpoints; step: of the checkpoint, None for a model folder. files:
+    path below the folder -> [bytes, CRC-32] of each file that holds weights.
+    """
+
+    model_config = ConfigDict(strict=True)
+    folder: str
+    step: int | None = Field(default=None, ge=0)
+    files: dict[str, list[int]]
+
+    @property
+    def name(self) -> str:
+        """The base in words."""
+        return self.folder if self.step is None else f"checkpoint {self.step} in {self.folder}"
 
 
 class Meta(BaseModel):

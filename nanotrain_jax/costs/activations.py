@@ -71,10 +71,10 @@ def layer_activations(config: Config, remat: Remat) -> float:
     """
     like_x, inner = layer_widths(config, remat)
     split_x = config.parallel.tensor if config.parallel.sequence_parallel else 1
-    return like_x / split_x + inner / config.parallel.tensor + _adapter_width(config, remat)
+    return like_x / split_x + inner / config.parallel.tensor + adapter_width(config, remat)
 
 
-def _adapter_width(config: Config, remat: Remat) -> float:
+def adapter_width(config: Config, remat: Remat) -> float:
     """Return the elements per token that adapters store: x A, of a column-parallel matrix of all tokens."""
     if remat.recomputes_layers or not config.model.lora:
         return 0.0

@@ -166,6 +166,8 @@ def activations(e: Estimate) -> Section:
     split = p.tensor if p.sequence_parallel else 1
     formula = "residual width / t + inner width / t" if split > 1 else "residual width + inner width / t"
     shown = f"{n(like_x)} / {split} + {n(inner)} / {p.tensor}"
+    if c.train.lora:
+        formula, shown = f"{formula} + x A of adapters", f"{shown} + {n(costs.adapter_width(c, remat))}"
     lines = [Line(f"per layer and token (remat {remat})", formula, shown, layer, "elements")]
     if p.pipe == 1:
         shown = f"{c.model.num_layers} x {n(layer)}"

@@ -8,7 +8,7 @@ import jax
 
 from nanotrain_jax.checkpoint import base as bases
 from nanotrain_jax.checkpoint import read as restore
-from nanotrain_jax.checkpoint.base import Base
+from nanotrain_jax.checkpoint.compatibility import Base
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.distributed.processes import of_first, on_all_processes
 from nanotrain_jax.parallel.zero.optimizer_step import merge

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.checkpoint import compatibility, directory, durable, lock
 from nanotrain_jax.checkpoint import write as checkpoint
-from nanotrain_jax.checkpoint.base import Base
+from nanotrain_jax.checkpoint.compatibility import Base
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_run
 from nanotrain_jax.costs import flops, hardware

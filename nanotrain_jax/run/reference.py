@@ -30,7 +30,7 @@ FILE = "reference.npz"
 def attach(phases: list[Phase], state: State, resumed: Resumed | None = None) -> tuple[list[Phase], list[str]]:
     """Return phases whose data have the reference, and lines for the banner; without an objective nothing changes.
 
-    state: with which the run goes on; if what came before had no objective, it is the reference. Raises ValueError or
+    state: with which the run continues; if what came before had no objective, it is the reference. Raises ValueError or
     OSError, on all processes.
     """
     config, dataset, step = phases[-1].config, phases[-1].dataset, phases[-1].step

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from nanotrain_jax.checkpoint import compatibility, conversions
 from nanotrain_jax.checkpoint import read as restore
-from nanotrain_jax.checkpoint.base import Base
-from nanotrain_jax.checkpoint.compatibility import Meta
+from nanotrain_jax.checkpoint.compatibility import Base, Meta
 from nanotrain_jax.config.schema import Config, Optimizer
 from nanotrain_jax.config.training_stages import rate_of_batch
 from nanotrain_jax.config.values import HUGGING_FACE

@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from nanotrain_jax.checkpoint import base as bases
 from nanotrain_jax.checkpoint import by_layer, directory
 from nanotrain_jax.checkpoint import read as restore
-from nanotrain_jax.checkpoint.base import Base
+from nanotrain_jax.checkpoint.compatibility import Base
 from nanotrain_jax.config import load as configs
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.models import decoder_table
