@@ -123,10 +123,17 @@ def _shapes(kind: str) -> list[tuple[int, ...]]:
 
 def size(kind: str) -> int:
     """Return the bytes of an HLO type: `bf16[8,128]{1,0}`, or a tuple of such."""
-    bits = {dtype: int((re.search(r"\d+", dtype) or ["8"])[0]) for dtype, _ in ARRAY.findall(kind)}
-    return sum(
-        math.prod(int(n) for n in dims.split(",") if n) * bits[dtype] // 8 for dtype, dims in ARRAY.findall(kind)
-    )
+    arrays = ARRAY.findall(kind)
+    return sum(math.prod(int(n) for n in dims.split(",") if n) * _bits(dtype) // 8 for dtype, dims in arrays)
+
+
+def itemsize(kind: str) -> float:
+    """Return the bytes of an element of an array of an HLO type."""
+    return _bits(ARRAY.search(kind)[1]) / 8
+
+
+def _bits(dtype: str) -> int:
+    return int((re.search(r"\d+", dtype) or ["8"])[0])
 
 
 def walk(program: Program, rates: Rates = NO_RATES) -> Iterator[tuple[str, int, Number]]:

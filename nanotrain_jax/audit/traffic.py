@@ -3,7 +3,7 @@
 A kernel is an instruction that runs on the device: a fusion, a matmul, a custom call, a copy, a collective. It reads
 each operand once and writes its result once; nothing stays in a cache between kernels. Except that
 
-    a fusion that only slices or gathers from an operand     reads what it takes
+    a fusion that only slices or gathers from an operand     reads what it takes, converted or not
     a fusion that stores a slice into an operand, in place   writes the slice, and reads nothing of the operand
     scratch memory of a custom call (u8, s8)                 does not count
     arrays in host memory                                    do not count
@@ -101,11 +101,22 @@ def size(kind: str, has_scratch: bool = False) -> int:
 def _taken(block: list[Instruction], number: int) -> int | None:
     """Return the bytes that a fusion reads of an operand; None: all of it."""
     parameter = next(i for i in block if i.opcode == "parameter" and NUMBER.search(i.attributes)[1] == str(number))
+    return _part(block, parameter, hlo.itemsize(parameter.type))
+
+
+def _part(block: list[Instruction], value: Instruction, width: float, converted: bool = False) -> int | None:
+    """Return the bytes that the users of a value need of it; None: all. width: bytes of an element where it is stored.
+    converted: the value is the stored one in another dtype."""
     total = 0
-    for user, at in _users(block, parameter.name):
+    for user, at in _users(block, value.name):
         if user.opcode in SLICES and at == 0:
-            total += size(user.type)
-        elif user.opcode != "dynamic-update-slice" or at != 0:
+            total += round(size(user.type) / hlo.itemsize(user.type) * width)
+        elif user.opcode == "convert":
+            part = _part(block, user, width, converted=True)
+            if part is None:
+                return None
+            total += part
+        elif converted or user.opcode != "dynamic-update-slice" or at != 0:
             return None
     return total
 
