@@ -30,7 +30,6 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -113,15 +112,9 @@ class Ends(nnx.Module):
 
         Negative targets are padding and are ignored.
         """
-        if self.split.vocab_axes or self.loss_chunk:
-            x_BTD = tensor.enter(self.norm(x_BTD), self.split.axis, self.split.sequence_parallel)
-            options = vocabulary.LossOptions(self.vocab_size, self.loss_chunk)
-            return vocabulary.cross_entropy(x_BTD, self.head(), targets_BT, self.split.vocab_axes, options)
-        counted_BT = targets_BT >= 0
-        logits_BTV = self.logits(x_BTD)
-        labels_BTV = jax.nn.one_hot(targets_BT, logits_BTV.shape[-1])
-        losses_BT = optax.softmax_cross_entropy(logits_BTV, labels_BTV)
-        return jnp.where(counted_BT, losses_BT, 0.0).sum(), counted_BT.sum(dtype=jnp.int32)
+        x_BTD = tensor.enter(self.norm(x_BTD), self.split.axis, self.split.sequence_parallel)
+        options = vocabulary.LossOptions(self.vocab_size, self.loss_chunk)
+        return vocabulary.cross_entropy(x_BTD, self.head(), targets_BT, self.split.vocab_axes, options)
 
     @jax.named_scope("loss")
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
@@ -316,7 +309,10 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
     # Full remat recomputes the layer's forward, which has just gathered what its backward needs.
     regather = config.memory.rematerialization.policy != "full"
     attention = p.context_attention if p.context > 1 else None
-    matmul = float8.FLOAT8 if config.precision.matmul == "float8" else float8.PLAIN
+    reduces_at_once = p.zero >= 2 and config.precision.grad_reduce == "float32"  # each gradient of a weight
+    matmul = float8.WIDE if reduces_at_once else float8.PLAIN
+    if config.precision.matmul == "float8":
+        matmul = float8.FLOAT8
     matmuls = tensor.MatmulOptions(regather, p.overlap_tensor, matmul)
     split = Split("tensor", p.tensor, p.sequence_parallel) if p.tensor > 1 else ONE_DEVICE
     split = split._replace(matmuls=matmuls, context=attention, vocab_axes=p.vocab_axes, vocab_shards=p.vocab_shards)

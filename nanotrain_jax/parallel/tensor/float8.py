@@ -11,7 +11,7 @@ multiplying by a power of two is exact. Results are in the dtype of the operands
 multiplications by the scales into the matmul, which then runs on FP8 tensor cores (Hopper and later); on other devices
 the same numbers are computed from operands that are converted back. Dims must be multiples of 16.
 
-`PLAIN` and `FLOAT8` have one interface, so that a matmul is written once (`tensor.columns`). Nothing here communicates.
+`PLAIN`, `WIDE` and `FLOAT8` have one interface, so that a matmul is written once (`tensor.columns`). Nothing here communicates.
 """
 
 from collections.abc import Callable
@@ -42,11 +42,14 @@ class Matmul(NamedTuple):
 
     operand(x) -> an operand; gradient(g) -> the gradient of a result as an operand
     contract(a, b, axes, exact) -> tensordot of two operands. exact: accumulate in float32, as backwards do
+    wide: gradients of weights leave the matmul in float32. Where float32 follows, as in a reduction over devices, XLA
+    then never rounds them, and saves a pass.
     """
 
     operand: Callable[[jax.Array], Any]
     gradient: Callable[[jax.Array], Any]
     contract: Callable[[Any, Any, Axes, bool], jax.Array]
+    wide: bool = False
 
 
 def quantize(x: jax.Array, dtype: jnp.dtype) -> Scaled:
@@ -76,6 +79,7 @@ def _scaled_tensordot(a: Scaled, b: Scaled, axes: Axes, exact: bool = False) -> 
 
 
 PLAIN = Matmul(lambda x: x, lambda g: g, _tensordot)
+WIDE = PLAIN._replace(wide=True)
 FLOAT8 = Matmul(partial(quantize, dtype=E4M3), partial(quantize, dtype=E5M2), _scaled_tensordot)
 
 
@@ -112,4 +116,6 @@ def input_gradient(matmul: Matmul, g: Any, w: jax.Array, contracted: int = 1) ->
 def weight_gradient(matmul: Matmul, x: Any, g: Any, w: jax.Array, contracted: int = 1) -> jax.Array:
     """x[... K], g[... F] (operands) -> x^T g [K F], in the dtype of w. contracted: number of dims that K stands for."""
     rows = tuple(range(len(jax.tree.leaves(x)[0].shape) - contracted))
+    if matmul.wide:
+        return jnp.tensordot(x, g, (rows, rows), preferred_element_type=jnp.float32).astype(w.dtype)
     return matmul.contract(x, g, (rows, rows), True).astype(w.dtype)

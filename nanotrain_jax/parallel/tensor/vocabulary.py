@@ -144,6 +144,10 @@ class _Loss:
     z_loss: float
     everywhere: tuple[str, ...]  # mesh axes over which any of the arrays varies
 
+    def is_padded(self, rows: int) -> bool:
+        """True if the head has more rows, this number on each device, than the vocabulary."""
+        return rows * (lax.axis_size(self.axes) if self.axes else 1) > self.vocab_size
+
     def counts(self, targets: jax.Array) -> jax.Array:
         """True for each valid target; the others are padding."""
         return (targets >= 0) & (targets < self.vocab_size)
@@ -238,26 +242,46 @@ class _Softmax(NamedTuple):
     """The intermediates of a chunk that the gradients of its losses need."""
 
     counts_c: jax.Array  # True for valid targets
-    hit_cV: jax.Array  # True in the row of the target
-    exp_cV: jax.Array  # exp(logits - their maximum)
-    sum_c: jax.Array  # of exp_cV, over the whole vocabulary
+    own_c: jax.Array  # the target's row among those of this device; out of range on others, and for ignored targets
+    logits_cV: jax.Array
     log_z_c: jax.Array
 
 
 def _losses(loss: _Loss, x_cD: jax.Array, head_VD: jax.Array, targets_c: jax.Array) -> tuple[jax.Array, _Softmax]:
     """-> losses[c] of a chunk, 0 for ignored targets; the intermediates that `_gradients` takes."""
-    V = head_VD.shape[0]
-    row_V = jnp.arange(V) + (position(loss.axes) * V if loss.axes else 0)
-    logits_cV = jnp.einsum("cD,VD->cV", x_cD, head_VD, preferred_element_type=jnp.float32)
-    logits_cV = jnp.where(row_V[None] < loss.vocab_size, logits_cV, -jnp.inf)
-    counts_c = loss.counts(targets_c)
-    hit_cV = (row_V[None] == targets_c[:, None]) & counts_c[:, None]
-    top_c = all_max(logits_cV.max(-1), loss.axes)
-    exp_cV = jnp.exp(logits_cV - top_c[:, None])
-    sum_c, hit_c = all_reduce((exp_cV.sum(-1), jnp.where(hit_cV, logits_cV, 0.0).sum(-1)), loss.axes)
+    V, counts_c = head_VD.shape[0], loss.counts(targets_c)
+    first = position(loss.axes) * V if loss.axes else 0
+    logits_cV = jnp.einsum("cD,VD->cV", x_cD, head_VD)
+    if loss.is_padded(V):
+        is_padding_V = first + jnp.arange(V) >= loss.vocab_size
+        logits_cV = jnp.where(is_padding_V[None], jnp.finfo(logits_cV.dtype).min, logits_cV)
+    own_c = jnp.where(counts_c, targets_c - first, -1)
+    is_own_c = (own_c >= 0) & (own_c < V)
+    hit_c = jnp.take_along_axis(logits_cV, jnp.where(is_own_c, own_c, 0)[:, None], axis=1)[:, 0]
+    own_top_c, own_sum_c = maximum_and_sum(logits_cV)
+    top_c = all_max(own_top_c, loss.axes)
+    sums = own_sum_c * jnp.exp(own_top_c - top_c), jnp.where(is_own_c, hit_c.astype(jnp.float32), 0.0)
+    sum_c, hit_c = all_reduce(sums, loss.axes)
     log_z_c = top_c + jnp.log(sum_c)
     losses_c = jnp.where(counts_c, log_z_c - hit_c + loss.z_loss * jnp.square(log_z_c), 0.0)
-    return losses_c, _Softmax(counts_c, hit_cV, exp_cV, sum_c, log_z_c)
+    return losses_c, _Softmax(counts_c, own_c, logits_cV, log_z_c)
+
+
+def maximum_and_sum(x_cV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x[c V] -> its maximum, and the sum of exp(x - maximum), over V: float32 [c] each
+
+    In float32, reading x once (Milakov and Gimelshein, arXiv 1805.02867). x must not be infinite.
+    """
+
+    def joined(a: tuple, b: tuple) -> tuple[jax.Array, jax.Array]:
+        """(maximum, sum) of two sets -> of both."""
+        (top_a, sum_a), (top_b, sum_b) = a, b
+        ratio = jnp.exp(-jnp.abs(top_a - top_b))
+        return jnp.maximum(top_a, top_b), jnp.where(top_a > top_b, sum_a + sum_b * ratio, sum_a * ratio + sum_b)
+
+    x_cV = x_cV.astype(jnp.float32)
+    empty = jnp.finfo(jnp.float32).min, jnp.zeros((), jnp.float32)
+    return lax.reduce((x_cV, jnp.ones_like(x_cV)), empty, joined, (1,))
 
 
 def _gradients(
@@ -267,8 +291,10 @@ def _gradients(
 
     scale: one number, or one for each token [c 1].
     """
+    logits_cV = softmax.logits_cV
     slope_c = jnp.where(softmax.counts_c, 1 + 2 * loss.z_loss * softmax.log_z_c, 0.0)
-    g_cV = (slope_c / softmax.sum_c)[:, None] * softmax.exp_cV - jnp.where(softmax.hit_cV, 1.0, 0.0)
-    g_cV = (scale * g_cV).astype(x_cD.dtype)
+    hit_cV = lax.broadcasted_iota(jnp.int32, logits_cV.shape, 1) == softmax.own_c[:, None]
+    share_cV = jnp.exp(logits_cV.astype(jnp.float32) - softmax.log_z_c[:, None])
+    g_cV = (scale * (slope_c[:, None] * share_cV - hit_cV)).astype(x_cD.dtype)
     grad_VD = jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=jnp.float32)
     return jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype), grad_VD
