@@ -120,12 +120,15 @@ class Attention(nnx.Module):
         adapters = adapters_of(self, self.lora)
         for name in adapters.keys() & {"k", "v"}:
             adapters[name] = adapters[name]._replace(b=self.own_head(adapters[name].b))
+        heads = [w.shape[1:] for w in weights.values()]
+        if self.features.qkv_bias:  # matmuls of two dims: XLA:GPU has them add the biases
+            weights = {name: w.reshape(len(w), -1) for name, w in weights.items()}
+            adapters = {name: x._replace(b=x.b.reshape(len(x.b), -1)) for name, x in adapters.items()}
         qkv = lora.columns(x_BTD, weights, adapters, axis, sequence_parallel, options)
-        q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *x.shape[2:]) for x in qkv)
         if self.features.qkv_bias:
-            q_BTNH = add(q_BTNH, self.bias_q_NH[...])
-            k_BSKH = add(k_BSKH, self.own_head(self.bias_k_KH[...]))
-            v_BSKH = add(v_BSKH, self.own_head(self.bias_v_KH[...]))
+            biases = self.bias_q_NH[...], self.own_head(self.bias_k_KH[...]), self.own_head(self.bias_v_KH[...])
+            qkv = [add(x, bias.ravel()) for x, bias in zip(qkv, biases, strict=True)]
+        q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *NH) for x, NH in zip(qkv, heads, strict=True))
         if self.features.qk_norm:  # whose backward needs its inputs
             q_BTNH = self.normalized(remat.name(q_BTNH, "q"), self.gain_q_H[...])
             k_BSKH = self.normalized(remat.name(k_BSKH, "k"), self.gain_k_H[...])
@@ -137,7 +140,8 @@ class Attention(nnx.Module):
         y_BTD = tensor.row(y_BTNH, self.out_NHD[...], axis, sequence_parallel, options, rows)
         if adapter := adapters_of(self, self.lora).get("out"):
             y_BTD += lora.row(y_BTNH, adapter, axis, sequence_parallel, rows)
-        y_BTD = remat.name(y_BTD, "attention_out")
+        if self.features.norms_after:  # whose backward needs its input
+            y_BTD = remat.name(y_BTD, "attention_out")
         return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
 
     def rotated(self, x_BTNH: jax.Array, positions: jax.Array | None) -> jax.Array:
@@ -242,6 +246,9 @@ class Layer(nnx.Module):
 
     def after_attention(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
         """x[B T D], what attention returns y[B T D] -> x[B T D], the output of the layer."""
-        x_BTD = x_BTD + (self.norm_attention_out(y_BTD) if self.norms_after else y_BTD)
+        if self.norms_after:
+            x_BTD = x_BTD + self.norm_attention_out(y_BTD)
+        else:  # the sum: without it, the backward would add again, in each kernel of the next norm
+            x_BTD = remat.name(x_BTD + y_BTD, "attention_out")
         y_BTD = self.mlp(self.norm_mlp(x_BTD))
         return x_BTD + (self.norm_mlp_out(y_BTD) if self.norms_after else y_BTD)

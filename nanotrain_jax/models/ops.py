@@ -21,17 +21,36 @@ _saves_inputs = partial(jax.checkpoint, prevent_cse=False)
 
 
 def normalize(x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
-    """x[B T D] -> x[B T D] with root mean square 1 over D, times gain; with a bias: centered first. In float32."""
-    if bias_D is None:
-        return _rms_norm(x_BTD, gain_D, eps)
-    return _layer_norm(x_BTD, *as_varying((gain_D, bias_D), sorted(varying_axes(x_BTD))), eps)
+    """x[B T D] -> x[B T D] with root mean square 1 over D, times gain; with a bias: centered first. In float32.
+
+    The backward sums over tokens in two dims: of three, XLA:GPU would transpose x and g to sum over the first.
+    """
+    gain_D, bias_D = as_varying((gain_D, bias_D), sorted(varying_axes(x_BTD)))
+    return _rms_norm(x_BTD, gain_D, eps) if bias_D is None else _layer_norm(x_BTD, gain_D, bias_D, eps)
 
 
-@partial(_saves_inputs, static_argnums=2)
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rms_norm(x_BTD: jax.Array, gain_D: jax.Array, eps: float) -> jax.Array:
     x = x_BTD.astype(jnp.float32)
-    x = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
-    return (x * gain_D.astype(jnp.float32)[None, None]).astype(x_BTD.dtype)
+    return (x * _rms_scale(x, eps) * gain_D.astype(jnp.float32)[None, None]).astype(x_BTD.dtype)
+
+
+def _rms_scale(x: jax.Array, eps: float) -> jax.Array:
+    """x[... D] -> one over its root mean square over D [... 1]."""
+    return lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
+
+
+def _rms_norm_backward(eps: float, saved: tuple, g_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BTD, gain_D = saved
+    x, g = (y_BTD.reshape(-1, len(gain_D)).astype(jnp.float32) for y_BTD in (x_BTD, g_BTD))
+    scale = lax.optimization_barrier(_rms_scale(x, eps))
+    x = x * scale
+    of_gain, g = (g * x).sum(0).astype(gain_D.dtype), g * gain_D.astype(jnp.float32)[None]
+    of_x = scale * (g - x * (g * x).mean(-1, keepdims=True))
+    return of_x.astype(x_BTD.dtype).reshape(x_BTD.shape), of_gain
+
+
+_rms_norm.defvjp(lambda x_BTD, gain_D, eps: (_rms_norm(x_BTD, gain_D, eps), (x_BTD, gain_D)), _rms_norm_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -43,21 +62,21 @@ def _layer_norm(x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array, eps: flo
 
 
 def _statistics(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    """x[B T D] -> its mean over D, and one over its standard deviation [B T 1]."""
+    """x[... D] -> its mean over D, and one over its standard deviation [... 1]."""
     mean = x.mean(-1, keepdims=True)
     return mean, lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + eps)
 
 
 def _layer_norm_backward(eps: float, saved: tuple, g_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     x_BTD, gain_D, bias_D = saved
-    x, g = x_BTD.astype(jnp.float32), g_BTD.astype(jnp.float32)
+    x, g = (y_BTD.reshape(-1, len(gain_D)).astype(jnp.float32) for y_BTD in (x_BTD, g_BTD))
     # Without the barrier XLA fuses the statistics with g x, and writes that product in float32 to sum it for the gain.
     mean, scale = lax.optimization_barrier(_statistics(x, eps))
     x = (x - mean) * scale
-    of_gain, of_bias = (g * x).sum((0, 1)).astype(gain_D.dtype), g.sum((0, 1)).astype(bias_D.dtype)
-    g_gain = g * gain_D.astype(jnp.float32)[None, None]
+    of_gain, of_bias = (g * x).sum(0).astype(gain_D.dtype), g.sum(0).astype(bias_D.dtype)
+    g_gain = g * gain_D.astype(jnp.float32)[None]
     of_x = g_gain - x * (g_gain * x).mean(-1, keepdims=True) - g_gain.mean(-1, keepdims=True)
-    return (scale * of_x).astype(x_BTD.dtype), of_gain, of_bias
+    return (scale * of_x).astype(x_BTD.dtype).reshape(x_BTD.shape), of_gain, of_bias
 
 
 _layer_norm.defvjp(
@@ -79,21 +98,54 @@ def gated(gate_BTF: jax.Array, up_BTF: jax.Array, activation: str) -> jax.Array:
     return ACTIVATIONS[activation](gate_BTF) * up_BTF
 
 
-@partial(_saves_inputs, static_argnums=1)
 def activated(x_BTF: jax.Array, activation: str) -> jax.Array:
     """x[B T F] -> h[B T F]"""
+    return gelu(x_BTF) if activation == "gelu_tanh" else _activated(x_BTF, activation)
+
+
+@partial(_saves_inputs, static_argnums=1)
+def _activated(x_BTF: jax.Array, activation: str) -> jax.Array:
     return ACTIVATIONS[activation](x_BTF)
 
 
+@jax.custom_vjp
 def gelu(x_BTF: jax.Array) -> jax.Array:
-    """x[B T F] -> h[B T F], the tanh form"""
-    return activated(x_BTF, "gelu_tanh")
+    """x[B T F] -> h[B T F], the tanh form: XLA:GPU has the matmul that computes x compute it too, in float32."""
+    return ACTIVATIONS["gelu_tanh"](x_BTF)
+
+
+def _gelu_backward(x_BTF: jax.Array, g_BTF: jax.Array) -> tuple[jax.Array]:
+    x_BTF = lax.optimization_barrier(x_BTF)  # else, outside of loops, XLA would store tanh in the forward
+    x, g = x_BTF.astype(jnp.float32), g_BTF.astype(jnp.float32)
+    scale, cubic = (2 / jnp.pi) ** 0.5, 0.044715
+    tanh = jnp.tanh(scale * (x + cubic * x * x * x))
+    slope = 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * scale * (1 + 3 * cubic * x * x)
+    # Else XLA would sum the gradient of the bias in the same kernel, and write a float32 copy for it.
+    return (lax.optimization_barrier((g * slope).astype(x_BTF.dtype)),)
+
+
+gelu.defvjp(lambda x_BTF: (gelu(x_BTF), x_BTF), _gelu_backward)
 
 
 def add(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """x[... F], bias[F] -> x[... F], added in float32, so that the gradient of the bias is summed in float32 too."""
-    bias = jnp.expand_dims(bias, range(x.ndim - bias.ndim))
-    return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+    """x[... F], bias[F] -> x[... F]. The gradient of the bias is summed in float32.
+
+    In the dtype of x, for which XLA:GPU has the matmul that computes x add the bias to its float32 sums.
+    """
+    return _add(*as_varying((x, bias), sorted(varying_axes(x) | varying_axes(bias))))
+
+
+@jax.custom_vjp
+def _add(x: jax.Array, bias: jax.Array) -> jax.Array:
+    return x + jnp.expand_dims(bias.astype(x.dtype), range(x.ndim - bias.ndim))
+
+
+def _add_backward(bias: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rows = g.reshape(-1, bias.size).astype(jnp.float32)
+    return g, rows.sum(0).reshape(bias.shape).astype(bias.dtype)
+
+
+_add.defvjp(lambda x, bias: (_add(x, bias), bias), _add_backward)
 
 
 @jax.custom_vjp
@@ -152,19 +204,34 @@ class Rope(NamedTuple):
 
 
 @jax.named_scope("rotary")
-@partial(_saves_inputs, static_argnums=1)
 def rotate(x_BTNH: jax.Array, rope: Rope, positions: jax.Array | None = None) -> jax.Array:
     """x[B T N H] -> x[B T N H]: rotary positions (arXiv 2104.09864) in float32; dims h and h + H/2 form a pair.
 
     positions: of the tokens, int32 [T] or [B T]; None: 0 to T-1.
     """
-    T, H = x_BTNH.shape[1], x_BTNH.shape[3]
+    T = x_BTNH.shape[1]
     positions = jnp.arange(T) if positions is None else positions
     positions_BT = positions.reshape(-1, T)  # one row for all, or a row for each
-    frequency_h = rope.frequencies(H)
+    return _rotate(x_BTNH, as_varying(positions_BT, sorted(varying_axes(x_BTNH))), rope)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rotate(x_BTNH: jax.Array, positions_BT: jax.Array, rope: Rope) -> jax.Array:
+    return _turned(x_BTNH, positions_BT, rope, 1)
+
+
+def _turned(x_BTNH: jax.Array, positions_BT: jax.Array, rope: Rope, direction: int) -> jax.Array:
+    """Rotate forward, direction 1, or back, -1: what a rotation does to gradients."""
+    frequency_h = rope.frequencies(x_BTNH.shape[3])
     angle_BTh = positions_BT.astype(jnp.float32)[..., None] * frequency_h[None, None]
-    cos, sin = jnp.cos(angle_BTh)[:, :, None], jnp.sin(angle_BTh)[:, :, None]
+    cos, sin = jnp.cos(angle_BTh)[:, :, None], direction * jnp.sin(angle_BTh)[:, :, None]
     if rope.magnitude != 1.0:
         cos, sin = cos * rope.magnitude, sin * rope.magnitude
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+_rotate.defvjp(
+    lambda x_BTNH, positions_BT, rope: (_rotate(x_BTNH, positions_BT, rope), positions_BT),
+    lambda rope, positions_BT, g_BTNH: (_turned(g_BTNH, positions_BT, rope, -1), None),
+)
