@@ -3,9 +3,9 @@
 They change when data moves, never what moves.
 """
 
-# Matmuls of float8 (tensor/float8.py): by cuBLAS, which takes their scales, not by Triton; and each alone, as merged
-# ones (q, k and v) would have several scales and run in 16 bit.
-FLOAT8_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+# Matmuls by cuBLAS, not by Triton: faster on an H100, it adds biases and residuals, computes GELU, and takes the scales
+# of float8. Each alone: merged, q, k and v would have to be taken apart, and have several scales.
+MATMUL_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def gpu_options(
@@ -24,6 +24,7 @@ def gpu_options(
     options = {f"xla_gpu_{kind}_combine_threshold_bytes": int(bucket_mb * 2**20) for kind in kinds}
     gathers = "xla_gpu_all_gather_combine_threshold_bytes"
     options[gathers] = max(options[gathers], gathered_bytes)
+    options |= MATMUL_OPTIONS
     if in_flight:
         options["xla_gpu_experimental_parallel_collective_overlap_limit"] = in_flight
     if offload:

@@ -26,7 +26,7 @@ from nanotrain_jax.parallel.mesh import BATCH_AXES
 from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline.executor import run_forward
 from nanotrain_jax.parallel.sharding import layout
-from nanotrain_jax.parallel.xla_options import FLOAT8_OPTIONS, gpu_options
+from nanotrain_jax.parallel.xla_options import gpu_options
 from nanotrain_jax.parallel.zero.optimizer_step import clip_by_global_norm, select
 from nanotrain_jax.step import forward
 from nanotrain_jax.step import plan as plans
@@ -263,8 +263,7 @@ def compiler_options(plan: Plan) -> dict | None:
     if p.prefetch and plan.shards.communication.reduce:
         in_flight = max(in_flight, 8)  # XLA combines no all-to-alls: one for each large array of a layer
     ahead = plan.gathered_bytes_of_a_layer if p.prefetch else 0
-    options = gpu_options(p.bucket_mb, ahead, in_flight, is_offloaded(plan.config))
-    return options | (FLOAT8_OPTIONS if plan.config.precision.matmul == "float8" else {})
+    return gpu_options(p.bucket_mb, ahead, in_flight, is_offloaded(plan.config))
 
 
 def is_offloaded(config: Config) -> bool:
