@@ -20,6 +20,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -47,6 +48,7 @@ class Policy(NamedTuple):
     regather: bool = False  # the layer gathers its weights; do not save them
     offload: bool = False  # store what is saved in host memory; has no effect with none
     unroll: bool = False  # write out the layers of a block instead of a loop, so that its backward can be split
+    written_out: bool = False  # `scan` writes out the loop over layers: less memory traffic, longer to compile
 
 
 def name(x: jax.Array, what: str) -> jax.Array:
@@ -57,7 +59,7 @@ def name(x: jax.Array, what: str) -> jax.Array:
 # Save the outputs of matmuls, attention and reductions, not what is gathered or cheap.
 _expensive = jax.checkpoint_policies.save_from_both_policies(
     lambda primitive, *_, **__: primitive.name in EXPENSIVE,
-    jax.checkpoint_policies.save_only_these_names(*BLOCKWISE, *ULYSSES, *PACKED, *HOPS, *MODULE),
+    jax.checkpoint_policies.save_only_these_names(*SAVED, *PACKED, *HOPS, *MODULE),
 )
 
 
@@ -109,10 +111,38 @@ def in_blocks(layers: Tree, size: int | None) -> Tree:
     return jax.tree.map(lambda w: w.reshape(count // size, size, *w.shape[1:]), layers) if size else layers
 
 
-def scan(body: Callable[[Tree, Tree], Tree], x: Tree, layers: Tree, policy: Policy) -> Tree:
-    """Run x = body(x, layer) for each layer of layers[L ...], rematerialized by policy. Moves nothing itself.
+def scan(body: Callable[..., Tree], x: Tree, layers: Tree, policy: Policy, fixed: Sequence[Tree] = ()) -> Tree:
+    """Run x = body(x, layer, *fixed_layer) for each layer of layers[L ...], rematerialized by policy. Moves nothing
+    itself. fixed: further trees of arrays [L ...] that are not differentiated.
 
     Raises ValueError if block:N does not divide L.
     """
-    run, size = checkpointed(body, policy)
-    return lax.scan(lambda x, layer: (run(x, layer), None), x, in_blocks(layers, size))[0]
+    if policy.written_out:
+        return _written_out(body, x, layers, policy, fixed)
+    run, size = checkpointed(lambda x, row: body(x, *row), policy)
+    return lax.scan(lambda x, row: (run(x, row), None), x, in_blocks((layers, *fixed), size))[0]
+
+
+def _written_out(body: Callable[..., Tree], x: Tree, layers: Tree, policy: Policy, fixed: Sequence[Tree]) -> Tree:
+    """`scan` without a loop in the compiled program: residuals and gradients of a layer are not copied to and from
+    stacks of all layers, but for the gradients of weights, at the end. What is fixed is sliced where it is used, so that
+    it is never copied.
+    """
+
+    def run_layer(x: Tree, row: tuple[Tree, jax.Array]) -> Tree:
+        layer, i = row
+        return body(x, layer, *jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, i, keepdims=False), fixed))
+
+    run, size = checkpointed(run_layer, policy)
+    numbers = jnp.arange(jax.tree.leaves((layers, fixed))[0].shape[0])
+    rows = in_blocks((jax.tree.map(_stacked_apart, layers), numbers), size)
+    return lax.scan(lambda x, row: (run(x, row), None), x, rows, unroll=True)[0]
+
+
+@jax.custom_vjp
+def _stacked_apart(stack: jax.Array) -> jax.Array:
+    """Return a stack; what reads its gradient reads one array: else XLA may stack the rows again in each such kernel."""
+    return stack
+
+
+_stacked_apart.defvjp(lambda stack: (stack, None), lambda _, g: (lax.optimization_barrier(g),))

@@ -124,8 +124,13 @@ def outside_stacks(plan: Plan, tree: Tree | None) -> Tree | None:
 
 def run_stack(plan: Plan, zero: Zero, weights: Weights, stack: str, layer: Callable, x: Tree) -> Tree:
     """Run x through all layers of a stack, gathering each before it runs. Models call it as run(stack, layer, x)."""
-    run = partial(run_layer, plan, stack, zero, layer)
-    return remat.scan(run, x, weights.under(stack), plan.remat)
+    of_stack = weights.under(stack)
+
+    def run(x: Tree, inputs: Inputs, stored: Tree, sums: Tree) -> Tree:
+        return run_layer(plan, stack, zero, layer, x, Weights(stored, inputs.weights, sums, inputs.tap))
+
+    inputs = Inputs(of_stack.inputs, of_stack.tap)
+    return remat.scan(run, x, inputs, plan.remat, (of_stack.stored, of_stack.sums))
 
 
 def run_layer(plan: Plan, stack: str, zero: Zero, layer: Callable, x: Tree, weights: Weights) -> Tree:
