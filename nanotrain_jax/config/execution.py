@@ -4,6 +4,8 @@ from enum import Enum
 
 from nanotrain_jax.config.schema import Config
 
+MOST_LAYERS = 48  # written out by default: compiling takes a second for each
+
 
 class Execution(Enum):
     """The ways to make gradients (`step/gradients.py`)."""
@@ -29,6 +31,17 @@ def execution(config: Config) -> Execution:
     if gradients_on_host(config) or config.memory.offload_activations == "host":
         return Execution.OFFLOADED
     return Execution.AUTODIFF
+
+
+def writes_layers_out(config: Config, platform: str) -> bool:
+    """True if the compiled step has the layers one after another, no loop (`model.unroll`). platform: cpu or gpu.
+
+    Loops whose backward is written by hand keep residuals in buffers of their own, and stay loops.
+    """
+    if execution(config).is_by_hand:
+        return False
+    wanted = config.model.unroll
+    return (platform == "gpu" and config.model.num_layers <= MOST_LAYERS) if wanted == "auto" else wanted
 
 
 def gradients_on_host(config: Config) -> bool:

@@ -119,6 +119,11 @@ class Model(Section):
     attention: Literal["auto", "xla", "cudnn"] = key(
         "auto", "attention kernel; auto: cuDNN flash attention for 16-bit dtypes on a GPU, else xla"
     )
+    unroll: bool | Literal["auto"] = key(
+        "auto",
+        "write the loop over layers out: less memory traffic, longer to compile; auto: on GPUs, up to 48 layers; never "
+        "in pipelines, with parallel.prefetch or with offload of gradients or activations",
+    )
     loss_chunk: Count = key(
         0, "compute logits and loss in chunks of this many tokens per device; 0: the whole microbatch"
     )

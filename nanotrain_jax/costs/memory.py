@@ -85,23 +85,21 @@ def residual_bytes(config: Config) -> float:
     return BYTES[config.precision.compute] * tokens * (activations(config) - stage_buffers(config))
 
 
-def peak(config: Config, capability: int = 9) -> tuple[str, Parts]:
+def peak(config: Config) -> tuple[str, Parts]:
     """Return the moment of peak memory, and its parts."""
-    return max(moments(config, capability).items(), key=lambda item: sum(item[1].values()))
+    return max(moments(config).items(), key=lambda item: sum(item[1].values()))
 
 
-def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
-    """Return moment -> part -> bytes. capability: major CUDA compute capability of the GPU.
+def moments(config: Config) -> dict[str, Parts]:
+    """Return moment -> part -> bytes.
 
     params, optimizer   see `state`
     gradients   float32 sums over microbatches, 4 Psi (from stage 2 over N), with several microbatches or stages;
                 without stages plus those of the current microbatch: 2 Psi_layers (from stage 2: 4 Psi_layers / N); of
-                the head 2, or 4 where the loss computes it (chunks, tensor)
+                the head 4, as the loss computes it
     activations of one microbatch, see costs/activations.py; with stages, those of a chunk's layers in each slot, and
                 stage buffers (parallel/pipeline/slots.py, `buffers`)
-    loss        float32 logits and their 16-bit gradient (from capability 10 XLA keeps their float32 exponentials
-                instead), of all tokens or of model.loss_chunk, over t; without chunks and tensor the gradient stays
-                allocated, because XLA computes that of the head last
+    loss        logits and their gradient in the compute dtype, of all tokens or of model.loss_chunk, over t
     layer       of one layer's backward: `working_set`
     buffers     gathered and in flight: weights of the head or of a layer at stage 3, float32 gradients of a layer from
                 stage 2, with stages a layer's gradients in 16 bit and (without W) float32, three full activations
@@ -115,10 +113,8 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     tokens, L = tokens_per_device(config) / p.microbatches, stage_layers(config)
     V = padded_vocab(m.vocab_size, p.vocab_shards) / p.vocab_shards
     residuals = b * tokens * activations(config)
-    early = bool(m.loss_chunk) or p.vocab_shards > 1  # the loss computes the head's gradient, in float32
-    head = 0.0 if rows(config).get(HEAD, rows(config)[EMBEDDING]).is_frozen else (4 if early else b) * V * D
-    logits = (4 + (4 if capability >= 10 else b)) * (m.loss_chunk or tokens) * V
-    logits_gradient = 0.0 if early else b * tokens * V
+    head = 0.0 if rows(config).get(HEAD, rows(config)[EMBEDDING]).is_frozen else 4 * V * D  # float32
+    logits = 2 * b * (m.loss_chunk or tokens) * V
     several, gathers = p.microbatches > 1 or p.pipe > 1 or p.prefetch, p.zero == 3 and zero_devices(config) > 1
     g = message_bytes(config, 4 if several else gradient_bytes(config))
     sums, reduced = _gradient_sums(config, psi, shard) if several else (0.0, 0.0)
@@ -132,13 +128,13 @@ def moments(config: Config, capability: int = 9) -> dict[str, Parts]:
     found: dict[str, Parts] = {
         "loss": {"gradients": earlier + (head if p.pipe == 1 else 0.0), "activations": residuals, "loss": logits}
         | {"layer": 2 * b * tokens * D, "buffers": (b * V * D if gathers else 0.0) + _transposed_bytes(config)},
-        "backward": {"gradients": sums + current + (head if early and p.pipe == 1 else 0.0), "activations": residuals}
-        | {"loss": 0.0 if p.pipe > 1 else logits_gradient, "layer": working_set(config)}
+        "backward": {"gradients": sums + current + (head if p.pipe == 1 else 0.0), "activations": residuals}
+        | {"loss": 0.0, "layer": working_set(config)}
         | {"buffers": _backward_buffers(config, local_parameters(config)[0][LAYERS] / L, tokens)},
         "embedding": {"gradients": sums + current + ends, "activations": 0.0, "loss": 0.0, "layer": 0.0}
         | {"buffers": _embedding_buffers(config)},
         "update": {"gradients": reduced or (sent if sent else current + ends), "activations": 0.0}
-        | {"loss": 0.0 if several else logits_gradient, "layer": 0.0}
+        | {"loss": 0.0, "layer": 0.0}
         | {"buffers": (0.0 if sent else g * largest if once else gathered) + muon.buffers(config)},
     }
     if config.vision:

@@ -124,10 +124,8 @@ def scan(body: Callable[..., Tree], x: Tree, layers: Tree, policy: Policy, fixed
 
 
 def _written_out(body: Callable[..., Tree], x: Tree, layers: Tree, policy: Policy, fixed: Sequence[Tree]) -> Tree:
-    """`scan` without a loop in the compiled program: residuals and gradients of a layer are not copied to and from
-    stacks of all layers, but for the gradients of weights, at the end. What is fixed is sliced where it is used, so that
-    it is never copied.
-    """
+    """`scan` without a loop in the compiled program: residuals are not copied to and from stacks of all layers, and
+    gradients are stacked once. What is fixed is sliced where it is used, so that it is never copied."""
 
     def run_layer(x: Tree, row: tuple[Tree, jax.Array]) -> Tree:
         layer, i = row
@@ -141,7 +139,7 @@ def _written_out(body: Callable[..., Tree], x: Tree, layers: Tree, policy: Polic
 
 @jax.custom_vjp
 def _stacked_apart(stack: jax.Array) -> jax.Array:
-    """Return a stack; what reads its gradient reads one array: else XLA may stack the rows again in each such kernel."""
+    """Return a stack. Its gradient is stacked once: XLA might do so again in each kernel that reads it."""
     return stack
 
 

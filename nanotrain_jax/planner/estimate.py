@@ -84,7 +84,7 @@ def verdict(peak_bytes: float, margin: float, limit_bytes: float) -> Verdict:
 def estimate(config: Config, gpu: str, memory_fraction: float = MEMORY_FRACTION) -> Estimate:
     """Return the estimate of a resolved config. Raises ValueError for an unknown GPU."""
     figures, config = hardware.find(gpu), on_hardware(config, gpu)
-    moments = memory.moments(config, figures.capability)
+    moments = memory.moments(config)
     sums = {moment: sum(parts.values()) for moment, parts in moments.items()}
     peak = max(sums, key=sums.__getitem__)
     gpus = counts.devices(config)

@@ -62,7 +62,6 @@ class Candidates:
         """memory_fraction: of the GPU's memory, which JAX preallocates."""
         self.gpu, self.memory_fraction = gpu, memory_fraction
         self.limit = memory_fraction * hardware.find(gpu).memory_bytes
-        self.capability = hardware.find(gpu).capability
         self.fitting: list[Estimate] = []
         self.within_margin: list[Estimate] = []
         self.rejected: Counter[str] = Counter()
@@ -81,7 +80,7 @@ class Candidates:
         without_margin = None
         for variant in variants:
             self.tried += 1
-            size = max(sum(parts.values()) for parts in _moments(variant, self.capability).values())
+            size = max(sum(parts.values()) for parts in _moments(variant).values())
             if self.smallest is None or size < self.smallest[0]:
                 self.smallest = size, variant
             fit = verdict(size, margin(variant), self.limit)
@@ -168,7 +167,7 @@ def _loss_chunk(layout: Config) -> int:
 
 def _loss_matters(layout: Config, candidates: Candidates) -> bool:
     """True if the layout without loss chunks would fit if the loss took no memory."""
-    moments = _moments(layout.replace("model", loss_chunk=0), candidates.capability).values()
+    moments = _moments(layout.replace("model", loss_chunk=0)).values()
     return all(sum(parts.values()) - parts["loss"] <= candidates.limit for parts in moments)
 
 

@@ -23,8 +23,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from nanotrain_jax.config.derived import fits_flash, padded_vocab
+from nanotrain_jax.config.execution import execution, writes_layers_out
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import communication, counts, flops, memory, muon, offload, vision
+from nanotrain_jax.costs import activations, communication, counts, flops, memory, muon, offload, vision
 from nanotrain_jax.costs.hardware import Gpu
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS
@@ -293,7 +294,18 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
         forward, B = forward + hops, B + hops / 2 + 4 * COLLECTIVE
     elif t > 1:
         forward, B = forward + 4 * COLLECTIVE, B + 6 * COLLECTIVE
+    forward, B = (seconds + stacks_time(config, gpu) for seconds in (forward, B))
     return L * forward, L * B, L * (inner + down) * flops.trained_share(config, LAYERS)
+
+
+def stacks_time(config: Config, gpu: Gpu) -> float:
+    """Return the seconds in which a loop over layers copies what a layer keeps to the stacks of all, or from them; in
+    loops whose backward is written by hand it is not modelled."""
+    if execution(config).is_by_hand or writes_layers_out(config, "cpu" if gpu.kind == "cpu" else "gpu"):
+        return 0.0
+    tokens = counts.tokens_per_device(config) / config.parallel.microbatches
+    kept = tokens * activations.layer_activations(config, config.memory.rematerialization)
+    return 2 * counts.BYTES[config.precision.compute] * kept / (STREAM * gpu.memory_bandwidth)
 
 
 def encoder_time(config: Config, gpu: Gpu) -> float:
@@ -319,18 +331,18 @@ def quantize_time(config: Config, gpu: Gpu) -> float:
 
 
 def ends_time(config: Config, gpu: Gpu) -> tuple[float, float]:
-    """Return the seconds of forward and backward of head and loss for one microbatch: logits are float32, read and
-    written three times.
+    """Return the seconds of forward and backward of head and loss for one microbatch. Beside the matmuls logits are
+    read for their softmax and for their gradient, which is written, in the compute dtype.
 
     With model.loss_chunk each chunk reads and writes the float32 gradient of the head.
     """
     m, p = config.model, config.parallel
     n, b = counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
     V = padded_vocab(m.vocab_size, p.vocab_shards) / p.vocab_shards
-    head, logits = _matmul((n, m.d_model, V), b, gpu), 12.0 * n * V / (STREAM * gpu.memory_bandwidth)
+    head, logits = _matmul((n, m.d_model, V), b, gpu), b * n * V / (STREAM * gpu.memory_bandwidth)
     chunks = n / m.loss_chunk if m.loss_chunk else 0
     sums = chunks * 8.0 * V * m.d_model / (STREAM * gpu.memory_bandwidth)
-    return head + logits, (1 + flops.trained_share(config, ENDS)) * head + logits + sums
+    return head + logits, (1 + flops.trained_share(config, ENDS)) * head + 2 * logits + sums
 
 
 def update_time(config: Config, gpu: Gpu) -> float:

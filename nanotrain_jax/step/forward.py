@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -73,7 +74,8 @@ def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Arr
 
 
 def scores(plan: Plan, read: Read, weights: Weights, batch: Tree) -> Tree:
-    """Return what read returns of a microbatch."""
+    """Return what read returns of a microbatch. A forward alone gains nothing by layers written out."""
+    plan = replace(plan, remat=plan.remat._replace(written_out=False))
     return read(plan.model, *outputs(plan, plan.zero, weights, batch))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nanotrain_jax.config.execution import Execution, execution, gradients_on_host
+from nanotrain_jax.config.execution import Execution, execution, gradients_on_host, writes_layers_out
 from nanotrain_jax.config.schema import EIGHT_BITS, Config
 from nanotrain_jax.config.values import Compression
 from nanotrain_jax.costs import counts
@@ -200,7 +200,10 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         specs=pipe_tensor_specs,
         shards=Shards(dims, communication, axes),
         remat=remat.Policy(
-            config.memory.rematerialization, regather=p.zero == 3, offload=config.memory.offload_activations == "host"
+            config.memory.rematerialization,
+            regather=p.zero == 3,
+            offload=config.memory.offload_activations == "host",
+            written_out=writes_layers_out(config, mesh.devices.flat[0].platform),
         ),
         layer_order=order if p.chunks > 1 or len(order) > config.model.num_layers else None,
         host_memory=host_memory(config, is_large),

@@ -11,7 +11,8 @@ multiplying by a power of two is exact. Results are in the dtype of the operands
 multiplications by the scales into the matmul, which then runs on FP8 tensor cores (Hopper and later); on other devices
 the same numbers are computed from operands that are converted back. Dims must be multiples of 16.
 
-`PLAIN`, `WIDE` and `FLOAT8` have one interface, so that a matmul is written once (`tensor.columns`). Nothing here communicates.
+`PLAIN`, `WIDE` and `FLOAT8` have one interface, so that a matmul is written once (`tensor.columns`). Nothing here
+communicates.
 """
 
 from collections.abc import Callable

@@ -70,7 +70,7 @@ def adapters(console: Console, e: Estimate) -> None:
     c, (unit, name) = e.config, _unit(e)
     whole = c.replace("model", lora=None).replace("train", lora=None, freeze=())
     trained, count = counts.all_parameters(c) - counts.frozen_parameters(c), counts.all_parameters(whole)
-    _, parts = memory.peak(whole, hardware.find(e.gpu).capability)
+    _, parts = memory.peak(whole)
     state, peak = (sum(sizes.values()) / unit for sizes in (memory.state(whole), parts))
     console.print(
         f"adapters: {trained:,} parameters train, {trained / count:.1%} of the {count:,} frozen ones; all weights "
