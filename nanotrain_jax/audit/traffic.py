@@ -107,18 +107,15 @@ def _taken(block: list[Instruction], number: int) -> int | None:
 def _part(block: list[Instruction], value: Instruction, width: float, converted: bool = False) -> int | None:
     """Return the bytes that the users of a value need of it; None: all. width: bytes of an element where it is stored.
     converted: the value is the stored one in another dtype."""
-    total = 0
+    parts: list[int | None] = []
     for user, at in _users(block, value.name):
         if user.opcode in SLICES and at == 0:
-            total += round(size(user.type) / hlo.itemsize(user.type) * width)
+            parts.append(round(size(user.type) / hlo.itemsize(user.type) * width))
         elif user.opcode == "convert":
-            part = _part(block, user, width, converted=True)
-            if part is None:
-                return None
-            total += part
+            parts.append(_part(block, user, width, converted=True))
         elif converted or user.opcode != "dynamic-update-slice" or at != 0:
             return None
-    return total
+    return None if None in parts else sum(parts)
 
 
 def _users(block: list[Instruction], name: str) -> Iterator[tuple[Instruction, int]]:

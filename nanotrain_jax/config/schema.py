@@ -163,6 +163,9 @@ class Precision(Section):
     gather: Literal["bfloat16", "float8", "int8"] | None = key(
         None, "zero 3: weights of layers on the wire; float8: e4m3, int8: in blocks of 128; null: precision.compute"
     )
+    logits: Literal["float32"] | None = key(
+        None, "dtype in which the loss stores logits, for a float32 softmax; null: precision.compute"
+    )
     master: Literal["float32"] = key("float32", "dtype of master weights and optimizer moments")
 
     @model_validator(mode="after")

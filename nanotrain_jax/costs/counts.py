@@ -35,6 +35,11 @@ from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def logit_bytes(config: Config) -> int:
+    """Return the bytes of a logit in the loss."""
+    return BYTES[config.precision.logits or config.precision.compute]
+
+
 def gradient_bytes(config: Config) -> int:
     """Return g: the bytes per element of reduced gradients, and on the wire of those that do not travel in 8 bits."""
     reduce = config.precision.grad_reduce

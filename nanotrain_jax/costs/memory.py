@@ -31,6 +31,7 @@ from nanotrain_jax.costs.counts import (
     is_sharded,
     local_elements,
     local_kv_width,
+    logit_bytes,
     masks_attention,
     message_bytes,
     outline,
@@ -99,7 +100,7 @@ def moments(config: Config) -> dict[str, Parts]:
                 the head 4, as the loss computes it
     activations of one microbatch, see costs/activations.py; with stages, those of a chunk's layers in each slot, and
                 stage buffers (parallel/pipeline/slots.py, `buffers`)
-    loss        logits and their gradient in the compute dtype, of all tokens or of model.loss_chunk, over t
+    loss        logits and their gradient, of all tokens or of model.loss_chunk, over t
     layer       of one layer's backward: `working_set`
     buffers     gathered and in flight: weights of the head or of a layer at stage 3, float32 gradients of a layer from
                 stage 2, with stages a layer's gradients in 16 bit and (without W) float32, three full activations
@@ -114,7 +115,7 @@ def moments(config: Config) -> dict[str, Parts]:
     V = padded_vocab(m.vocab_size, p.vocab_shards) / p.vocab_shards
     residuals = b * tokens * activations(config)
     head = 0.0 if rows(config).get(HEAD, rows(config)[EMBEDDING]).is_frozen else 4 * V * D  # float32
-    logits = 2 * b * (m.loss_chunk or tokens) * V
+    logits = (logit_bytes(config) + b) * (m.loss_chunk or tokens) * V
     several, gathers = p.microbatches > 1 or p.pipe > 1 or p.prefetch, p.zero == 3 and zero_devices(config) > 1
     g = message_bytes(config, 4 if several else gradient_bytes(config))
     sums, reduced = _gradient_sums(config, psi, shard) if several else (0.0, 0.0)

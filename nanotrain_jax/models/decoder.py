@@ -113,14 +113,14 @@ class Ends(nnx.Module):
         Negative targets are padding and are ignored.
         """
         x_BTD = tensor.enter(self.norm(x_BTD), self.split.axis, self.split.sequence_parallel)
-        options = vocabulary.LossOptions(self.vocab_size, self.loss_chunk)
+        options = vocabulary.LossOptions(self.vocab_size, self.loss_chunk, logits=self.split.logits)
         return vocabulary.cross_entropy(x_BTD, self.head(), targets_BT, self.split.vocab_axes, options)
 
     @jax.named_scope("loss")
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
         """x[B T D], targets[B T] -> the cross-entropy of each token in nats, float32 [B T]; 0 for negative targets"""
         x_BTD = tensor.enter(self.norm(x_BTD), self.split.axis, self.split.sequence_parallel)
-        options = vocabulary.LossOptions(self.vocab_size, self.loss_chunk)
+        options = vocabulary.LossOptions(self.vocab_size, self.loss_chunk, logits=self.split.logits)
         return vocabulary.losses_of_tokens(x_BTD, self.head(), targets_BT, self.split.vocab_axes, options)
 
     @jax.named_scope("accuracy")
@@ -299,6 +299,15 @@ def is_decayed(path: tuple) -> bool:
     return PARAMETERS[path[-1].key].decay
 
 
+def kind_of_matmul(config: Config) -> float8.Matmul:
+    """Return how layers multiply. At stages 2 and 3 each gradient of a weight is reduced where it is made: in float32,
+    it leaves the matmul so."""
+    if config.precision.matmul == "float8":
+        return float8.FLOAT8
+    is_wide = config.parallel.zero >= 2 and config.precision.grad_reduce == "float32"
+    return float8.WIDE if is_wide else float8.PLAIN
+
+
 def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.Model:
     """Build the decoder of a resolved config for the training step. counts_correct: with `Model.correct`."""
     p = config.parallel
@@ -309,13 +318,11 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
     # Full remat recomputes the layer's forward, which has just gathered what its backward needs.
     regather = config.memory.rematerialization.policy != "full"
     attention = p.context_attention if p.context > 1 else None
-    reduces_at_once = p.zero >= 2 and config.precision.grad_reduce == "float32"  # each gradient of a weight
-    matmul = float8.WIDE if reduces_at_once else float8.PLAIN
-    if config.precision.matmul == "float8":
-        matmul = float8.FLOAT8
+    matmul = kind_of_matmul(config)
     matmuls = tensor.MatmulOptions(regather, p.overlap_tensor, matmul)
     split = Split("tensor", p.tensor, p.sequence_parallel) if p.tensor > 1 else ONE_DEVICE
-    split = split._replace(matmuls=matmuls, context=attention, vocab_axes=p.vocab_axes, vocab_shards=p.vocab_shards)
+    split = split._replace(vocab_axes=p.vocab_axes, vocab_shards=p.vocab_shards, logits=config.precision.logits)
+    split = split._replace(matmuls=matmuls, context=attention)
     graphs, shapes = abstract(decoder, split)
 
     def initialize(seed: int, order: Sequence[int] | None = None, put: Callable | None = None) -> dict:

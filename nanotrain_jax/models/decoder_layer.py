@@ -32,6 +32,7 @@ class Split(NamedTuple):
     context: context.Kind | None = None  # attention over the mesh axis context; None: devices have whole sequences
     vocab_axes: tuple[str, ...] = ()  # mesh axes that split the vocabulary: of pipe and tensor
     vocab_shards: int = 1  # devices along them
+    logits: str | None = None  # dtype of the loss's logits; None: the compute dtype
 
     def positions(self, tokens: int, starts_BT: jax.Array | None = None) -> jax.Array | None:
         """Return the positions of this device's tokens, int32 [T/context], with starts [B T/context]; None: 0 to T-1.

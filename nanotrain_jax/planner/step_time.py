@@ -332,17 +332,18 @@ def quantize_time(config: Config, gpu: Gpu) -> float:
 
 def ends_time(config: Config, gpu: Gpu) -> tuple[float, float]:
     """Return the seconds of forward and backward of head and loss for one microbatch. Beside the matmuls logits are
-    read for their softmax and for their gradient, which is written, in the compute dtype.
+    read for their softmax and for their gradient, which is written.
 
     With model.loss_chunk each chunk reads and writes the float32 gradient of the head.
     """
     m, p = config.model, config.parallel
     n, b = counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
     V = padded_vocab(m.vocab_size, p.vocab_shards) / p.vocab_shards
-    head, logits = _matmul((n, m.d_model, V), b, gpu), b * n * V / (STREAM * gpu.memory_bandwidth)
+    head, element = _matmul((n, m.d_model, V), b, gpu), n * V / (STREAM * gpu.memory_bandwidth)
+    logits = counts.logit_bytes(config) * element
     chunks = n / m.loss_chunk if m.loss_chunk else 0
     sums = chunks * 8.0 * V * m.d_model / (STREAM * gpu.memory_bandwidth)
-    return head + logits, (1 + flops.trained_share(config, ENDS)) * head + 2 * logits + sums
+    return head + logits, (1 + flops.trained_share(config, ENDS)) * head + logits + b * element + sums
 
 
 def update_time(config: Config, gpu: Gpu) -> float:

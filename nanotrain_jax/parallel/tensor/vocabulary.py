@@ -70,6 +70,7 @@ class LossOptions(NamedTuple):
     vocab_size: int | None = None  # rows of the head from this one on are padding; None: no padding
     chunk: int | None = None  # tokens per chunk; None: all
     z_loss: float = 0.0  # weight of the square of log z (PaLM, arXiv 2204.02311)
+    logits: jnp.dtype | None = None  # in which logits are stored; None: that of x. The softmax is in float32
 
 
 PLAIN_LOSS = LossOptions()
@@ -88,7 +89,7 @@ def cross_entropy(
     vocab_size on are ignored. The loss of a token is log z - logit of its target + z_loss (log z)^2, with z the sum of
     exp(logits). For each chunk of tokens:
 
-        l[c V/tensor] = x[c D] head                         moves nothing; float32
+        l[c V/tensor] = x[c D] head                         moves nothing; in options.logits
         top[c] = all_max(max l)                             2 (t-1)/t c scalars
         sum[c], hit[c] = all_reduce(sum exp(l - top), l[target])   twice as many
         g[c V/tensor] = softmax(l) - onehot(target), then at once the gradients of x and head
@@ -131,7 +132,8 @@ def _loss_of(arrays: tuple[jax.Array, jax.Array, jax.Array], axes: tuple[str, ..
         raise ValueError(f"chunk={chunk} does not divide the {B} x {T} tokens of a device; use a divisor of {tokens}")
     vocab_size = options.vocab_size or head_VD.shape[0] * (lax.axis_size(axes) if axes else 1)
     everywhere = {*axes}.union(*map(varying_axes, arrays))
-    return _Loss(axes, vocab_size, chunk, options.z_loss, tuple(sorted(everywhere)))
+    dtype = jnp.dtype(options.logits or x_BTD.dtype)
+    return _Loss(axes, vocab_size, chunk, options.z_loss, dtype, tuple(sorted(everywhere)))
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class _Loss:
     vocab_size: int
     chunk: int  # tokens
     z_loss: float
+    logits: jnp.dtype
     everywhere: tuple[str, ...]  # mesh axes over which any of the arrays varies
 
     def is_padded(self, rows: int) -> bool:
@@ -244,6 +247,8 @@ class _Softmax(NamedTuple):
     counts_c: jax.Array  # True for valid targets
     own_c: jax.Array  # the target's row among those of this device; out of range on others, and for ignored targets
     logits_cV: jax.Array
+    top_c: jax.Array  # their maximum, over the whole vocabulary
+    sum_c: jax.Array  # of exp(logits - top)
     log_z_c: jax.Array
 
 
@@ -251,7 +256,7 @@ def _losses(loss: _Loss, x_cD: jax.Array, head_VD: jax.Array, targets_c: jax.Arr
     """-> losses[c] of a chunk, 0 for ignored targets; the intermediates that `_gradients` takes."""
     V, counts_c = head_VD.shape[0], loss.counts(targets_c)
     first = position(loss.axes) * V if loss.axes else 0
-    logits_cV = jnp.einsum("cD,VD->cV", x_cD, head_VD)
+    logits_cV = jnp.einsum("cD,VD->cV", x_cD, head_VD, preferred_element_type=loss.logits)
     if loss.is_padded(V):
         is_padding_V = first + jnp.arange(V) >= loss.vocab_size
         logits_cV = jnp.where(is_padding_V[None], jnp.finfo(logits_cV.dtype).min, logits_cV)
@@ -264,7 +269,7 @@ def _losses(loss: _Loss, x_cD: jax.Array, head_VD: jax.Array, targets_c: jax.Arr
     sum_c, hit_c = all_reduce(sums, loss.axes)
     log_z_c = top_c + jnp.log(sum_c)
     losses_c = jnp.where(counts_c, log_z_c - hit_c + loss.z_loss * jnp.square(log_z_c), 0.0)
-    return losses_c, _Softmax(counts_c, own_c, logits_cV, log_z_c)
+    return losses_c, _Softmax(counts_c, own_c, logits_cV, top_c, sum_c, log_z_c)
 
 
 def maximum_and_sum(x_cV: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -294,7 +299,8 @@ def _gradients(
     logits_cV = softmax.logits_cV
     slope_c = jnp.where(softmax.counts_c, 1 + 2 * loss.z_loss * softmax.log_z_c, 0.0)
     hit_cV = lax.broadcasted_iota(jnp.int32, logits_cV.shape, 1) == softmax.own_c[:, None]
-    share_cV = jnp.exp(logits_cV.astype(jnp.float32) - softmax.log_z_c[:, None])
-    g_cV = (scale * (slope_c[:, None] * share_cV - hit_cV)).astype(x_cD.dtype)
+    exp_cV = jnp.exp(logits_cV.astype(jnp.float32) - softmax.top_c[:, None])  # less log z would lose digits
+    g_cV = (slope_c / softmax.sum_c)[:, None] * exp_cV - jnp.where(hit_cV, 1.0, 0.0)
+    g_cV = (scale * g_cV).astype(x_cD.dtype)
     grad_VD = jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=jnp.float32)
     return jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype), grad_VD

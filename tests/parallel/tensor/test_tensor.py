@@ -254,7 +254,8 @@ def test_small_gradients_do_not_underflow_in_16_bit(dtype, tolerance):
 
     def run(x, head, targets):
         def total(x, head):
-            return scale * vocabulary.cross_entropy(x, head, targets)[0]
+            options = vocabulary.LossOptions(logits=jnp.float32)  # rounded ones would hide what is tested
+            return scale * vocabulary.cross_entropy(x, head, targets, options=options)[0]
 
         return jax.grad(total, argnums=(0, 1))(x, head)
 
@@ -265,6 +266,18 @@ def test_small_gradients_do_not_underflow_in_16_bit(dtype, tolerance):
         error = np.linalg.norm(np.asarray(got, np.float64) - scale * true, axis=-1)
         size = np.linalg.norm(scale * true, axis=-1)
         assert (error <= tolerance * size + 1e-3).all()
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(jnp.bfloat16, 2**-8), (jnp.float16, 2**-11)])
+def test_logits_are_rounded_to_the_compute_dtype_unless_asked(dtype, rounding):
+    """The loss of a token then differs by what two logits of this size are rounded by."""
+    x, head = (8 * normal(0, 1, T, D)).astype(dtype), normal(1, V, D).astype(dtype)
+    targets = jnp.arange(T)[None] % V
+    wide = vocabulary.losses_of_tokens(x, head, targets, None, vocabulary.LossOptions(logits=jnp.float32))
+    error = np.abs(vocabulary.losses_of_tokens(x, head, targets, None) - wide)
+    largest = np.abs(np.einsum("BTD,VD->BTV", np.float64(x), np.float64(head))).max(-1)
+    assert (error <= 2 * rounding * largest).all()
+    assert error.max() > 0 or dtype == jnp.bfloat16  # XLA:CPU may leave bfloat16 out
 
 
 def compiled_loss(mesh, chunk, vocab, tokens, with_gradients):
