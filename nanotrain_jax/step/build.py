@@ -1,8 +1,8 @@
 """The training step on one page, and the package's only `shard_map`.
 
 `train`: gather and run (`gradients.py`), reduce (over replica perhaps compressed, `compressed.py`), clip, update. Each
-function documents its communication; in addition only the loss is all-reduced, one scalar, and where targets may be
-ignored their number.
+function documents its communication; in addition only the loss is all-reduced, one scalar, with the measures of an
+objective, and where targets may be ignored their number.
 """
 
 from collections.abc import Callable
