@@ -109,8 +109,8 @@ class Model:
     count       count(batch) -> over how many the loss of a batch is the mean, as a scalar; None: its targets
     of_rows     of_rows(ends, x, batch) -> float32 [B ...], of each row, the same along tensor and context:
                 `Step.of_rows` returns it, without gradients. None: there is no such function
-    measures    measures(ends, x, batch) -> sums by name, instead of `correct`: evaluations log their means over what
-                `last` counts
+    measures    names of further sums, float32 scalars, which `last` then returns by name as a third value, instead of
+                `correct`: steps and evaluations log their means over what it counts
     correct     correct(ends, x, batch) -> number of targets whose most likely token is the right one, as a scalar, for
                 evaluations (`parallel.accuracy.correct`); uses the same ends as `last`. None: not counted
     init        init(seed, order=None, put=None) -> weights in float32; the same seed gives the same values on every
@@ -137,7 +137,7 @@ class Model:
     init: Callable[..., Tree]
     first: Callable[[Tree, Tree, Callable], jax.Array]
     layer: Callable[[Tree, jax.Array, Tree], jax.Array]
-    last: Callable[[Tree, jax.Array, Tree], tuple[jax.Array, jax.Array]]
+    last: Callable[[Tree, jax.Array, Tree], tuple]
     rules: Rules
     encode: Callable[[Tree, Tree, Callable], dict[str, jax.Array]] | None = None
     stacks: tuple[str, ...] = ()
@@ -149,7 +149,7 @@ class Model:
     token_losses: Callable[[Tree, jax.Array, Tree], jax.Array] | None = None
     count: Callable[[Tree], jax.Array] | None = None
     of_rows: Callable[[Tree, jax.Array, Tree], jax.Array] | None = None
-    measures: Callable[[Tree, jax.Array, Tree], dict[str, jax.Array]] | None = None
+    measures: tuple[str, ...] = ()
     decode: Decode | None = None
     is_decayed: Callable[[tuple], bool] = lambda path: path[-1].key not in ("bias", "scale")
     has_partial_gradient: Callable[[tuple], bool] = lambda path: False

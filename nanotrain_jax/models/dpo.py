@@ -57,25 +57,21 @@ def build(model: Model, config: Config) -> Model:
         rewards_BP2 = objective.beta * (log_probabilities(ends, x, batch) - batch["reference"])
         return rewards_BP2[..., 0] - rewards_BP2[..., 1]
 
-    def last(ends: Tree, x: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+    def last(ends: Tree, x: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         margin_BP, exists_BP = margins(ends, x, batch), exists(batch)
         right_BP, wrong_BP = jax.nn.log_sigmoid(margin_BP), jax.nn.log_sigmoid(-margin_BP)
         losses_BP = -(1 - objective.label_smoothing) * right_BP - objective.label_smoothing * wrong_BP
-        return jnp.where(exists_BP, losses_BP, 0.0).sum(), exists_BP.sum(dtype=jnp.int32)
-
-    def measures(ends: Tree, x: Tree, batch: Tree) -> dict[str, jax.Array]:
-        margin_BP, exists_BP = margins(ends, x, batch), exists(batch)
-        is_right_BP = exists_BP & (margin_BP > 0)
-        return {
-            "accuracy": is_right_BP.sum(dtype=jnp.float32),
+        measures = {
+            "accuracy": (exists_BP & (margin_BP > 0)).sum(dtype=jnp.float32),
             "margin": jnp.where(exists_BP, margin_BP, 0.0).sum(),
         }
+        return jnp.where(exists_BP, losses_BP, 0.0).sum(), exists_BP.sum(dtype=jnp.int32), measures
 
     return replace(
         model,
         last=last,
         correct=None,
-        measures=measures,
+        measures=("accuracy", "margin"),
         count=lambda batch: exists(batch).sum(dtype=jnp.float32),
         of_rows=log_probabilities,
         further_inputs={**model.further_inputs, "reference": jax.ShapeDtypeStruct((pairs, 2), jnp.float32)},

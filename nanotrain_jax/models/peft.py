@@ -76,8 +76,8 @@ def inventory(kind: str, model: Model) -> list[Adapter]:
     return found
 
 
-def config(adapters: Sequence[Adapter], model: Model, base: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json. base: where the model is that they belong to."""
+def config(adapters: Sequence[Adapter], model: Model, base: str | None) -> dict[str, Any]:
+    """Return the content of adapter_config.json. base: the folder of the model that they belong to, if there is one."""
     lora = model.lora
     modules = {adapter.target: adapter for adapter in adapters}
     joined = {name: adapter for name, adapter in modules.items() if adapter.rank != lora.rank}

@@ -23,8 +23,13 @@ class Adapters:
         self.run, self.model, self.dtype = run, configs.parse(meta.config).model, jnp.dtype(dtype or "float32")
         base = safetensors.read_json(run / CONFIG) if (run / CONFIG).is_file() else {}
         self.kind = hugging_face.kind_of(self.model, base.get("model_type"))
-        self.base, self.adapters = meta.base.folder, peft.inventory(self.kind, self.model)
+        self.base, self.adapters = meta.base, peft.inventory(self.kind, self.model)
         self.weights = by_layer.Weights(checkpoints, step, is_exact=self.dtype == jnp.float32)
+
+    @property
+    def model_folder(self) -> str | None:
+        """The model folder that the adapters belong to; None: the checkpoint of a run, which PEFT cannot read."""
+        return self.base.folder if self.base.step is None else None
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +45,7 @@ class Adapters:
     def write(self, folder: Path) -> None:
         """Write the files of the adapters into a folder that exists. Raises OSError."""
         copy_tokenizer(self.run, folder)
-        safetensors.write_json(folder / peft.CONFIG, peft.config(self.adapters, self.model, self.base))
+        safetensors.write_json(folder / peft.CONFIG, peft.config(self.adapters, self.model, self.model_folder))
         safetensors.save(self.tensors, folder / peft.TENSORS)
 
     def check(self, folder: Path) -> str:
@@ -55,4 +60,8 @@ class Adapters:
     def summary(self) -> str:
         """What the folder holds, in words."""
         count = self.nbytes // self.dtype.itemsize
-        return f"adapters of {self.kind}, rank {self.model.lora.rank}, {count:,} parameters in {self.dtype}"
+        text = f"adapters of {self.kind}, rank {self.model.lora.rank}, {count:,} parameters in {self.dtype}"
+        if self.model_folder:
+            return text
+        remedy = "write it with convert --run RUN --to FOLDER, and load the adapters onto FOLDER"
+        return f"{text}; PEFT cannot read their base, {self.base.name}: {remedy}"

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.run import curves, sinks
+from nanotrain_jax.step.measures import TRAIN
 
 TASK = "task/"  # before the names of tasks
 PROCESSES = "processes"  # subfolder of the run's folder: <process>.log
@@ -132,7 +133,8 @@ class Writer:
             record["mean_loss"] = mean(losses)
         if metrics["skipped_steps"]:
             record["skipped_steps"] = int(metrics["skipped_steps"])
-        record |= {name: float(metrics[name]) for name in ("loss_scale", "noise_scale") if name in metrics}
+        further = [name for name in metrics if name in ("loss_scale", "noise_scale") or name.startswith(TRAIN)]
+        record |= {name: float(metrics[name]) for name in further}
         record |= {**evaluated, **tasks}
         self.latest |= record
         self._note("  ".join(f"{key} {value}" for key, value in record.items() if value is not None))
@@ -156,14 +158,11 @@ class Writer:
 
     def _text(self, record: dict[str, Any]) -> str:
         """Format a record for a progress line."""
-        text = f"loss {record['loss']:.4f}"
+        text = f"loss {record['loss']:.4f}{_measures(record, TRAIN)}"
         evaluated = self.latest if self.bar else record
         if "val_loss" in evaluated:
             text += f"  val {evaluated['val_loss']:.4f}"
-        if "accuracy" in evaluated:
-            text += f"  accuracy {evaluated['accuracy']:.1%}"
-        if "margin" in evaluated:
-            text += f"  margin {evaluated['margin']:.3f}"
+        text += _measures(evaluated)
         tasks = [name for name in evaluated if name.startswith(TASK) and f"{name}_norm" in evaluated]
         text += "".join(f"  {name.removeprefix(TASK)} {evaluated[name]:.1%}" for name in tasks)
         text += f"  {record['tokens_per_second']:,.0f} tokens/s"
@@ -197,6 +196,12 @@ class Writer:
             sink.close(failed=sys.exc_info()[0] is not None)
         with suppress(OSError):
             self.log.close()
+
+
+def _measures(record: Mapping[str, Any], prefix: str = "") -> str:
+    """Format what a model measures beside its loss."""
+    known = {name: record[prefix + name] for name in ("accuracy", "margin") if prefix + name in record}
+    return "".join(f"  {name} {x:.1%}" if name == "accuracy" else f"  {name} {x:.3f}" for name, x in known.items())
 
 
 def on_host(metrics: dict[str, jax.Array]) -> dict[str, np.ndarray]:

@@ -1,8 +1,8 @@
 """The training step on one page, and the package's only `shard_map`.
 
 `train`: gather and run (`gradients.py`), reduce (over replica perhaps compressed, `compressed.py`), clip, update. Each
-function documents its communication; in addition only the loss is all-reduced, one scalar, and where targets may be
-ignored their number.
+function documents its communication; in addition only the loss is all-reduced, one scalar, with the measures of an
+objective, and where targets may be ignored their number.
 """
 
 from collections.abc import Callable
@@ -34,6 +34,7 @@ from nanotrain_jax.step import state as states
 from nanotrain_jax.step.compressed import sum_kept
 from nanotrain_jax.step.encoded import NUMBER, encode_all
 from nanotrain_jax.step.gradients import GRADIENTS
+from nanotrain_jax.step.measures import TRAIN
 from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import REPLICATED, State
 from nanotrain_jax.step.update import Pending, apply_update, metrics, next_noise, next_state, synchronize
@@ -70,7 +71,8 @@ class Step(NamedTuple):
     token of each token's document, in natural order; then train ignores targets below 0, too.
     metrics: float32 scalars loss (mean over the batch, nats per token), grad_norm (before clipping) and lr, and the
     int32 skipped_steps so far; with loss scaling also loss_scale, the scale of this step; with train.noise_scale also
-    noise_scale, in tokens, nan while the gradient is lost in noise. With parallel.sync_every
+    noise_scale, in tokens, nan while the gradient is lost in noise; with Model.measures also their means over what
+    Model.last counts, as train_NAME. With parallel.sync_every
     [R/replica]: one of each for every replica, of its part of the batch.
     """
 
@@ -92,18 +94,19 @@ class Step(NamedTuple):
 def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array], Pending | None]:
     """Run one step on this device's shards of state and batch."""
     scale = state.scale.value if state.scale else 1.0
-    loss, grads, squares = GRADIENTS[plan.execution](
+    loss, grads, squares, measures = GRADIENTS[plan.execution](
         plan, state.params, microbatched(plan, batch), scale / count_targets(plan, batch)
     )
     grads = plan.zero.reduce(grads, select(state.params, plan.trainable), plan.trainable_shards)
     grads, feedback = sum_kept(plan, grads, state.feedback, state.step)
-    loss = all_reduce(loss, plan.together(plan.loss_axes))
+    means = {"loss": loss} | {f"{TRAIN}{name}": x for name, x in (measures or {}).items()}
+    means = all_reduce(means, plan.together(plan.loss_axes))
     clip = clip_by_global_norm(grads, plan.config.optimizer.grad_clip, scale, plan.axes_apart)
     params, opt, pending = apply_update(plan, state, grads, clip)
     after = next_state(plan, state, params, opt, feedback, clip.is_finite)
     if state.noise:
         after = after._replace(noise=next_noise(plan, state, squares, grads, clip.is_finite))
-    return after, metrics(plan, state, after, loss, clip), pending
+    return after, metrics(plan, state, after, means, clip), pending
 
 
 def count_targets(plan: Plan, batch: Tree) -> jax.Array | int:

@@ -46,6 +46,7 @@ class Inputs(NamedTuple):
 
     weights: Tree  # like the parameters
     tap: jax.Array | None  # [rows of layers], of a layer []: `noise_scale.tap`; None without train.noise_scale
+    probes: Tree | None = None  # of a model with measures (`measures.probes`)
 
 
 def tap(plan: Plan) -> jax.Array | None:
@@ -67,8 +68,8 @@ class Weights(NamedTuple):
         return Weights(self.stored[key], self.inputs[key], self.sums and self.sums[key], tap)
 
 
-def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[jax.Array, jax.Array]:
-    """Return the sum of losses and the number of targets of a microbatch. Autodiff of it is the backward."""
+def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple:
+    """Return what `Model.last` does of a microbatch: the sum of losses first. Autodiff of it is the backward."""
     ends, x, batch = outputs(plan, zero, weights, batch)
     return in_float32(plan.model.last(ends, x, batch))
 
@@ -79,11 +80,11 @@ def scores(plan: Plan, read: Read, weights: Weights, batch: Tree) -> Tree:
     return read(plan.model, *outputs(plan, plan.zero, weights, batch))
 
 
-def measure(model: Model, ends: Tree, x: Tree, batch: Tree) -> tuple[jax.Array, ...]:
+def measure(model: Model, ends: Tree, x: Tree, batch: Tree) -> tuple:
     """Return the sum of losses and the number of targets; if the model has them, also how many are right, or further
     sums by name."""
-    sums, further = in_float32(model.last(ends, x, batch)), model.measures or model.correct
-    return (*sums, further(ends, x, batch)) if further else sums
+    sums = in_float32(model.last(ends, x, batch))
+    return (*sums, model.correct(ends, x, batch)) if model.correct else sums
 
 
 def outputs(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[Tree, Tree, Tree]:
@@ -104,7 +105,7 @@ def layer_of(model: Model, batch: Tree, weights: Tree, x: Tree) -> Tree:
     return model.layer(weights, x, batch)
 
 
-def in_float32(sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def in_float32(sums: tuple) -> tuple:
     """Return what `Model.last` returned. Raises ValueError unless the sum of losses is a float32 scalar."""
     kind = jax.typeof(sums[0])
     if (kind.shape, kind.dtype) != ((), jnp.float32):
@@ -146,8 +147,8 @@ def run_layer(plan: Plan, stack: str, zero: Zero, layer: Callable, x: Tree, weig
 
 
 def layered(plan: Plan, params: Tree, read: Read | None = None) -> LayeredModel:
-    """Return the model for loops with an explicit backward. `last` returns the sum of losses and the number of targets,
-    or what read returns.
+    """Return the model for loops with an explicit backward. `last` returns what `Model.last` does, or what read
+    returns.
 
     `first` and `last` each gather the ends they use. With prefetch layers are gathered ahead and their gradients
     scattered behind, by the loop.

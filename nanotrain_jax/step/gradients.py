@@ -1,10 +1,11 @@
 """Gradients of a step: one function per `Execution`, all with one signature.
 
-    (plan, params, microbatches[M ...], scale) -> loss, gradients, squares
+    (plan, params, microbatches[M ...], scale) -> loss, gradients, squares, measures
 
 squares: with train.noise_scale the squared norms of each microbatch's own gradients, for each row of layers, else None.
-loss is the sum over this device's targets, times scale. Its gradients are local sums, or already reduced in the
-backward; `zero.reduce` reduces the rest.
+measures: of a model that has some their sums by name, times scale (`measures.py`), else None. loss is the sum over this
+device's targets, times scale. Its gradients are local sums, or already reduced in the backward; `zero.reduce` reduces
+the rest.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline.executor import run_schedule
 from nanotrain_jax.parallel.zero.optimizer_step import select
 from nanotrain_jax.parallel.zero.zero import PER_LAYER, accumulate_on_host
-from nanotrain_jax.step import forward
+from nanotrain_jax.step import forward, measures
 from nanotrain_jax.step.encoded import before_schedule
 from nanotrain_jax.step.forward import Inputs, Weights
 from nanotrain_jax.step.plan import Plan
@@ -37,6 +38,7 @@ class Gradients(NamedTuple):
     loss: jax.Array
     grads: Tree
     squares: jax.Array | None
+    measures: dict[str, jax.Array] | None
 
 
 def by_autodiff(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> Gradients:
@@ -45,9 +47,9 @@ def by_autodiff(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array |
 
     def objective(inputs: Inputs, batch: Tree) -> jax.Array:
         weights = Weights(params, inputs.weights, tap=inputs.tap)
-        return forward.loss(plan, plan.zero, weights, batch)[0] * scale
+        return measures.observed(plan, forward.loss(plan, plan.zero, weights, batch), inputs.probes) * scale
 
-    inputs = Inputs(forward.inputs(plan, plan.zero, params), forward.tap(plan))
+    inputs = Inputs(forward.inputs(plan, plan.zero, params), forward.tap(plan), measures.probes(plan))
     loss, grads = accumulate(objective, inputs, microbatches)
     return Gradients(loss, *grads)
 
@@ -56,7 +58,7 @@ def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     """The same; the backward of the last microbatch reduces the accumulated gradients of each layer."""
     params = forward.local(plan, params)
     last = PER_LAYER[plan.config.parallel.zero]
-    earlier = Gradients(0.0, None, None)
+    earlier = Gradients(0.0, None, None, None)
     weights = params
     if plan.config.parallel.microbatches > 1:
         earlier = by_autodiff(plan, params, jax.tree.map(lambda x: x[:-1], microbatches), scale)
@@ -64,13 +66,13 @@ def per_layer(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
 
     def objective(inputs: Inputs, batch: Tree) -> jax.Array:
         of_batch = Weights(weights, inputs.weights, earlier.grads, inputs.tap)
-        return forward.loss(plan, last, of_batch, batch)[0] * scale
+        return measures.observed(plan, forward.loss(plan, last, of_batch, batch), inputs.probes) * scale
 
-    inputs = Inputs(forward.inputs(plan, last, params), forward.tap(plan))
-    loss, (grads, squares) = accumulate(objective, inputs, jax.tree.map(lambda x: x[-1:], microbatches))
-    if earlier.squares is not None:
-        squares += earlier.squares
-    return Gradients(earlier.loss + loss, grads, squares)
+    inputs = Inputs(forward.inputs(plan, last, params), forward.tap(plan), measures.probes(plan))
+    loss, (grads, *further) = accumulate(objective, inputs, jax.tree.map(lambda x: x[-1:], microbatches))
+    if earlier.grads is not None:
+        further = jax.tree.map(jnp.add, further, [earlier.squares, earlier.measures])
+    return Gradients(earlier.loss + loss, grads, *further)
 
 
 def accumulate(
@@ -106,8 +108,9 @@ def wait_for(first: Tree, second: Tree) -> Tree:
 
 def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | float) -> Gradients:
     """A loop over layers that prefetches weights from host memory and sends gradients there (`offloaded_layers.py`)."""
-    model = scaled(forward.layered(plan, params), scale)
-    model = model._replace(ends=forward.ends_used(plan, model.ends))
+    model = scaled(plan, forward.layered(plan, params), scale)
+    of_first, of_last = forward.ends_used(plan, model.ends)
+    model = model._replace(ends=(of_first, (of_last, measures.probes(plan))))
     trees = (select(tree, plan.trainable) for tree in (params, plan.shards.dims, plan.host_memory.gradients))
     ends, (stored_layers, _, on_host) = zip(*map(split_layers, trees), strict=True)
     stored_ends, end_dims, ends_on_host = (forward.ends_used(plan, tree) for tree in ends)
@@ -116,14 +119,17 @@ def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     layer_shards = layer_shards._replace(dims=select(layer_shards.dims, plan.trainable[LAYERS]))
 
     def add_ends(grads: tuple, earlier: tuple | None) -> tuple:
-        return tuple(map(accumulate_on_host, grads, stored_ends, end_shards, ends_on_host, earlier or (None, None)))
+        (of_first, (of_last, sums)), (first, (last, before)) = grads, earlier or (None, (None, None))
+        trees = (of_first, of_last), stored_ends, end_shards, ends_on_host, (first, last)
+        of_first, of_last = map(accumulate_on_host, *trees)
+        return of_first, (of_last, sums if before is None else jax.tree.map(jnp.add, before, sums))
 
     def add_layer(grads: Inputs) -> Inputs:
         add = partial(accumulate_on_host, stored=stored_layers, shards=layer_shards, on_host=on_host)
         return forward.of_weights(add, grads)
 
-    loss, (of_first, of_last), of_layers = offloaded_layers.run_layers(model, microbatches, add_ends, add_layer)
-    return Gradients(loss, join_layers(added(of_first, of_last), _unblocked(plan, of_layers.weights)), None)
+    loss, (of_first, (of_last, sums)), of_layers = offloaded_layers.run_layers(model, microbatches, add_ends, add_layer)
+    return Gradients(loss, join_layers(added(of_first, of_last), _unblocked(plan, of_layers.weights)), None, sums)
 
 
 def added(first: Tree, second: Tree) -> Tree:
@@ -141,19 +147,26 @@ def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     p = plan.config.parallel
     name = p.schedule if p.pipe > 1 else "1f1b"  # one stage: forward and backward of each microbatch
     schedule = schedules.make(name, p.pipe, p.microbatches, p.chunks, plan.model.splits_vocab)
-    layered = scaled(forward.layered(plan, params), scale)
-    model, microbatches, backward = before_schedule(plan, params, layered, microbatches)
-    loss, (of_ends, of_layers) = run_schedule(schedule, model, microbatches, idle=p.idle)
+    encoded, microbatches, backward = before_schedule(plan, params, forward.layered(plan, params), microbatches)
+    model = scaled(plan, encoded, scale)._replace(
+        first=lambda ends, batch: encoded.first(ends[0], batch), ends=(encoded.ends, measures.probes(plan))
+    )
+    loss, ((of_ends, sums), of_layers) = run_schedule(schedule, model, microbatches, idle=p.idle)
     of_ends = backward(of_ends)
     if model.reduce:
         stored_ends, dims = (split_layers(select(tree, plan.trainable))[0] for tree in (params, plan.shards.dims))
         of_ends = plan.zero.reduce(of_ends, stored_ends, plan.shards._replace(dims=dims))
-    return Gradients(loss, join_layers(of_ends, _unblocked(plan, of_layers.weights)), of_layers.tap)
+    return Gradients(loss, join_layers(of_ends, _unblocked(plan, of_layers.weights)), of_layers.tap, sums)
 
 
-def scaled(model: LayeredModel, scale: jax.Array | float) -> LayeredModel:
-    """Return the model with `last` returning the sum of losses times scale."""
-    return model._replace(last=lambda ends, x, batch: model.last(ends, x, batch)[0] * scale)
+def scaled(plan: Plan, model: LayeredModel, scale: jax.Array | float) -> LayeredModel:
+    """Return the model with `last` taking its ends and probes, a pair, and returning the sum of losses times scale."""
+
+    def last(ends: tuple[Tree, Tree | None], x: Tree, batch: Tree) -> jax.Array:
+        weights, probes = ends
+        return measures.observed(plan, model.last(weights, x, batch), probes) * scale
+
+    return model._replace(last=last)
 
 
 def _unblocked(plan: Plan, of_layers: Tree) -> Tree:

@@ -80,10 +80,10 @@ def synchronize(plan: Plan, state: State) -> State:
     return state._replace(params=params, opt=opt, outer=outer, feedback=feedback)
 
 
-def metrics(plan: Plan, before: State, after: State, loss: jax.Array, clip: Clip) -> dict[str, jax.Array]:
-    """Return the metrics of the step between two states. loss: of the batch, times the loss scale."""
+def metrics(plan: Plan, before: State, after: State, means: dict[str, jax.Array], clip: Clip) -> dict[str, jax.Array]:
+    """Return the metrics of the step between two states. means: of the batch, times the loss scale."""
     values = {
-        "loss": loss / before.scale.value if before.scale else loss,
+        **{name: mean / before.scale.value if before.scale else mean for name, mean in means.items()},
         "grad_norm": clip.norm,
         "lr": jnp.asarray(plan.lr_schedule(optimizer.num_updates(before)), jnp.float32),
         "skipped_steps": after.skipped,

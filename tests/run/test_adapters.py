@@ -166,6 +166,11 @@ def test_the_weights_of_a_run_are_adapted_and_commands_read_base_and_adapters(wo
     _, other = trained(tmp_path, words, "llama", "other", train={"steps": 2})
     same(saved_state(tmp_path / "run")[1][0]["params"], saved_state(other)[1][0]["params"])  # of the same weights
     capsys.readouterr()
+    for run, of_base in (("run", None), ("other", str(model))):
+        assert convert.main(["--run", str(tmp_path / run), "--to", str(tmp_path / f"{run} peft")]) == 0
+        assert ("PEFT cannot read their base" in capsys.readouterr().out) == (of_base is None)
+        config = json.loads((tmp_path / f"{run} peft" / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == of_base
     assert convert.main(["--run", str(other), "--to", str(tmp_path / "merged"), "--merge"]) == 0
     answers = []
     for place in (["--run", str(other)], ["--hf", str(tmp_path / "merged")]):

@@ -72,6 +72,7 @@ def test_a_run_begins_at_log_2_ranks_pairs_right_and_resumes_bitwise(config_file
     np.testing.assert_allclose(log[1]["loss"], math.log(2), rtol=1e-6)
     assert log[24]["loss"] < 0.3 and log[24]["accuracy"] > 0.9 and log[24]["margin"] > 1
     assert log[8].keys() >= {"val_loss", "accuracy", "margin"}
+    assert log[24]["train_accuracy"] > 0.9 and log[24]["train_margin"] > 1 and log[1]["train_margin"] == 0
     loss, count, sums = of_training_pairs(config_file, tmp_path / "whole")
     assert count == 54 and loss / count < 0.3 and sums["accuracy"] / count > 0.9
 

@@ -48,12 +48,13 @@ def batch_of(rows, step):
     return batch
 
 
-def tree(family="llama", objective=None, **parallel):
+def tree(family="llama", objective=None, memory=None, **parallel):
     return small(
         family,
         model={"vocab_size": VOCAB} | ({"loss_chunk": parallel.pop("loss_chunk")} if "loss_chunk" in parallel else {}),
         data={"source": "pairs:none", "seq_len": T, "batch_size": B},
         train={"seed": 3, "objective": {"kind": "dpo", "beta": BETA, "label_smoothing": SMOOTHING} | (objective or {})},
+        memory=memory or {},
         parallel=parallel,
     )
 
@@ -102,6 +103,7 @@ def is_reference(step, params, rows, values):
     assert abs(float(sums["margin"])) < 1e-5
 
 
+HOST = {"offload_params": "host", "offload_optimizer": "host"}
 LAYOUTS = {
     "one device": ("llama", {"data": 1, "loss_chunk": 64}),
     "data 2 tensor 2": ("gpt2", {"data": 2, "tensor": 2}),
@@ -110,6 +112,9 @@ LAYOUTS = {
     "pipe": ("gpt2", {"pipe": 2, "data": 2, "microbatches": 4}),
     "zero bubble": ("llama", {"pipe": 2, "microbatches": 4, "schedule": "zero_bubble", "chunks": 1}),
     "ZeRO 3": ("llama", {"data": 4, "zero": 3, "microbatches": 2, "persist_below": 1}),
+    "per layer": ("llama", {"data": 2, "microbatches": 4, "zero": 2, "grad_reduce": "per_layer"}),
+    "offload": ("llama", {"data": 2, "microbatches": 2, "zero": 3, "memory": HOST}),
+    "interleaved": ("llama", {"pipe": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 1, "idle": "mask"}),
     "ring": ("llama", {"data": 2, "context": 2, "microbatches": 2}),
     "ulysses": ("llama", {"context": 2, "tensor": 2, "context_attention": "ulysses"}),
 }
@@ -137,6 +142,8 @@ def test_loss_gradients_and_scores_are_those_of_the_paper(name):
         assert not found[i, len(mine) :].any()
     state, metrics, _ = step.train(state, batch)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["train_margin"], margins.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["train_accuracy"], (margins > 0).mean(), rtol=1e-6)
     moments = jax.device_get(step.in_layer_order(state).opt.moments[0].mu)
     found = jax.tree.map(lambda m: m / (1 - oracle.B1), moments)
     chex.assert_trees_all_close(found, padded(grads, found), **GRADS)
