@@ -46,7 +46,7 @@ def test_all_stages_have_the_units_of_the_ends_in_the_same_ticks_and_the_tables_
 
 
 @every_schedule
-@pytest.mark.parametrize("costs", [EQUAL, UNEQUAL])
+@pytest.mark.parametrize("costs", [pytest.param(EQUAL, marks=pytest.mark.long), UNEQUAL])
 def test_split_ends_take_the_time_of_the_layers_and_of_one_share_of_the_loss(name, costs):
     for stages, M, C in sizes(name):
         plain = schedule_text.stats(made(name, stages, M, C), *costs)
