@@ -209,7 +209,7 @@ def residuals_of_a_layer(config, gpus):
     return sum(x.size * x.dtype.itemsize for x in stacked) / L / (sequences * config.data.seq_len), config
 
 
-STORED = [(GPT2, 3, "true"), (LLAMA, 0, "true"), (GPT2, 0, "false"), (LLAMA, 3, "false")]
+STORED = [(GPT2, 3, "true"), (LLAMA, 0, "false")]
 
 
 @needs_cuda_compiler
@@ -249,10 +249,7 @@ def test_a_layer_with_norms_of_heads_stores_exactly_those_of_the_closed_form(zer
 @needs_cuda_compiler
 @pytest.mark.parametrize(
     "layout",
-    cover(
-        ["parallel.microbatches=8 parallel.pipe=4"],
-        ["parallel.microbatches=1", "parallel.microbatches=4"],
-    ),
+    cover([], ["parallel.microbatches=8 parallel.pipe=4", "parallel.microbatches=1", "parallel.microbatches=4"]),
 )
 def test_prefetch_has_equal_bytes(layout):
     def audit(*overrides):
