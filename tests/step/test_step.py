@@ -124,7 +124,7 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_on_every_device(microb
             np.testing.assert_array_equal(x.data, y.data)
 
 
-@pytest.mark.parametrize("case", cover([(0, 1), (8, 2)], [(8, 1), (0, 4)]))
+@pytest.mark.parametrize("case", cover([(8, 2)], [(0, 1), (8, 1), (0, 4)]))
 def test_evaluation_is_the_oracles_mean_over_valid_targets(case):
     chunk, tensor = case
     config, mesh = resolved(small(parallel={"microbatches": 2, "tensor": tensor}, model={"loss_chunk": chunk}))
