@@ -28,7 +28,9 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", "bfloat16"), ("gpt2", "float16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [pytest.param("llama", "bfloat16", marks=pytest.mark.long), ("gpt2", "float16")]
+)
 def test_a_folder_comes_back_bit_for_bit_and_its_run_generates(name, dtype, tmp_path, capsys, monkeypatch):
     model = folders.folder(tmp_path / "model", name, dtype, eos_token_id=[3, 7])
     if dtype == "bfloat16":

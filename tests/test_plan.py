@@ -262,7 +262,7 @@ def planned_and_compiled(name, tmp_path):
 
 # The default run of tests/audit/test_audit.py compiles layouts of most of the others.
 ON_GPUS = [name for name in CONFIGS if cluster(name)[1] != "cpu"]
-BY_COMMAND = ["gpt2_124m", "llama3_8b_1gpu"]
+BY_COMMAND = ["llama3_8b_1gpu"]
 
 
 @needs_cuda_compiler

@@ -7,11 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib.figure
-from matplotlib import cycler, rcParams
-from matplotlib.axes import Axes
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Point = tuple[float, float]
 AGAINST = {  # what curves may be drawn against -> metric that it takes, label
@@ -84,6 +83,8 @@ def number(record: Mapping[str, Any], metric: str) -> float | None:
 
 def draw_lines(axes: Axes, lines: Mapping[str, Sequence[Point]]) -> None:
     """Draw named lines, up to 30 of them unlike each other, with a legend; a line of one point is a dot."""
+    from matplotlib import cycler, rcParams
+
     axes.set_prop_cycle(cycler(linestyle=["-", "--", ":"]) * rcParams["axes.prop_cycle"])
     for name, points in lines.items():
         axes.plot(*zip(*points, strict=True), label=name, linewidth=1, marker="." if len(points) == 1 else "")
@@ -99,11 +100,13 @@ def draw(jsonl: Path, png: Path, title: str, bigram: float | None, unit: str = "
     The training curve shows the mean loss since the previous point. Draws nothing if there are no losses. unit: of
     losses. Raises OSError.
     """
+    from matplotlib.figure import Figure  # a fifth of what a run imports, and needed at its end
+
     records, bad = read(jsonl)
     train, val, noise = (series(records, metric, "steps") for metric in ("loss", "val_loss", "noise_scale"))
     if not train + val:
         return bad
-    figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     is_mean = any("mean_loss" in r for r in records)
     name = "training (mean since the previous point)" if is_mean else "training"

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from command import arrays_of, config_file, flip, losses, main, same, saved_state, start, wait_for_lines
-from conftest import LOSS, records
+from conftest import LOSS, cover, records
 
 from nanotrain_jax.checkpoint import directory
 from nanotrain_jax.checkpoint import read as restore
@@ -22,6 +22,7 @@ from nanotrain_jax.run import loop
 __all__ = ["config_file"]  # a fixture
 
 
+@pytest.mark.long  # the default run has it in the resume after a damaged checkpoint, below
 def test_twenty_steps_are_bitwise_ten_and_ten_more_after_a_resume(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/whole") == 0
     assert main(config_file, f"logging.dir={tmp_path}/parts", "train.steps=10", "checkpoint.async=false") == 0
@@ -33,18 +34,24 @@ def test_twenty_steps_are_bitwise_ten_and_ten_more_after_a_resume(config_file, t
     same(whole, parts)
 
 
-def test_a_resume_on_another_mesh_and_zero_stage_continues_with_the_same_losses(config_file, tmp_path, capsys):
-    assert main(config_file, f"logging.dir={tmp_path}/whole") == 0
-    other = "parallel.data=2", "parallel.replica=4", "parallel.zero=3", "parallel.persist_below=64"
-    assert main(config_file, f"logging.dir={tmp_path}/parts", "train.steps=5", *other) == 0
-    context = "parallel.data=2", "parallel.context=4", "parallel.zero=1"
-    assert main(config_file, f"logging.dir={tmp_path}/parts", "train.steps=10", *context) == 0
-    split = "parallel.tensor=2", "parallel.data=4", "parallel.zero=2"  # with a padded vocabulary
-    assert main(config_file, f"logging.dir={tmp_path}/parts", "train.steps=15", *split) == 0
+REPLICAS = "parallel.data=2", "parallel.replica=4", "parallel.zero=3", "parallel.persist_below=64"
+SPLIT = "parallel.tensor=2", "parallel.data=4", "parallel.zero=2"  # with a padded vocabulary
+CONTEXT = "parallel.data=2", "parallel.context=4", "parallel.zero=1"
+
+
+@pytest.mark.parametrize("meshes", cover([(REPLICAS, SPLIT)], [(SPLIT, CONTEXT, ())], lambda meshes: str(len(meshes))))
+def test_a_resume_on_another_mesh_and_zero_stage_continues_with_the_same_losses(meshes, config_file, tmp_path, capsys):
+    def run(name, steps, mesh=()):
+        keys = f"logging.dir={tmp_path}/{name}", f"train.steps={steps}", "train.eval_every=0"
+        assert main(config_file, *keys, *mesh) == 0
+
+    last = 5 * len(meshes)
+    run("whole", last)
+    for i, mesh in enumerate(meshes, 1):
+        run("parts", 5 * i, mesh)
     assert "257 tokens padded to 384" in capsys.readouterr().out
-    assert main(config_file, f"logging.dir={tmp_path}/parts") == 0
-    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
-    np.testing.assert_allclose([parts[i][0] for i in range(1, 21)], [whole[i][0] for i in range(1, 21)], **LOSS)
+    whole, parts = ([losses(tmp_path / name)[i][0] for i in range(1, last + 1)] for name in ("whole", "parts"))
+    np.testing.assert_allclose(parts, whole, **LOSS)
 
 
 @pytest.mark.long
@@ -98,10 +105,18 @@ def test_another_run_can_start_from_a_checkpoint_by_its_path(config_file, tmp_pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
-def test_a_stop_signal_saves_and_exits_with_0(number, config_file, tmp_path):
+def test_a_run_refuses_another_in_its_folder_and_at_a_stop_signal_saves_and_exits_with_0(
+    number, config_file, tmp_path, capsys
+):
     long = "train.steps=100000", "train.eval_every=0", "checkpoint.every=100000", f"logging.dir={tmp_path}/run"
     process = start(config_file, *long)
     wait_for_lines(tmp_path / "run", 3, process)
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    assert main(config_file, f"logging.dir={tmp_path}/run") == 2
+    err = capsys.readouterr().err
+    assert "in use by another run" in err
+    assert err.count("\n") == 1
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
     process.send_signal(number)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
@@ -210,6 +225,7 @@ def test_resume_moves_a_damaged_checkpoint_and_falls_back_to_the_previous_one(co
     assert "resumed from step 5" in out
     assert (run / "checkpoints" / "damaged" / "10" / "10").is_dir()
     same(saved_state(run), saved_state(tmp_path / "whole"))
+    assert losses(run) == losses(tmp_path / "whole")
     assert [r["step"] for r in records(run)] == [*range(1, 11), *range(6, 21)]
 
 

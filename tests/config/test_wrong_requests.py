@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from command import config_file, main, same, saved_state, start, wait_for_lines
+from command import config_file, main, same, saved_state
 
 __all__ = ["config_file"]  # a fixture
 
@@ -254,16 +254,3 @@ def test_changed_data_are_reported_on_resume(config_file, run_of_5_steps, tmp_pa
     run_of_5_steps(config_file, tmp_path / "run")
     assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=6", "data.source=stdlib") == 0
     assert "training data differ from the checkpoint's" in capsys.readouterr().out
-
-
-def test_a_second_run_in_the_same_folder_is_refused(config_file, tmp_path, capsys):
-    first = start(config_file, f"logging.dir={tmp_path}/run", "train.steps=100000", "train.eval_every=0")
-    wait_for_lines(tmp_path / "run", 1, first)
-    before = (tmp_path / "run" / "config.yaml").read_text()
-    assert main(config_file, f"logging.dir={tmp_path}/run") == 2
-    err = capsys.readouterr().err
-    assert "in use by another run" in err
-    assert err.count("\n") == 1
-    assert (tmp_path / "run" / "config.yaml").read_text() == before
-    first.kill()
-    first.communicate()

@@ -62,10 +62,19 @@ def losses_of_one_process(tmp_path_factory):
     return run
 
 
-LONG = [("data", 2), ("pipe", 2), ("context", 4), ("zero3", 4), ("tensor", 2), ("tensor", 4), ("pipe", 4)]
+CASES = [
+    ("zero3", 2),
+    ("data", 2),
+    ("pipe", 2),
+    ("context", 4),
+    ("zero3", 4),
+    ("tensor", 2),
+    ("tensor", 4),
+    ("pipe", 4),
+]
 
 
-@pytest.mark.parametrize("case", cover([("zero3", 2)], LONG))
+@pytest.mark.parametrize("case", cover([], CASES))
 def test_several_processes_equal_one_process(case, config_file, losses_of_one_process, tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # refuses; as on clusters, where processes need none
     layout, count = case
@@ -81,15 +90,25 @@ def test_several_processes_equal_one_process(case, config_file, losses_of_one_pr
     assert {f.name for f in sums.iterdir()} == {"files.json", *(f"{i}-of-{count}.json" for i in range(count))}
 
 
-def test_a_signal_to_one_process_makes_all_save_and_exit(config_file, tmp_path):
+def test_two_processes_equal_one_until_a_signal_to_one_makes_both_save_and_exit(
+    config_file, losses_of_one_process, tmp_path
+):
+    expected = losses_of_one_process("zero3", config_file)
     run = tmp_path / "run"
-    small = "runtime.simulate=2", "model.num_layers=1", "runtime.hang_timeout=60"
-    launcher = launched(2, config_file, *FOREVER, f"logging.dir={run}", *small)
-    os.kill(status_of(run, 1, launcher)["pid"], signal.SIGTERM)
+    endless = *FOREVER, "train.eval_every=5", "runtime.hang_timeout=60"
+    launcher = launched(2, config_file, *LAYOUTS["zero3"], *endless, f"logging.dir={run}")
+    os.kill(status_of(run, 1, launcher, least=5)["pid"], signal.SIGTERM)
     out, _ = finished(launcher)
+    assert "2 processes on 1 hosts (from launcher)" in out
+    np.testing.assert_allclose(np.array(losses(run)[:5], float), np.array(expected, float), rtol=1e-6)
     last = records(run)[-1]["step"]
     assert f"stopped at step {last} of 100000" in out
+    sums = run / "checkpoints" / "checksums" / str(last)
+    assert {f.name for f in sums.iterdir()} == {"files.json", "0-of-2.json", "1-of-2.json"}
     assert (run / "checkpoints" / str(last)).is_dir()
+    assert sorted(f.name for f in (run / "processes").iterdir()) == ["0.log", "1.log"]
+    for log in (run / "processes").iterdir():
+        assert "step 5  loss" in log.read_text()
 
 
 @pytest.mark.long

@@ -28,7 +28,7 @@ def scored(loaded, asked, rows=4):
     return [found[i] for i in range(len(asked))]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", cover(["llama"], ["gpt2"]))
 def test_scores_equal_the_oracle(family):
     own = weights(family, CONTEXT)
     oracle = models.Oracle(*own)

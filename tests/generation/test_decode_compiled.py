@@ -14,7 +14,7 @@ spec.loader.exec_module(script)
 
 
 @needs_cuda_compiler
-@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.long), 8])
 def test_a_step_moves_its_weights_and_caches_once(gpus):
     """Llama-3-8B but for its depth: the share of what is beside the layers is larger than in the whole."""
     section = load.load("llama3_8b").model.model_dump() | {"num_layers": 4}

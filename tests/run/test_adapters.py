@@ -93,8 +93,14 @@ def merged_by_peft(base, adapter):
     return result
 
 
-CASES = [("llama", {}), ("gpt2", {"targets": ["q", "v", "down"], "rslora": True})]
-MORE = [("gemma3_text", {}), ("qwen2", {"targets": ["k", "up"]}), ("gpt2", {}), ("mistral_window", {"rslora": True})]
+CASES = [("gpt2", {"targets": ["q", "v", "down"], "rslora": True})]  # a llama is merged in the test of commands below
+MORE = [
+    ("llama", {}),
+    ("gemma3_text", {}),
+    ("qwen2", {"targets": ["k", "up"]}),
+    ("gpt2", {}),
+    ("mistral_window", {"rslora": True}),
+]
 
 
 @pytest.mark.parametrize("case", cover(CASES, MORE, lambda case: f"{case[0]} {','.join(case[1])}"))
@@ -214,6 +220,9 @@ WRONG = {
 
 def test_adapters_refuse_another_base_in_one_line(words, tmp_path, capsys):
     model, run = trained(tmp_path, words, train={"steps": 2})
+    file = config_file(tmp_path, words, f"hf:{model}", train={"lora": None, "steps": 2})
+    assert exit_code(train.main, ["--config", file, f"logging.dir={run}"]) == 2
+    assert "train.lora" in capsys.readouterr().err
     known = yaml.safe_load((run / "config.yaml").read_text())["model"]
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     shutil.copytree(model, tmp_path / "tokenizer")
@@ -231,6 +240,7 @@ def test_adapters_refuse_another_base_in_one_line(words, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_a_run_without_adapters_is_not_mixed_with_them(words, tmp_path, capsys):
     _, run = trained(tmp_path, words, train={"steps": 2, "lora": None})
     for lora, named in ((LORA, "holds a run without train.lora"), (None, "")):

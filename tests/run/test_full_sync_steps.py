@@ -26,7 +26,8 @@ KEYS = (
 FIRST = 3  # steps with whole sums
 WAYS = {
     "apart, 16 bit": ["parallel.sync_every=2", "precision.compute=float16", "precision.loss_scale=dynamic"],
-    "apart, compressed": ["parallel.sync_every=2", "parallel.compress=topk:0.1", "optimizer.name=muon"],
+    "apart, compressed": ["parallel.sync_every=2", "parallel.compress=topk:0.1"],
+    "apart, compressed, muon": ["parallel.sync_every=2", "parallel.compress=topk:0.1", "optimizer.name=muon"],
     "sparse, zero 3": ["parallel.compress=randomk:0.1", "parallel.zero=3", "parallel.persist_below=64"],
     "low rank": [
         "parallel.compress=powersgd:2",

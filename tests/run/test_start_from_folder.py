@@ -66,8 +66,9 @@ def loss(logits_TV, targets_T):
 @pytest.mark.parametrize(
     "case",
     cover(
-        [(name, FIRST) for name in ("llama", "gemma3_text")] + [("gpt2", "zero 3"), ("llama_tied", "context 2")],
-        [(name, layout) for name in ("llama", "gemma3_text") for layout in [*LAYOUTS][1:-1]]
+        [("gemma3_text", FIRST), ("gpt2", "zero 3"), ("llama_tied", "context 2")],
+        [("llama", FIRST)]
+        + [(name, layout) for name in ("llama", "gemma3_text") for layout in [*LAYOUTS][1:-1]]
         + [("llama", "replicas apart"), ("qwen2", FIRST), ("qwen3", FIRST)]
         + [("gpt2", name) for name in LAYOUTS if name != "zero 3"],
     ),

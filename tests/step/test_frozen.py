@@ -62,7 +62,9 @@ def frozen_leaves(tree, pattern):
     return {path_name(path): x for path, x in leaves if word in path_name(path)}
 
 
-@pytest.mark.parametrize("layout_and_pattern", cover(CASES, MORE, lambda case: f"{case[0]} {case[1]}"))
+@pytest.mark.parametrize(
+    "layout_and_pattern", cover(CASES[2:], [*CASES[:2], *MORE], lambda case: f"{case[0]} {case[1]}")
+)
 def test_a_frozen_part_is_as_one_with_a_learning_rate_of_zero(layout_and_pattern):
     layout, pattern = layout_and_pattern
     equals_a_zero_learning_rate(built(tree_of(layout, pattern)), pattern)
@@ -126,7 +128,7 @@ MORE_PRICED = [
 
 
 @pytest.mark.parametrize(
-    "layout_and_pattern", cover(PRICED[::2], [PRICED[1], *MORE_PRICED], lambda case: f"{case[0]} {case[1]}")
+    "layout_and_pattern", cover(PRICED[2:], [*PRICED[:2], *MORE_PRICED], lambda case: f"{case[0]} {case[1]}")
 )
 def test_bytes_and_flops_of_frozen_parts_equal_the_closed_forms(layout_and_pattern):
     layout, pattern = layout_and_pattern

@@ -25,11 +25,12 @@ from nanotrain_jax.step import build as steps
 
 COVER = [  # data, replica, microbatches, family
     (1, 1, 4, "gpt2"),
+    (2, 2, 4, "llama"),
+]
+MORE = [
     (2, 1, 4, "llama"),
     (8, 1, 1, "gpt2"),
     (2, 2, 4, "gpt2"),
-]
-MORE = [
     (1, 1, 1, "llama"),
     (2, 1, 1, "gpt2"),
     (4, 1, 1, "llama"),
@@ -60,7 +61,7 @@ def test_clipping_uses_the_global_norm(tensor):
     jax.tree.map(lambda a, b: close(a, b, **STATE), state.params, padded(params, state.params))
 
 
-@pytest.mark.parametrize("microbatches", cover([1, 4], [2], str))
+@pytest.mark.parametrize("microbatches", cover([4], [1, 2], str))
 def test_the_compiled_step_has_one_collective_for_any_number_of_microbatches(microbatches):
     config, mesh = resolved(small(parallel={"data": 8, "microbatches": microbatches}))
     step = steps.build(config, mesh)
@@ -123,7 +124,7 @@ def test_a_step_whose_gradients_are_not_finite_is_skipped_on_every_device(microb
             np.testing.assert_array_equal(x.data, y.data)
 
 
-@pytest.mark.parametrize("case", cover([(0, 1), (8, 2)], [(8, 1), (0, 4)]))
+@pytest.mark.parametrize("case", cover([(8, 2)], [(0, 1), (8, 1), (0, 4)]))
 def test_evaluation_is_the_oracles_mean_over_valid_targets(case):
     chunk, tensor = case
     config, mesh = resolved(small(parallel={"microbatches": 2, "tensor": tensor}, model={"loss_chunk": chunk}))

@@ -103,6 +103,7 @@ def test_an_overflow_in_one_part_of_the_vocabulary_skips_the_step_on_all_stages(
     skips_an_overflow(tree)
 
 
+@pytest.mark.long  # tests against the oracle reorder states in both directions
 def test_the_state_keeps_its_values_from_stage_order_to_layer_order_and_back():
     config, mesh = resolved(split("pipe 2 data 2", layers=7, schedule="interleaved", chunks=2).tree())
     step = steps.build(config, mesh)

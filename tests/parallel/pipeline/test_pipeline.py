@@ -73,19 +73,20 @@ def pipelined(schedule, mesh, idle="skip", first=first, layer=layer, last=last):
     return in_order, run
 
 
-# Together each schedule at 2, 4, 8 stages, with P, 2 P, 4 P and odd numbers of microbatches.
+# Together each schedule at 2, 4, 8 stages, with P, 2 P, 4 P and odd numbers of microbatches. In the default run all
+# schedules agree bitwise with gpipe at 4 stages, below.
 RUNS = [
     Case("gpipe", stages=8, microbatches=3),
     Case("1f1b", stages=1, microbatches=3),
+    Case("interleaved", stages=2, microbatches=4, chunks=4),
+    Case("zb_h1", stages=4, microbatches=5, idle="mask"),
+]
+MORE = [
     Case("1f1b", stages=4, microbatches=3),
     Case("1f1b", stages=2, microbatches=5, idle="mask"),
     Case("1f1b_lean", stages=4, microbatches=7, idle="mask"),
-    Case("interleaved", stages=2, microbatches=4, chunks=4),
     Case("zero_bubble", stages=4, microbatches=16),
-    Case("zb_h1", stages=4, microbatches=5, idle="mask"),
     Case("zb_h2", stages=2, microbatches=3, idle="mask"),
-]
-MORE = [
     Case("gpipe", stages=2, microbatches=2),
     Case("gpipe", stages=4, microbatches=8, idle="mask"),
     Case("1f1b", stages=8, microbatches=32),
@@ -225,7 +226,10 @@ def turns(schedule):
     return {"forward": per_tick, "backward": per_tick, "weight": per_slot, "first": ends, "last": ends}
 
 
-@pytest.mark.parametrize("name", NAMES)
+FLOPS_OF = "1f1b", "interleaved", "zero_bubble", "zb_h1"  # whose programs two tests share
+
+
+@pytest.mark.parametrize("name", cover(FLOPS_OF, [name for name in NAMES if name not in FLOPS_OF]))
 def test_a_tick_has_two_permutes_and_none_in_a_branch(name):
     case = case_of(name, 4, 12)
     schedule = case.table
@@ -260,7 +264,7 @@ def useful_flops(layers, microbatches, rows):
     return 3 * tokens * (layers * 2 * 2 * D * F + 2 * D * V)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zero_bubble", "zb_h1"])
+@pytest.mark.parametrize("name", FLOPS_OF)
 def test_executed_flops_equal_the_useful_ones(name):
     """Matmuls of each slot times its uses in the table: every forward and backward once, no part of it twice."""
     case = case_of(name, 4, 12)
