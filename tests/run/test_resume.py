@@ -36,7 +36,7 @@ def resumes(capsys, *arguments):
 
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
 def test_the_weights_of_a_run_are_loaded_as_host_arrays_without_a_mesh(config_file, tmp_path):
-    split = "parallel.tensor=2", "parallel.zero=3", "train.steps=10", "train.eval_every=0"
+    split = "parallel.tensor=2", "parallel.zero=3", "parallel.persist_below=64", "train.steps=10", "train.eval_every=0"
     stages = "parallel.pipe=2", "model.num_layers=3", "parallel.vocab_over_pipe=true", "parallel.data=2"
     assert main(config_file, f"logging.dir={tmp_path}/run", "precision.compute=bfloat16", *split, *stages) == 0
     params, config = nanotrain_jax.load_params(tmp_path / "run")
