@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nanotrain_jax.config.execution import Execution, execution, gradients_on_host, writes_layers_out
+from nanotrain_jax.config.execution import Execution, execution, gradients_on_host, reduces_per_layer, writes_layers_out
 from nanotrain_jax.config.schema import EIGHT_BITS, Config
 from nanotrain_jax.config.values import Compression
 from nanotrain_jax.costs import counts
@@ -204,6 +204,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
             regather=p.zero == 3,
             offload=config.memory.offload_activations == "host",
             written_out=writes_layers_out(config, mesh.devices.flat[0].platform),
+            paced=p.tensor * p.context > 1 or p.zero >= 2 or reduces_per_layer(config),
         ),
         layer_order=order if p.chunks > 1 or len(order) > config.model.num_layers else None,
         host_memory=host_memory(config, is_large),

@@ -38,7 +38,6 @@ FLOAT16 = ("precision.compute=float16", "precision.loss_scale=dynamic", "model.a
 HOST = "memory.offload_optimizer=host"
 TWO, FOUR = 2, 4  # devices
 FLAGS = {  # what XLA does by default, the other way
-    "triton gemm off": "--xla_gpu_enable_triton_gemm=false",
     "command buffers off": "--xla_gpu_enable_command_buffer=",
     "cudnn gemm fusion": "--xla_gpu_cudnn_gemm_fusion_level=2",
     "loops double-buffered": "--xla_gpu_enable_while_loop_double_buffering=true",
@@ -46,6 +45,7 @@ FLAGS = {  # what XLA does by default, the other way
     "nccl user buffers": "--xla_gpu_enable_nccl_user_buffers=true",
 }
 OF_COMMUNICATION = ("nccl user buffers",)
+PLAIN = "choices: none"  # the stage beside which those of choices and flags are
 
 
 def device(machine: Machine) -> dict:
@@ -64,13 +64,11 @@ def device(machine: Machine) -> dict:
 
 def flagged() -> dict[str, Stage]:
     """XLA flags one by one, each beside the same step without."""
-    run = partial(variant, name="gpt2-350m", batch=8)
-    plain = "flags: none"
-    stages = {plain: Stage(run, 40)}
+    run, stages = partial(variant, name="gpt2-350m", batch=8), {}
     for name, flags in FLAGS.items():
         devices = TWO if name in OF_COMMUNICATION else 1
         seconds = 150 if name == "exhaustive tiling" else 40
-        stages[f"flags: {name}"] = Stage(run, seconds, devices, flags, beside=plain)
+        stages[f"flags: {name}"] = Stage(run, seconds, devices, flags, beside=PLAIN)
     return stages
 
 
@@ -88,7 +86,7 @@ def model(name: str, seconds: int) -> Stage:
     return Stage(partial(speed, name=name), seconds)
 
 
-def choice(*overrides: str, beside: str = "", batch: int = 8) -> Stage:
+def choice(*overrides: str, beside: str = PLAIN, batch: int = 8) -> Stage:
     """A timing of GPT-2 350M with a choice, beside another one."""
 
     def run(machine: Machine) -> dict:
@@ -111,6 +109,9 @@ ULYSSES += ("parallel.context_attention=ulysses",)
 SHARDED = ("parallel.data=2", "parallel.zero=3", "parallel.persist_below=0")
 PIPE = ("parallel.pipe=2", "parallel.microbatches=4")
 STAGES = {
+    PLAIN: choice(beside=""),
+    "layers in a loop": choice("model.unroll=false"),
+    "logits in float32": choice("precision.logits=float32"),
     "float32": check(),
     "bfloat16": check(*BFLOAT16),
     "gpt2-124m": model("gpt2-124m", 50),
@@ -141,10 +142,10 @@ STAGES = {
     "gpt2-350m": model("gpt2-350m", 60),
     "gpt2-774m": model("gpt2-774m", 90),
     **flagged(),
-    "remat: full": choice("memory.remat=full", beside="flags: none"),
-    "remat: selective": choice("memory.remat=selective", beside="flags: none"),
-    "microbatches: 2": choice("parallel.microbatches=2", beside="flags: none"),
-    "microbatches: 4": choice("parallel.microbatches=4", beside="flags: none"),
+    "remat: full": choice("memory.remat=full"),
+    "remat: selective": choice("memory.remat=selective"),
+    "microbatches: 2": choice("parallel.microbatches=2"),
+    "microbatches: 4": choice("parallel.microbatches=4"),
 }
 
 
