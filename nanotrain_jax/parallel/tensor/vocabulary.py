@@ -274,7 +274,7 @@ def _losses(loss: _Loss, x_cD: jax.Array, head_VD: jax.Array, targets_c: jax.Arr
     own_top_c, own_sum_c = maximum_and_sum(logits_cV)
     top_c = all_max(own_top_c, loss.axes)
     sums = own_sum_c * jnp.exp(own_top_c - top_c), jnp.where(is_own_c, hit_c.astype(jnp.float32), 0.0)
-    sum_c, hit_c = all_reduce(sums, loss.axes)
+    sum_c, hit_c = all_reduce(jnp.stack(sums), loss.axes)  # one collective
     log_z_c = top_c + jnp.log(sum_c)
     losses_c = jnp.where(counts_c, log_z_c - hit_c + loss.z_loss * jnp.square(log_z_c), 0.0)
     return losses_c, _Softmax(counts_c, own_c, logits_cV, top_c, sum_c, log_z_c)
