@@ -34,6 +34,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nanotrain_jax.config.derived import fits_flash
+from nanotrain_jax.config.execution import writes_layers_out
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.models import contract, decode, decoder_table
@@ -322,7 +323,8 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
     matmuls = tensor.MatmulOptions(regather, p.overlap_tensor, matmul)
     split = Split("tensor", p.tensor, p.sequence_parallel) if p.tensor > 1 else ONE_DEVICE
     split = split._replace(vocab_axes=p.vocab_axes, vocab_shards=p.vocab_shards, logits=config.precision.logits)
-    split = split._replace(matmuls=matmuls, context=attention)
+    is_flat = writes_layers_out(config, mesh.devices.flat[0].platform)
+    split = split._replace(matmuls=matmuls, context=attention, flat=is_flat)
     graphs, shapes = abstract(decoder, split)
 
     def initialize(seed: int, order: Sequence[int] | None = None, put: Callable | None = None) -> dict:

@@ -33,6 +33,7 @@ class Split(NamedTuple):
     vocab_axes: tuple[str, ...] = ()  # mesh axes that split the vocabulary: of pipe and tensor
     vocab_shards: int = 1  # devices along them
     logits: str | None = None  # dtype of the loss's logits; None: the compute dtype
+    flat: bool = False  # q, k and v by matmuls of two dims, to which XLA:GPU adds the biases; loops would keep copies
 
     def positions(self, tokens: int, starts_BT: jax.Array | None = None) -> jax.Array | None:
         """Return the positions of this device's tokens, int32 [T/context], with starts [B T/context]; None: 0 to T-1.
@@ -122,13 +123,13 @@ class Attention(nnx.Module):
         for name in adapters.keys() & {"k", "v"}:
             adapters[name] = adapters[name]._replace(b=self.own_head(adapters[name].b))
         heads = [w.shape[1:] for w in weights.values()]
-        if self.features.qkv_bias:  # matmuls of two dims: XLA:GPU has them add the biases
+        if self.features.qkv_bias and self.split.flat:
             weights = {name: w.reshape(len(w), -1) for name, w in weights.items()}
             adapters = {name: x._replace(b=x.b.reshape(len(x.b), -1)) for name, x in adapters.items()}
         qkv = lora.columns(x_BTD, weights, adapters, axis, sequence_parallel, options)
         if self.features.qkv_bias:
             biases = self.bias_q_NH[...], self.own_head(self.bias_k_KH[...]), self.own_head(self.bias_v_KH[...])
-            qkv = [add(x, bias.ravel()) for x, bias in zip(qkv, biases, strict=True)]
+            qkv = [add(x, bias.reshape(x.shape[2:])) for x, bias in zip(qkv, biases, strict=True)]
         q_BTNH, k_BSKH, v_BSKH = (x.reshape(sequences, -1, *NH) for x, NH in zip(qkv, heads, strict=True))
         if self.features.qk_norm:  # whose backward needs its inputs
             q_BTNH = self.normalized(remat.name(q_BTNH, "q"), self.gain_q_H[...])

@@ -170,7 +170,7 @@ def test_the_compiled_step_matches_the_estimate(case):
         assert found[key] == pytest.approx(golden[key], rel=1e-3)
     if JAX in golden["peak_bytes"]:
         assert found["peak_bytes"] == pytest.approx(golden["peak_bytes"][JAX], rel=0.01)
-    else:  # a newer compiler may need less
+    elif NEWEST in golden["peak_bytes"]:  # a newer compiler may need less
         assert found["peak_bytes"] <= 1.05 * golden["peak_bytes"][NEWEST]
 
 
