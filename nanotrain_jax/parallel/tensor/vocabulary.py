@@ -6,10 +6,10 @@ of a chunk; t devices along the axis, here called tensor. axis=None: one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -164,14 +164,6 @@ class _Loss:
         return as_varying(jnp.zeros(()), [name for name in self.everywhere if name not in self.axes])
 
 
-def _over_chunks(body: Callable[[Any, tuple], tuple], carry: Any, chunks: tuple) -> tuple:
-    """`lax.scan`, without a loop for one chunk."""
-    if len(jax.tree.leaves(chunks)[0]) > 1:
-        return lax.scan(body, carry, chunks)
-    carry, of_chunk = body(carry, jax.tree.map(lambda x: x[0], chunks))
-    return carry, jax.tree.map(lambda x: x[None], of_chunk)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_of_losses(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """Sum the losses of all tokens. Both arrays vary over loss.everywhere."""
@@ -180,7 +172,7 @@ def _sum_of_losses(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets_BT
         x_cD, targets_c = chunk
         return total + _losses(loss, x_cD, head_VD, targets_c)[0].sum(), None
 
-    return _over_chunks(add_chunk, loss.zero(), loss.chunks(x_BTD, targets_BT))[0]
+    return lax.scan(add_chunk, loss.zero(), loss.chunks(x_BTD, targets_BT))[0]
 
 
 def _sum_and_gradients(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> tuple:
@@ -194,7 +186,7 @@ def _sum_and_gradients(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, target
         return (total + losses_c.sum(), grad_VD + grad_of_chunk_VD), grad_cD
 
     sums = loss.zero(), as_varying(jnp.zeros(head_VD.shape, jnp.float32), loss.everywhere)
-    (total, grad_VD), grad_cD = _over_chunks(add_chunk, sums, loss.chunks(x_BTD, targets_BT))
+    (total, grad_VD), grad_cD = lax.scan(add_chunk, sums, loss.chunks(x_BTD, targets_BT))
     return total, (grad_cD.reshape(x_BTD.shape), grad_VD, jnp.zeros((0,), head_VD.dtype))
 
 
@@ -217,7 +209,7 @@ def _losses_of_tokens(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets
         x_cD, targets_c = chunk
         return None, _losses(loss, x_cD, head_VD, targets_c)[0]
 
-    return _over_chunks(of_chunk, None, loss.chunks(x_BTD, targets_BT))[1].reshape(targets_BT.shape)
+    return lax.scan(of_chunk, None, loss.chunks(x_BTD, targets_BT))[1].reshape(targets_BT.shape)
 
 
 def _losses_and_residuals(loss: _Loss, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -237,7 +229,7 @@ def _gradients_of_tokens(loss: _Loss, residuals: tuple, g_BT: jax.Array) -> tupl
 
     zeros = as_varying(jnp.zeros(head_VD.shape, jnp.float32), loss.everywhere)
     chunks = loss.chunks(x_BTD, targets_BT), g_BT.reshape(-1, loss.chunk)
-    grad_VD, grad_cD = _over_chunks(add_chunk, zeros, chunks)
+    grad_VD, grad_cD = lax.scan(add_chunk, zeros, chunks)
     return grad_cD.reshape(x_BTD.shape), grad_VD.astype(head_VD.dtype), None
 
 
