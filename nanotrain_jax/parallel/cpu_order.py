@@ -19,14 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
-from nanotrain_jax.parallel.data_flow import depend_on, loop_of, passed_on_by, read_for, turn_of, whole
+from nanotrain_jax.parallel.data_flow import CALLS, depend_on, loop_of, passed_on_by, read_for, turn_of, whole
 
 COLLECTIVES = {
     "psum", "psum_invariant", "pmax", "pmin", "ppermute", "all_to_all", "ragged_all_to_all", "all_gather",
     "all_gather_invariant", "reduce_scatter",
-}  # fmt: skip
-CALLS = {  # XLA inlines them
-    "pjit", "jit", "closed_call", "eval_jaxpr", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call",
 }  # fmt: skip
 NOTHING: frozenset[int] = frozenset()
 

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
+CALLS = {  # XLA inlines them
+    "pjit", "jit", "closed_call", "eval_jaxpr", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call",
+}  # fmt: skip
 MOVES = {"broadcast_in_dim", "pvary", "convert_element_type", "reshape"}  # zeros stay zeros
 
 
@@ -76,11 +79,26 @@ def passed_on_by(equation: JaxprEqn, are_zero: Sequence[bool] = ()) -> tuple[dic
 
 def read_for(jaxpr: Jaxpr, equations: Sequence[JaxprEqn]) -> set[Var]:
     """Return all variables of a jaxpr that some of its equations depend on."""
-    read = {v for equation in equations for v in equation.invars if isinstance(v, Var)}
+    return _needed(jaxpr, {v for equation in equations for v in _operands(equation)})
+
+
+def _needed(jaxpr: Jaxpr, wanted: set[Var]) -> set[Var]:
+    """Return wanted variables of a jaxpr, and all that these depend on."""
+    needed = set(wanted)
     for equation in reversed(jaxpr.eqns):
-        if read.intersection(equation.outvars):
-            read.update(v for v in equation.invars if isinstance(v, Var))
-    return read
+        if needed.intersection(equation.outvars):
+            needed.update(_operands(equation))
+    return needed
+
+
+def _operands(equation: JaxprEqn) -> list[Var]:
+    """Return the variables that an equation computes with: of a call those that its results need."""
+    if equation.primitive.name not in CALLS:
+        return [v for v in equation.invars if isinstance(v, Var)]
+    (inner,) = jaxprs_in_params(equation.params)
+    needed = _needed(inner, {v for v in inner.outvars if isinstance(v, Var)})
+    pairs = zip(equation.invars, inner.invars, strict=True)
+    return [v for v, inside in pairs if isinstance(v, Var) and inside in needed]
 
 
 def depend_on(jaxpr: Jaxpr, is_one: Callable[[JaxprEqn], bool]) -> set[Var]:
