@@ -36,12 +36,15 @@ def execution(config: Config) -> Execution:
 def writes_layers_out(config: Config, platform: str) -> bool:
     """True if the compiled step has the layers one after another, no loop (`model.unroll`). platform: cpu or gpu.
 
-    Loops whose backward is written by hand keep residuals in buffers of their own, and stay loops.
+    Loops whose backward is written by hand keep residuals in buffers of their own, and stay loops. With offload, where
+    memory is scarce, XLA would hold more.
     """
     if execution(config).is_by_hand:
         return False
-    wanted = config.model.unroll
-    return (platform == "gpu" and config.model.num_layers <= MOST_LAYERS) if wanted == "auto" else wanted
+    if config.model.unroll != "auto":
+        return config.model.unroll
+    offloads = any(mode != "none" for mode in (config.memory.offload_optimizer, config.memory.offload_params))
+    return platform == "gpu" and config.model.num_layers <= MOST_LAYERS and not offloads
 
 
 def gradients_on_host(config: Config) -> bool:

@@ -220,8 +220,8 @@ def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
     update      four quarters of a layer of state: the current one, its results, the next, and a copy of that (XLA's);
                 or, if larger, embedding, head and the gradient of one of them before it is in host memory (of both,
                 with gradients of earlier microbatches)
-    params      two layers (blocks), and in the backward the float32 gradients of one
-    activations of two layers, in the backward
+    params      two layers (blocks), and in the backward the float32 gradients of one; in the loss one, and the head
+    activations of two layers, in the backward; of one, in the loss
 
     With memory.offload_optimizer=nvme the update is a separate program before the next step; it holds five chunks as
     large as a layer (at stages 1 and 2 as the embedding): the current one, its results, the next, and two being
@@ -234,6 +234,7 @@ def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
     layer = sum(x.size for x in parameters if x.in_layers) / stage_layers(config)
     per_layer = b * tokens_per_device(config) / p.microbatches * layer_activations(config, memory.rematerialization)
     early = bool(m.loss_chunk) or p.vocab_shards > 1
+    gathers_ends = p.zero == 3 and zero_devices(config) > 1
     for moment, parts in found.items():
         parts["params"] -= in_host.get("params", 0.0)
         parts["optimizer"] -= in_host.get("optimizer", 0.0) + offload.nvme_bytes(config)
@@ -241,9 +242,11 @@ def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
             parts["gradients"] = 4 * _vocab_elements(config) if moment == "loss" and early else 0.0
             parts["loss"] = parts["loss"] if moment == "loss" else 0.0  # the head's gradient is computed at once
         if memory.offload_activations == "host" and moment in ("loss", "backward"):
-            parts["activations"] -= in_host["activations"] - (2 if moment == "backward" else 0) * per_layer
+            parts["activations"] -= in_host["activations"] - (2 if moment == "backward" else 1) * per_layer
         if parameters and moment == "update":
             parts["buffers"] += _update_buffers(config, parameters, layer)
+        elif memory.offload_params == "host" and moment == "loss":
+            parts["buffers"] += b * (block * layer + (0 if gathers_ends else _vocab_elements(config)))
         elif memory.offload_params == "host":
             parts["buffers"] += 2 * b * block * layer + (4 * block * layer if moment == "backward" else 0)
     return found

@@ -303,4 +303,5 @@ def _gradients(
     g_cV = (slope_c / softmax.sum_c)[:, None] * exp_cV - jnp.where(hit_cV, 1.0, 0.0)
     g_cV = (scale * g_cV).astype(x_cD.dtype)
     grad_VD = jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=jnp.float32)
-    return jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype), grad_VD
+    grad_cD = jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype)
+    return lax.optimization_barrier((grad_cD, grad_VD))  # both at once: else XLA may keep g for the backward of layers
