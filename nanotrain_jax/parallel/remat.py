@@ -50,7 +50,7 @@ class Policy(NamedTuple):
     offload: bool = False  # store what is saved in host memory; has no effect with none
     unroll: bool = False  # write out the layers of a block instead of a loop, so that its backward can be split
     written_out: bool = False  # `scan` writes out the loop over layers: less memory traffic, longer to compile
-    paced: bool = False  # written out: the backward of a layer waits for gradients of the one AHEAD + 1 after it
+    paced: bool = False  # written out: the backward of a layer waits for the gradients of the one AHEAD after it
 
 
 def name(x: jax.Array, what: str) -> jax.Array:
