@@ -221,7 +221,7 @@ def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
                 or, if larger, embedding, head and the gradient of one of them before it is in host memory (of both,
                 with gradients of earlier microbatches)
     params      two layers (blocks), and in the backward the float32 gradients of one; in the loss one, and the head
-    activations of two layers, in the backward; of one, in the loss
+    activations of two layers, in the backward
 
     With memory.offload_optimizer=nvme the update is a separate program before the next step; it holds five chunks as
     large as a layer (at stages 1 and 2 as the embedding): the current one, its results, the next, and two being
@@ -242,7 +242,7 @@ def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
             parts["gradients"] = 4 * _vocab_elements(config) if moment == "loss" and early else 0.0
             parts["loss"] = parts["loss"] if moment == "loss" else 0.0  # the head's gradient is computed at once
         if memory.offload_activations == "host" and moment in ("loss", "backward"):
-            parts["activations"] -= in_host["activations"] - (2 if moment == "backward" else 1) * per_layer
+            parts["activations"] -= in_host["activations"] - (2 if moment == "backward" else 0) * per_layer
         if parameters and moment == "update":
             parts["buffers"] += _update_buffers(config, parameters, layer)
         elif memory.offload_params == "host" and moment == "loss":
