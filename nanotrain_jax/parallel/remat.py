@@ -27,7 +27,6 @@ from jax.ad_checkpoint import checkpoint_name
 from nanotrain_jax.config.values import Remat
 from nanotrain_jax.parallel.collectives import Tree
 
-AHEAD = 2  # layers
 INPUT = "input"  # of a layer, or of a block of them
 # Names of values of the techniques. A layer that saves them does not communicate again to recompute them.
 BLOCKWISE = "context_out", "context_lse"  # of ring and gather attention: with these it does not attend again either
@@ -50,7 +49,7 @@ class Policy(NamedTuple):
     offload: bool = False  # store what is saved in host memory; has no effect with none
     unroll: bool = False  # write out the layers of a block instead of a loop, so that its backward can be split
     written_out: bool = False  # `scan` writes out the loop over layers: less memory traffic, longer to compile
-    paced: bool = False  # written out: the backward of a layer waits for the gradients of the one AHEAD after it
+    ahead: int = 0  # written out, the backward of a layer waits for gradients of the one so many after it; 0: for none
 
 
 def name(x: jax.Array, what: str) -> jax.Array:
@@ -136,19 +135,19 @@ def _written_out(body: Callable[..., Tree], x: Tree, layers: Tree, policy: Polic
     run, size = checkpointed(run_layer, policy)
     numbers = jnp.arange(jax.tree.leaves((layers, fixed))[0].shape[0])
     rows = in_blocks((jax.tree.map(_stacked_apart, layers), numbers), size)
-    if not policy.paced:
+    ahead = min(policy.ahead, len(rows[1]))
+    if not ahead:
         return lax.scan(lambda x, row: (run(x, row), None), x, rows, unroll=True)[0]
-    first, later = (jax.tree.map(lambda w, at=at: w[at], rows) for at in (slice(AHEAD), slice(AHEAD, None)))
 
     def turn(carry: tuple[Tree, list], row: tuple) -> tuple[tuple[Tree, list], None]:
-        """Run a layer; row: the one that is AHEAD of it."""
-        x, (now, *ahead) = carry
-        (layer, i), x = row, run(x, now)
-        x, layer = _before(x, layer)
-        return (x, [*ahead, (layer, i)]), None
+        """Run the first layer that waits; row: of the layer that is policy.ahead after it."""
+        x, (now, *waiting) = carry
+        layer, i = row
+        x, layer = _before(run(x, now), layer)
+        return (x, [*waiting, (layer, i)]), None
 
-    waiting = [jax.tree.map(itemgetter(k), first) for k in range(len(jax.tree.leaves(first)[0]))]
-    (x, waiting), _ = lax.scan(turn, (x, waiting), later, unroll=True)
+    waiting = [jax.tree.map(itemgetter(k), rows) for k in range(ahead)]
+    (x, waiting), _ = lax.scan(turn, (x, waiting), jax.tree.map(lambda w: w[ahead:], rows), unroll=True)
     for row in waiting:
         x = run(x, row)
     return x

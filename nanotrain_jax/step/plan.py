@@ -204,7 +204,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
             regather=p.zero == 3,
             offload=config.memory.offload_activations == "host",
             written_out=writes_layers_out(config, mesh.devices.flat[0].platform),
-            paced=p.tensor * p.context > 1 or p.zero >= 2 or reduces_per_layer(config),
+            ahead=layers_ahead(config),
         ),
         layer_order=order if p.chunks > 1 or len(order) > config.model.num_layers else None,
         host_memory=host_memory(config, is_large),
@@ -212,6 +212,15 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         in_step=jax.tree.map(lambda trainable, in_files: trainable and not in_files, trainable, in_files),
         compressed=compressed(p.compression, shapes, is_large, stacks),
     )
+
+
+def layers_ahead(config: Config) -> int:
+    """Return how far gradients that communicate may fall behind (`remat.Policy.ahead`): with a layer recomputed, one
+    layer hides as much as two, in less memory."""
+    p = config.parallel
+    if p.tensor * p.context == 1 and p.zero < 2 and not reduces_per_layer(config):
+        return 0
+    return 1 if config.memory.rematerialization.policy in ("full", "block") else 2
 
 
 def optimizer_of(config: Config, model: Model, shapes: Tree, opt_specs: Tree) -> optax.GradientTransformation:
