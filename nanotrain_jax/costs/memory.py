@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nanotrain_jax.config.derived import fits_flash, padded_vocab
-from nanotrain_jax.config.execution import reduces_per_layer
+from nanotrain_jax.config.execution import reduces_per_layer, writes_layers_out
 from nanotrain_jax.config.run_sections import Train
 from nanotrain_jax.config.schema import Config, Model, Parallel
 from nanotrain_jax.config.vision import Vision
@@ -126,10 +126,14 @@ def moments(config: Config) -> dict[str, Parts]:
     ends = b * (psi[ENDS] + psi[VISION]) if p.zero < 2 else 4 * (shard[ENDS] + shard[VISION])
     sent = g * sum(psi.values()) if once and p.zero == 0 and not several else 0.0  # all, in the dtype on the wire
 
+    made = current  # where layers are written out, as activations are freed
+    if writes_layers_out(config, "gpu"):
+        made = max(0.0, current - residuals)
+
     found: dict[str, Parts] = {
         "loss": {"gradients": earlier + (head if p.pipe == 1 else 0.0), "activations": residuals, "loss": logits}
         | {"layer": 2 * b * tokens * D, "buffers": (b * V * D if gathers else 0.0) + _transposed_bytes(config)},
-        "backward": {"gradients": sums + current + (head if p.pipe == 1 else 0.0), "activations": residuals}
+        "backward": {"gradients": sums + made + (head if p.pipe == 1 else 0.0), "activations": residuals}
         | {"loss": 0.0, "layer": working_set(config)}
         | {"buffers": _backward_buffers(config, local_parameters(config)[0][LAYERS] / L, tokens)},
         "embedding": {"gradients": sums + current + ends, "activations": 0.0, "loss": 0.0, "layer": 0.0}

@@ -215,12 +215,12 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
 
 
 def layers_ahead(config: Config) -> int:
-    """Return how far gradients that communicate may fall behind (`remat.Policy.ahead`): with a layer recomputed, one
-    layer hides as much as two, in less memory."""
+    """Return how far gradients may fall behind (`remat.Policy.ahead`), and what is recomputed run ahead: one layer
+    hides as much communication as two, in less memory, but for layers of which nothing is recomputed."""
     p = config.parallel
-    if p.tensor * p.context == 1 and p.zero < 2 and not reduces_per_layer(config):
-        return 0
-    return 1 if config.memory.rematerialization.policy in ("full", "block") else 2
+    if config.memory.rematerialization.policy != "none":
+        return 1
+    return 2 if p.tensor * p.context > 1 or p.zero >= 2 or reduces_per_layer(config) else 0
 
 
 def optimizer_of(config: Config, model: Model, shapes: Tree, opt_specs: Tree) -> optax.GradientTransformation:
