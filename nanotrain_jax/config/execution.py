@@ -4,7 +4,9 @@ from enum import Enum
 
 from nanotrain_jax.config.schema import Config
 
-MOST_LAYERS = 48  # written out by default: compiling takes a second for each
+# Layers that are written out by default: compiling takes a second for each; and without ZeRO 3 XLA keeps a copy of the
+# weights of each from forward to backward, which is little up to this width.
+MOST_LAYERS, WIDEST = 48, 2048
 
 
 class Execution(Enum):
@@ -43,8 +45,10 @@ def writes_layers_out(config: Config, platform: str) -> bool:
         return False
     if config.model.unroll != "auto":
         return config.model.unroll
-    offloads = any(mode != "none" for mode in (config.memory.offload_optimizer, config.memory.offload_params))
-    return platform == "gpu" and config.model.num_layers <= MOST_LAYERS and not offloads
+    m, memory = config.model, config.memory
+    offloads = any(mode != "none" for mode in (memory.offload_optimizer, memory.offload_params))
+    fits = m.num_layers <= MOST_LAYERS and (config.parallel.zero == 3 or m.d_model <= WIDEST)
+    return platform == "gpu" and fits and not offloads
 
 
 def gradients_on_host(config: Config) -> bool:

@@ -51,6 +51,8 @@ def test_layers_written_out_are_in_no_loop():
         ("cpu", {"model": {"unroll": True}}, True),
         ("gpu", {"model": {"unroll": False}}, False),
         ("gpu", {"model": {"num_layers": 49}}, False),
+        ("gpu", {"model": {"d_model": 4096}}, False),
+        ("gpu", {"model": {"d_model": 4096}, "parallel": {"zero": 3}}, True),
         ("gpu", {"parallel": {"pipe": 2}}, False),
         ("gpu", {"memory": {"offload_activations": "host", "remat": "full"}}, False),
     ],
