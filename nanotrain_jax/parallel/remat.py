@@ -25,7 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from nanotrain_jax.config.values import Remat
-from nanotrain_jax.parallel.collectives import Tree
+from nanotrain_jax.parallel.collectives import Tree, varying_axes
 
 INPUT = "input"  # of a layer, or of a block of them
 # Names of values of the techniques. A layer that saves them does not communicate again to recompute them.
@@ -169,4 +169,14 @@ def _before(x: Tree, layer: Tree) -> tuple[Tree, Tree]:
     return x, layer
 
 
-_before.defvjp(lambda x, layer: ((x, layer), None), lambda _, grads: lax.optimization_barrier(grads))
+def _wait(_: None, grads: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+    """The barrier declares all that it returns varying over each axis that one of grads varies over. A gradient that
+    does not is returned as it came."""
+
+    def same_type(g: jax.Array, waited: jax.Array) -> jax.Array:
+        return waited if varying_axes(waited) == varying_axes(g) else g
+
+    return jax.tree.map(same_type, grads, lax.optimization_barrier(grads))
+
+
+_before.defvjp(lambda x, layer: ((x, layer), None), _wait)

@@ -22,6 +22,8 @@ MORE = [
     case("data 4", "gpt2", "selective", OUT, zero=2, microbatches=1, persist_below=64),
     case("tensor 4", "llama", "selective", OUT, zero=1, microbatches=2),
     case("data 2 context 2", "llama", "full", OUT, zero=3, microbatches=1, persist_below=64),
+    case("data 2", "gpt2", "none", OUT, zero=0, microbatches=1, grad_reduce="per_layer"),
+    case("data 2 tensor 2", "gpt2", "full", OUT, zero=2, microbatches=1, sequence_parallel=False),
 ]
 
 
