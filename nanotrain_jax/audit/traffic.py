@@ -51,13 +51,20 @@ def kernels(text: str, rates: hlo.Rates = hlo.NO_RATES) -> list[Kernel]:
     """Return every kernel of a compiled program, in order of execution."""
     program, found = hlo.parse(text), stacks.stacks(text)
     inside = {name for block in program.computations.values() for i in block for name in _fused(i)}
-    return [
-        _kernel(program, name, program.computations[name][index])._replace(
-            count=count, stack=stacks.of(program.computations[name][index], found)
-        )
-        for name, index, count in hlo.walk(program, rates)
-        if name not in inside and count and _is_kernel(program.computations[name][index])
-    ]
+    out = []
+    for name, index, count in hlo.walk(program, rates):
+        i = program.computations[name][index]
+        if name not in inside and count and _is_kernel(i):
+            traced = _traced(program, i)
+            kernel = _kernel(program, name, i)
+            out.append(kernel._replace(count=count, op_name=hlo.op_name(traced), stack=stacks.of(traced, found)))
+    return out
+
+
+def _traced(program: Program, i: Instruction) -> Instruction:
+    """Return the instruction that tells where a kernel was traced: a fusion of several results has only those in it."""
+    inner = [other for name in _fused(i) for other in program.computations[name] if hlo.op_name(other)]
+    return i if hlo.op_name(i) or not inner else inner[-1]
 
 
 def _fused(i: Instruction) -> list[str]:
@@ -87,7 +94,7 @@ def _kernel(program: Program, computation: str, i: Instruction) -> Kernel:
     elif i.opcode == "dynamic-update-slice":
         written = size(types[i.operands[1]])
         read[i.operands[0]] = 0
-    return Kernel(i.name, i.opcode, read, written, 1, hlo.op_name(i), ())
+    return Kernel(i.name, i.opcode, read, written, 1, "", ())
 
 
 def size(kind: str, has_scratch: bool = False) -> int:

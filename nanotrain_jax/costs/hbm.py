@@ -1,4 +1,4 @@
-"""The least bytes that a layer reads and writes in device memory, in closed form. For resolved configs.
+"""The least bytes that layers, loss and update read and write in device memory, in closed form. For resolved configs.
 
 Kernels are the matmuls, attention and the norms; whatever else a layer computes is in the end of the kernel before it.
 Each activation is written once and read once by every kernel that uses it, in the compute dtype; weights are read once
@@ -13,18 +13,52 @@ keys, F the ffn width, g = 2 with a gate, else 1 (elements read and written):
     norms after attention and MLP (gemma3): as those before
     recompute    remat full and block:n: the forward again, without down unless a norm follows it
 
-The log-sum-exp of attention is left out, as are collectives.
+    loss         D + V;  gradients of x and head  V + D, V + D, with V the vocabulary; chunks read the head again
+
+The log-sum-exp of attention is left out, as are collectives. The update reads gradients, again where they are clipped,
+master weights and moments, and writes these and the weights in the compute dtype.
 """
 
 from __future__ import annotations
 
 from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs.counts import BYTES, kv_width, query_width, tokens_per_device
+from nanotrain_jax.costs import memory, muon, offload
+from nanotrain_jax.costs.counts import BYTES, gradient_bytes, kv_width, logit_bytes, query_width, tokens_per_device
 from nanotrain_jax.models.decoder_table import MLP, table
 from nanotrain_jax.models.parameters import LAYERS
 
 GRADIENT = 4  # bytes
+LOSS, UPDATE, COMMUNICATION = "loss", "update", "communication"
+PARTS = LAYERS, LOSS, UPDATE, COMMUNICATION  # of a step
+
+
+def step_bytes(config: Config) -> dict[str, float]:
+    """Return the least bytes of a step on a device, part -> bytes: of those parts that have a closed form here."""
+    layer = layer_bytes(config)
+    found = {LAYERS: config.model.num_layers * config.parallel.microbatches * sum(layer.values())} if layer else {}
+    if config.parallel.vocab_shards == 1 and execution(config) is not Execution.PIPELINE:
+        found[LOSS] = config.parallel.microbatches * loss_bytes(config)
+    if config.memory.offload_optimizer == "none":
+        found[UPDATE] = update_bytes(config)
+    return found
+
+
+def loss_bytes(config: Config) -> float:
+    """Return the least bytes of the loss and its gradients of one microbatch. Its vocabulary is on one device."""
+    m = config.model
+    size, tokens = BYTES[config.precision.compute], tokens_per_device(config) / config.parallel.microbatches
+    chunks = tokens / m.loss_chunk if m.loss_chunk else 1
+    of_tokens = 3 * tokens * (size * m.d_model + logit_bytes(config) * m.vocab_size)
+    return of_tokens + (2 * size * chunks + GRADIENT) * m.vocab_size * m.d_model
+
+
+def update_bytes(config: Config) -> float:
+    """Return the least bytes of the update. Stored float32 weights are the master."""
+    optimizer, stored = memory.state(config)["optimizer"], offload.weight_bytes(config)
+    elements = (optimizer + muon.spared_bytes(config)) / offload.optimizer_bytes(config)
+    gradients = gradient_bytes(config) * (2 if config.optimizer.grad_clip else 1)
+    return 2 * optimizer + elements * (gradients + (2 * stored if stored == GRADIENT else stored))
 
 
 def layer_bytes(config: Config) -> dict[str, float] | None:

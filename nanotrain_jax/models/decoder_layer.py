@@ -14,7 +14,7 @@ from nanotrain_jax.config.families import Family
 from nanotrain_jax.config.model import Lora
 from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import decoder_table, lora
-from nanotrain_jax.models.ops import Rope, activated, add, gated, normalize, rotate
+from nanotrain_jax.models.ops import Rope, activated, add, complete, gated, normalize, rotate
 from nanotrain_jax.models.parameters import Parameter, Table, under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import position
@@ -144,7 +144,7 @@ class Attention(nnx.Module):
             y_BTD += lora.row(y_BTNH, adapter, axis, sequence_parallel, rows)
         if self.features.norms_after:  # whose backward needs its input
             y_BTD = remat.name(y_BTD, "attention_out")
-        return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
+        return complete(add(y_BTD, self.bias_out_D[...])) if self.features.biases else y_BTD
 
     def rotated(self, x_BTNH: jax.Array, positions: jax.Array | None) -> jax.Array:
         """x[B T N H] -> x[B T N H], rotated by the frequencies of this layer."""
@@ -227,7 +227,7 @@ class MLP(nnx.Module):
             y_BTD += lora.row(h_BTF, adapters["down"], axis, sequence_parallel)
         if self.features.norms_after:  # whose backward needs its input
             y_BTD = remat.name(y_BTD, "mlp_out")
-        return add(y_BTD, self.bias_down_D[...]) if self.features.biases else y_BTD
+        return complete(add(y_BTD, self.bias_down_D[...])) if self.features.biases else y_BTD
 
 
 class Layer(nnx.Module):

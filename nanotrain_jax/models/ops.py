@@ -149,6 +149,16 @@ _add.defvjp(lambda x, bias: (_add(x, bias), bias), _add_backward)
 
 
 @jax.custom_vjp
+def complete(x: jax.Array) -> jax.Array:
+    """Return x, computed before it is added to anything. Else XLA:GPU has the matmul that computes x add it to a copy
+    of the residual stream."""
+    return lax.optimization_barrier(x)
+
+
+complete.defvjp(lambda x: (complete(x), None), lambda _, g: (g,))
+
+
+@jax.custom_vjp
 def project(x_BTD: jax.Array, head_VD: jax.Array) -> jax.Array:
     """x[B T D], head[V D] -> logits[B T V] in float32; the matmuls of its backward run in the dtype of x and head."""
     return jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, preferred_element_type=jnp.float32)

@@ -25,7 +25,7 @@ import numpy as np
 from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.execution import execution, writes_layers_out
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import activations, communication, counts, flops, memory, muon, offload, vision
+from nanotrain_jax.costs import activations, communication, counts, flops, hbm, memory, muon, offload, vision
 from nanotrain_jax.costs.hardware import Gpu
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS
@@ -347,11 +347,8 @@ def ends_time(config: Config, gpu: Gpu) -> tuple[float, float]:
 
 
 def update_time(config: Config, gpu: Gpu) -> float:
-    """Return the seconds to read and write the state, read the gradients, and read them again for the global norm; and
-    those of Muon's Newton-Schulz iterations."""
-    state = memory.state(config)
-    gradients = 8 * (state["optimizer"] + muon.spared_bytes(config)) / offload.optimizer_bytes(config)
-    streamed = (2 * state["optimizer"] + state["params"] + gradients) / (STREAM * gpu.memory_bandwidth)
+    """Return the seconds of the update's least bytes (costs/hbm.py), and of Muon's Newton-Schulz iterations."""
+    streamed = hbm.update_bytes(config) / (STREAM * gpu.memory_bandwidth)
     rate = gpu.matmul * gpu.peak_flops * (1.0 if muon.wire_bytes(config) == 2 else 0.5)
     return streamed + muon.flops(config) / rate
 

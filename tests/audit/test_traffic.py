@@ -15,6 +15,7 @@ from conftest import LAYOUTS, ROOT, cover, needs_cuda_compiler
 from nanotrain_jax.audit import topology, traffic
 from nanotrain_jax.config import load as request
 from nanotrain_jax.costs import hbm
+from nanotrain_jax.costs.memory import state
 from nanotrain_jax.planner.compiled import compile_step
 from nanotrain_jax.planner.estimate import on_gpus
 
@@ -80,11 +81,31 @@ def test_the_least_bytes_of_a_layer_grow_with_tokens_and_recomputation():
     assert least("parallel.pipe=2", "parallel.data=4") is None
 
 
+def test_the_least_bytes_of_loss_and_update():
+    def planned(*overrides):
+        return on_gpus(request.load(str(ROOT / "configs" / "gpt2_124m.yaml"), list(overrides)), 8, "h100")
+
+    config, in_float32 = planned(), planned("precision.logits=float32")
+    tokens, width, vocabulary, microbatches = 64 * 1024, 768, 50304, 2
+    parts, head = hbm.step_bytes(config), (2 * 2 + 4) * vocabulary * width
+    assert parts["loss"] == 3 * 2 * tokens * (width + vocabulary) + microbatches * head
+    assert hbm.step_bytes(in_float32)["loss"] - parts["loss"] == 3 * 2 * tokens * vocabulary
+    assert parts["layers"] == microbatches * 12 * sum(hbm.layer_bytes(config).values())
+    # master weights and moments read and written, weights written, float32 gradients read twice for their norm
+    elements = state(config)["optimizer"] / 12
+    assert parts["update"] == (2 * 12 + 2 + 2 * 4) * elements
+    assert hbm.step_bytes(planned("optimizer.grad_clip=0"))["update"] == (2 * 12 + 2 + 4) * elements
+    assert "update" not in hbm.step_bytes(planned("memory.offload_optimizer=host"))
+    assert "loss" not in hbm.step_bytes(planned("parallel.tensor=2", "parallel.data=4"))
+
+
 def compiled(name):
     overrides = [*LAYOUTS.get(name, []), *CASES[name]]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # the defaults of users
         config = on_gpus(request.load(str(ROOT / "configs" / f"{name}.yaml"), overrides), 8, "h100")
         found = compile_step(config, "h100")["hbm"]
+    assert sum(part["bytes"] for part in found["parts"]) == found["bytes"]
+    assert all(part["bytes"] >= part.get("minimum_bytes", 0) for part in found["parts"])
     return {"step_bytes": found["bytes"]} | {key: found["layer"][key] for key in ("bytes", "minimum_bytes", "kernels")}
 
 

@@ -15,6 +15,7 @@ from nanotrain_jax.planner import compiled as compiler
 from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, stores_scores
 from nanotrain_jax.planner.formula import Section, number
 from nanotrain_jax.planner.search import SearchResult, describe
+from nanotrain_jax.planner.step_time import STREAM
 from nanotrain_jax.planner.training_stages import Staged
 
 
@@ -158,6 +159,23 @@ def compiled(console: Console, e: Estimate, compiled: dict[str, Any]) -> None:
     for c in compiled["collectives"]:
         size, exposed = c["bytes_per_device"], c["exposed_bytes"] / c["bytes_per_device"]
         row(f"{c['axis']} {c['op']}, {name} ({exposed:.0%} exposed)", size / unit, by_axis[c["axis"], c["op"]] / unit)
+    console.print(table)
+    if e.gpu != hardware.SIMULATED:
+        _memory_traffic(console, e, compiled["hbm"])
+
+
+def _memory_traffic(console: Console, e: Estimate, found: dict[str, Any]) -> None:
+    """Print what the compiled step reads and writes in device memory, by part: beside the least possible, and the
+    share of the modelled step that it takes at the fraction of the bandwidth that `step_time` assumes."""
+    (unit, name), rate = _unit(e), STREAM * hardware.find(e.gpu).memory_bandwidth
+    table = Table(title=f"device memory traffic, at {STREAM:.0%} of the peak bandwidth", title_justify="left")
+    for column in ("per GPU and step", name, "least", "ratio", "kernels", "ms", "of the step"):
+        table.add_column(column, justify="left" if column == "per GPU and step" else "right")
+    for part in [*found["parts"], {"part": "all"} | found]:
+        size, least = part["bytes"], part.get("minimum_bytes")
+        beside = (f"{least / unit:,.2f}", f"{size / least:.2f}") if least else ("-", "-")
+        time = f"{1e3 * size / rate:,.1f}", f"{size / rate / e.step_seconds:.0%}"
+        table.add_row(part["part"], f"{size / unit:,.2f}", *beside, f"{part['kernels']:,.0f}", *time)
     console.print(table)
 
 
