@@ -101,7 +101,7 @@ def small(family="llama", **changes):
     """
     tree = {
         "model": {"family": family, "num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 64, "vocab_size": 61}
-        | {"rope_theta": oracle.THETA, "norm_eps": oracle.NORM_EPS},
+        | {"rope_theta": oracle.THETA, "norm_eps": oracle.NORM_EPS, "unroll": False},
         "precision": {"compute": "float32"},
         "data": {"source": "synthetic", "batch_size": 32, "seq_len": 16},
         "optimizer": {"lr": 1e-2, "schedule": "constant", "grad_clip": 0.0}

@@ -23,7 +23,7 @@ from math import prod
 import numpy as np
 
 from nanotrain_jax.config.derived import fits_flash
-from nanotrain_jax.config.execution import Execution, execution
+from nanotrain_jax.config.execution import Execution, execution, writes_layers_out
 from nanotrain_jax.config.schema import EIGHT_BITS, Config, Model
 from nanotrain_jax.models import vision_table
 from nanotrain_jax.models.decoder_table import frozen_table, table
@@ -243,12 +243,11 @@ def attention_parts(config: Config) -> int:
 
 
 def last_matmuls_spared(config: Config) -> float:
-    """Return the share of layers whose last matmul block:N does not recompute: where a schedule with W writes out the
-    layers of a block (parallel/remat.py), that of each block's last layer, else none. A norm after it needs it."""
+    """Return the share of layers whose last matmul block:N does not recompute: where the layers of a block are written
+    out (parallel/remat.py), that of each block's last layer, else none. A norm after it needs it."""
     p, remat = config.parallel, config.memory.rematerialization
-    if config.model.features.norms_after:
-        return 0.0
-    return 1 / remat.block if remat.policy == "block" and p.pipe > 1 and p.schedule in schedule.SPLIT else 0.0
+    written_out = p.schedule in schedule.SPLIT if p.pipe > 1 else writes_layers_out(config, "gpu")
+    return 1 / remat.block if remat.policy == "block" and written_out and not config.model.features.norms_after else 0.0
 
 
 def repeats_communication(config: Config) -> bool:

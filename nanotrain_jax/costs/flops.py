@@ -11,10 +11,10 @@ from __future__ import annotations
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, muon, vision
-from nanotrain_jax.models.decoder_table import ATTENTION, MLP
+from nanotrain_jax.models.decoder_table import ATTENTION, DOWN, MLP
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, Parameter
 
-LAST = f"{MLP}/down_FD", f"{MLP}/down_B_RD"  # the last matmuls of a layer
+LAST = DOWN, f"{MLP}/down_B_RD"  # the last matmuls of a layer
 
 
 def flops_per_token(config: Config) -> dict[str, float]:

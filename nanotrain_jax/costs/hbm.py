@@ -25,7 +25,7 @@ from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import memory, muon, offload
 from nanotrain_jax.costs.counts import BYTES, gradient_bytes, kv_width, logit_bytes, query_width, tokens_per_device
-from nanotrain_jax.models.decoder_table import MLP, table
+from nanotrain_jax.models.decoder_table import DOWN, table
 from nanotrain_jax.models.parameters import LAYERS
 
 GRADIENT = 4  # bytes
@@ -82,7 +82,7 @@ def layer_bytes(config: Config) -> dict[str, float] | None:
         forward, backward = forward + 2 * (Q + K), backward + 3 * (Q + K)
     weights = {name: row.size for name, row in table(m).items() if row.part == LAYERS and row.is_matmul}
     again = config.memory.rematerialization.policy in ("full", "block")
-    read = 2 * sum(weights.values()) + again * (sum(weights.values()) - spared * weights[f"{MLP}/down_FD"])
+    read = 2 * sum(weights.values()) + again * (sum(weights.values()) - spared * weights[DOWN])
     return {
         "forward": tokens * size * forward,
         "backward": tokens * size * backward,

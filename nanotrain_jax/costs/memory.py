@@ -101,7 +101,8 @@ def moments(config: Config) -> dict[str, Parts]:
     activations of one microbatch, see costs/activations.py; with stages, those of a chunk's layers in each slot, and
                 stage buffers (parallel/pipeline/slots.py, `buffers`)
     loss        logits and their gradient, of all tokens or of model.loss_chunk, over t
-    layer       of one layer's backward: `working_set`
+    layer       of one layer's backward: `working_set`; where layers are written out also x, its norm and their gradient
+                of a last LayerNorm
     buffers     gathered and in flight: weights of the head or of a layer at stage 3, float32 gradients of a layer from
                 stage 2, with stages a layer's gradients in 16 bit and (without W) float32, three full activations
                 under sequence parallelism, with gather attention keys and values of all tokens and their float32
@@ -126,15 +127,16 @@ def moments(config: Config) -> dict[str, Parts]:
     ends = b * (psi[ENDS] + psi[VISION]) if p.zero < 2 else 4 * (shard[ENDS] + shard[VISION])
     sent = g * sum(psi.values()) if once and p.zero == 0 and not several else 0.0  # all, in the dtype on the wire
 
-    made = current  # where layers are written out, as activations are freed
-    if writes_layers_out(config, "gpu"):
+    made, of_last_norm = current, 0.0
+    if writes_layers_out(config, "gpu"):  # gradients are made as activations are freed; XLA puts off those of LayerNorm
         made = max(0.0, current - residuals)
+        of_last_norm = 3 * b * tokens * D if m.features.centered_norms else 0.0
 
     found: dict[str, Parts] = {
         "loss": {"gradients": earlier + (head if p.pipe == 1 else 0.0), "activations": residuals, "loss": logits}
         | {"layer": 2 * b * tokens * D, "buffers": (b * V * D if gathers else 0.0) + _transposed_bytes(config)},
         "backward": {"gradients": sums + made + (head if p.pipe == 1 else 0.0), "activations": residuals}
-        | {"loss": 0.0, "layer": working_set(config)}
+        | {"loss": 0.0, "layer": working_set(config) + of_last_norm}
         | {"buffers": _backward_buffers(config, local_parameters(config)[0][LAYERS] / L, tokens)},
         "embedding": {"gradients": sums + current + ends, "activations": 0.0, "loss": 0.0, "layer": 0.0}
         | {"buffers": _embedding_buffers(config)},

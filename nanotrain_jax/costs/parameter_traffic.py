@@ -16,6 +16,7 @@ from nanotrain_jax.costs.counts import (
     encodes,
     gradient_bytes,
     is_sharded,
+    last_matmuls_spared,
     local_elements,
     rows,
     runs,
@@ -23,8 +24,9 @@ from nanotrain_jax.costs.counts import (
     zero_devices,
 )
 from nanotrain_jax.costs.traffic import Traffic
-from nanotrain_jax.models.decoder_table import EMBEDDING
+from nanotrain_jax.models.decoder_table import DOWN, EMBEDDING
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION, Parameter
+from nanotrain_jax.parallel.collectives import buckets
 from nanotrain_jax.parallel.gradients import quantization
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 
@@ -85,7 +87,7 @@ def parameter_buffers(config: Config) -> list[Buffer]:
         if p.zero < 3:
             add(ZERO_AXES, "all_gather", Traffic.UPDATED_WEIGHTS, 1, after_loop)
             continue
-        add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, times * passes(row, config), in_loop)
+        add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, times * passes(path, row, config), in_loop)
     return buffers
 
 
@@ -99,15 +101,27 @@ def uses(path: str, row: Parameter, config: Config) -> float:
     return runs(config, row.part) * (2 if row.used == "both" and is_by_hand else 1) + is_asked * encodes(config)
 
 
-def passes(row: Parameter, config: Config) -> int:
+def passes(path: str, row: Parameter, config: Config) -> float:
     """Return how often ZeRO 3 gathers a parameter for each of its `uses`: ends once, layers for the backward again, and
-    once more to recompute a block (not those that are gathered ahead)."""
+    once more to recompute a block (not those that are gathered ahead, nor what recomputation spares)."""
     if not row.is_stacked:
         return 1
     if row.part == ENCODER and not vision.has_backward(config, vision.LAYERS):
         return 1
-    is_ahead = config.parallel.prefetch and row.part == LAYERS
-    return 3 if config.memory.rematerialization.policy == "block" and not is_ahead else 2
+    if config.memory.rematerialization.policy != "block" or (config.parallel.prefetch and row.part == LAYERS):
+        return 2
+    return 3 - (last_matmuls_spared(config) if path == DOWN and _is_gathered_alone(path, config) else 0)
+
+
+def _is_gathered_alone(path: str, config: Config) -> bool:
+    """True if a weight of layers has a bucket of its own (`zero.Zero.gather`)."""
+    of_layers = sorted(
+        (name, BYTES[config.precision.compute] * local_elements(row, config) / stage_layers(config))
+        for name, row in rows(config).items()
+        if row.part == LAYERS and is_sharded(row, config) and row.is_frozen == rows(config)[path].is_frozen
+    )
+    names, sizes = zip(*of_layers, strict=True)
+    return [names.index(path)] in buckets(sizes, config.parallel.bucket_mb * 2**20)
 
 
 def arrays_of_layers(config: Config) -> tuple[int, int]:

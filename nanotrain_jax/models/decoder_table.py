@@ -20,6 +20,7 @@ STD = 0.02
 ATTENTION, MLP = f"{LAYERS}/attention", f"{LAYERS}/mlp"
 NORM_ATTENTION, NORM_MLP, NORM_LAST = f"{LAYERS}/norm_attention", f"{LAYERS}/norm_mlp", f"{ENDS}/norm"
 NORM_ATTENTION_OUT, NORM_MLP_OUT = f"{LAYERS}/norm_attention_out", f"{LAYERS}/norm_mlp_out"
+DOWN = f"{MLP}/down_FD"
 IS_LOCAL = "is_local_1"  # of attention: 1 in layers with a window
 EMBEDDING, POSITIONS, HEAD = f"{ENDS}/embedding_VD", f"{ENDS}/positions_TD", f"{ENDS}/head_VD"
 
@@ -41,7 +42,7 @@ def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
         f"{ATTENTION}/v_DKH": _weight("D K/tensor H", is_partial=True),
         f"{ATTENTION}/out_NHD": _weight("N/tensor H D", std=residual),
         f"{MLP}/up_DF": _weight("D F/tensor"),
-        f"{MLP}/down_FD": _weight("F/tensor D", std=residual),
+        DOWN: _weight("F/tensor D", std=residual),
     }
     if family.gated_mlp:
         table[f"{MLP}/gate_DF"] = _weight("D F/tensor")

@@ -25,7 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from nanotrain_jax.config.values import Remat
-from nanotrain_jax.parallel.collectives import Tree, varying_axes
+from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 
 INPUT = "input"  # of a layer, or of a block of them
 # Names of values of the techniques. A layer that saves them does not communicate again to recompute them.
@@ -88,7 +88,7 @@ def checkpointed(body: Callable[[Tree, Tree], Tree], policy: Policy) -> tuple[Ca
         body = jax.checkpoint(body, policy=_expensive)
     if policy.remat.policy == "none":
         return body, None
-    run_all = _one_after_another if policy.unroll else _in_a_loop
+    run_all = _one_after_another if policy.unroll or policy.written_out else _in_a_loop
     return checkpoint(partial(run_all, body)), policy.remat.block
 
 
@@ -135,14 +135,19 @@ def _written_out(body: Callable[..., Tree], x: Tree, layers: Tree, policy: Polic
     run, size = checkpointed(run_layer, policy)
     numbers = jnp.arange(jax.tree.leaves((layers, fixed))[0].shape[0])
     rows = in_blocks((jax.tree.map(_stacked_apart, layers), numbers), size)
-    ahead = min(policy.ahead, len(rows[1]))
+    ahead, axes = min(policy.ahead, len(rows[1])), varying_axes(jax.tree.leaves(x)[0])
     if not ahead:
         return lax.scan(lambda x, row: (run(x, row), None), x, rows, unroll=True)[0]
+    gathers_wait = policy.regather and all(axes <= varying_axes(w) for w in jax.tree.leaves(fixed))
+    if gathers_wait:
+        rows = rows[0], as_varying(rows[1], sorted(axes))
 
     def turn(carry: tuple[Tree, list], row: tuple) -> tuple[tuple[Tree, list], None]:
         """Run the first layer that waits; row: of the layer that is policy.ahead after it."""
         x, (now, *waiting) = carry
         layer, i = row
+        if gathers_wait:  # else XLA may gather the weights of many layers before the first one runs
+            x, i = lax.optimization_barrier((x, i))
         x, layer = _before(run(x, now), layer)
         return (x, [*waiting, (layer, i)]), None
 

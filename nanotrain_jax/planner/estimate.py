@@ -117,9 +117,11 @@ def estimate(config: Config, gpu: str, memory_fraction: float = MEMORY_FRACTION)
 
 
 def on_hardware(config: Config, gpu: str) -> Config:
-    """Return the config with attention=auto resolved for the GPU: no flash attention on simulated devices."""
-    simulated = gpu == hardware.SIMULATED and config.model.attention == "auto"
-    return config.replace("model", attention="xla") if simulated else config
+    """Return the config for the GPU: on simulated devices `auto` is no flash attention, and no layers written out."""
+    on_simulated = {"attention": "xla", "unroll": False} if gpu == hardware.SIMULATED else {}
+    return config.replace(
+        "model", **{key: to for key, to in on_simulated.items() if getattr(config.model, key) == "auto"}
+    )
 
 
 def checkpoint_bytes(config: Config) -> float:

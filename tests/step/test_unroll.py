@@ -60,4 +60,6 @@ def test_layers_written_out_are_in_no_loop():
     ],
 )
 def test_by_default_up_to_48_layers_are_written_out_on_gpus(platform, keys, is_written_out):
-    assert writes_layers_out(load.parse(small(**keys)), platform) is is_written_out
+    tree = small(**{section: values for section, values in keys.items() if section != "model"})
+    tree["model"] |= {"unroll": "auto"} | keys.get("model", {})
+    assert writes_layers_out(load.parse(tree), platform) is is_written_out
