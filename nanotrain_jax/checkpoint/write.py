@@ -30,6 +30,7 @@ Save = Callable[..., None]  # see `writing`
 REMOVED = ".removed"  # suffix of a checkpoint that is being deleted
 UNFINISHED = r"\d+\.(removed|orbax-checkpoint-tmp.*)"
 WRITE_TIMEOUT = 4 * 3600  # seconds per checkpoint
+SLICE = 1 << 20  # bytes: devices that hold the same array share writing it in slices not smaller; each slice is compiled
 
 
 @contextmanager
@@ -52,6 +53,13 @@ def writing(config: Checkpoint) -> Iterator[Save]:
     writer.close()
 
 
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    """Return what writes a tree of arrays."""
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SLICE)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
 class _Writer:
     """Writes checkpoints in the background, one at a time. See `writing`."""
 
@@ -60,7 +68,8 @@ class _Writer:
         self.root = Path(config.dir).absolute()
         # Not orbax's CheckpointManager: it waits for all processes before it reports that one failed.
         options = ocp.options.AsyncOptions(timeout_secs=WRITE_TIMEOUT)
-        self.files = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
+        handlers = ocp.CompositeCheckpointHandler(state=_handler(), meta=ocp.JsonCheckpointHandler())
+        self.files = ocp.AsyncCheckpointer(handlers, async_options=options)
         self.background = ThreadPoolExecutor(1)
         self.written: Future[None] = Future()
         self.written.set_result(None)
@@ -72,11 +81,11 @@ class _Writer:
         self.wait()
         need = (sum(x.nbytes for x in jax.tree.leaves(state)) + apart_bytes) * 11 // 10 + (1 << 20)
         on_all_processes(lambda: self._make_room(need))
-        items = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta))
         for tree in apart:
-            with self._disk_errors(), ocp.StandardCheckpointer() as one:
+            with self._disk_errors(), ocp.Checkpointer(_handler()) as one:
                 name = next(iter(directory.shapes(tree))).replace("/", ".")
-                one.save(directory.apart_folder(self.root, step) / name, tree)
+                one.save(directory.apart_folder(self.root, step) / name, args=ocp.args.PyTreeSave(tree))
             del tree  # free it before the next one is created
         with self._disk_errors():
             self.files.save(self.root / str(step), args=items, force=True)
