@@ -99,15 +99,25 @@ def offload(folder):
 
 
 def hbm(folder):
-    """What a layer reads and writes in device memory, compiled: tests/audit/test_traffic.py."""
+    """What a layer and the parts of a step read and write in device memory, compiled: tests/audit/test_traffic.py."""
     rows, names = [], {"gpt2_124m": "GPT-2 124M, 2 microbatches of 32, remat none"}
     names["llama3_8b"] = "Llama-3-8B, 1 microbatch of 2, remat full"
     for name, versions in golden("hbm").items():
         for version, row in versions.items():
-            size, least = row["bytes"], row["minimum_bytes"]
-            ratio = f"{gb(size, 2)} ({size / least:.2f})"
-            rows.append((names[name], version, gb(least, 2), ratio, f"{row['kernels']:.0f}", gb(row["step_bytes"])))
-    return table(("8 H100", "jax", "least GB of a layer", "compiled", "kernels of a layer", "step GB"), rows)
+            parts = [beside_the_least(row, part) for part in ("layer", "layers", "loss", "update")]
+            rest = gb(row["communication_bytes"] + row["rest_bytes"])
+            kernels = f"{row['layer_kernels']:.0f}", f"{row['step_kernels']:,.0f}"
+            rows.append(
+                (names[name], version, parts[0], kernels[0], gb(row["step_bytes"]), kernels[1], *parts[1:], rest)
+            )
+    head = "8 H100, GB (over the least)", "jax", "a layer", "kernels", "step", "kernels"
+    return table((*head, "of it: layers", "loss", "update", "rest"), rows)
+
+
+def beside_the_least(row, part):
+    """GB of a part of a step, and its ratio to the least."""
+    size, least = row[f"{part}_bytes"], row[f"{part}_minimum_bytes"]
+    return f"{gb(size, 2)} ({size / least:.2f})"
 
 
 def megatron(folder):
