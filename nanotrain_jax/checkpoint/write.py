@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from nanotrain_jax.checkpoint import checksums, directory
@@ -58,7 +59,9 @@ def writing(config: Checkpoint) -> Iterator[Save]:
 def _handler() -> ocp.PyTreeCheckpointHandler:
     """Return what writes a tree of arrays."""
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SLICE)
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+    )
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 

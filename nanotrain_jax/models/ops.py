@@ -43,7 +43,7 @@ def _rms_scale(x: jax.Array, eps: float) -> jax.Array:
 def _rms_norm_backward(eps: float, saved: tuple, g_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_BTD, gain_D = saved
     x, g = (y_BTD.reshape(-1, len(gain_D)).astype(jnp.float32) for y_BTD in (x_BTD, g_BTD))
-    scale = lax.optimization_barrier(_rms_scale(x, eps))
+    scale = _rms_scale(x, eps)
     x = x * scale
     of_gain, g = (g * x).sum(0).astype(gain_D.dtype), g * gain_D.astype(jnp.float32)[None]
     of_x = scale * (g - x * (g * x).mean(-1, keepdims=True))

@@ -104,7 +104,7 @@ def hbm(folder):
     names["llama3_8b"] = "Llama-3-8B, 1 microbatch of 2, remat full"
     for name, versions in golden("hbm").items():
         for version, row in versions.items():
-            parts = [beside_the_least(row, part) for part in ("layer", "layers", "loss", "update")]
+            parts = [beside_the_least(row, key) for key in row if key.endswith("minimum_bytes")]
             rest = gb(row["communication_bytes"] + row["rest_bytes"])
             kernels = f"{row['layer_kernels']:.0f}", f"{row['step_kernels']:,.0f}"
             rows.append(
@@ -114,9 +114,9 @@ def hbm(folder):
     return table((*head, "of it: layers", "loss", "update", "rest"), rows)
 
 
-def beside_the_least(row, part):
-    """GB of a part of a step, and its ratio to the least."""
-    size, least = row[f"{part}_bytes"], row[f"{part}_minimum_bytes"]
+def beside_the_least(row, key):
+    """GB of a part of a step, and its ratio to the least. key: of the least."""
+    size, least = row[key.replace("minimum_", "")], row[key]
     return f"{gb(size, 2)} ({size / least:.2f})"
 
 

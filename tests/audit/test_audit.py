@@ -106,10 +106,12 @@ MORE = [  # in `pytest -m 'cuda_compiler and long'`
     (GPT3, 1024, ["parallel.pipe=1", "parallel.data=128", *ZERO3]),
     (GPT3, 3072, [*TRILLION, "memory.remat=full"]),
 ]  # fmt: skip
-LATER = [  # of CASES, not in the default run: each stage of ZeRO, axis, schedule and remat is in others of it
+LATER = [  # of CASES, not in the default run: each stage of ZeRO, axis, schedule and remat is in others of it,
+    # and attention within documents in tests/step/test_documents.py
     *((GPT2, 8, [f"parallel.zero={zero}", "parallel.microbatches=4"]) for zero in (0, 1, 3)),
     (LLAMA, 8, ["parallel.tensor=8", "parallel.data=1", "data.batch_size=1", "memory.remat=full"]),
     (LLAMA, 8, EIGHT),
+    (LLAMA, 8, ["data.attend_across_documents=false"]),
     (LLAMA_128K, 8, ["parallel.context_attention=ulysses", "memory.remat=selective", "data.seq_len=65536"]),
     (LLAMA_1M, 64, []),
     (GPT3, 1024, ["memory.remat=none"]),
@@ -187,7 +189,7 @@ def assert_wire_bytes_match_on_each_axis(audit, config):
 def residuals_of_a_layer(config, gpus):
     """Return the bytes per token that the traced step stores from the forward of a layer to its backward."""
     mesh = meshes.make(**config.parallel.axes, devices=topology.compile_only("h100", gpus))
-    config = resolve(config, mesh.shape)
+    config = resolve(config, mesh.shape).replace("model", unroll=False)
     step = steps.build(config, mesh)
 
     def equations(jaxpr):
@@ -278,9 +280,8 @@ def test_memory_of_a_device_falls_as_one_over_context():
 @needs_cuda_compiler
 def test_larger_buckets_mean_fewer_collectives_and_the_same_bytes():
     def gradients(bucket_mb):
-        loaded = request.load(
-            str(ROOT / "configs" / f"{GPT2}.yaml"), ["parallel.zero=0", f"parallel.bucket_mb={bucket_mb}"]
-        )
+        few = "model.num_layers=4", "parallel.zero=0", f"parallel.bucket_mb={bucket_mb}"
+        loaded = request.load(str(ROOT / "configs" / f"{GPT2}.yaml"), list(few))
         (row,) = script.audit(loaded, "h100", 8)["compiled"]["collectives"]
         return row["count"], row["bytes_per_device"]
 

@@ -86,6 +86,7 @@ def fake_compiler(monkeypatch, *ratios):
         if ratio is None:
             raise RuntimeError("UNIMPLEMENTED")
         numbers = {"argument_bytes": 1, "flops": e.flops, "compile_seconds": 1.0, "jax": "0", "collectives": []}
+        numbers["hbm"] = {"bytes": 1e9, "kernels": 1.0, "parts": []}
         return {"peak_bytes": ratio * e.peak_bytes, "host_copies": [], **numbers}
 
     monkeypatch.setattr(plan.compiler, "compile_step", compile_step)
