@@ -100,9 +100,9 @@ def moments(config: Config) -> dict[str, Parts]:
                 the head 4, as the loss computes it
     activations of one microbatch, see costs/activations.py; with stages, those of a chunk's layers in each slot, and
                 stage buffers (parallel/pipeline/slots.py, `buffers`)
-    loss        logits and their gradient, of all tokens or of model.loss_chunk, over t
-    layer       of one layer's backward: `working_set`; where layers are written out also x, its norm and their gradient
-                of a last LayerNorm
+    loss        logits and their gradient, of all tokens or of model.loss_chunk, over t; with prefetch, without chunks,
+                the gradient of the head takes the place of the logits
+    layer       of one layer's backward: `working_set`; written out, also what the backward of a last LayerNorm keeps
     buffers     gathered and in flight: weights of the head or of a layer at stage 3, float32 gradients of a layer from
                 stage 2, with stages a layer's gradients in 16 bit and (without W) float32, three full activations
                 under sequence parallelism, with gather attention keys and values of all tokens and their float32
@@ -117,6 +117,7 @@ def moments(config: Config) -> dict[str, Parts]:
     residuals = b * tokens * activations(config)
     head = 0.0 if rows(config).get(HEAD, rows(config)[EMBEDDING]).is_frozen else 4 * V * D  # float32
     logits = (logit_bytes(config) + b) * (m.loss_chunk or tokens) * V
+    freed = logit_bytes(config) * tokens * V if p.prefetch and not m.loss_chunk else 0.0  # logits
     several, gathers = p.microbatches > 1 or p.pipe > 1 or p.prefetch, p.zero == 3 and zero_devices(config) > 1
     g = message_bytes(config, 4 if several else gradient_bytes(config))
     sums, reduced = _gradient_sums(config, psi, shard) if several else (0.0, 0.0)
@@ -133,7 +134,8 @@ def moments(config: Config) -> dict[str, Parts]:
         of_last_norm = 3 * b * tokens * D if m.features.centered_norms else 0.0
 
     found: dict[str, Parts] = {
-        "loss": {"gradients": earlier + (head if p.pipe == 1 else 0.0), "activations": residuals, "loss": logits}
+        "loss": {"gradients": earlier + (max(0.0, head - freed) if p.pipe == 1 else 0.0), "activations": residuals}
+        | {"loss": logits}
         | {"layer": 2 * b * tokens * D, "buffers": (b * V * D if gathers else 0.0) + _transposed_bytes(config)},
         "backward": {"gradients": sums + made + (head if p.pipe == 1 else 0.0), "activations": residuals}
         | {"loss": 0.0, "layer": working_set(config) + of_last_norm}
