@@ -62,7 +62,7 @@ def kernels(text: str, rates: hlo.Rates = hlo.NO_RATES) -> list[Kernel]:
 
 
 def _traced(program: Program, i: Instruction) -> Instruction:
-    """Return the instruction that tells where a kernel was traced: a fusion of several results has only those in it."""
+    """Return the instruction that says where a kernel was traced: of a fusion of several results, the last in it."""
     inner = [other for name in _fused(i) for other in program.computations[name] if hlo.op_name(other)]
     return i if hlo.op_name(i) or not inner else inner[-1]
 

@@ -31,9 +31,7 @@ Save = Callable[..., None]  # see `writing`
 REMOVED = ".removed"  # suffix of a checkpoint that is being deleted
 UNFINISHED = r"\d+\.(removed|orbax-checkpoint-tmp.*)"
 WRITE_TIMEOUT = 4 * 3600  # seconds per checkpoint
-SLICE = (
-    1 << 20
-)  # bytes: devices that hold the same array share writing it in slices not smaller; each slice is compiled
+SLICE = 1 << 20  # bytes, at least, of the slices in which devices that hold the same array share it: each is compiled
 
 
 @contextmanager

@@ -175,8 +175,8 @@ def _before(x: Tree, layer: Tree) -> tuple[Tree, Tree]:
 
 
 def _wait(_: None, grads: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-    """The barrier declares all that it returns varying over each axis that one of grads varies over. A gradient that
-    does not is returned as it came."""
+    """Return grads, after all of them are complete. The barrier declares all that it returns varying over each axis
+    that one of them varies over: a gradient that does not is returned as it came."""
 
     def same_type(g: jax.Array, waited: jax.Array) -> jax.Array:
         return waited if varying_axes(waited) == varying_axes(g) else g

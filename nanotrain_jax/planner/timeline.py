@@ -1,6 +1,6 @@
 """Memory of the compiled step over its instructions: what holds it, from which line of source, in which phase.
 
-Kinds are the parts of the estimate (`costs/memory.py`). They are told apart by where an array was traced, its shape and
+Kinds are the parts of the estimate (`costs/memory.py`). They differ in where an array was traced, its shape and
 how long it lives: activations are alive in the forward and in the backward; gradients and gathered weights have the
 dims of a weight; the rest is the working set of a layer, or of the update.
 """

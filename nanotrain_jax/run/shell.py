@@ -29,7 +29,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 class LastingOutput(io.TextIOWrapper):
-    """A stream that goes on without a reader: once its pipe is closed it writes to nowhere."""
+    """A stream that outlives its reader: once its pipe is closed it writes to nowhere."""
 
     def write(self, text: str) -> int:
         """Write text, or drop it."""

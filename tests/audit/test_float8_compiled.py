@@ -78,4 +78,4 @@ def test_8_bit_gradients_and_weights_move_the_closed_form_behind_matmuls():
         if row["op"] == "all_to_all":
             assert row["behind_matmuls_bytes"] > 0.75 * row["bytes_per_device"]
             assert row["exposed_bytes"] == 0
-    assert 0.9 <= compiled["peak_bytes"] / e.peak_bytes <= 1 + margin(config)
+    assert abs(compiled["peak_bytes"] / e.peak_bytes - 1) < margin(config)

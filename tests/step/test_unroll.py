@@ -13,7 +13,7 @@ from nanotrain_jax.config.execution import writes_layers_out
 OUT = {"unroll": True}
 COVER = [
     case("data 2 tensor 2", "llama", "full", OUT, zero=3, microbatches=1, persist_below=64),
-    case("data 4", "gpt2", "none", OUT, zero=1, microbatches=2, grad_reduce="per_layer"),
+    case("data 2", "gpt2", "none", OUT, zero=0, microbatches=1, grad_reduce="per_layer"),
 ]
 MORE = [
     case("data 2", "gpt2", "block:2", OUT | {"num_layers": 4}, zero=0, microbatches=2),
@@ -22,7 +22,7 @@ MORE = [
     case("data 4", "gpt2", "selective", OUT, zero=2, microbatches=1, persist_below=64),
     case("tensor 4", "llama", "selective", OUT, zero=1, microbatches=2),
     case("data 2 context 2", "llama", "full", OUT, zero=3, microbatches=1, persist_below=64),
-    case("data 2", "gpt2", "none", OUT, zero=0, microbatches=1, grad_reduce="per_layer"),
+    case("data 4", "gpt2", "none", OUT, zero=1, microbatches=2, grad_reduce="per_layer"),
     case("data 2 tensor 2", "gpt2", "full", OUT, zero=2, microbatches=1, sequence_parallel=False),
 ]
 
