@@ -242,12 +242,14 @@ def attention_parts(config: Config) -> int:
     return num_parts(config.data.seq_len) if is_flash and masks_attention(config) else 1
 
 
-def last_matmuls_spared(config: Config) -> float:
-    """Return the share of layers whose last matmul block:N does not recompute: where the layers of a block are written
-    out (parallel/remat.py), that of each block's last layer, else none. A norm after it needs it."""
+def last_matmuls_spared(config: Config, of: str = LAYERS) -> float:
+    """Return the share of a stack's layers whose last matmul block:N does not recompute: where the layers of a block
+    are written out (parallel/remat.py), that of each block's last layer, else none. A norm after it needs it."""
     p, remat = config.parallel, config.memory.rematerialization
-    written_out = p.schedule in schedule.SPLIT if p.pipe > 1 else writes_layers_out(config, "gpu")
-    return 1 / remat.block if remat.policy == "block" and written_out and not config.model.features.norms_after else 0.0
+    in_stages = of == LAYERS and p.pipe > 1
+    written_out = p.schedule in schedule.SPLIT if in_stages else writes_layers_out(config, "gpu")
+    is_needed = of == LAYERS and config.model.features.norms_after
+    return 1 / remat.block if remat.policy == "block" and written_out and not is_needed else 0.0
 
 
 def repeats_communication(config: Config) -> bool:

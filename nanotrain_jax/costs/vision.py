@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from nanotrain_jax.config.families import FAMILIES, KEYS
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs.counts import BYTES, encodes, rows, rows_per_device
+from nanotrain_jax.costs.counts import BYTES, encodes, last_matmuls_spared, rows, rows_per_device
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.decoder_table import EMBEDDING
 from nanotrain_jax.models.parameters import ENCODER
@@ -119,7 +119,7 @@ def picture_flops(config: Config) -> Flops:
 
     selective   2 K^2 E for scores, and as many for the output of attention, if the matmul after it trains
     full        the forward without the last matmul
-    block:n     the forward
+    block:n     the forward, but the last matmul of `counts.last_matmuls_spared`
     """
     trains, layers = trained(config), in_layers(config)
     products = [*outside_layers(config), *layers.values()]
@@ -129,7 +129,7 @@ def picture_flops(config: Config) -> Flops:
         "none": 0.0,
         "selective": layers["scores"].flops + values,
         "full": forward - layers["down_FE"].flops,
-        "block": forward,
+        "block": forward - last_matmuls_spared(config, ENCODER) * layers["down_FE"].flops,
     }[config.memory.rematerialization.policy]
     return Flops(
         sum(product.flops for product in products),
@@ -179,11 +179,12 @@ def as_decoder(config: Config) -> Config:
     return config.replace("parallel", **one_stage).model_copy(update={"vision": None})
 
 
-def all_reduces_per_layer(config: Config) -> int:
-    """Return how often tensor all-reduces the activations of a layer of the encoder, K E (`buffers`)."""
+def all_reduces_per_layer(config: Config) -> float:
+    """Return how often tensor all-reduces the activations of a layer of the encoder, K E (`buffers`): on average."""
     if not has_backward(config, LAYERS):
         return 2
-    return 4 + {"full": 1, "block": 2}.get(config.memory.rematerialization.policy, 0)
+    of_block = 2 - last_matmuls_spared(config, ENCODER)
+    return 4 + {"full": 1, "block": of_block}.get(config.memory.rematerialization.policy, 0)
 
 
 def buffers(config: Config) -> list[tuple[str, str, float, Traffic]]:
@@ -192,7 +193,8 @@ def buffers(config: Config) -> list[tuple[str, str, float, Traffic]]:
 
     Bytes for each of these microbatches:
 
-    tensor   all-reduce       w b 2 L K E forward, as much backward; `full` w b L K E more, block:n w b 2 L K E
+    tensor   all-reduce       w b 2 L K E forward, as much backward; `full` w b L K E more, block:n w b 2 L K E,
+                      but what `counts.last_matmuls_spared` spares
              all-reduce       w b Q D, the embeddings of the question
              all-reduce       w b K D, with sequence parallelism: the gradient of the picture, for each of all M
     pipe     all-gather       P (w b K D + 4 b T): pictures, and where attention begins

@@ -18,10 +18,12 @@ def tensor_parallel(*overrides, microbatches=1):
 
 
 @needs_cuda_compiler
-@pytest.mark.parametrize("case", cover([("full", 1)], [("none", 0), ("selective", 0)]))
+@pytest.mark.parametrize(
+    "case", cover([("none", 0, "true")], [("full", 1, "false"), ("none", 0, "false"), ("selective", 0, "false")])
+)
 def test_a_layer_gathers_six_times_and_scatters_four_times(case):
-    remat, recomputed = case
-    found, size = tensor_parallel(f"memory.remat={remat}", microbatches=2)
+    remat, recomputed, unroll = case
+    found, size = tensor_parallel(f"memory.remat={remat}", f"model.unroll={unroll}", microbatches=2)
     M = 2
     gathers, scatters = 6 * L + 2, (4 + recomputed) * L + 2  # 2: look-up and loss
     assert (found["all_gather"]["count"], found["reduce_scatter"]["count"]) == (M * gathers, M * scatters)

@@ -14,7 +14,8 @@ from nanotrain_jax.parallel.sharding import path_name
 from nanotrain_jax.step import build as steps
 
 TREE = {
-    "model": {"num_layers": 2, "d_model": 64, "num_heads": 4, "num_kv_heads": 2, "d_ff": 128, "vocab_size": 40},
+    "model": {"num_layers": 2, "d_model": 64, "num_heads": 4, "num_kv_heads": 2, "d_ff": 128, "vocab_size": 40}
+    | {"unroll": False},
     "vision": {"image_size": 16, "patch_size": 4, "scales": [2, 1], "num_layers": 4, "width": 32, "num_heads": 2}
     | {"scorer_width": 24, "min_tokens": 3, "max_tokens": 12},
     "precision": {"compute": "float32"},

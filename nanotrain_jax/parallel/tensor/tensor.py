@@ -88,6 +88,13 @@ def column(x_BTD: jax.Array, w_DF: jax.Array, matmul: Matmul = float8.PLAIN) -> 
     return float8.multiply(matmul, x_BTD, w_DF)
 
 
+def _enter_again(x_BTD: jax.Array, grads: list, axis: str, sequence_parallel: bool) -> jax.Array:
+    """`enter` in a backward that begins with grads."""
+    if sequence_parallel:  # the barrier: where layers are written out, XLA would keep what the forward gathered
+        x_BTD, _ = lax.optimization_barrier((x_BTD, grads))
+    return enter(x_BTD, axis, sequence_parallel)
+
+
 class MatmulOptions(NamedTuple):
     """Options of `columns` and `row`."""
 
@@ -144,7 +151,7 @@ def columns(
     def backward(residuals: tuple, grads: list) -> tuple[jax.Array, list, list]:
         x_BTD, weights, adapters = residuals
         if regather:
-            x_BTD = kept.operand(enter(x_BTD, axis, sequence_parallel))
+            x_BTD = kept.operand(_enter_again(x_BTD, grads, axis, sequence_parallel))
         of_adapters = grads[len(weights) :]
         pairs = [(matmul.gradient(g_BTF), w_DF) for g_BTF, w_DF in zip(grads, weights, strict=False)]
         partial_grads = [float8.input_gradient(matmul, g_BTF, w_DF) for g_BTF, w_DF in pairs]
