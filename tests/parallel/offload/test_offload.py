@@ -71,8 +71,11 @@ def test_every_mode_equals_the_run_without_offload_bitwise(case):
     )  # norms of slices have another order of sums
     (state, log), (plain, plain_log) = run(tree(mode, *others, **clip), 3), run(tree(None, *others, **clip), 3)
     streams = mode == "activations" or others[1].get("zero", 0) >= 2
-    if others[2] == "gpt2" and streams and "pipe" not in others[1]:
-        # Gradients of the two uses of tied embeddings are added at the end: another order of the same sums.
+    is_tied = others[2] == "gpt2" and "pipe" not in others[1]
+    gathers_again = others[1].get("zero") == 3 and "tensor" in others[1] and others[0] != "full"
+    if streams and (is_tied or gathers_again):
+        # Another order of the same sums: gradients of the two uses of tied embeddings are added at the end; of what
+        # tensor gathers for the backward, XLA:CPU chooses in each program whether rows or tokens come first.
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **STATE), *jax.device_get((state, plain)))
     else:
         equal(state, plain)
