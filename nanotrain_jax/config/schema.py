@@ -219,8 +219,8 @@ class Data(Section):
 
     source: Source = key(
         "stdlib",
-        "stdlib (source code of Python's standard library) | text:GLOB | tokens:DIR (of nanotrain_jax.prepare) | "
-        "arrays:DIR (data/arrays.py) | chat:GLOB (conversations and completions in .jsonl: data/README.md) | "
+        "stdlib (source code of Python's standard library) | text:GLOB or a folder | tokens:DIR (of "
+        "nanotrain_jax.prepare) | arrays:DIR (data/arrays.py) | chat:GLOB (conversations and completions in .jsonl: data/README.md) | "
         "pairs:GLOB (a chosen and a rejected completion, for train.objective) | synthetic",
     )
     tokenizer: Path | None = key(
@@ -233,6 +233,7 @@ class Data(Section):
         "token that ends each document; null: the one that the files beside tokenizer.json name (eos_token, "
         "eos_token_id), else <|endoftext|>, <|end_of_text|> or </s>",
     )
+    field: str = key("text", "text:GLOB: key of .jsonl and column of .parquet with the text")
     batch_size: Sequences = key(32, "global batch size, in sequences per step")
     seq_len: Tokens = key(256, "sequence length, in tokens; a sequence may span documents")
     attend_across_documents: bool = key(

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from nanotrain_jax.config.schema import Data
-from nanotrain_jax.data import arrays, chat
+from nanotrain_jax.data import arrays, chat, text_files
 from nanotrain_jax.data import corpus as corpora
 from nanotrain_jax.data import tokenizer as tokenizers
 from nanotrain_jax.data.packing import Packed
@@ -149,7 +149,7 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
                 f"{config.source!r} (which is {corpus.tokenizer}); remove both keys"
             )
     elif kind == "text" and where:
-        corpus = corpora.build(corpora.glob_documents(where), tokenizer_of(config))
+        corpus = of_texts(config, where)
     elif config.source == "stdlib":
         corpus = corpora.build(corpora.stdlib_documents(), tokenizer_of(config))
     else:
@@ -176,7 +176,21 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
     fingerprint = f"{corpus.fingerprint} val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
     pieces = len(corpus.ends) if len(corpus.ends) > documents else 0
     found = Dataset(train, val, corpus.tokenizer, corpus.vocab_size, fingerprint, corpus.replaced, pieces=pieces)
-    return found._replace(has_ends=corpus.has_ends)
+    return found._replace(has_ends=corpus.has_ends, notes=tuple(notes(corpus)))
+
+
+def notes(corpus: corpora.Corpus) -> Iterator[str]:
+    """Yield lines about a corpus."""
+    if corpus.left_out:
+        count = len(corpus.left_out)
+        yield f"warning: {count:,} files of the folder are no text and are left out; the first is {corpus.left_out[0]}"
+
+
+def of_texts(config: Data, where: str) -> corpora.Corpus:
+    """Read and tokenize data.source=text:GLOB. Raises ValueError or OSError."""
+    files = text_files.matching(where, f"data.source={config.source!r}")
+    texts = text_files.documents(files.paths, text_files.Field(config.field, "data.field"))
+    return corpora.build(texts, tokenizer_of(config))._replace(left_out=tuple(map(str, files.binary)))
 
 
 def of_chat(config: Data) -> Dataset:

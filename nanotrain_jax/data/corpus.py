@@ -34,7 +34,7 @@ class Corpus(NamedTuple):
     """Concatenated documents: document i is tokens[ends[i-1]:ends[i]]; keys are 64-bit hashes of their texts.
 
     replaced: number of invalid UTF-8 sequences that were replaced by U+FFFD. has_ends: an end token follows each
-    document.
+    document. left_out: files of a folder that are no text.
     """
 
     tokens: np.ndarray
@@ -44,6 +44,7 @@ class Corpus(NamedTuple):
     vocab_size: int
     replaced: int = 0
     has_ends: bool = True
+    left_out: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -106,11 +107,6 @@ def stdlib_documents() -> Iterator[bytes]:
     for path in sorted(root.rglob("*.py")):
         if not excluded & set(path.relative_to(root).parts):
             yield path.read_bytes()
-
-
-def glob_documents(pattern: str) -> Iterator[bytes]:
-    """Yield the documents of the files that match a pattern (`matching`)."""
-    return text_documents(matching(pattern, f"data.source='text:{pattern}'"))
 
 
 def matching(pattern: str, key: str) -> list[str]:
