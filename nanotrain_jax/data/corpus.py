@@ -34,7 +34,8 @@ class Corpus(NamedTuple):
     """Concatenated documents: document i is tokens[ends[i-1]:ends[i]]; keys are 64-bit hashes of their texts.
 
     replaced: number of invalid UTF-8 sequences that were replaced by U+FFFD. has_ends: an end token follows each
-    document. left_out: files of a folder that are no text.
+    document. left_out: files of a folder that are no text. of_texts: for each document the hash of the text of which it
+    is a piece; None: documents are whole.
     """
 
     tokens: np.ndarray
@@ -45,6 +46,12 @@ class Corpus(NamedTuple):
     replaced: int = 0
     has_ends: bool = True
     left_out: tuple[str, ...] = ()
+    of_texts: np.ndarray | None = None
+
+    @property
+    def wholes(self) -> np.ndarray:
+        """The hash of the text of which each document is a piece, or that it is."""
+        return self.keys if self.of_texts is None else self.of_texts
 
     @property
     def fingerprint(self) -> str:
@@ -88,7 +95,8 @@ class Corpus(NamedTuple):
             ends.append(start)
         starts = [0, *ends[:-1]]
         keys = [text_key(self.tokens[a:b].tobytes()) for a, b in zip(starts, ends, strict=True)]
-        return self._replace(ends=np.array(ends), keys=np.array(keys, np.uint64))
+        of_texts = self.wholes[np.searchsorted(self.ends, ends)]
+        return self._replace(ends=np.array(ends), keys=np.array(keys, np.uint64), of_texts=of_texts)
 
 
 class NothingToHoldOut(ValueError):
