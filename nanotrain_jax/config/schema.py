@@ -29,6 +29,7 @@ from nanotrain_jax.config.values import (
     Sequences,
     Source,
     Tokens,
+    Verify,
     is_chat,
 )
 from nanotrain_jax.config.vision import Vision
@@ -220,8 +221,8 @@ class Data(Section):
     source: Source = key(
         "stdlib",
         "stdlib (source code of Python's standard library) | text:GLOB or a folder | tokens:DIR (of "
-        "nanotrain_jax.prepare) | arrays:DIR (data/arrays.py) | chat:GLOB (conversations and completions in .jsonl: data/README.md) | "
-        "pairs:GLOB (a chosen and a rejected completion, for train.objective) | synthetic",
+        "nanotrain_jax.prepare) | arrays:DIR (data/arrays.py) | chat:GLOB (conversations and completions in .jsonl: "
+        "data/README.md) | pairs:GLOB (a chosen and a rejected completion, for train.objective) | synthetic",
     )
     tokenizer: Path | None = key(
         None,
@@ -255,9 +256,17 @@ class Data(Section):
     )
     seed: Seed = key(0, "random seed of the order of training sequences")
     val_fraction: float = key(
-        0.05, "fraction of tokens held out for validation, in whole documents or examples; 0: none", ge=0, lt=1
+        0.05,
+        "fraction of tokens held out for validation, in whole documents or examples; 0: none. Of tokens:DIR prepare "
+        "decides it",
+        ge=0,
+        lt=1,
     )
-    verify: bool = key(True, "verify the checksums of token files before training")
+    verify: Verify = key(
+        "sample",
+        "checksums before training: sample: of some blocks, in a time that does not grow with the data; full: of all "
+        "files; off: none. Files of arrays:DIR and of the first format of tokens:DIR are verified whole unless off",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -31,7 +31,8 @@ NO_UTF_8 = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", codecs
 
 
 class Field(NamedTuple):
-    """name: the key of .jsonl and column of .parquet with the text. key, or_skip: what messages say of it, of bad lines."""
+    """name: the key of .jsonl and column of .parquet with the text. key, or_skip: what messages say of it, of bad
+    lines."""
 
     name: str
     key: str
