@@ -9,7 +9,7 @@ from pydantic import model_validator
 from nanotrain_jax.config import mixture
 from nanotrain_jax.config.mixture import NamedSource, Part, Sources
 from nanotrain_jax.config.section import Pair, Section, key
-from nanotrain_jax.config.values import Path, Seed, Sequences, Tokens, is_chat
+from nanotrain_jax.config.values import Path, Seed, Sequences, Tokens, Verify, is_chat
 
 
 class Data(Section):
@@ -55,7 +55,11 @@ class Data(Section):
     )
     seed: Seed = key(0, "random seed of the order of training sequences")
     val_fraction: float = key(
-        0.05, "fraction of tokens held out for validation, in whole documents or examples; 0: none", ge=0, lt=1
+        0.05,
+        "fraction of tokens held out for validation, in whole documents or examples; 0: none. Of tokens:DIR prepare "
+        "decides it",
+        ge=0,
+        lt=1,
     )
     validation: Annotated[tuple[NamedSource, ...], Pair] = key(
         (),
@@ -64,7 +68,11 @@ class Data(Section):
     exhausted: Literal["repeat", "end"] = key(
         "repeat", "what happens when a source has been read once: it is read again in another order, or the run ends"
     )
-    verify: bool = key(True, "verify the checksums of token files before training")
+    verify: Verify = key(
+        "sample",
+        "checksums before training: sample: of some blocks, in a time that does not grow with the data; full: of all "
+        "files; off: none. Files of arrays:DIR and of the first format of tokens:DIR are verified whole unless off",
+    )
 
     @model_validator(mode="before")
     @classmethod

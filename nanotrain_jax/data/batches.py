@@ -42,7 +42,7 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
         )
         return Dataset(train, val, None, None, f"synthetic {vocab_size} {config.seed}")
     if kind == "arrays" and where:
-        folder = arrays.read(Path(where), config.seq_len, config.verify)
+        folder = arrays.read(Path(where), config.seq_len, config.verify != "off")
         fingerprint = f"{folder.fingerprint} seed {config.seed}"
         return Dataset(
             folder.train, folder.val, None, folder.vocab_size, fingerprint, picture_places=folder.picture_places
@@ -73,7 +73,7 @@ def first_words(dataset: Dataset, config: Data, count: int = 3) -> str:
     if not isinstance(side, Windows):
         return ""
     tokenizer = tokenizer_of(config)
-    tokens = side.slice(0, min(int(side.ends[0]), 256)).tolist()
+    tokens = side[0][side.document_starts(0) == 0][:256].tolist()
     text = tokenizers.text_decoder(tokenizer)([token for token in tokens if token != tokenizer.end])
     lines = [line.split() for line in text.splitlines()]
     return next((" ".join(words[:count]) for words in lines if words), "")

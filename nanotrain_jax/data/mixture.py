@@ -14,7 +14,6 @@ from math import lcm
 
 import numpy as np
 
-from nanotrain_jax.data.corpus import Corpus
 from nanotrain_jax.data.windows import Windows
 
 
@@ -83,16 +82,3 @@ class Mixed:
     def __getitem__(self, i: int) -> np.ndarray:
         source, row = self.mixture.place(int(i))
         return self.orders[source][row]
-
-
-def apart(documents: np.ndarray, corpus: Corpus, held_out: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the documents whose texts, and the texts of which they are pieces, are not held out. held_out: hashes of
-    other sources (`texts_of`)."""
-    held = np.unique(np.concatenate([np.zeros(0, np.uint64), *held_out]))
-    is_held = np.isin(corpus.keys[documents], held) | np.isin(corpus.wholes[documents], held)
-    return documents[~is_held]
-
-
-def texts_of(documents: np.ndarray, corpus: Corpus) -> np.ndarray:
-    """Return the hashes of documents, and of the texts of which they are pieces."""
-    return np.concatenate([corpus.keys[documents], corpus.wholes[documents]])

@@ -1,4 +1,4 @@
-"""Random access to sequences of text. Plain numpy."""
+"""Sequences of text, by index. Plain numpy."""
 
 from __future__ import annotations
 

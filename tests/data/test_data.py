@@ -5,6 +5,7 @@ import json
 import shutil
 from itertools import islice
 
+import first_format
 import grain
 import jax
 import numpy as np
@@ -197,7 +198,7 @@ def test_synthetic_tokens_depend_on_their_position_only():
 
 @pytest.fixture
 def token_folder(tmp_path):
-    corpus.write(tmp_path / "tokens", DOCUMENTS, of_bytes())
+    first_format.write(tmp_path / "tokens", DOCUMENTS, of_bytes())
     return tmp_path / "tokens"
 
 
@@ -239,7 +240,7 @@ def test_a_damaged_token_folder_is_refused(damage, message, token_folder):
 def test_damaged_documents_are_refused_also_unverified(content, token_folder):
     (token_folder / "documents.npy").write_bytes(content)
     with pytest.raises(ValueError, match=r"documents.npy is damaged .*; create it again"):
-        load(source=f"tokens:{token_folder}", seq_len=16, val_fraction=0.2, verify=False)
+        load(source=f"tokens:{token_folder}", seq_len=16, val_fraction=0.2, verify="off")
 
 
 HANDFULS = {

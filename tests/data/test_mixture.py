@@ -4,12 +4,13 @@ import gzip
 import json
 from itertools import combinations
 
+import first_format
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanotrain_jax import train
+from nanotrain_jax import prepare, train
 from nanotrain_jax.config import load as request
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.data import corpus
@@ -93,7 +94,7 @@ def write_sources(folder):
         (folder / "folder" / f"{i}.txt").write_text(text)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in own["lines"] + shared[::-1])
     (folder / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    corpus.write(folder / "tokens", [text.encode() for text in own["tokens"] + shared], of_bytes())
+    first_format.write(folder / "tokens", [text.encode() for text in own["tokens"] + shared], of_bytes())
     (folder / "one.txt").write_text("".join(texts("one", 200)))  # is cut into about ten
     (folder / "handful").mkdir()
     long = ["".join(texts(f"long{i}", 60)) for i in range(4)]  # are cut into pieces
@@ -112,8 +113,8 @@ def write_sources(folder):
 
 def documents(rows):
     """The texts of all documents of some windows."""
-    begins = np.concatenate([[0], rows.ends[:-1]])
-    return [rows.slice(a, b - a)[:-1].astype(np.uint8).tobytes() for a, b in zip(begins, rows.ends, strict=True)]
+    tokens = rows.slice(0, rows.total)
+    return [found[:-1].astype(np.uint8).tobytes() for found in np.split(tokens, np.flatnonzero(tokens == 256) + 1)][:-1]
 
 
 def check_apart(dataset):
@@ -155,6 +156,31 @@ def test_documents_of_further_validation_sets_are_not_trained_on(tmp_path):
     )
     check_apart(a_file_of_the_source)
     assert [len(documents(rows)) for rows in training(a_file_of_the_source).values()] == [3]
+
+
+def test_what_a_folder_of_shards_holds_out_is_trained_on_nowhere_and_its_own_rows_are_fixed(tmp_path):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts("shards", 90))
+    (tmp_path / "shards.jsonl").write_text(lines)
+    keys = ["--out", str(tmp_path / "shards"), "--workers", "1", "--val-fraction", "0.2"]
+    assert prepare.main([str(tmp_path / "shards.jsonl"), *keys]) == 0
+    folder = f"tokens:{tmp_path}/shards"
+    held_out = documents(load(folder).val)
+    for i, text in enumerate([*held_out, *(text.encode() for text in texts("other", 40))]):
+        (tmp_path / f"{i}.txt").write_bytes(text)
+    other = f"text:{tmp_path}/*.txt"
+
+    def pair(**parts):
+        return [{"name": name, "source": source} for name, source in parts.items()]
+
+    mixed = load(pair(folder=folder, other=other))
+    check_apart(mixed)
+    assert documents(mixed.train.rows["folder"]) == documents(load(folder).train)
+    left_out = len(documents(load(other).train)) - len(documents(mixed.train.rows["other"]))
+    assert 0 < left_out <= len(held_out)
+    check_apart(load(other, validation=pair(all=folder)))
+    check_apart(load(pair(folder=folder, lines=f"text:{tmp_path}/shards.jsonl")))
+    with pytest.raises(ValueError, match=r"the token folder data\.source trains on"):
+        load(folder, validation=pair(lines=f"text:{tmp_path}/shards.jsonl"))
 
 
 def test_a_plain_dataset_has_one_validation_set_or_none():
@@ -199,7 +225,7 @@ def test_data_that_do_not_go_together_are_refused(tmp_path):
     short = {"name": "short", "source": f"text:{tmp_path}/short.txt"}
     with pytest.raises(ValueError, match="validation: short has 6 tokens"):
         load(sources["one"], validation=[short])
-    with pytest.raises(ValueError, match="of all 0 tokens are left to train on"):
+    with pytest.raises(ValueError, match=r"of data\.source 0 tokens are left to train on"):
         load(sources["one"], validation=[{"name": "same", "source": sources["one"]}])
     mixed = [{"name": name, "source": sources[name]} for name in ("folder", "lines")]
     config = request.parse({"data": {"source": mixed, "seq_len": 16, "batch_size": 4, "exhausted": "end"}})
