@@ -171,7 +171,9 @@ class Expected(dict):
 
     def __missing__(self, key):
         family, *numbers, across = key
-        model = dict(zip(("num_kv_heads", "num_heads", "num_layers", "tie_embeddings"), numbers, strict=True))
+        model = dict(
+            zip(("num_kv_heads", "num_heads", "num_layers", "tie_embeddings", "experts"), numbers, strict=True)
+        )
         config, _ = resolved(small(family, model=model, parallel={"data": 1}))
         params = jax.device_get(decoder.init(config.model, config.train.seed))
         tokens = random_tokens(config, count=3)
@@ -209,8 +211,8 @@ def equals_the_oracle(tree, expected):
     step = built(tree)
     config = step.plan.config
     m = config.model
-    key = m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, config.data.attend_across_documents
-    start, (params, m, v, log) = expected[key]
+    numbers = m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, m.experts
+    start, (params, m, v, log) = expected[m.family, *numbers, config.data.attend_across_documents]
     state = starting_from(step, start)
     for tokens, (loss, grads, norm) in zip(random_tokens(config, count=3), log, strict=True):
         first = int(state.step) == 0
@@ -247,7 +249,7 @@ def stays_near_the_oracle(tree, expected, loss_error):
     config = step.plan.config
     assert config.parallel.microbatches > 1  # so that gradients are summed
     m = config.model
-    _, (*_, log) = expected[m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, True]
+    _, (*_, log) = expected[m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, m.experts, True]
     state = step.init()
     for tokens, (loss, grads, _) in zip(random_tokens(config, count=3), log, strict=True):
         first = int(state.step) == 0

@@ -71,7 +71,24 @@ def attention(p, x):
     return y + p["bias_out_D"].reshape(1, 1, -1) if gpt2 else y
 
 
+def mixture(p, x):
+    """Every expert of every token, masked: top 2 of a softmax; beside shared experts top 3 of sigmoids."""
+    logits, shared = x @ p["router_DE"], "shared_up_DS" in p
+    scores = jax.nn.sigmoid(logits) if shared else jax.nn.softmax(logits)
+    least = jax.lax.top_k(logits, 3 if shared else 2)[0][..., -1:]
+    gates = jnp.where(logits >= least, scores, 0.0)
+    gates = gates / jnp.sum(gates, -1, keepdims=True)
+    y = 0
+    for e in range(logits.shape[-1]):
+        expert = {"gate_DF": p["gate_EDF"][e], "up_DF": p["up_EDF"][e], "down_FD": p["down_EFD"][e]}
+        y += gates[..., e : e + 1] * mlp(expert, x)
+    names = {"gate_DF": "shared_gate_DS", "up_DF": "shared_up_DS", "down_FD": "shared_down_SD"}
+    return y + mlp({name: p[of_shared] for name, of_shared in names.items()}, x) if shared else y
+
+
 def mlp(p, x):
+    if "router_DE" in p:
+        return mixture(p, x)
     if "gate_DF" in p:
         gate = x @ p["gate_DF"]
         return ((x @ p["up_DF"]) * gate / (1 + jnp.exp(-gate))) @ p["down_FD"]

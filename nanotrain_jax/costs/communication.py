@@ -256,12 +256,13 @@ def conditional_rates(config: Config) -> dict[str, Fraction]:
     the vocabulary over pipe of all stages, M times in the ticks of a step.
     """
     p = config.parallel
+    of_experts = {"further_rounds": Fraction(0)}
     if execution(config) is not Execution.PIPELINE:
-        return {}
+        return of_experts
     schedule, last_of_chunk = counts.outline(config), Fraction(1, p.microbatches)
     per_tick = Fraction(p.microbatches * p.chunks, schedule.ticks)
     of_ends = Fraction(p.microbatches, schedule.ticks) if p.vocab_over_pipe else Fraction(1, p.chunks)
-    return {
+    return of_experts | {
         "forward": per_tick,
         "backward": per_tick,
         "weight": per_tick / max(1, schedule.weights),

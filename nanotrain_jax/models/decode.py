@@ -20,7 +20,8 @@ from jax import lax
 from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import contract
 from nanotrain_jax.models.contract import Place
-from nanotrain_jax.models.decoder_layer import Attention, Split
+from nanotrain_jax.models.decoder_layer import Attention
+from nanotrain_jax.models.modules import Split
 from nanotrain_jax.models.ops import project
 from nanotrain_jax.parallel.collectives import Tree, all_gather, as_varying, varying_axes
 from nanotrain_jax.parallel.tensor import tensor

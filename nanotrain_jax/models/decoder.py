@@ -38,7 +38,8 @@ from nanotrain_jax.config.execution import writes_layers_out
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.models import contract, decode, decoder_table
-from nanotrain_jax.models.decoder_layer import ONE_DEVICE, Layer, Norm, Split, fill
+from nanotrain_jax.models.decoder_layer import Layer, Norm
+from nanotrain_jax.models.modules import ONE_DEVICE, Split, fill
 from nanotrain_jax.models.ops import add, project
 from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, VOCAB, under
 from nanotrain_jax.parallel import remat

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,56 +12,14 @@ from nanotrain_jax.config.families import Family
 from nanotrain_jax.config.model import Lora
 from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import decoder_table, lora
+from nanotrain_jax.models.experts import Experts
+from nanotrain_jax.models.modules import Split, fill
 from nanotrain_jax.models.ops import Rope, activated, add, complete, gated, normalize, rotate
-from nanotrain_jax.models.parameters import Parameter, Table, under
+from nanotrain_jax.models.parameters import under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import position
 from nanotrain_jax.parallel.context import context
 from nanotrain_jax.parallel.tensor import tensor
-
-
-class Split(NamedTuple):
-    """How devices share the heads, widths, tokens and vocabulary of a decoder."""
-
-    axis: str | None = None  # mesh axis; None: not split
-    size: int = 1
-    sequence_parallel: bool = False  # shard activations over tokens between matmuls
-    matmuls: tensor.MatmulOptions = tensor.PLAIN_MATMULS  # of `tensor.columns` and `tensor.row`
-    context: context.Kind | None = None  # attention over the mesh axis context; None: devices have whole sequences
-    vocab_axes: tuple[str, ...] = ()  # mesh axes that split the vocabulary: of pipe and tensor
-    vocab_shards: int = 1  # devices along them
-    logits: str | None = None  # dtype of the loss's logits; None: the compute dtype
-    flat: bool = False  # q, k and v by matmuls of two dims, to which XLA:GPU adds the biases; loops would keep copies
-
-    def positions(self, tokens: int, starts_BT: jax.Array | None = None) -> jax.Array | None:
-        """Return the positions of this device's tokens, int32 [T/context], with starts [B T/context]; None: 0 to T-1.
-
-        tokens: T/context. starts[B T], of whole rows: positions count from the start of a document.
-        """
-        axis = "context" if self.context else None
-        if starts_BT is None and axis is None:
-            return None
-        in_row_T = context.own_positions(tokens, axis, self.context in context.ZIGZAG)
-        return in_row_T if starts_BT is None else in_row_T[None] - starts_BT[:, in_row_T]
-
-
-ONE_DEVICE = Split()
-
-
-def _initial(row: Parameter, rngs: nnx.Rngs | None) -> jax.Array:
-    if row.init == "adapter":  # the variance of PEFT's, which are uniform
-        return jax.random.normal(rngs.lora(), row.shape) / math.sqrt(3 * math.prod(row.shape[:-1]))
-    if row.init != "normal":  # of is_local: `decoder.init`
-        return jnp.ones(row.shape) if row.init == "ones" else jnp.zeros(row.shape)
-    rows, *dims = row.shape
-    drawn = row.std * jax.random.normal(rngs.params(), (rows - row.padding, *dims), jnp.float32)
-    return jnp.pad(drawn, [(0, row.padding)] + [(0, 0)] * len(dims)) if row.is_padded else drawn
-
-
-def fill(module: nnx.Module, rows: Table, rngs: nnx.Rngs | None = None) -> None:
-    """Add parameters to a module, initialized in the order of the table."""
-    for name, row in rows.items():
-        setattr(module, name, nnx.Param(_initial(row, rngs)))
 
 
 def _gain(gain: jax.Array, features: Family) -> jax.Array:
@@ -237,7 +193,7 @@ class Layer(nnx.Module):
         self.norm_attention = Norm(config, decoder_table.NORM_ATTENTION)
         self.attention = Attention(config, rngs, split)
         self.norm_mlp = Norm(config, decoder_table.NORM_MLP)
-        self.mlp = MLP(config, rngs, split)
+        self.mlp = Experts(config, rngs, split) if config.experts else MLP(config, rngs, split)
         self.norms_after = config.features.norms_after
         if self.norms_after:
             self.norm_attention_out = Norm(config, decoder_table.NORM_ATTENTION_OUT)

@@ -26,6 +26,7 @@ class Parameter(NamedTuple):
     std: float = 0.0  # of normal
     decay: bool = True  # True: weight decay applies
     is_matmul: bool = False  # True: it multiplies every token of the decoder
+    share: float = 1.0  # of a matmul: the share of it that multiplies a token, of experts those that it goes to
     is_padded: bool = False  # True: its first dim is the vocabulary; where that is sharded, padded with rows of zeros
     is_partial: bool = False  # True: if replicated over tensor, each device uses and differentiates only a part of it,
     # or multiplies its own heads with it

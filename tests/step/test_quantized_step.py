@@ -64,7 +64,7 @@ def test_gradients_are_near_the_oracle_and_move_the_bytes_of_the_closed_form(cas
     case, kind = case
     step = built(tree(case, kind))
     config, m = step.plan.config, step.plan.config.model
-    start, (*_, log) = expected[m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, True]
+    start, (*_, log) = expected[m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, m.experts, True]
     loss, exact, _ = log[0]
     state, metrics, _ = step.train(starting_from(step, start), on_devices(random_tokens(config, count=3)[0], step))
     np.testing.assert_allclose(metrics["loss"], loss, **LOSS)
