@@ -19,6 +19,21 @@ class Experts(Section):
     shared: Count = key(0, "further experts of that size, to which every token goes")
     router: Literal["softmax", "sigmoid"] = key("softmax", "scores of experts: softmax over them, or sigmoid of each")
     normalize: bool = key(True, "scale the scores of a token's experts to sum to 1")
+    balance: Literal["loss", "none"] = key(
+        "loss", "how tokens are spread over experts; loss: by one beside the model's"
+    )
+    balance_weight: float = key(0.01, "balance=loss: weight of that loss, which is 1 where experts are balanced", ge=0)
+    z_loss: float = key(0.0, "weight of the mean square of the router's logsumexp, which keeps logits small", ge=0)
+
+    @property
+    def weight(self) -> float:
+        """Weight of the loss that balances experts."""
+        return self.balance_weight if self.balance == "loss" else 0.0
+
+    @property
+    def adds_loss(self) -> bool:
+        """True if training has a further loss."""
+        return self.weight > 0 or self.z_loss > 0
 
     @model_validator(mode="after")
     def _fits(self) -> Experts:

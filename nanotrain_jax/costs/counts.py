@@ -172,6 +172,12 @@ def padded_rows(config: Config) -> float:
     return rows_of_a_round(rows, experts.num) * experts.num / rows
 
 
+def router_queue_bytes(config: Config) -> int:
+    """Return the bytes of what layers pass on of their routers, beside x (models/balance.py); 0 without experts."""
+    m = config.model
+    return 4 * m.num_layers * (2 * m.experts.num + 2) if m.experts else 0
+
+
 def devices(config: Config) -> int:
     """Return the number of devices of the mesh."""
     return prod(config.parallel.axes.values())

@@ -39,7 +39,7 @@ def build(config: Model, split: Split, graphs: tuple, ends: Callable[[Tree], nnx
     def layer(weights: Tree, x_BTD: jax.Array, cache: Tree, place: Place) -> tuple[jax.Array, Tree]:
         module = nnx.merge(graphs.layer, weights)
         y_BTD, cache = attend(module.attention, module.norm_attention(x_BTD), cache, place)
-        return module.after_attention(x_BTD, y_BTD), cache
+        return module.after_attention(x_BTD, y_BTD)[0], cache
 
     def last(weights: Tree, x_BTD: jax.Array) -> jax.Array:
         module, axis = ends(weights), split.axis

@@ -160,14 +160,14 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """x[B T D] -> y[B T D]: an activation, or a gated one (arXiv 2002.05202)."""
+    """x[B T D] -> y[B T D], None: an activation, or a gated one (arXiv 2002.05202)."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.features, self.split, self.lora = config.features, split, config.lora
         fill(self, under(decoder_table.table(config, split.size), decoder_table.MLP), rngs)
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, None]:
         axis, sequence_parallel, options = self.split.axis, self.split.sequence_parallel, self.split.matmuls
         weights = {"up": self.up_DF[...]} | ({"gate": self.gate_DF[...]} if self.features.gated_mlp else {})
         adapters = adapters_of(self, self.lora)
@@ -183,7 +183,7 @@ class MLP(nnx.Module):
             y_BTD += lora.row(h_BTF, adapters["down"], axis, sequence_parallel)
         if self.features.norms_after:  # whose backward needs its input
             y_BTD = remat.name(y_BTD, "mlp_out")
-        return complete(add(y_BTD, self.bias_down_D[...])) if self.features.biases else y_BTD
+        return (complete(add(y_BTD, self.bias_down_D[...])) if self.features.biases else y_BTD), None
 
 
 class Layer(nnx.Module):
@@ -199,14 +199,17 @@ class Layer(nnx.Module):
             self.norm_attention_out = Norm(config, decoder_table.NORM_ATTENTION_OUT)
             self.norm_mlp_out = Norm(config, decoder_table.NORM_MLP_OUT)
 
-    def __call__(self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
         return self.after_attention(x_BTD, self.attention(self.norm_attention(x_BTD), sequences, starts_BT))
 
-    def after_attention(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
-        """x[B T D], what attention returns y[B T D] -> x[B T D], the output of the layer."""
+    def after_attention(self, x_BTD: jax.Array, y_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """x[B T D], what attention returns y[B T D] -> x[B T D], the output of the layer; what `balance.row` returns of
+        its router, None without experts."""
         if self.norms_after:
             x_BTD = x_BTD + self.norm_attention_out(y_BTD)
         else:  # the sum: without it, the backward would add again, in each kernel of the next norm
             x_BTD = remat.name(x_BTD + y_BTD, "attention_out")
-        y_BTD = self.mlp(self.norm_mlp(x_BTD))
-        return x_BTD + (self.norm_mlp_out(y_BTD) if self.norms_after else y_BTD)
+        y_BTD, of_router = self.mlp(self.norm_mlp(x_BTD))
+        return x_BTD + (self.norm_mlp_out(y_BTD) if self.norms_after else y_BTD), of_router

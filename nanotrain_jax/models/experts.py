@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nanotrain_jax.config.schema import Model
-from nanotrain_jax.models import decoder_table
+from nanotrain_jax.models import balance, decoder_table
 from nanotrain_jax.models.modules import Split, fill
 from nanotrain_jax.models.ops import gated
 from nanotrain_jax.models.parameters import under
 from nanotrain_jax.parallel import remat
-from nanotrain_jax.parallel.collectives import Tree
+from nanotrain_jax.parallel.collectives import Tree, all_reduce
 from nanotrain_jax.parallel.expert import routing
 from nanotrain_jax.parallel.expert.grouped_matmul import grouped_matmul
 from nanotrain_jax.parallel.tensor import tensor
@@ -32,7 +32,7 @@ KEPT = jax.checkpoint_policies.save_only_these_names(*remat.SAVED)
 
 
 class Experts(nnx.Module):
-    """x[B T D] -> y[B T D]: the sum of what a token's experts, and shared ones, return."""
+    """x[B T D] -> y[B T D], the sum of what a token's experts, and shared ones, return; and `balance.row`."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.split, self.features = split, config.features
@@ -42,28 +42,33 @@ class Experts(nnx.Module):
         fill(self, self.rows, rngs)
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights = {name: getattr(self, name)[...] for name in self.rows}
         run = self.run
         if self.split.matmuls.regather:
             run = jax.checkpoint(run, policy=KEPT)
-        y_BTD = tensor.leave(run(x_BTD, weights), self.split.axis, self.split.sequence_parallel)
-        return remat.name(y_BTD, "mlp_out") if self.features.norms_after else y_BTD
+        axis, sequence_parallel = self.split.axis, self.split.sequence_parallel
+        y_BTD, row_S = run(x_BTD, weights)
+        y_BTD = tensor.leave(y_BTD, axis, sequence_parallel)
+        if axis and not sequence_parallel:  # as x, the same on all devices of the axis
+            row_S = all_reduce(row_S, (axis,)) / self.split.size
+        return remat.name(y_BTD, "mlp_out") if self.features.norms_after else y_BTD, row_S
 
-    def run(self, x_BTD: jax.Array, weights: Tree) -> jax.Array:
-        """x[B T/tensor D] -> y[B T D] {sum tensor}"""
+    def run(self, x_BTD: jax.Array, weights: Tree) -> tuple[jax.Array, jax.Array]:
+        """x[B T/tensor D] -> y[B T D] {sum tensor}, `balance.row`"""
         x_BTD = tensor.enter(x_BTD, self.split.axis, self.split.sequence_parallel)
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
-        y_TD = self.of_experts(x_TD, weights)
-        if "shared_up_DS" in weights:
-            y_TD += self.of_shared(x_TD, weights)
-        return y_TD.reshape(x_BTD.shape)
-
-    def of_experts(self, x_TD: jax.Array, weights: Tree) -> jax.Array:
-        """x[T D] -> y[T D] {sum tensor}, of the experts that each token chooses."""
         with jax.named_scope("router"):
             logits_TE = x_TD.astype(jnp.float32) @ weights["router_DE"].astype(jnp.float32)
-            routes = routing.route(remat.name(logits_TE, "router"), self.choice)
+            logits_TE = remat.name(logits_TE, "router")
+            routes = routing.route(logits_TE, self.choice)
+        y_TD = self.of_experts(x_TD, weights, routes)
+        if "shared_up_DS" in weights:
+            y_TD += self.of_shared(x_TD, weights)
+        return y_TD.reshape(x_BTD.shape), balance.row(logits_TE, routes, self.choice)
+
+    def of_experts(self, x_TD: jax.Array, weights: Tree, routes: routing.Routes) -> jax.Array:
+        """x[T D] -> y[T D] {sum tensor}, of the experts that each token chooses."""
         x_MD, sizes_E = routing.by_expert(x_TD, routes), routes.sizes_E
         gate_MF = remat.name(grouped_matmul(x_MD, weights["gate_EDF"], sizes_E), "gate")
         up_MF = remat.name(grouped_matmul(x_MD, weights["up_EDF"], sizes_E), "up")

@@ -29,7 +29,6 @@ MORE = [
     *(mixture("tensor 2", remat) for remat in ("none", "selective", "full", "block:2")),
     mixture("tensor 2", sequence_parallel=False),
     mixture("pipe 2", microbatches=4, schedule="zero_bubble"),
-    mixture("data 2 context 2", zero=1),
 ]
 
 

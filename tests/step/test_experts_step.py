@@ -1,11 +1,14 @@
-"""A mixture of experts in every layout: loss, gradients and state of the dense oracle, which masks all experts."""
+"""A mixture of experts in every layout: loss, gradients and state of the dense oracle, which masks all experts, and
+adds the losses that balance them."""
 
+import oracle
 import pytest
 from cases import case
 from conftest import cover, equals_the_oracle
 
-MIXTURE = {"experts": {"num": 4, "top_k": 2, "d_ff": 64}}
+MIXTURE = {"experts": {"num": 4, "top_k": 2, "d_ff": 64, "balance": "none"}}
 SHARED = {"experts": {"num": 8, "top_k": 3, "d_ff": 64, "shared": 1, "router": "sigmoid"}}
+SHARED["experts"] |= {"balance_weight": oracle.BALANCE, "z_loss": oracle.Z}
 
 FIRST = [
     case("data 2 tensor 2 pipe 2", model=SHARED, zero=3, microbatches=2, persist_below=64),
@@ -30,6 +33,6 @@ def test_layouts_equal_the_dense_oracle(case, expected):
     equals_the_oracle(case.tree(), expected)
 
 
-@pytest.mark.parametrize("case", cover([], [case("data 2 pipe 2", model=SHARED, microbatches=2)], str))
+@pytest.mark.parametrize("case", cover([], [case("data 2 pipe 2", model=MIXTURE, microbatches=2)], str))
 def test_documents_are_kept_apart(case, expected):
     equals_the_oracle(case.tree(data={"attend_across_documents": False}), expected)
