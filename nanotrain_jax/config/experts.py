@@ -19,10 +19,11 @@ class Experts(Section):
     shared: Count = key(0, "further experts of that size, to which every token goes")
     router: Literal["softmax", "sigmoid"] = key("softmax", "scores of experts: softmax over them, or sigmoid of each")
     normalize: bool = key(True, "scale the scores of a token's experts to sum to 1")
-    balance: Literal["loss", "none"] = key(
-        "loss", "how tokens are spread over experts; loss: by one beside the model's"
+    balance: Literal["loss", "bias", "none"] = key(
+        "loss", "how experts are balanced; loss: by one beside the model's; bias: of the choice, without a gradient"
     )
     balance_weight: float = key(0.01, "balance=loss: weight of that loss, which is 1 where experts are balanced", ge=0)
+    bias_rate: float = key(0.001, "balance=bias: how far a step moves the bias of an expert", gt=0)
     z_loss: float = key(0.0, "weight of the mean square of the router's logsumexp, which keeps logits small", ge=0)
 
     @property

@@ -13,6 +13,9 @@ expert e, and P[e] its mean probability, each layer adds to the loss of a token
     balance_weight E sum f[e] P[e]    1 where balanced (Switch Transformer, arXiv 2101.03961, equations 4 to 6)
     z_loss z                          (ST-MoE, arXiv 2202.08906, equation 5)
 
+With balance=bias no loss balances: what chooses experts has a bias, which each step moves by bias_rate, down for
+experts with more than the mean load of the step's batch, up for those with less (arXiv 2408.15664).
+
 f is that of a microbatch on all devices (arXiv 2501.11873): it all-reduces L E float32 for each microbatch, with the
 number of targets, over the axes of the batch. The logged loss is the cross-entropy alone; gradients are of the sum.
 """
@@ -29,6 +32,7 @@ import jax.numpy as jnp
 
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models.contract import Model
+from nanotrain_jax.models.decoder_table import BIAS
 from nanotrain_jax.parallel.collectives import Tree, all_reduce, as_varying, varying_axes
 from nanotrain_jax.parallel.expert.routing import Choice, Routes
 from nanotrain_jax.parallel.mesh import BATCH_AXES
@@ -71,6 +75,19 @@ def statistics(queue_LS: jax.Array) -> Statistics:
     return Statistics(queue_LS[:, :E], queue_LS[:, E : 2 * E], queue_LS[:, -2], queue_LS[:, -1])
 
 
+def bias(bias_2E: jax.Array) -> jax.Array:
+    """bias[2 E], as stored -> bias[E], float32"""
+    return bias_2E.astype(jnp.float32).sum(0)
+
+
+def adjusted(bias_L2E: jax.Array, load_LE: jax.Array, rate: float) -> jax.Array:
+    """bias[L 2 E] as stored -> after a step with these loads. In two numbers of 8 bits, whatever their dtype is."""
+    bias_LE = jax.vmap(bias)(bias_L2E) + rate * jnp.sign(load_LE.mean(1, keepdims=True) - load_LE)
+    high_LE = bias_LE.astype(jnp.bfloat16)
+    low_LE = (bias_LE - high_LE.astype(jnp.float32)).astype(jnp.bfloat16)
+    return jnp.stack([high_LE, low_LE], axis=1).astype(bias_L2E.dtype)
+
+
 def build(model: Model, config: Config, layer: Callable) -> Model:
     """Return a decoder whose layers are layer(weights, x, batch) -> x, row. model: of x alone."""
     m, p = config.model, config.parallel
@@ -111,6 +128,10 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
         worst = (load_LE.max(1) / load_LE.mean(1)).max()
         return {"load": worst, "router_z": means["z"] / tokens, "router_entropy": means["entropy"] / tokens}
 
+    def adjust(layers: Tree, measures: dict[str, jax.Array]) -> Tree:
+        moved = adjusted(layers["mlp"][BIAS], measures["load"], experts.bias_rate)
+        return layers | {"mlp": layers["mlp"] | {BIAS: moved}}
+
     def of_x(function: Callable | None) -> Callable | None:
         return function and (lambda ends, carried, batch: function(ends, carried[X], batch))
 
@@ -122,6 +143,7 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
         penalty=penalty if experts.adds_loss else None,
         measures={"load": (L, experts.num), "z": (), "entropy": ()},
         report=report,
+        adjust=adjust if experts.balance == "bias" else None,
         correct=None,
         token_losses=of_x(model.token_losses),
     )

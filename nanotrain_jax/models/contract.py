@@ -112,6 +112,9 @@ class Model:
     measures    name -> shape of further sums, float32, which `last` then returns by name as a third value, instead of
                 `correct`: steps and evaluations log their means over what it counts
     report      report(means of measures, of the whole batch) -> what is logged of them, scalars; None: the means
+    adjust      adjust(layers, measures) -> layers, after an update that was not skipped: constants that follow from
+                what was measured, not from gradients. layers: this device's rows of layers; measures: those with a
+                leading dim of layers, of these rows. None: nothing is adjusted
     penalty     penalty(x, count) -> a further sum of losses, float32 scalar, of what layers bring out (x, a tree, as
                 `last` takes it); count: what `last` returned. Training's gradients are of both sums; the loss that is
                 logged, and that of evaluations, is the first alone. None: there is none
@@ -156,6 +159,7 @@ class Model:
     measures: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] | None = None
     penalty: Callable[[Tree, jax.Array], jax.Array] | None = None
+    adjust: Callable[[Tree, dict[str, jax.Array]], Tree] | None = None
     decode: Decode | None = None
     is_decayed: Callable[[tuple], bool] = lambda path: path[-1].key not in ("bias", "scale")
     has_partial_gradient: Callable[[tuple], bool] = lambda path: False

@@ -296,6 +296,15 @@ def check_flash_rows(config: Config) -> None:
         )
 
 
+def constants(config: Model) -> tuple[str, ...]:
+    """Return the names of arrays of layers that have no gradient."""
+    names = {
+        decoder_table.IS_LOCAL: config.features.has_local_layers,
+        decoder_table.BIAS: config.experts is not None and config.experts.balance == "bias",
+    }
+    return tuple(name for name, exists in names.items() if exists)
+
+
 def is_decayed(path: tuple) -> bool:
     """True if weight decay applies to the parameter at this tree path: all but gains, biases and learned positions."""
     return PARAMETERS[path[-1].key].decay
@@ -371,7 +380,7 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
         used_by_last=partial(used_by, "last"),
         is_decayed=is_decayed,
         has_partial_gradient=partial(has_partial_gradient, split=split),
-        constants=(decoder_table.IS_LOCAL,) if decoder.features.has_local_layers else (),
+        constants=constants(decoder),
         is_padded=is_padded,
         splits_context=True,
         splits_documents=True,

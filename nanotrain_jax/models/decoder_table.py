@@ -24,6 +24,7 @@ NORM_ATTENTION, NORM_MLP, NORM_LAST = f"{LAYERS}/norm_attention", f"{LAYERS}/nor
 NORM_ATTENTION_OUT, NORM_MLP_OUT = f"{LAYERS}/norm_attention_out", f"{LAYERS}/norm_mlp_out"
 DOWN = f"{MLP}/down_FD"
 IS_LOCAL = "is_local_1"  # of attention: 1 in layers with a window
+BIAS = "bias_2E"  # of a router, with balance=bias: the sum of two, as a 16-bit number would lose small steps
 EMBEDDING, POSITIONS, HEAD = f"{ENDS}/embedding_VD", f"{ENDS}/positions_TD", f"{ENDS}/head_VD"
 
 _weight = partial(Parameter, std=STD, is_matmul=True)
@@ -89,6 +90,8 @@ def _mixture(experts: Experts, residual: float) -> Table:
         f"{MLP}/gate_EDF": routed("E D F/tensor"),
         f"{MLP}/down_EFD": routed("E F/tensor D", std=residual),
     }
+    if experts.balance == "bias":
+        table[f"{MLP}/{BIAS}"] = Parameter("2 E", init="balance", decay=False, is_frozen=True)
     if experts.shared:
         table |= {
             f"{MLP}/shared_up_DS": _weight("D S/tensor"),
@@ -146,7 +149,7 @@ def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
     """
     V, K, H = padded_vocab(model.vocab_size, vocab_shards), model.num_kv_heads, model.head_width
     sizes = {"D": model.d_model, "F": model.d_ff, "N": model.num_heads, "K": K, "H": H, "V": V, "T": model.max_seq_len}
-    sizes |= {"1": 1, "R": model.lora.rank if model.lora else 0}
+    sizes |= {"1": 1, "2": 2, "R": model.lora.rank if model.lora else 0}
     if model.experts:
         sizes |= {"E": model.experts.num, "S": model.experts.shared * model.d_ff}
 
@@ -178,5 +181,5 @@ def frozen_table(model: Model, tensor: int, vocab_shards: int, freeze: tuple[str
 def every_parameter(is_tied: bool = False) -> Table:
     """Return the parameters of all families, with adapters and experts, without sizes."""
     rows = {path: row for family in FAMILIES.values() for path, row in inventory(family, is_tied).items()}
-    rows |= _mixture(Experts(num=1, top_k=1, d_ff=1, shared=1), STD)
+    rows |= _mixture(Experts(num=1, top_k=1, d_ff=1, shared=1, balance="bias"), STD)
     return rows | adapters(rows, get_args(Matrix))

@@ -61,7 +61,9 @@ class Experts(nnx.Module):
         with jax.named_scope("router"):
             logits_TE = x_TD.astype(jnp.float32) @ weights["router_DE"].astype(jnp.float32)
             logits_TE = remat.name(logits_TE, "router")
-            routes = routing.route(logits_TE, self.choice)
+            bias_2E = weights.get(decoder_table.BIAS)
+            bias_E = None if bias_2E is None else balance.bias(bias_2E)
+            routes = routing.route(logits_TE, self.choice, bias_E)
         y_TD = self.of_experts(x_TD, weights, routes)
         if "shared_up_DS" in weights:
             y_TD += self.of_shared(x_TD, weights)

@@ -37,7 +37,7 @@ from nanotrain_jax.step.gradients import GRADIENTS
 from nanotrain_jax.step.measures import TRAIN, report
 from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import REPLICATED, State
-from nanotrain_jax.step.update import Pending, apply_update, metrics, next_noise, next_state, synchronize
+from nanotrain_jax.step.update import Pending, adjusted, apply_update, metrics, next_noise, next_state, synchronize
 
 BATCH = layout("B/replica,data T/context")
 PER_REPLICA = layout("R/replica")
@@ -103,6 +103,7 @@ def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.A
     means = {"loss": loss} | {f"{TRAIN}{name}": x for name, x in report(plan, measures).items()}
     clip = clip_by_global_norm(grads, plan.config.optimizer.grad_clip, scale, plan.axes_apart)
     params, opt, pending = apply_update(plan, state, grads, clip)
+    params = adjusted(plan, params, measures, clip.is_finite)
     after = next_state(plan, state, params, opt, feedback, clip.is_finite)
     if state.noise:
         after = after._replace(noise=next_noise(plan, state, squares, grads, clip.is_finite))

@@ -36,14 +36,17 @@ class Routes(NamedTuple):
     sizes_E: jax.Array  # rows of each expert, int32
 
 
-def route(logits_TE: jax.Array, choice: Choice) -> Routes:
+def route(logits_TE: jax.Array, choice: Choice, bias_E: jax.Array | None = None) -> Routes:
     """logits[T E], float32 -> routes. Gradients flow through the gates alone: which experts are chosen has none.
+
+    bias[E], float32: added to scores to choose, not to weigh (DeepSeek-V3, arXiv 2412.19437, equation 16).
 
     softmax: Mixtral (arXiv 2401.04088, section 2.1), with normalize over the chosen ones. sigmoid: DeepSeek-V3 (arXiv
     2412.19437, equations 13 to 15). Ties go to the lower expert.
     """
     scores_TE = scores(logits_TE, choice)
-    _, expert_Tk = jax.lax.top_k(jax.lax.stop_gradient(scores_TE), choice.top_k)
+    chosen_by_TE = jax.lax.stop_gradient(scores_TE if bias_E is None else scores_TE + bias_E[None])
+    _, expert_Tk = jax.lax.top_k(chosen_by_TE, choice.top_k)
     gates_Tk = jnp.take_along_axis(scores_TE, expert_Tk, axis=-1)
     if choice.normalize:
         gates_Tk = gates_Tk / gates_Tk.sum(-1, keepdims=True)
