@@ -29,6 +29,7 @@ from nanotrain_jax.config.values import (
     Sequences,
     Source,
     Tokens,
+    Verify,
     is_chat,
 )
 from nanotrain_jax.config.vision import Vision
@@ -219,9 +220,9 @@ class Data(Section):
 
     source: Source = key(
         "stdlib",
-        "stdlib (source code of Python's standard library) | text:GLOB | tokens:DIR (of nanotrain_jax.prepare) | "
-        "arrays:DIR (data/arrays.py) | chat:GLOB (conversations and completions in .jsonl: data/README.md) | "
-        "pairs:GLOB (a chosen and a rejected completion, for train.objective) | synthetic",
+        "stdlib (source code of Python's standard library) | text:GLOB or a folder | tokens:DIR (of "
+        "nanotrain_jax.prepare) | arrays:DIR (data/arrays.py) | chat:GLOB (conversations and completions in .jsonl: "
+        "data/README.md) | pairs:GLOB (a chosen and a rejected completion, for train.objective) | synthetic",
     )
     tokenizer: Path | None = key(
         None,
@@ -233,6 +234,7 @@ class Data(Section):
         "token that ends each document; null: the one that the files beside tokenizer.json name (eos_token, "
         "eos_token_id), else <|endoftext|>, <|end_of_text|> or </s>",
     )
+    field: str = key("text", "text:GLOB: key of .jsonl and column of .parquet with the text")
     batch_size: Sequences = key(32, "global batch size, in sequences per step")
     seq_len: Tokens = key(256, "sequence length, in tokens; a sequence may span documents")
     attend_across_documents: bool = key(
@@ -254,9 +256,17 @@ class Data(Section):
     )
     seed: Seed = key(0, "random seed of the order of training sequences")
     val_fraction: float = key(
-        0.05, "fraction of tokens held out for validation, in whole documents or examples; 0: none", ge=0, lt=1
+        0.05,
+        "fraction of tokens held out for validation, in whole documents or examples; 0: none. Of tokens:DIR prepare "
+        "decides it",
+        ge=0,
+        lt=1,
     )
-    verify: bool = key(True, "verify the checksums of token files before training")
+    verify: Verify = key(
+        "sample",
+        "checksums before training: sample: of some blocks, in a time that does not grow with the data; full: of all "
+        "files; off: none. Files of arrays:DIR and of the first format of tokens:DIR are verified whole unless off",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -15,56 +15,14 @@ import jax
 import numpy as np
 
 from nanotrain_jax.config.schema import Data
-from nanotrain_jax.data import arrays, chat
+from nanotrain_jax.data import arrays, chat, text_files, token_folder
 from nanotrain_jax.data import corpus as corpora
 from nanotrain_jax.data import tokenizer as tokenizers
 from nanotrain_jax.data.packing import Packed
 from nanotrain_jax.data.pairs import REFERENCE, Pairs
+from nanotrain_jax.data.windows import Windows
 
 PIECES = 8  # about, to hold out, of documents that are too long to be held out whole
-
-
-class Windows:
-    """Random access to the sequences of concatenated documents: item i is int32 [seq_len + 1].
-
-    Consecutive sequences share one token: the last target of one is the first input of the next.
-    """
-
-    def __init__(self, corpus: corpora.Corpus, documents: np.ndarray, seq_len: int):
-        self.tokens, self.seq_len = corpus.tokens, seq_len
-        self.starts = np.concatenate([[0], corpus.ends[:-1]])[documents]
-        self.ends = np.cumsum(corpus.ends[documents] - self.starts)  # in the concatenation of these documents
-        self.total = int(self.ends[-1]) if len(self.ends) else 0
-
-    def __len__(self) -> int:
-        return max(self.total - 1, 0) // self.seq_len
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        return self.slice(int(i) * self.seq_len, self.seq_len + 1)
-
-    def document_starts(self, i: int) -> np.ndarray:
-        """Return for each token of sequence i the position in it of its document's first token, int32 [seq_len + 1].
-
-        0 for a document that began in an earlier sequence.
-        """
-        first = int(i) * self.seq_len
-        begins = np.searchsorted(self.ends, (first, first + self.seq_len), side="right")
-        starts = np.zeros(self.seq_len + 1, np.int32)
-        positions = self.ends[slice(*begins)] - first  # where a document ends, the next one starts
-        starts[positions] = positions
-        return np.maximum.accumulate(starts)
-
-    def slice(self, start: int, length: int) -> np.ndarray:
-        """Return int32 tokens start .. start + length of the concatenated documents (fewer at the end)."""
-        arrays, length = [], min(length, self.total - start)
-        document = int(np.searchsorted(self.ends, start, side="right"))
-        while length > 0:
-            take = min(length, int(self.ends[document]) - start)
-            document_start = int(self.ends[document - 1]) if document else 0
-            first = int(self.starts[document]) + start - document_start
-            arrays.append(self.tokens[first : first + take])
-            start, length, document = start + take, length - take, document + 1
-        return np.concatenate(arrays).astype(np.int32)
 
 
 class Synthetic:
@@ -134,22 +92,20 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
         )
         return Dataset(train, val, None, None, f"synthetic {vocab_size} {config.seed}")
     if kind == "arrays" and where:
-        folder = arrays.read(Path(where), config.seq_len, config.verify)
+        folder = arrays.read(Path(where), config.seq_len, config.verify != "off")
         fingerprint = f"{folder.fingerprint} seed {config.seed}"
         return Dataset(
             folder.train, folder.val, None, folder.vocab_size, fingerprint, picture_places=folder.picture_places
         )
     if config.is_chat and where:
         return of_chat(config)
+    if kind == "tokens" and where and token_folder.is_sharded(Path(where)):
+        return of_shards(config, Path(where))
     if kind == "tokens" and where:
-        corpus = corpora.read(where, config.verify)
-        if (config.tokenizer or config.end_token) and tokenizer_of(config).name != corpus.tokenizer:
-            raise ValueError(
-                f"data.tokenizer={config.tokenizer!r} with data.end_token={config.end_token!r} is not the tokenizer of "
-                f"{config.source!r} (which is {corpus.tokenizer}); remove both keys"
-            )
+        corpus = corpora.read(where, config.verify != "off")
+        check_tokenizer(config, corpus.tokenizer)
     elif kind == "text" and where:
-        corpus = corpora.build(corpora.glob_documents(where), tokenizer_of(config))
+        corpus = of_texts(config, where)
     elif config.source == "stdlib":
         corpus = corpora.build(corpora.stdlib_documents(), tokenizer_of(config))
     else:
@@ -176,7 +132,51 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
     fingerprint = f"{corpus.fingerprint} val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
     pieces = len(corpus.ends) if len(corpus.ends) > documents else 0
     found = Dataset(train, val, corpus.tokenizer, corpus.vocab_size, fingerprint, corpus.replaced, pieces=pieces)
-    return found._replace(has_ends=corpus.has_ends)
+    return found._replace(has_ends=corpus.has_ends, notes=tuple(notes(corpus)))
+
+
+def notes(corpus: corpora.Corpus) -> Iterator[str]:
+    """Yield lines about a corpus."""
+    if corpus.left_out:
+        count = len(corpus.left_out)
+        yield f"warning: {count:,} files of the folder are no text and are left out; the first is {corpus.left_out[0]}"
+
+
+def of_texts(config: Data, where: str) -> corpora.Corpus:
+    """Read and tokenize data.source=text:GLOB. Raises ValueError or OSError."""
+    files = text_files.matching(where, f"data.source={config.source!r}")
+    texts = text_files.documents(files.paths, text_files.Field(config.field, "data.field"))
+    return corpora.build(texts, tokenizer_of(config))._replace(left_out=tuple(map(str, files.binary)))
+
+
+def of_shards(config: Data, folder: Path) -> Dataset:
+    """Open data.source=tokens:DIR of the second format. Raises ValueError or OSError."""
+    header, train, val = token_folder.sides(folder, config.verify, config.seq_len, bool(config.val_fraction))
+    check_tokenizer(config, header.tokenizer)
+    if config.val_fraction not in (0, header.val_fraction, type(config).model_fields["val_fraction"].default):
+        raise ValueError(
+            f"data.val_fraction={config.val_fraction} with data.source={config.source!r}: what is held out was decided "
+            f"by prepare, --val-fraction={header.val_fraction}; leave the key out, or use 0 to train on everything"
+        )
+    need = config.seq_len + 1
+    for name, side in ("train on", train), ("hold out", val):
+        if not len(side) and (side is train or config.val_fraction):
+            raise ValueError(
+                f"data.source={config.source!r} has {side.total} tokens to {name}, but data.seq_len={config.seq_len} "
+                f"needs at least {need}; prepare more text or with a larger --val-fraction, or use data.val_fraction=0"
+            )
+    fingerprint = f"{header.fingerprint} val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
+    found = Dataset(train, val, header.tokenizer, header.vocab_size, fingerprint, header.total("replaced"))
+    return found._replace(has_ends=header.end is not None)
+
+
+def check_tokenizer(config: Data, name: str) -> None:
+    """Raise ValueError unless data.tokenizer and data.end_token, if set, are the tokenizer of a token folder."""
+    if (config.tokenizer or config.end_token) and tokenizer_of(config).name != name:
+        raise ValueError(
+            f"data.tokenizer={config.tokenizer!r} with data.end_token={config.end_token!r} is not the tokenizer of "
+            f"{config.source!r} (which is {name}); remove both keys"
+        )
 
 
 def of_chat(config: Data) -> Dataset:
@@ -221,7 +221,7 @@ def first_words(dataset: Dataset, config: Data, count: int = 3) -> str:
     if not isinstance(side, Windows):
         return ""
     tokenizer = tokenizer_of(config)
-    tokens = side.slice(0, min(int(side.ends[0]), 256)).tolist()
+    tokens = side[0][side.document_starts(0) == 0][:256].tolist()
     text = tokenizers.text_decoder(tokenizer)([token for token in tokens if token != tokenizer.end])
     lines = [line.split() for line in text.splitlines()]
     return next((" ".join(words[:count]) for words in lines if words), "")

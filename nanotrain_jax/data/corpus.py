@@ -1,6 +1,6 @@
 """Text -> tokens: documents concatenated in one array. Needs no JAX.
 
-A token folder (`write`, `read`) contains
+A token folder of the first format (`read`; the second is token_folder.py) contains
     header.json      format, tokenizer, vocabulary, dtype, counts, SHA-256 of the other two files
     tokens.bin       the token ids of all documents, little-endian, memory-mapped when read
     documents.npy    one row per document: its end in tokens.bin, and a hash of its text
@@ -34,7 +34,7 @@ class Corpus(NamedTuple):
     """Concatenated documents: document i is tokens[ends[i-1]:ends[i]]; keys are 64-bit hashes of their texts.
 
     replaced: number of invalid UTF-8 sequences that were replaced by U+FFFD. has_ends: an end token follows each
-    document.
+    document. left_out: files of a folder that are no text.
     """
 
     tokens: np.ndarray
@@ -44,6 +44,7 @@ class Corpus(NamedTuple):
     vocab_size: int
     replaced: int = 0
     has_ends: bool = True
+    left_out: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -106,11 +107,6 @@ def stdlib_documents() -> Iterator[bytes]:
     for path in sorted(root.rglob("*.py")):
         if not excluded & set(path.relative_to(root).parts):
             yield path.read_bytes()
-
-
-def glob_documents(pattern: str) -> Iterator[bytes]:
-    """Yield the documents of the files that match a pattern (`matching`)."""
-    return text_documents(matching(pattern, f"data.source='text:{pattern}'"))
 
 
 def matching(pattern: str, key: str) -> list[str]:
@@ -194,40 +190,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) -> dict:
-    """Tokenize documents into a token folder; -> its header.
-
-    Streams the documents, which may exceed memory. The folder is created atomically. Raises ValueError if it exists or
-    there is no text, OSError if it cannot be written.
-    """
-    with new_folder(Path(folder)) as partial:
-        rows, end, num_replaced = [], 0, 0
-        with open(partial / "tokens.bin", "wb") as file:
-            for ids, key, count in encoded(documents, tokenizer):
-                end += len(ids)
-                num_replaced += count
-                rows.append((end, key))
-                file.write(ids.tobytes())
-        if not rows:
-            raise ValueError("the files contain no text; nothing was written")
-        np.save(partial / "documents.npy", np.asarray(rows, DOCUMENT))
-        for name, text in tokenizer.files.items():
-            (partial / name).write_text(text, encoding="utf-8")
-        header = {
-            "format": FORMAT,
-            "tokenizer": tokenizer.name,
-            "vocab_size": tokenizer.vocab_size,
-            "dtype": tokenizer.dtype.str,
-            "tokens": end,
-            "documents": len(rows),
-            "replaced": num_replaced,
-            "end": tokenizer.end,
-            "sha256": {name: digest(partial / name) for name in ("tokens.bin", "documents.npy")},
-        }
-        (partial / "header.json").write_text(json.dumps(header, indent=2) + "\n")
-    return header
 
 
 def read(folder: str | Path, verify: bool = True) -> Corpus:
