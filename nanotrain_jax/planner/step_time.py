@@ -269,12 +269,12 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     def matmul(k: float, out: float) -> float:
         return _matmul((n, k, out), b, gpu) / faster
 
-    inner = matmul(D, Q / t) + matmul(Q / t, D) + 2 * matmul(D, K / t) + num_up * matmul(D, m.d_ff / t)
-    down = matmul(m.d_ff / t, D)
+    inner = matmul(D, Q / t) + matmul(Q / t, D) + 2 * matmul(D, K / t) + num_up * matmul(D, m.ffn_width / t)
+    down = matmul(m.ffn_width / t, D)
     attention = attention_time(config, gpu)
     split_x = t if p.sequence_parallel else 1
     of_heads = ((not m.features.learned_positions) + m.features.qk_norm) * 2 * (Q + K) / t  # rotary, norms
-    stream = b * n * ((10 + 4 * m.features.norms_after) * D / split_x + of_heads + (1 + num_up) * m.d_ff / t)
+    stream = b * n * ((10 + 4 * m.features.norms_after) * D / split_x + of_heads + (1 + num_up) * m.ffn_width / t)
     elementwise = stream / (STREAM * gpu.memory_bandwidth) + 6 * KERNEL
     forward = inner + down + attention + elementwise
     kept = attention if p.is_blockwise else 0.0  # `selective` and `full` keep the output of ring and gather

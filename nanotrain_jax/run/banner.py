@@ -92,6 +92,8 @@ def headline(config: Config, mesh: Mesh) -> str:
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     device = "simulated CPU device" if config.runtime.simulate else mesh.devices.flat[0].device_kind
     model = config.model.factory or f"{config.model.family} with {counts.parameters(config.model):,} parameters"
+    if config.model.experts:
+        model += f", {counts.matmul_parameters(config.model):,} of them multiply a token"
     if config.vision:
         of_encoder = counts.all_parameters(config) - counts.parameters(config.model)
         model += f" behind an encoder of pictures with {of_encoder:,} ({config.vision.image_size} pixels, "

@@ -210,7 +210,7 @@ def _nothing(number: int) -> dict[str, float]:
 
 def _measures(record: Mapping[str, Any], prefix: str = "") -> str:
     """Format what a model measures beside its loss."""
-    known = {name: record[prefix + name] for name in ("accuracy", "margin") if prefix + name in record}
+    known = {name: record[prefix + name] for name in ("accuracy", "margin", "load") if prefix + name in record}
     return "".join(f"  {name} {x:.1%}" if name == "accuracy" else f"  {name} {x:.3f}" for name, x in known.items())
 
 
