@@ -151,20 +151,8 @@ def of_texts(config: Data, where: str) -> corpora.Corpus:
 
 def of_shards(config: Data, folder: Path) -> Dataset:
     """Open data.source=tokens:DIR of the second format. Raises ValueError or OSError."""
-    header, train, val = token_folder.sides(folder, config.verify, config.seq_len, bool(config.val_fraction))
+    header, train, val = token_folder.sides(folder, config)
     check_tokenizer(config, header.tokenizer)
-    if config.val_fraction not in (0, header.val_fraction, type(config).model_fields["val_fraction"].default):
-        raise ValueError(
-            f"data.val_fraction={config.val_fraction} with data.source={config.source!r}: what is held out was decided "
-            f"by prepare, --val-fraction={header.val_fraction}; leave the key out, or use 0 to train on everything"
-        )
-    need = config.seq_len + 1
-    for name, side in ("train on", train), ("hold out", val):
-        if not len(side) and (side is train or config.val_fraction):
-            raise ValueError(
-                f"data.source={config.source!r} has {side.total} tokens to {name}, but data.seq_len={config.seq_len} "
-                f"needs at least {need}; prepare more text or with a larger --val-fraction, or use data.val_fraction=0"
-            )
     fingerprint = f"{header.fingerprint} val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
     found = Dataset(train, val, header.tokenizer, header.vocab_size, fingerprint, header.total("replaced"))
     return found._replace(has_ends=header.end is not None)
@@ -366,10 +354,11 @@ def bigram_loss(
     """Return the loss (nats per token) of a bigram model of all training text on the targets of `evaluation`.
 
     P(b | a) = (count(a, b) + alpha) / (count(a) + alpha V). A model that beats it uses context beyond the previous
-    token. None without validation text, for arrays, or with more than 1024 ids (a large table).
+    token. None without validation text, for arrays, or with more than 1024 ids (a large table) or 2^28 tokens.
     """
     V = dataset.vocab_size
-    if not V or V > 1024 or not len(dataset.val) or not isinstance(dataset.train, Windows):
+    is_text = isinstance(dataset.train, Windows) and dataset.train.total <= 1 << 28
+    if not V or V > 1024 or not len(dataset.val) or not is_text:
         return None
     counts, chunk = np.zeros(V * V, np.int64), 1 << 24
     for start in range(0, dataset.train.total - 1, chunk):
