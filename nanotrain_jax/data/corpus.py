@@ -203,7 +203,7 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
         if dtype not in (np.dtype("<u2"), np.dtype("<u4")):
             raise ValueError(f"dtype {dtype}")
         size = (folder / "tokens.bin").stat().st_size
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
         raise ValueError(f"data.source='tokens:{folder}' is damaged ({error!r}); {remedy}") from None
     if size != count * dtype.itemsize:
         raise ValueError(
@@ -214,8 +214,8 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
         if digest(folder / file) != expected:
             raise ValueError(f"{folder}/{file} does not match the SHA-256 in its header: it was modified; {remedy}")
     try:
-        documents = np.load(folder / "documents.npy")
-    except (ValueError, EOFError) as error:
+        documents = np.load(folder / "documents.npy", mmap_mode="r")  # never a pickle; no more than the file has
+    except (ValueError, OverflowError, EOFError) as error:
         raise ValueError(f"{folder}/documents.npy is damaged ({error}); {remedy}") from None
     tokens = np.memmap(folder / "tokens.bin", dtype, "r", shape=(count,))
     if verify and tokens.max(initial=0) >= vocab:
