@@ -221,10 +221,11 @@ def bigram_loss(
     """Return the loss (nats per token) of a bigram model of all training text on the targets of `evaluation`.
 
     P(b | a) = (count(a, b) + alpha) / (count(a) + alpha V). A model that beats it uses context beyond the previous
-    token. None without validation text, for arrays, or with more than 1024 ids (a large table).
+    token. None without validation text, for arrays, or with more than 1024 ids (a large table) or 2^28 tokens.
     """
     V = dataset.vocab_size
-    if not V or V > 1024 or not len(dataset.val) or not isinstance(dataset.train, Windows):
+    is_text = isinstance(dataset.train, Windows) and dataset.train.total <= 1 << 28
+    if not V or V > 1024 or not len(dataset.val) or not is_text:
         return None
     counts, chunk = np.zeros(V * V, np.int64), 1 << 24
     for start in range(0, dataset.train.total - 1, chunk):

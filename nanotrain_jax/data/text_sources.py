@@ -86,20 +86,8 @@ def sharded(config: Data) -> Path | None:
 
 def open_shards(name: str, config: Data, folder: Path) -> Sharded:
     """Open a token folder of the second format. Raises ValueError or OSError."""
-    header, train, val = token_folder.sides(folder, config.verify, config.seq_len, bool(config.val_fraction))
+    header, train, val = token_folder.sides(folder, config)
     check_tokenizer(config, header.tokenizer)
-    if config.val_fraction not in (0, header.val_fraction, type(config).model_fields["val_fraction"].default):
-        raise ValueError(
-            f"data.val_fraction={config.val_fraction} with data.source={config.source!r}: what is held out was decided "
-            f"by prepare, --val-fraction={header.val_fraction}; leave the key out, or use 0 to train on everything"
-        )
-    need = config.seq_len + 1
-    for what, side in ("train on", train), ("hold out", val):
-        if not len(side) and (side is train or config.val_fraction):
-            raise ValueError(
-                f"data.source={config.source!r} has {side.total} tokens to {what}, but data.seq_len={config.seq_len} "
-                f"needs at least {need}; prepare more text or with a larger --val-fraction, or use data.val_fraction=0"
-            )
     return Sharded(name, header, train, val)
 
 

@@ -11,6 +11,7 @@ texts whose hash is below a number, decided when they were prepared, so those th
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
+from nanotrain_jax.config.schema import Data
 from nanotrain_jax.config.values import Verify
 from nanotrain_jax.data import shards
 from nanotrain_jax.data.shards import KINDS, Counts, Mapped, Place
@@ -26,6 +28,7 @@ from nanotrain_jax.data.windows import Windows
 FORMAT = "nanotrain_jax tokens 2"
 HEADER = "header.json"
 PLAN = "plan.json"  # what a preparation that is not finished writes
+MOST_ROWS = 1 << 32  # indices that grain shuffles
 SAMPLED = 32  # shards whose checksums are sampled, a block of each file
 
 
@@ -66,13 +69,13 @@ class ShardWindows(Windows):
     """
 
     def __init__(self, mapped: Sequence[Mapped], sides: Sequence[str], seq_len: int):
-        """sides: of "train", "held out": the documents of each shard."""
+        """sides: "train", "held out", or both: of each shard, the documents that the stream has."""
         self.mapped, self.seq_len = mapped, seq_len
         held_out = np.array([shard.counts.held_out_tokens for shard in mapped], np.int64)
         tokens = np.array([shard.counts.tokens for shard in mapped], np.int64)
         self.firsts = np.zeros_like(tokens) if "train" in sides else tokens - held_out  # in each shard
-        lasts = tokens if "held out" in sides else tokens - held_out
-        self.ends = np.cumsum(lasts - self.firsts)  # of the shards in this stream
+        stops = tokens if "held out" in sides else tokens - held_out
+        self.ends = np.cumsum(stops - self.firsts)  # of the shards in this stream
         self.total = int(self.ends[-1]) if len(self.ends) else 0
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[Mapped, int, int, int]]:
@@ -172,7 +175,7 @@ def check_heads(place: Place, counts: Counts) -> None:
         path, expected = place.path(kind), place.size(kind, counts)
         try:
             with open(path, "rb") as file:
-                size, head = file.seek(0, 2), (file.seek(0), file.read(shards.HEAD))[1]
+                size, head = os.fstat(file.fileno()).st_size, file.read(shards.HEAD)
         except FileNotFoundError:
             raise ValueError(f"{path} is missing; {_remedy(place)}") from None
         if size != expected:
@@ -202,10 +205,27 @@ def check_content(place: Place, header: Header, sample: np.random.Generator | No
         raise ValueError(f"{place.folder / file} does not match its SHA-256: it was modified; {_remedy(place)}")
 
 
-def sides(folder: Path, verify: Verify, seq_len: int, holds_out: bool) -> tuple[Header, ShardWindows, ShardWindows]:
-    """Open a folder -> its header, the sequences to train on and those held out (with holds_out; else all are trained
-    on). Raises ValueError or OSError."""
-    header, mapped = read(folder, verify)
-    if holds_out:
-        return header, ShardWindows(mapped, ["train"], seq_len), ShardWindows(mapped, ["held out"], seq_len)
-    return header, ShardWindows(mapped, ["train", "held out"], seq_len), ShardWindows([], [], seq_len)
+def sides(folder: Path, config: Data) -> tuple[Header, ShardWindows, ShardWindows]:
+    """Open a folder -> its header, the sequences to train on, and those held out; with data.val_fraction=0 all are
+    trained on. Raises ValueError or OSError."""
+    header, mapped = read(folder, config.verify)
+    if config.val_fraction not in (0, header.val_fraction, Data.model_fields["val_fraction"].default):
+        raise ValueError(
+            f"data.val_fraction={config.val_fraction} with data.source={config.source!r}: what is held out was decided "
+            f"by prepare, --val-fraction={header.val_fraction}; leave the key out, or use 0 to train on everything"
+        )
+    chosen = (["train"], ["held out"]) if config.val_fraction else (["train", "held out"], [])
+    train, val = (ShardWindows(mapped, side, config.seq_len) for side in chosen)
+    need = config.seq_len + 1
+    for name, side in ("train on", train), ("hold out", val):
+        if not len(side) and (side is train or config.val_fraction):
+            raise ValueError(
+                f"data.source={config.source!r} has {side.total} tokens to {name}, but data.seq_len={config.seq_len} "
+                f"needs at least {need}; prepare more text or with a larger --val-fraction, or use data.val_fraction=0"
+            )
+    if len(train) > MOST_ROWS:
+        raise ValueError(
+            f"data.source={config.source!r} has {len(train):,} rows of data.seq_len={config.seq_len}; at most "
+            f"{MOST_ROWS:,} are shuffled; use a longer data.seq_len"
+        )
+    return header, train, val

@@ -8,7 +8,6 @@ per document: a billion takes 8 GB); the last is removed at the end. Prints a ta
 
 import argparse
 import json
-import resource
 import shutil
 import subprocess
 import sys
@@ -78,9 +77,10 @@ def write(folder: Path, documents: int) -> None:
     token_folder.write_header(folder, header)
 
 
-def peak() -> float:
-    """Return the most memory that this process had, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+def memory(name: str) -> float:
+    """Return the memory of this process in MB: VmRSS, now; VmHWM, at most so far."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) / 1000
 
 
 def measure(folder: str, across: bool) -> None:
@@ -97,12 +97,12 @@ def measure(folder: str, across: bool) -> None:
     jax.block_until_ready(jax.device_put(np.zeros((32, ROW), np.int32), sharding))
     keys = {"source": f"tokens:{folder}", "seq_len": ROW, "attend_across_documents": across}
     config = request.parse({"data": keys}).data
-    before, started = peak(), time.perf_counter()
+    before, started = memory("VmRSS"), time.perf_counter()
     dataset = batches.load(config)
-    opened, memory = time.perf_counter() - started, peak() - before
+    opened, most = time.perf_counter() - started, memory("VmHWM") - before
     jax.block_until_ready(next(batches.batches(dataset.train, shapes, seed=0)))
     first = time.perf_counter() - started
-    print(json.dumps({"open": opened, "memory": memory, "first": first, "after": peak() - before}))
+    print(json.dumps({"open": opened, "memory": most, "first": first, "after": memory("VmHWM") - before}))
 
 
 def main() -> None:

@@ -222,11 +222,26 @@ def test_checksums_are_verified_whole_sampled_or_not(folder, monkeypatch):
     assert 0 < len(found) < 40  # another shard at every start
 
 
+def test_opening_maps_nothing_and_a_row_its_shard(folder):
+    dataset = opened(folder)
+    maps = [vars(shard).keys() & {"tokens", "ends", "keys"} for shard in dataset.train.mapped]
+    assert not any(maps)
+    dataset.train[0], dataset.train.document_starts(0)
+    maps = [vars(shard).keys() & {"tokens", "ends", "keys"} for shard in dataset.train.mapped]
+    assert maps[0] == {"tokens", "ends"} and not any(maps[1:])
+
+
 def test_what_is_held_out_was_decided_before(folder):
     with pytest.raises(ValueError, match=r"data.val_fraction=0.3 .*--val-fraction=0.2; leave the key out, or use 0"):
         opened(folder, val_fraction=0.3)
     with pytest.raises(ValueError, match=r"tokens to hold out, but data.seq_len=30000"):
         opened(folder, seq_len=30000)
+
+
+def test_more_rows_than_can_be_shuffled_are_refused(folder, monkeypatch):
+    monkeypatch.setattr(token_folder, "MOST_ROWS", 100)
+    with pytest.raises(ValueError, match=r"rows of data.seq_len=16; at most 100 are shuffled; use a longer"):
+        opened(folder)
 
 
 def test_lines_of_spans_are_those_of_the_file(tmp_path):
