@@ -32,7 +32,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     vocab = m.vocab_size or tokenizer_vocab
     if vocab is None:
         raise Misfit(
-            f"model.vocab_size is needed with data.source={d.source!r}: no tokenizer is known", "set model.vocab_size"
+            f"model.vocab_size is needed with data.source={d.origin!r}: no tokenizer is known", "set model.vocab_size"
         )
     if tokenizer_vocab and vocab < tokenizer_vocab:
         raise Misfit(
