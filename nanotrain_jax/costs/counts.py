@@ -172,6 +172,12 @@ def padded_rows(config: Config) -> float:
     return rows_of_a_round(rows, experts.num) * experts.num / rows
 
 
+def computed_ffn_width(config: Config) -> float:
+    """Return how many hidden values of an MLP a device computes for a token, over tensor: of experts with padding."""
+    m = config.model
+    return m.d_ff * (m.experts.top_k * padded_rows(config) + m.experts.shared) if m.experts else m.d_ff
+
+
 def router_queue_bytes(config: Config) -> int:
     """Return the bytes of what layers pass on of their routers, beside x (models/balance.py); 0 without experts."""
     m = config.model

@@ -81,11 +81,10 @@ def bias(bias_2E: jax.Array) -> jax.Array:
 
 
 def adjusted(bias_L2E: jax.Array, load_LE: jax.Array, rate: float) -> jax.Array:
-    """bias[L 2 E] as stored -> after a step with these loads. In two numbers of 8 bits, whatever their dtype is."""
+    """bias[L 2 E] as stored -> after a step with these loads. The first of two numbers has 8 bits, in any dtype."""
     bias_LE = jax.vmap(bias)(bias_L2E) + rate * jnp.sign(load_LE.mean(1, keepdims=True) - load_LE)
-    high_LE = bias_LE.astype(jnp.bfloat16)
-    low_LE = (bias_LE - high_LE.astype(jnp.float32)).astype(jnp.bfloat16)
-    return jnp.stack([high_LE, low_LE], axis=1).astype(bias_L2E.dtype)
+    high_LE = jax.lax.reduce_precision(bias_LE, 8, 7)  # XLA may leave out a conversion to bfloat16 and back
+    return jnp.stack([high_LE, bias_LE - high_LE], axis=1).astype(bias_L2E.dtype)
 
 
 def build(model: Model, config: Config, layer: Callable) -> Model:

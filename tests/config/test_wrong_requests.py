@@ -106,6 +106,8 @@ BAD = [
     ),
     (["model.experts={{num: 4, top_k: 5, d_ff: 8}}"], "model.experts.top_k=5 exceeds model.experts.num=4"),
     (["model.experts={{num: 4, top_k: 2}}"], "model.experts.d_ff={'num': 4, 'top_k': 2}: field required"),
+    (["model.experts={{num: 4, top_k: 2, d_ff: 8, balance: even}}"], "should be 'loss', 'bias' or 'none'"),
+    (["model.experts={{num: 4, top_k: 2, d_ff: 8, capacity: 2}}"], "unknown key model.experts.capacity"),
     ([*EXPERTS, "model.d_ff=24"], "model.d_ff=24 with model.experts.d_ff=16: every MLP is a mixture of experts"),
     ([*EXPERTS, "model.family=gpt2"], "model.experts with model.family=gpt2: experts are gated MLPs; use llama"),
     ([*EXPERTS, "optimizer.name=muon"], "model.experts with optimizer.name=muon: not supported for a mixture of"),
