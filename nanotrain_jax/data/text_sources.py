@@ -104,6 +104,8 @@ def open_whole(name: str, config: Data) -> Opened:
 def without_held_out(opened: Sequence[Opened], further: Sequence[Opened]) -> tuple[list[Opened], list[str]]:
     """Return sources that do not train on what another one holds out, or on data.validation, and lines about them.
     Raises ValueError if nothing is left of one, or it is a folder of shards."""
+    if len(opened) + len(further) == 1:  # so that opening one folder of shards reads nothing per document
+        return list(opened), []
     held, found, told = [one.held_texts() for one in [*opened, *further]], [], []
     for number, one in enumerate(opened):
         others = [np.zeros(0, np.uint64), *held[:number], *held[number + 1 :]]
