@@ -37,15 +37,20 @@ def parameters(e: Estimate) -> Section:
     ends = _counted("ends (before and after the layers)", [row for row in rows if row.part == ENDS])
     head = _counted("head", [row for row in rows if row.part == ENDS and row.is_matmul])
     decoder = f"{m.num_layers} x ({n(matmuls.value)} + {n(vectors.value)}) + {n(ends.value)}"
+    total = Line("total", "L (matmuls + norms and biases) + ends", decoder, counts.parameters(m), "parameters")
+    lines = [matmuls, vectors, ends, total]
+    per_layer, values = "matmuls", n(matmuls.value)
+    if m.experts:
+        left, of_them = m.experts.num - m.experts.top_k, [row for row in of_layers if row.share < 1]
+        sizes = f"{len(of_them)} x {left} x {n(m.d_model)} x {n(m.d_ff)}"
+        count = sum(row.size * (1 - row.share) for row in of_them)
+        lines.append(
+            Line("experts that a token does not go to", f"{len(of_them)} (E - k) D F", sizes, count, "parameters")
+        )
+        per_layer, values = "(matmuls - other experts)", f"({values} - {n(count)})"
+    formula, numbers = f"L {per_layer} + {head.formula}", f"{m.num_layers} x {values} + {head.numbers}"
     multiplied = "N, parameters that multiply every token"
-    with_head = f"{m.num_layers} x {n(matmuls.value)} + {head.numbers}"
-    lines = [
-        matmuls,
-        vectors,
-        ends,
-        Line("total", "L (matmuls + norms and biases) + ends", decoder, counts.parameters(m), "parameters"),
-        Line(multiplied, f"L matmuls + {head.formula}", with_head, counts.matmul_parameters(m), "parameters"),
-    ]
+    lines.append(Line(multiplied, formula, numbers, counts.matmul_parameters(m), "parameters"))
     if e.config.vision:
         of_vision = vision_table.table(e.config.vision, m.d_model).values()
         layer = _counted("encoder of pictures, per layer", [row for row in of_vision if row.part == ENCODER])

@@ -139,7 +139,9 @@ def test_a_tensor_axis_across_hosts_gives_a_warning_with_a_remedy():
 
 
 def test_processes_that_read_other_data_are_an_error(monkeypatch):
-    phase = SimpleNamespace(dataset=SimpleNamespace(fingerprint="a"), config=SimpleNamespace(data=load.parse({}).data))
+    phase = SimpleNamespace(
+        dataset=SimpleNamespace(fingerprint="a", of_further=""), config=SimpleNamespace(data=load.parse({}).data)
+    )
     train.check_same_data([phase])
     monkeypatch.setattr(processes, "all_gather_text", lambda text: [text, text, "other"])
     with pytest.raises(ValueError, match="process 2 reads other data than process 0 from stdlib; give all hosts the"):
