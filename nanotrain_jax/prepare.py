@@ -1,9 +1,10 @@
-"""Tokenize text files into a folder of memory-mapped tokens for `data.source=tokens:DIR`.
+"""Tokenize text files into a folder of memory-mapped shards for `data.source=tokens:DIR`.
 
-    python -m nanotrain_jax.prepare TEXT_FILES... --out DIR [--tokenizer bytes|train-bpe:32000|PATH] [--skip-bad]
+    python -m nanotrain_jax.prepare TEXT_FILES... --out DIR [--tokenizer bytes|train-bpe:32000|PATH] [--workers N]
 
-.txt: a document per file (a single file is split at line ends into about a hundred); .jsonl, .jsonl.gz: a document per
-line; .parquet: a document per row. Exit codes: 0 done; 2 the request is wrong (one line on stderr); 1 anything else.
+.txt: a document per file (fewer than a hundred are cut at line ends into about a hundred); .jsonl, .jsonl.gz: a
+document per line; .parquet: a document per row. The same command goes on after a kill. Exit codes: 0 done; 2 the
+request is wrong (one line on stderr); 1 anything else.
 """
 
 import sys
@@ -14,100 +15,36 @@ if __name__ == "__main__":
     shell.begin(finishes=True)
 
 import argparse
-import gzip
-import json
+import os
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import tokenizers
-from rich.progress import track
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+    track,
+)
 
 from nanotrain_jax.config.load import Parser, one_line, path_argument, refuse
-from nanotrain_jax.data import corpus
+from nanotrain_jax.data import preparation, spans, token_folder
+from nanotrain_jax.data.preparation import Asked, Plan
+from nanotrain_jax.data.shards import Finished
+from nanotrain_jax.data.text_files import Field
+from nanotrain_jax.data.token_folder import Header
 from nanotrain_jax.data.tokenizer import END_OF_TEXT, TOKENIZER, Tokenizer, of_files
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.run import shell
 
 KINDS = ".txt", ".jsonl", ".jsonl.gz", ".parquet"
-
-
-def documents(paths: list[Path], field: str, skipped: Counter[str] | None) -> Iterator[bytes]:
-    """Yield the texts of all files. Raises ValueError or OSError.
-
-    skipped: counts bad lines of .jsonl, which are skipped, by kind; None: the first bad line raises ValueError.
-    """
-    if texts := [p for p in paths if p.suffix == ".txt"]:
-        yield from corpus.text_documents(texts)
-    for path in paths:
-        if path.suffix == ".parquet":
-            yield from parquet_documents(path, field)
-        elif path.suffix != ".txt":
-            yield from json_documents(path, field, skipped)
-
-
-def json_documents(path: Path, field: str, skipped: Counter[str] | None) -> Iterator[bytes]:
-    """Yield the text of each line that is not blank. Raises ValueError or OSError. skipped: as in `documents`."""
-
-    def text_or_none(number: int, line: bytes) -> bytes | None:
-        try:
-            return text_of(line, field) if line.strip() else b""
-        except BadLine as error:
-            if skipped is None:
-                raise ValueError(f"{path}:{number}: {error}, or skip such lines with --skip-bad") from None
-            skipped[error.kind] += 1
-            return None
-
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
-            texts = (text_or_none(number, line) for number, line in enumerate(lines, 1))
-            yield from (text for text in texts if text is not None)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}: damaged or truncated ({error}); download or write it again") from None
-
-
-class BadLine(ValueError):
-    """A line of .jsonl without text. kind: the category it is counted in."""
-
-    def __init__(self, kind: str, message: str):
-        super().__init__(message)
-        self.kind = kind
-
-
-def text_of(line: bytes, field: str) -> bytes:
-    """Return the text of a line of JSON. Raises BadLine."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadLine("not valid JSON", f"not valid JSON ({getattr(error, 'msg', error)}); fix the line") from None
-    text = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        content = f"an object with the keys {[*record][:20]}" if isinstance(record, dict) else "not an object"
-        message = f"no text under {field!r} (the line is {content}); name the key of the text with --field"
-        raise BadLine(f"no text under {field!r}", message)
-    return text.encode("utf-8", "surrogatepass")  # a lone surrogate becomes invalid UTF-8, which is counted
-
-
-def parquet_documents(path: Path, field: str) -> Iterator[bytes]:
-    """Yield the texts in one column of a file. Raises ValueError or OSError."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ValueError(f"{path}: reading .parquet needs pyarrow; pip install 'nanotrain_jax[parquet]'") from None
-    try:
-        file = parquet.ParquetFile(path)
-        if field not in file.schema_arrow.names:
-            raise ValueError(f"{path}: no column {field!r} (it has {', '.join(file.schema_arrow.names)}); use --field")
-        kind = file.schema_arrow.field(field).type
-        if kind not in (pyarrow.string(), pyarrow.large_string()):
-            raise ValueError(f"{path}: column {field!r} has type {kind}, not text; use --field")
-        for batch in file.iter_batches(columns=[field]):
-            yield from (text.encode() for text in batch.column(0).to_pylist() if text)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a parquet file ({error}); remove it from the list") from None
+VAL_FRACTION = 0.05
 
 
 def train_bpe(texts: Iterator[bytes], size: str) -> Tokenizer:
@@ -138,10 +75,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     path = path_argument
     parser.add_argument("files", nargs="+", type=path, help=", ".join(KINDS))
-    parser.add_argument("--out", required=True, type=path, help="output folder; must not exist")
+    parser.add_argument("--out", required=True, type=path, help="output folder")
     parser.add_argument(
         "--tokenizer",
-        default="bytes",
         type=path,
         help="bytes (default) | train-bpe:SIZE | path of a tokenizer.json or of its folder, as in a Hugging Face model "
         "repository",
@@ -149,7 +85,43 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--end-token", help="ends each document (default: as of data.end_token)")
     parser.add_argument("--field", default="text", help="key or column that holds the text (default: text)")
     parser.add_argument("--skip-bad", action="store_true", help="skip and count bad lines of .jsonl")
+    parser.add_argument(
+        "--val-fraction",
+        type=_fraction,
+        help=f"about so many of the tokens are held out, in whole documents (default: {VAL_FRACTION})",
+    )
+    parser.add_argument("--append", action="store_true", help="add the files to a folder that is finished")
+    parser.add_argument("--workers", type=_count, default=os.cpu_count(), help="processes (default: one for each core)")
+    parser.add_argument(
+        "--part",
+        type=_part,
+        default=(0, 1),
+        metavar="I/N",
+        help="write every N-th shard, beginning with the I-th (from 0): one host of N that share the folder",
+    )
     return parser.parse_args(argv)
+
+
+def _fraction(text: str) -> float:
+    try:
+        if 0 <= float(text) < 1:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to below 1; use e.g. {VAL_FRACTION}")
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,3}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 1 to 9999")
+    return int(text)
+
+
+def _part(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text, re.ASCII)
+    if not found or int(found[1]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} must be I/N with I from 0 to N-1; use e.g. 0/4 to 3/4 on 4 hosts")
+    return int(found[1]), int(found[2])
 
 
 def check(files: list[Path]) -> None:
@@ -162,36 +134,125 @@ def check(files: list[Path]) -> None:
         path.stat()
 
 
+def open_folder(asked: argparse.Namespace, out: Path) -> Header | None:
+    """Return the header of a folder that is there, None for a new or unfinished one. Raises ValueError or OSError."""
+    if not out.exists() and asked.append:
+        raise ValueError(f"--append: --out={out} does not exist; leave --append out to create it")
+    if not out.exists() or ((out / token_folder.PLAN).exists() and not (out / token_folder.HEADER).exists()):
+        return None
+    if not token_folder.is_sharded(out):
+        remedy = "prepare its text again to another folder" if asked.append else "remove it or choose another"
+        raise ValueError(f"--out={out}: already exists, and is no folder of shards; {remedy}")
+    return token_folder.read_header(out, f"--out={out}")
+
+
+def tokenizer_for(asked: argparse.Namespace, out: Path, before: Header | None) -> Tokenizer:
+    """Return the tokenizer that is asked for, or that of a folder to append to. Raises ValueError or OSError."""
+    name, own = asked.tokenizer or "bytes", str(out) if (out / TOKENIZER).exists() else "bytes"
+    if asked.append and asked.tokenizer is None and asked.end_token is None:
+        return load_tokenizer(own)
+    if name.startswith("train-bpe:") and own != "bytes" and not asked.append:
+        return load_tokenizer(own)  # trained when the folder was begun
+    if not name.startswith("train-bpe:"):
+        found = load_tokenizer(name, asked.end_token, "--tokenizer", "bytes, train-bpe:SIZE")
+    elif asked.part != (0, 1) or asked.append:
+        raise ValueError(
+            f"--tokenizer={name} with --{'append' if asked.append else 'part'}: every shard needs the same tokenizer; "
+            "give the path of one that is trained"
+        )
+    else:
+        everything = [*chain.from_iterable(spans.shards_of([Path(file) for file in asked.files]))]
+        texts = spans.documents(everything, field_of(asked), Counter() if asked.skip_bad else None)
+        shown = track(texts, "training the tokenizer", disable=not sys.stderr.isatty())
+        found = train_bpe(shown, name.removeprefix("train-bpe:"))
+    if asked.append and before and found.name != before.tokenizer:
+        raise ValueError(
+            f"--tokenizer={name}: --out={out} has another tokenizer ({before.tokenizer}); leave --tokenizer and "
+            "--end-token out"
+        )
+    return found
+
+
+def field_of(asked: argparse.Namespace) -> Field:
+    """Return where the text is in a record."""
+    return Field(asked.field, "--field", "" if asked.skip_bad else ", or skip such lines with --skip-bad")
+
+
+def prepare(asked: argparse.Namespace) -> list[str]:
+    """Write the folder, or this part of it -> lines that tell what it has. Raises ValueError or OSError."""
+    out, files = Path(asked.out), [Path(file) for file in asked.files]
+    check(files)
+    before = open_folder(asked, out)
+    fraction = VAL_FRACTION if asked.val_fraction is None else asked.val_fraction
+    if before and asked.append and asked.val_fraction not in (None, before.val_fraction):
+        raise ValueError(
+            f"--val-fraction={fraction}: --out={out} holds out {before.val_fraction}; leave --val-fraction out"
+        )
+    tokenizer = tokenizer_for(asked, out, before)
+    fraction = before.val_fraction if before and asked.append else fraction
+    request = Asked(files, asked.field, fraction, tokenizer, asked.tokenizer or "bytes", before)
+    plan = preparation.plan_of(request)
+    if before and plan.preparation in before.preparations:
+        (out / token_folder.PLAN).unlink(missing_ok=True)
+        return [f"{out} has these files already: nothing to do", *lines_of(out, before, [])]
+    if before and not asked.append:
+        raise ValueError(f"--out={out}: already exists; remove it, choose another, or add these files with --append")
+    return carry_out(asked, out, plan, request)
+
+
+def carry_out(asked: argparse.Namespace, out: Path, plan: Plan, request: Asked) -> list[str]:
+    """Write the shards of this part, and the header if they are the last -> lines that tell what the folder has."""
+    preparation.begin(out, plan, request.tokenizer)
+    tasks = preparation.tasks(out, plan, request.tokenizer, field_of(asked), asked.skip_bad)
+    mine, kept = tasks[asked.part[0] :: asked.part[1]], 0
+    try:
+        with preparation.alone(out, asked.part), shown("tokenizing", sum(task.size for task in mine)) as bar:
+            for task, was_there in preparation.written(mine, asked.workers):
+                kept += was_there
+                bar.advance(bar.task_ids[0], task.size)
+            header, found = preparation.finish(out, plan, request.tokenizer, request.before)
+    except (ValueError, OSError):
+        if asked.part == (0, 1):
+            preparation.give_up(out, plan)
+        raise
+    again = [f"kept {kept:,} shards that were finished before"] * bool(kept)
+    if not header:
+        return [f"{out}: {len(found):,} of {len(tasks):,} shards are finished; the other parts write the rest", *again]
+    return [*lines_of(out, header, found), *again]
+
+
+def shown(what: str, size: int) -> Progress:
+    """Return a bar of the bytes of input that are done, on a terminal."""
+    columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, disable=not sys.stderr.isatty())
+    bar.add_task(what, total=size)
+    return bar
+
+
+def lines_of(out: Path, header: Header, found: list[Finished]) -> list[str]:
+    """Return lines about a folder; found: shards that were just written."""
+    tokens, held_out = header.total("tokens"), header.total("held_out_tokens")
+    lines = [
+        f"{out}: {tokens:,} tokens in {header.total('documents'):,} documents, {header.vocab_size:,} ids "
+        f"({header.tokenizer}); train with data.source=tokens:{out}",
+        f"held out for validation: {held_out:,} tokens in {header.total('held_out_documents'):,} documents "
+        f"({held_out / tokens:.1%}), those with the smallest hashes",
+    ]
+    skipped = sum((Counter(one.skipped) for one in found), Counter())
+    lines += [f"skipped {count:,} lines: {kind}" for kind, count in sorted(skipped.items())]
+    if header.end is None:
+        lines.append("the tokenizer names no end token: documents run into each other; --end-token sets one")
+    if replaced := header.total("replaced"):
+        lines.append(f"replaced {replaced:,} invalid UTF-8 sequences by U+FFFD")
+    return lines
+
+
 def main(argv: list[str] | None = None) -> int:
     """Write the folder; 2 if the request is wrong."""
-    asked = arguments(argv)
-    files = [Path(file) for file in asked.files]
-    out, name = Path(asked.out), asked.tokenizer
-    skipped = Counter() if asked.skip_bad else None
-
-    def texts(task):
-        if skipped:
-            skipped.clear()  # counts of the pass that trained the tokenizer
-        return track(documents(files, asked.field, skipped), task, disable=not sys.stderr.isatty())
-
     try:
-        check(files)
-        if out.exists():
-            raise ValueError(f"--out={out}: already exists; remove it or choose another")
-        if name.startswith("train-bpe:"):
-            tokenizer = train_bpe(texts("training the tokenizer"), name.removeprefix("train-bpe:"))
-        else:
-            tokenizer = load_tokenizer(name, asked.end_token, "--tokenizer", "bytes, train-bpe:SIZE")
-        header = corpus.write(out, texts("tokenizing"), tokenizer)
+        lines = prepare(arguments(argv))
     except (ValueError, OSError) as error:
         return refuse(error)
-    lines = [f"{out}: {header['tokens']:,} tokens in {header['documents']:,} documents, {header['vocab_size']:,} ids "]
-    lines[0] += f"({header['tokenizer']}); train with data.source=tokens:{out}"
-    lines += [f"skipped {count:,} lines: {kind}" for kind, count in sorted((skipped or {}).items())]
-    if header["end"] is None:
-        lines.append("the tokenizer names no end token: documents run into each other; --end-token sets one")
-    if header["replaced"]:
-        lines.append(f"replaced {header['replaced']:,} invalid UTF-8 sequences by U+FFFD")
     print("\n".join(map(one_line, lines)))
     return 0
 

@@ -59,7 +59,7 @@ def task(**changes):
 BAD_FILES = [
     ("text", "", "is empty; give files with text"),
     ("text", "w5", "has fewer than two tokens"),
-    ("text", b"\xff\xfe", "is not UTF-8 text (invalid start byte at byte 0)"),
+    ("text", b"\xff\xff", "is not UTF-8 text (invalid start byte at byte 0)"),
     ("tasks", "", "is empty; write rows of"),
     ("tasks", task() + "{", ":2: '{' has not one text"),
     ("tasks", task(context="both"), ":1: "),

@@ -16,7 +16,7 @@ from conftest import exit_code, resolved, small
 from nanotrain_jax import prepare as command
 from nanotrain_jax.config import load as request
 from nanotrain_jax.data import batches as data
-from nanotrain_jax.data import corpus
+from nanotrain_jax.data import corpus, token_folder
 from nanotrain_jax.data.tokenizer import of_bytes
 from nanotrain_jax.run import banner
 
@@ -58,14 +58,17 @@ def write_sources(folder):
 
 def test_all_file_kinds_give_the_same_token_folder(tmp_path):
     expected = corpus.build(DOCUMENTS, of_bytes())
+    sides = expected.split(0.2)
     for i, files in enumerate(write_sources(tmp_path)):
-        done = prepare(*files, "--out", tmp_path / f"out{i}")
+        done = prepare(*files, "--out", tmp_path / f"out{i}", "--val-fraction", 0.2)
         assert done.returncode == 0, done.stderr
-        found = corpus.read(tmp_path / f"out{i}")
-        for a, b in zip(found[:3], expected[:3], strict=True):
-            np.testing.assert_array_equal(a, b)
-        assert found.fingerprint == expected.fingerprint
-        assert isinstance(found.tokens, np.memmap)
+        header, (shard,) = token_folder.read(tmp_path / f"out{i}", "full")
+        windows = [data.Windows(expected, side, 16) for side in sides]
+        stream = np.concatenate([one.slice(0, one.total) for one in windows])
+        np.testing.assert_array_equal(shard.tokens, stream)
+        np.testing.assert_array_equal(shard.keys, expected.keys[np.concatenate(sides)])
+        assert header.total("held_out_tokens") == windows[1].total
+        assert isinstance(shard.tokens, np.memmap)
 
 
 def test_a_bpe_tokenizer_trained_by_the_command_is_reusable_and_lossless(tmp_path):
@@ -75,15 +78,16 @@ def test_a_bpe_tokenizer_trained_by_the_command_is_reusable_and_lossless(tmp_pat
     assert prepare(*files, "--out", tmp_path / "one", "--tokenizer", "train-bpe:300").returncode == 0
     again = prepare(*files, "--out", tmp_path / "two", "--tokenizer", tmp_path / "one" / "tokenizer.json")
     assert again.returncode == 0
-    one, two = corpus.read(tmp_path / "one"), corpus.read(tmp_path / "two")
-    np.testing.assert_array_equal(one.tokens, two.tokens)
+    (one, (tokens,)), (two, (again,)) = (token_folder.read(tmp_path / name) for name in ("one", "two"))
+    np.testing.assert_array_equal(tokens.tokens, again.tokens)
     assert one.tokenizer == two.tokenizer
     assert one.vocab_size <= 300
-    assert len(one.tokens) < sum(map(len, DOCUMENTS))
+    assert len(tokens.tokens) < sum(map(len, DOCUMENTS))
     model = tokenizers.Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json"))
-    text = model.decode(list(map(int, one.tokens)), skip_special_tokens=True)
-    assert text.encode() == b"".join(DOCUMENTS)
-    dataset = load(source=f"tokens:{tmp_path / 'one'}", seq_len=16, val_fraction=0.2)
+    texts = {corpus.text_key(document): document.decode() for document in DOCUMENTS}
+    for key, ids in zip(tokens.keys, np.split(tokens.tokens, tokens.ends[:-1]), strict=True):
+        assert model.decode(ids.tolist(), skip_special_tokens=True) == texts[int(key)]
+    dataset = load(source=f"tokens:{tmp_path / 'one'}", seq_len=16)
     assert dataset.vocab_size == one.vocab_size
     with pytest.raises(ValueError, match="is not the tokenizer of"):
         load(source=f"tokens:{tmp_path / 'one'}", seq_len=16, tokenizer="bytes")

@@ -54,6 +54,11 @@ def _factory(name: str) -> str:
     return name
 
 
+def _verify(value: Any) -> Any:
+    """true and false, as YAML reads on and off, are full and off."""
+    return {True: "full", False: "off"}[value] if isinstance(value, bool) else value
+
+
 def _service(value: Any) -> Any:
     if not isinstance(value, bool) and not (isinstance(value, str) and 0 < len(value) <= 128):
         raise ValueError("must be a name of 1 to 128 characters, true or false")
@@ -75,6 +80,7 @@ Layers = Annotated[int, Field(gt=0, le=10**6)]
 Width = Annotated[int, Field(gt=0, le=2**24)]  # width of activations; number of heads
 Vocabulary = Annotated[int, Field(gt=0, le=2**27)]
 Tokens = Annotated[int, Field(gt=0, le=2**30)]  # per sequence
+Verify = Annotated[Literal["full", "sample", "off"], BeforeValidator(_verify)]
 Sequences = Annotated[int, Field(gt=0, le=2**18)]  # per batch
 Axis = Annotated[int, Field(le=2**20)]  # size of a mesh axis, or -1
 Choice = BeforeValidator(_not_a_bool)  # for a Literal of integers

@@ -8,113 +8,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import jax
 import numpy as np
 
 from nanotrain_jax.config.schema import Data
-from nanotrain_jax.data import arrays, chat
-from nanotrain_jax.data import corpus as corpora
+from nanotrain_jax.data import arrays, chat, text_sources
 from nanotrain_jax.data import tokenizer as tokenizers
+from nanotrain_jax.data.dataset import Dataset, Source
+from nanotrain_jax.data.mixture import Mixed, Mixture
 from nanotrain_jax.data.packing import Packed
 from nanotrain_jax.data.pairs import REFERENCE, Pairs
-
-PIECES = 8  # about, to hold out, of documents that are too long to be held out whole
-
-
-class Windows:
-    """Random access to the sequences of concatenated documents: item i is int32 [seq_len + 1].
-
-    Consecutive sequences share one token: the last target of one is the first input of the next.
-    """
-
-    def __init__(self, corpus: corpora.Corpus, documents: np.ndarray, seq_len: int):
-        self.tokens, self.seq_len = corpus.tokens, seq_len
-        self.starts = np.concatenate([[0], corpus.ends[:-1]])[documents]
-        self.ends = np.cumsum(corpus.ends[documents] - self.starts)  # in the concatenation of these documents
-        self.total = int(self.ends[-1]) if len(self.ends) else 0
-
-    def __len__(self) -> int:
-        return max(self.total - 1, 0) // self.seq_len
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        return self.slice(int(i) * self.seq_len, self.seq_len + 1)
-
-    def document_starts(self, i: int) -> np.ndarray:
-        """Return for each token of sequence i the position in it of its document's first token, int32 [seq_len + 1].
-
-        0 for a document that began in an earlier sequence.
-        """
-        first = int(i) * self.seq_len
-        begins = np.searchsorted(self.ends, (first, first + self.seq_len), side="right")
-        starts = np.zeros(self.seq_len + 1, np.int32)
-        positions = self.ends[slice(*begins)] - first  # where a document ends, the next one starts
-        starts[positions] = positions
-        return np.maximum.accumulate(starts)
-
-    def slice(self, start: int, length: int) -> np.ndarray:
-        """Return int32 tokens start .. start + length of the concatenated documents (fewer at the end)."""
-        arrays, length = [], min(length, self.total - start)
-        document = int(np.searchsorted(self.ends, start, side="right"))
-        while length > 0:
-            take = min(length, int(self.ends[document]) - start)
-            document_start = int(self.ends[document - 1]) if document else 0
-            first = int(self.starts[document]) + start - document_start
-            arrays.append(self.tokens[first : first + take])
-            start, length, document = start + take, length - take, document + 1
-        return np.concatenate(arrays).astype(np.int32)
-
-
-class Synthetic:
-    """Random access to uniformly random tokens: item i is int32 [seq_len + 1]. For benchmarks."""
-
-    def __init__(self, vocab_size: int, seq_len: int, seed: int, length: int = 1 << 24):
-        self.shape, self.vocab_size, self.seed, self.length = (seq_len + 1,), vocab_size, seed, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        return np.random.default_rng((self.seed, int(i))).integers(self.vocab_size, size=self.shape, dtype=np.int32)
-
-    def document_starts(self, i: int) -> np.ndarray:
-        """As of `Windows`: each sequence is one document."""
-        return np.zeros(self.shape, np.int32)
-
-
-class WithDocuments:
-    """Random access to sequences with their documents: item i is int32 [2 seq_len + 1], tokens and document_starts."""
-
-    def __init__(self, source: Windows | Synthetic):
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        return np.stack([self.source[i], self.source.document_starts(i)])
-
-
-Source = Windows | Synthetic | arrays.Rows | Packed
-
-
-class Dataset(NamedTuple):
-    """Training and validation sequences (val may be empty). fingerprint identifies them; replaced: see Corpus;
-    picture_places: see data/arrays.py; pieces: into which documents were cut to hold some out (0: they are whole);
-    has_ends: see Corpus; notes: lines about them for people."""
-
-    train: Source
-    val: Source
-    tokenizer: str | None
-    vocab_size: int | None
-    fingerprint: str
-    replaced: int = 0
-    picture_places: int | None = None
-    pieces: int = 0
-    has_ends: bool = True
-    notes: tuple[str, ...] = ()
+from nanotrain_jax.data.text_sources import tokenizer_of
+from nanotrain_jax.data.windows import Synthetic, Windows, WithDocuments
 
 
 def load(config: Data, vocab_size: int | None = None) -> Dataset:
@@ -122,7 +30,7 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
 
     Raises ValueError (one line: value, rule, remedy), or OSError if a file cannot be read.
     """
-    kind, _, where = config.source.partition(":")
+    kind, _, where = ("", "", "") if config.parts else config.source.partition(":")
     if kind == "synthetic":
         if vocab_size is None:
             raise ValueError(
@@ -134,49 +42,14 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
         )
         return Dataset(train, val, None, None, f"synthetic {vocab_size} {config.seed}")
     if kind == "arrays" and where:
-        folder = arrays.read(Path(where), config.seq_len, config.verify)
+        folder = arrays.read(Path(where), config.seq_len, config.verify != "off")
         fingerprint = f"{folder.fingerprint} seed {config.seed}"
         return Dataset(
             folder.train, folder.val, None, folder.vocab_size, fingerprint, picture_places=folder.picture_places
         )
     if config.is_chat and where:
         return of_chat(config)
-    if kind == "tokens" and where:
-        corpus = corpora.read(where, config.verify)
-        if (config.tokenizer or config.end_token) and tokenizer_of(config).name != corpus.tokenizer:
-            raise ValueError(
-                f"data.tokenizer={config.tokenizer!r} with data.end_token={config.end_token!r} is not the tokenizer of "
-                f"{config.source!r} (which is {corpus.tokenizer}); remove both keys"
-            )
-    elif kind == "text" and where:
-        corpus = corpora.build(corpora.glob_documents(where), tokenizer_of(config))
-    elif config.source == "stdlib":
-        corpus = corpora.build(corpora.stdlib_documents(), tokenizer_of(config))
-    else:
-        raise ValueError(
-            f"data.source={config.source!r} must be stdlib, text:GLOB, tokens:DIR, arrays:DIR, chat:GLOB, pairs:GLOB "
-            "or synthetic"
-        )
-
-    need = config.seq_len + 1
-    if len(corpus.tokens) < need:
-        raise ValueError(
-            f"data.source={config.source!r} has {len(corpus.tokens)} tokens, but data.seq_len={config.seq_len} needs "
-            f"at least {need}; use more text or a shorter data.seq_len"
-        )
-    documents = len(corpus.ends)
-    corpus, sides = divided(corpus, config)
-    train, val = (Windows(corpus, side, config.seq_len) for side in sides)
-    for name, side in ("train on", train), ("hold out", val):
-        if not len(side) and (side is train or config.val_fraction):
-            raise ValueError(
-                f"data.val_fraction={config.val_fraction} leaves {side.total} tokens to {name}, but data.seq_len="
-                f"{config.seq_len} needs at least {need}; change data.val_fraction (0: no validation), or use more text"
-            )
-    fingerprint = f"{corpus.fingerprint} val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
-    pieces = len(corpus.ends) if len(corpus.ends) > documents else 0
-    found = Dataset(train, val, corpus.tokenizer, corpus.vocab_size, fingerprint, corpus.replaced, pieces=pieces)
-    return found._replace(has_ends=corpus.has_ends)
+    return text_sources.load(config)
 
 
 def of_chat(config: Data) -> Dataset:
@@ -184,27 +57,6 @@ def of_chat(config: Data) -> Dataset:
     tokenizer = tokenizer_of(config)
     found = chat.load(config, tokenizer)
     return Dataset(found.train, found.val, tokenizer.name, tokenizer.vocab_size, found.fingerprint, notes=found.notes)
-
-
-def divided(corpus: corpora.Corpus, config: Data) -> tuple[corpora.Corpus, tuple[np.ndarray, np.ndarray]]:
-    """Return a corpus, and which of its documents to train on and to hold out: data.val_fraction, a row at least.
-
-    If every document is longer than that, as of a handful of files, they are cut into pieces. Raises ValueError.
-    """
-    least = config.seq_len + 1
-    try:
-        return corpus, corpus.split(config.val_fraction, least)
-    except corpora.NothingToHoldOut:
-        budget = max(config.val_fraction * len(corpus.tokens), least)
-        corpus = corpus.cut(max(int(budget) // PIECES, 1), tokenizers.line_ends(tokenizer_of(config)))
-        return corpus, corpus.split(config.val_fraction, least)
-
-
-def tokenizer_of(config: Data) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a data source of text. Raises ValueError or OSError."""
-    kind, _, where = config.source.partition(":")
-    folder = where if kind == "tokens" and (Path(where) / tokenizers.TOKENIZER).exists() else None
-    return tokenizers.load(config.tokenizer or folder or "bytes", config.end_token)
 
 
 def files_of(config: Data) -> dict[str, str]:
@@ -217,11 +69,11 @@ def files_of(config: Data) -> dict[str, str]:
 
 def first_words(dataset: Dataset, config: Data, count: int = 3) -> str:
     """Return the first words of a held-out document, or of a training document without one; "" if they are no text."""
-    side = dataset.val if len(dataset.val) else dataset.train
+    side = dataset.validation[0].rows if dataset.validation else dataset.train
     if not isinstance(side, Windows):
         return ""
     tokenizer = tokenizer_of(config)
-    tokens = side.slice(0, min(int(side.ends[0]), 256)).tolist()
+    tokens = side[0][side.document_starts(0) == 0][:256].tolist()
     text = tokenizers.text_decoder(tokenizer)([token for token in tokens if token != tokenizer.end])
     lines = [line.split() for line in text.splitlines()]
     return next((" ".join(words[:count]) for words in lines if words), "")
@@ -266,6 +118,9 @@ def batches(
 
 def in_order(source: Source, shapes: Any, seed: int) -> grain.MapDataset:
     """Return the rows in the order of training, without end."""
+    if isinstance(source, Mixture):
+        orders = [in_order(rows, shapes, seed) for rows in source.rows.values()]
+        return grain.MapDataset.source(Mixed(source, orders))
     return grain.MapDataset.source(_examples(source, shapes)).seed(seed).shuffle().repeat(None)
 
 
@@ -366,10 +221,11 @@ def bigram_loss(
     """Return the loss (nats per token) of a bigram model of all training text on the targets of `evaluation`.
 
     P(b | a) = (count(a, b) + alpha) / (count(a) + alpha V). A model that beats it uses context beyond the previous
-    token. None without validation text, for arrays, or with more than 1024 ids (a large table).
+    token. None without validation text, for arrays, or with more than 1024 ids (a large table) or 2^28 tokens.
     """
     V = dataset.vocab_size
-    if not V or V > 1024 or not len(dataset.val) or not isinstance(dataset.train, Windows):
+    is_text = isinstance(dataset.train, Windows) and dataset.train.total <= 1 << 28
+    if not V or V > 1024 or not len(dataset.val) or not is_text:
         return None
     counts, chunk = np.zeros(V * V, np.int64), 1 << 24
     for start in range(0, dataset.train.total - 1, chunk):

@@ -1,6 +1,6 @@
 """Text -> tokens: documents concatenated in one array. Needs no JAX.
 
-A token folder (`write`, `read`) contains
+A token folder of the first format (`read`; the second is token_folder.py) contains
     header.json      format, tokenizer, vocabulary, dtype, counts, SHA-256 of the other two files
     tokens.bin       the token ids of all documents, little-endian, memory-mapped when read
     documents.npy    one row per document: its end in tokens.bin, and a hash of its text
@@ -34,7 +34,8 @@ class Corpus(NamedTuple):
     """Concatenated documents: document i is tokens[ends[i-1]:ends[i]]; keys are 64-bit hashes of their texts.
 
     replaced: number of invalid UTF-8 sequences that were replaced by U+FFFD. has_ends: an end token follows each
-    document.
+    document. left_out: files of a folder that are no text. of_texts: for each document the hash of the text of which it
+    is a piece; None: documents are whole.
     """
 
     tokens: np.ndarray
@@ -44,6 +45,13 @@ class Corpus(NamedTuple):
     vocab_size: int
     replaced: int = 0
     has_ends: bool = True
+    left_out: tuple[str, ...] = ()
+    of_texts: np.ndarray | None = None
+
+    @property
+    def wholes(self) -> np.ndarray:
+        """The hash of the text of which each document is a piece, or that it is."""
+        return self.keys if self.of_texts is None else self.of_texts
 
     @property
     def fingerprint(self) -> str:
@@ -87,7 +95,8 @@ class Corpus(NamedTuple):
             ends.append(start)
         starts = [0, *ends[:-1]]
         keys = [text_key(self.tokens[a:b].tobytes()) for a, b in zip(starts, ends, strict=True)]
-        return self._replace(ends=np.array(ends), keys=np.array(keys, np.uint64))
+        of_texts = self.wholes[np.searchsorted(self.ends, ends)]
+        return self._replace(ends=np.array(ends), keys=np.array(keys, np.uint64), of_texts=of_texts)
 
 
 class NothingToHoldOut(ValueError):
@@ -108,11 +117,6 @@ def stdlib_documents() -> Iterator[bytes]:
             yield path.read_bytes()
 
 
-def glob_documents(pattern: str) -> Iterator[bytes]:
-    """Yield the documents of the files that match a pattern (`matching`)."""
-    return text_documents(matching(pattern, f"data.source='text:{pattern}'"))
-
-
 def matching(pattern: str, key: str) -> list[str]:
     """Return the files that match a pattern, sorted. key: names it in messages. Raises ValueError if none does.
 
@@ -128,22 +132,6 @@ def matching(pattern: str, key: str) -> list[str]:
     if not paths:
         raise ValueError(f"{key} matches no file; check the pattern (relative to {Path.cwd()}){hint}")
     return paths
-
-
-def text_documents(paths: Sequence[str | Path]) -> Iterator[bytes]:
-    """Yield one document per file. A single file is split at line ends into about 100 documents (1 to 64 KiB each), so
-    that some can be held out."""
-    if len(paths) > 1:
-        yield from (Path(p).read_bytes() for p in paths)
-        return
-    text, start = Path(paths[0]).read_bytes(), 0
-    size = min(max(len(text) // 100, 1 << 10), 1 << 16)
-    while start < len(text):
-        stop = start + size
-        if stop < len(text):
-            stop = text.rfind(b"\n", start, stop) + 1 or stop
-        yield text[start:stop]
-        start = stop
 
 
 def encoded(
@@ -194,40 +182,6 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def write(folder: str | Path, documents: Iterable[bytes], tokenizer: Tokenizer) -> dict:
-    """Tokenize documents into a token folder; -> its header.
-
-    Streams the documents, which may exceed memory. The folder is created atomically. Raises ValueError if it exists or
-    there is no text, OSError if it cannot be written.
-    """
-    with new_folder(Path(folder)) as partial:
-        rows, end, num_replaced = [], 0, 0
-        with open(partial / "tokens.bin", "wb") as file:
-            for ids, key, count in encoded(documents, tokenizer):
-                end += len(ids)
-                num_replaced += count
-                rows.append((end, key))
-                file.write(ids.tobytes())
-        if not rows:
-            raise ValueError("the files contain no text; nothing was written")
-        np.save(partial / "documents.npy", np.asarray(rows, DOCUMENT))
-        for name, text in tokenizer.files.items():
-            (partial / name).write_text(text, encoding="utf-8")
-        header = {
-            "format": FORMAT,
-            "tokenizer": tokenizer.name,
-            "vocab_size": tokenizer.vocab_size,
-            "dtype": tokenizer.dtype.str,
-            "tokens": end,
-            "documents": len(rows),
-            "replaced": num_replaced,
-            "end": tokenizer.end,
-            "sha256": {name: digest(partial / name) for name in ("tokens.bin", "documents.npy")},
-        }
-        (partial / "header.json").write_text(json.dumps(header, indent=2) + "\n")
-    return header
 
 
 def read(folder: str | Path, verify: bool = True) -> Corpus:

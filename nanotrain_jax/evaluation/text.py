@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanotrain_jax.data import corpus
+from nanotrain_jax.data import text_files
 from nanotrain_jax.evaluation.samples import Record, Sample
 from nanotrain_jax.evaluation.scoring import Request
 from nanotrain_jax.generation.load import Loaded
@@ -28,12 +28,12 @@ def samples(pattern: str, loaded: Loaded, stride: int | None, limit: int | None)
     stride = max(1, loaded.context // 2) if stride is None else stride
     if stride > loaded.context:
         raise ValueError(f"--stride={stride} is more than the model's context of {loaded.context}; use at most that")
-    paths = corpus.matching(pattern, f"--text={pattern!r}")[:limit]
+    paths = text_files.matching(pattern, f"--text={pattern!r}").paths[:limit]
     return [_sample(path, loaded, stride) for path in paths]
 
 
-def _sample(path: str, loaded: Loaded, stride: int) -> Sample:
-    text = Path(path).read_bytes()
+def _sample(path: Path, loaded: Loaded, stride: int) -> Sample:
+    text = text_files.text(path)
     if not text:
         raise ValueError(f"{path} is empty; give files with text")
     try:
@@ -47,7 +47,7 @@ def _sample(path: str, loaded: Loaded, stride: int) -> Sample:
     asks = f"text {hashlib.sha256(text).hexdigest()} {stride}"
     counts = {"tokens": len(tokens) - 1, "bytes": len(text)}
     return Sample(
-        path,
+        str(path),
         asks,
         windows(tokens, loaded.context, stride),
         lambda scores: {"nats": -math.fsum(score.log for score in scores)} | counts,

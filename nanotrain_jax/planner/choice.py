@@ -13,7 +13,7 @@ from nanotrain_jax.config.load import read
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import hardware
-from nanotrain_jax.data import corpus, tokenizer
+from nanotrain_jax.data import corpus, token_folder, tokenizer
 from nanotrain_jax.planner import search, training_stages
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate
 
@@ -134,8 +134,11 @@ def kind_of_gpu(name: str | None, config: Config) -> str:
 
 def vocabulary(config: Config) -> int | None:
     """Return the tokenizer's vocabulary size if known without reading the data. Raises ValueError, OSError."""
-    kind, _, folder = config.data.source.partition(":")
+    sources = [part.source for part in config.data.parts] or [config.data.source]
+    kind, _, folder = next((s for s in sources if s.startswith("tokens:")), sources[0]).partition(":")
     if kind == "tokens" and Path(folder).exists():
+        if token_folder.is_sharded(Path(folder)):
+            return token_folder.read_header(Path(folder), f"data.source={config.data.source!r}").vocab_size
         return corpus.read(folder, verify=False).vocab_size
     if kind not in ("stdlib", "text", "chat", "pairs"):
         return None

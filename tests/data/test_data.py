@@ -5,6 +5,7 @@ import json
 import shutil
 from itertools import islice
 
+import first_format
 import grain
 import jax
 import numpy as np
@@ -14,12 +15,16 @@ from conftest import resolved, small
 
 from nanotrain_jax.config import load as request
 from nanotrain_jax.data import batches as data
-from nanotrain_jax.data import corpus
+from nanotrain_jax.data import corpus, text_files, text_sources
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.data.tokenizer import of_bytes, of_files
 from nanotrain_jax.step import build as steps
 
 DOCUMENTS = [f"document {i} says {'la ' * (i % 7 + 3)}\n".encode() for i in range(60)]
+
+
+def documents(pattern):
+    return text_files.documents(text_files.matching(pattern, "key").paths, text_files.Field("text", "data.field"))
 
 
 def load(**keys):
@@ -70,7 +75,7 @@ def test_the_split_does_not_depend_on_the_order_of_documents():
 def test_a_single_file_is_split_at_line_ends_for_validation(tmp_path):
     text = b"".join(b"line %d\n" % i for i in range(30_000))
     (tmp_path / "one.txt").write_bytes(text)
-    pieces = list(corpus.glob_documents(f"{tmp_path}/*.txt"))
+    pieces = list(documents(f"{tmp_path}/*.txt"))
     assert b"".join(pieces) == text
     assert len(pieces) > 3
     assert all(p.endswith(b"\n") for p in pieces)
@@ -193,7 +198,7 @@ def test_synthetic_tokens_depend_on_their_position_only():
 
 @pytest.fixture
 def token_folder(tmp_path):
-    corpus.write(tmp_path / "tokens", DOCUMENTS, of_bytes())
+    first_format.write(tmp_path / "tokens", DOCUMENTS, of_bytes())
     return tmp_path / "tokens"
 
 
@@ -235,7 +240,7 @@ def test_a_damaged_token_folder_is_refused(damage, message, token_folder):
 def test_damaged_documents_are_refused_also_unverified(content, token_folder):
     (token_folder / "documents.npy").write_bytes(content)
     with pytest.raises(ValueError, match=r"documents.npy is damaged .*; create it again"):
-        load(source=f"tokens:{token_folder}", seq_len=16, val_fraction=0.2, verify=False)
+        load(source=f"tokens:{token_folder}", seq_len=16, val_fraction=0.2, verify="off")
 
 
 HANDFULS = {
@@ -281,7 +286,7 @@ def test_pieces_end_at_line_ends_and_lose_nothing():
 
 def test_documents_that_can_be_held_out_stay_whole():
     found = corpus.build(DOCUMENTS, of_bytes())
-    dataset = data.divided(found, request.parse({"data": {"seq_len": 16, "val_fraction": 0.05}}).data)
+    dataset = text_sources.divided(found, request.parse({"data": {"seq_len": 16, "val_fraction": 0.05}}).data)
     assert dataset[0] is found
 
 
@@ -289,7 +294,7 @@ def test_documents_that_can_be_held_out_stay_whole():
 def test_brackets_in_names_that_exist_are_no_pattern(pattern, tmp_path):
     (tmp_path / "books [2024]").mkdir()
     (tmp_path / "books [2024]" / "a[1].txt").write_text("text " * 99)
-    assert b"".join(corpus.glob_documents(f"{tmp_path}/{pattern}")) == b"text " * 99
+    assert b"".join(documents(f"{tmp_path}/{pattern}")) == b"text " * 99
 
 
 def test_the_fast_encoding_has_the_ids_of_the_other(tmp_path):

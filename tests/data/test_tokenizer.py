@@ -2,6 +2,7 @@
 
 import json
 
+import first_format
 import pytest
 import tokenizers
 from conftest import small
@@ -129,7 +130,9 @@ def test_a_tokenizer_without_end_is_told_in_one_line(folder, capsys):
 
 def test_a_token_folder_keeps_its_end_token(folder):
     path = folder(tokenizer_config={"eos_token": "<eos>"})
-    header = corpus.write(path / "tokens", [b"la " * i + b"mi" for i in range(40)], tokenizer.load(str(path), "<turn>"))
+    header = first_format.write(
+        path / "tokens", [b"la " * i + b"mi" for i in range(40)], tokenizer.load(str(path), "<turn>")
+    )
     assert header["end"] == TURN
     keys = {"source": f"tokens:{path}/tokens", "seq_len": 16}
     assert batches.tokenizer_of(request.parse({"data": keys}).data).end == TURN

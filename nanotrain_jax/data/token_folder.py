@@ -1,0 +1,231 @@
+"""A token folder, second format: shards, and a header that is all one needs to open them. Plain numpy.
+
+    header.json      format, tokenizer, vocabulary, dtype, counts of each shard, its own SHA-256
+    00000.tokens ... of each shard: see shards.py
+    tokenizer.json   the tokenizer, unless it is `bytes`, and the files beside it that name its end tokens
+
+Opening it takes time and memory for each shard, none for documents or tokens. A header tells what is held out: the
+texts whose hash is below a number, decided when they were prepared, so those that are appended later do not change it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from nanotrain_jax.config.schema import Data
+from nanotrain_jax.config.values import Verify
+from nanotrain_jax.data import shards
+from nanotrain_jax.data.shards import KINDS, Counts, Mapped, Place
+from nanotrain_jax.data.windows import Windows
+
+FORMAT = "nanotrain_jax tokens 2"
+HEADER = "header.json"
+PLAN = "plan.json"  # what a preparation that is not finished writes
+MOST_ROWS = 1 << 32  # indices that grain shuffles
+SAMPLED = 32  # shards whose checksums are sampled, a block of each file
+
+
+class Header(BaseModel):
+    """header.json. end: id of the end token; held_out_below: texts with a smaller hash are held out, about
+    val_fraction of the tokens; preparations: that wrote shards, in order."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    format: Literal["nanotrain_jax tokens 2"] = FORMAT
+    tokenizer: str
+    vocab_size: PositiveInt
+    dtype: Literal["<u2", "<u4"]
+    end: int | None
+    val_fraction: float = Field(ge=0, lt=1)
+    held_out_below: int = Field(ge=0, le=shards.KEYS)
+    preparations: list[str]
+    shards: list[Counts]
+
+    def total(self, name: str) -> int:
+        """Return a count over all shards."""
+        return sum(getattr(shard, name) for shard in self.shards)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identify the shards, their order and the tokenizer."""
+        return _sum(self.model_dump())[:16]
+
+    def place(self, folder: Path, number: int) -> Place:
+        """Return the place of a shard."""
+        return Place(folder, number, self.shards[number].preparation, self.tokenizer, self.dtype)
+
+
+class ShardWindows(Windows):
+    """Sequences of one side of the documents of a folder, in the order of its shards: see Windows.
+
+    A token is found by two bisections: the shard that has it, in an array of one number per shard; its document, in
+    the memory-mapped index of that shard.
+    """
+
+    def __init__(self, mapped: Sequence[Mapped], sides: Sequence[str], seq_len: int):
+        """sides: "train", "held out", or both: of each shard, the documents that the stream has."""
+        self.mapped, self.seq_len = mapped, seq_len
+        held_out = np.array([shard.counts.held_out_tokens for shard in mapped], np.int64)
+        tokens = np.array([shard.counts.tokens for shard in mapped], np.int64)
+        self.firsts = np.zeros_like(tokens) if "train" in sides else tokens - held_out  # in each shard
+        stops = tokens if "held out" in sides else tokens - held_out
+        self.ends = np.cumsum(stops - self.firsts)  # of the shards in this stream
+        self.total = int(self.ends[-1]) if len(self.ends) else 0
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[Mapped, int, int, int]]:
+        """Yield for each shard in start .. stop of the stream: the shard, from where to where in it, where in the
+        stream the first is."""
+        shard = int(np.searchsorted(self.ends, start, side="right"))
+        while start < stop:
+            take = min(stop, int(self.ends[shard])) - start
+            before = int(self.ends[shard - 1]) if shard else 0
+            first = int(self.firsts[shard]) + start - before
+            if take:
+                yield self.mapped[shard], first, first + take, start
+            start, shard = start + take, shard + 1
+
+    def document_starts(self, i: int) -> np.ndarray:
+        """As of Windows."""
+        first = int(i) * self.seq_len
+        starts = np.zeros(self.seq_len + 1, np.int32)
+        for shard, begin, stop, place in self.parts(first, first + self.seq_len):
+            found = np.searchsorted(shard.ends, (begin, stop), side="right")
+            positions = shard.ends[slice(*found)] - begin + place - first
+            starts[positions] = positions
+        return np.maximum.accumulate(starts)
+
+    def slice(self, start: int, length: int) -> np.ndarray:
+        """As of Windows."""
+        parts = self.parts(start, min(start + length, self.total))
+        found = [shard.tokens[begin:stop] for shard, begin, stop, _ in parts]
+        return np.concatenate(found).astype(np.int32)
+
+
+def is_sharded(folder: Path) -> bool:
+    """True for a folder of the second format, also one that is not finished; no other is judged."""
+    try:
+        return FORMAT.encode() in (folder / HEADER).read_bytes()[:200]
+    except FileNotFoundError:
+        return (folder / PLAN).is_file()
+
+
+def write_header(folder: Path, header: Header) -> None:
+    """Write header.json atomically. Raises OSError."""
+    content = header.model_dump()
+    shards.write_text(folder / HEADER, json.dumps({"format": FORMAT, "sha256": _sum(content)} | content) + "\n")
+
+
+def _sum(content: dict) -> str:
+    return shards.digest(json.dumps(content, sort_keys=True).encode())
+
+
+def read_header(folder: Path, name: str) -> Header:
+    """Read and verify header.json. name: of the folder in messages. Raises ValueError or OSError."""
+    command = "python -m nanotrain_jax.prepare"
+    if not (folder / HEADER).is_file() and (folder / PLAN).is_file():
+        raise ValueError(f"{name} is not finished; give the same {command} command again, and it goes on")
+    try:
+        content = json.loads((folder / HEADER).read_text())
+        expected = content.pop("sha256")
+        header = Header.model_validate(content)
+        intact = expected == _sum(content)
+    except (ValueError, KeyError, AttributeError) as error:
+        wrong = error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
+        raise ValueError(f"{name} is damaged: {HEADER}: {wrong}; create it again with {command}") from None
+    if not intact:
+        raise ValueError(
+            f"{name} is damaged: {HEADER} does not match its SHA-256: it was modified; create it again with {command}"
+        )
+    return header
+
+
+def read(folder: Path, verify: Verify = "sample") -> tuple[Header, list[Mapped]]:
+    """Open a folder: read its header, and of each shard the sizes and first bytes of its files.
+
+    verify: the rest by checksums, all of it, or a block of each file of at most SAMPLED shards, other ones at every
+    call. Raises ValueError in one line if anything is not what was written, or OSError.
+    """
+    name = f"data.source='tokens:{folder}'"
+    header = read_header(folder, name)
+    places = [header.place(folder, number) for number in range(len(header.shards))]
+    for place, counts in zip(places, header.shards, strict=True):
+        check_heads(place, counts)
+    chosen = np.arange(len(places))
+    sample = np.random.default_rng() if verify == "sample" else None
+    if sample is not None and len(places) > SAMPLED:
+        chosen = sample.choice(chosen, SAMPLED, replace=False)
+    for number in chosen if verify != "off" else ():
+        check_content(places[number], header, sample)
+    return header, [Mapped(place, counts) for place, counts in zip(places, header.shards, strict=True)]
+
+
+def _remedy(place: Place) -> str:
+    return f"copy the file again, or create {place.folder} again with python -m nanotrain_jax.prepare"
+
+
+def check_heads(place: Place, counts: Counts) -> None:
+    """Raise ValueError unless the files of a shard have their sizes and first bytes, OSError if they cannot be read."""
+    for kind in KINDS:
+        path, expected = place.path(kind), place.size(kind, counts)
+        try:
+            with open(path, "rb") as file:
+                size, head = os.fstat(file.fileno()).st_size, file.read(shards.HEAD)
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing; {_remedy(place)}") from None
+        if size != expected:
+            raise ValueError(
+                f"{path} has {size:,} bytes, but must have {expected:,}: it is truncated or of another "
+                f"folder; {_remedy(place)}"
+            )
+        if head != place.head(kind):
+            said, due = (" ".join(text.decode(errors="replace").split()) for text in (head, place.head(kind)))
+            raise ValueError(
+                f"{path} begins with {said!r}, but must begin with {due!r}: it is another shard's, or of "
+                f"another tokenizer; {_remedy(place)}"
+            )
+
+
+def check_content(place: Place, header: Header, sample: np.random.Generator | None) -> None:
+    """Raise ValueError unless a shard has the checksums it was written with, and no token beyond the vocabulary."""
+    try:
+        text = place.path("json").read_bytes()
+        is_same = shards.digest(text) == header.shards[place.number].sums
+        found = shards.Finished.model_validate_json(text) if is_same else None
+    except FileNotFoundError:
+        raise ValueError(f"{place.path('json')} is missing; {_remedy(place)}") from None
+    if found is None:
+        raise ValueError(f"{place.path('json')} does not match header.json: it was modified; {_remedy(place)}")
+    if file := shards.damaged(place, found, sample):
+        raise ValueError(f"{place.folder / file} does not match its SHA-256: it was modified; {_remedy(place)}")
+
+
+def sides(folder: Path, config: Data) -> tuple[Header, ShardWindows, ShardWindows]:
+    """Open a folder -> its header, the sequences to train on, and those held out; with data.val_fraction=0 all are
+    trained on. Raises ValueError or OSError."""
+    header, mapped = read(folder, config.verify)
+    if config.val_fraction not in (0, header.val_fraction, Data.model_fields["val_fraction"].default):
+        raise ValueError(
+            f"data.val_fraction={config.val_fraction} with data.source={config.source!r}: what is held out was decided "
+            f"by prepare, --val-fraction={header.val_fraction}; leave the key out, or use 0 to train on everything"
+        )
+    chosen = (["train"], ["held out"]) if config.val_fraction else (["train", "held out"], [])
+    train, val = (ShardWindows(mapped, side, config.seq_len) for side in chosen)
+    need = config.seq_len + 1
+    for name, side in ("train on", train), ("hold out", val):
+        if not len(side) and (side is train or config.val_fraction):
+            raise ValueError(
+                f"data.source={config.source!r} has {side.total} tokens to {name}, but data.seq_len={config.seq_len} "
+                f"needs at least {need}; prepare more text or with a larger --val-fraction, or use data.val_fraction=0"
+            )
+    if len(train) > MOST_ROWS:
+        raise ValueError(
+            f"data.source={config.source!r} has {len(train):,} rows of data.seq_len={config.seq_len}; at most "
+            f"{MOST_ROWS:,} are shuffled; use a longer data.seq_len"
+        )
+    return header, train, val
