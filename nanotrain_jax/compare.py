@@ -28,7 +28,7 @@ from nanotrain_jax.config.load import Parser, flat, path_argument, refuse
 from nanotrain_jax.config.load import read as read_config
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import with_message
-from nanotrain_jax.run import curves, shell
+from nanotrain_jax.run import curves, goodput, shell
 
 PLACES = ("logging.dir", "checkpoint.dir")  # keys that differ between any two runs
 NATS = {"loss": "training loss (nats per token)", "val_loss": "validation loss (nats per token)"}
@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(error)
     Console(width=128, highlight=False, markup=False).print(table(runs))
     print(f"wrote {options.out}")
+    for run in runs:
+        if text := goodput.summary(goodput.read(Path(run.name))):
+            print(f"{run.name}: {text.strip()}")
     return 0
 
 

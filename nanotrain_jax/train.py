@@ -9,8 +9,11 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
+    import time
+
     from nanotrain_jax.run import shell
 
+    BEGAN = time.monotonic()  # imports count as time of the run
     shell.begin(finishes=True)
     shell.announce(sys.argv[1:])
 
@@ -24,6 +27,7 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -41,6 +45,7 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_phase, spans
 from nanotrain_jax.data import batches
 from nanotrain_jax.distributed import processes, ranks, watchdog
+from nanotrain_jax.distributed.phase_clock import PhaseClock
 from nanotrain_jax.distributed.processes import on_all_processes, raise_on_all
 from nanotrain_jax.distributed.ranks import STOPS
 from nanotrain_jax.evaluation.in_training import Tasks
@@ -51,7 +56,8 @@ from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import auto
 from nanotrain_jax.run import adapters, capacity, model_config, reference, resume, shell, show_data, sinks
 from nanotrain_jax.run.divergence import Diverged
-from nanotrain_jax.run.loop import Run, new_folder, train
+from nanotrain_jax.run.folders import new_folder
+from nanotrain_jax.run.loop import Run, train
 from nanotrain_jax.run.phases import Phase
 from nanotrain_jax.step import build as steps
 from nanotrain_jax.step.state import State
@@ -59,8 +65,12 @@ from nanotrain_jax.step.state import State
 Datasets = dict[str | tuple[Part, ...], batches.Dataset]  # those loaded so far, by data.source
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse arguments and train; an invalid request gives one line on stderr and exit code 2."""
+def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
+    """Parse arguments and train; an invalid request gives one line on stderr and exit code 2.
+
+    began: of the process, by time.monotonic(); None: now.
+    """
+    clock = PhaseClock(began)
     parser = Parser(
         prog="python -m nanotrain_jax.train",
         description="Train a transformer with data, tensor, context and pipeline parallelism, ZeRO and offloading.",
@@ -80,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = model_config.load(arguments.config, arguments.overrides)
             if arguments.show_data:
                 return show_data.show(config, arguments.show_data, Console(highlight=False, soft_wrap=True))
-            run = prepare(config)
+            run = prepare(config, clock)
         except (ValueError, OSError) as error:
             return refuse_unless_transient(error)
         try:
@@ -133,21 +143,25 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
             signal.signal(number, handler)
 
 
-def prepare(config: Config) -> Run:
+def prepare(config: Config, clock: PhaseClock | None = None) -> Run:
     """Check the request before anything is written, then restore or initialize the state.
 
-    Raises ValueError or OSError.
+    clock: is told the phases. Raises ValueError or OSError.
     """
     runtime = config.runtime
     process = ranks.detect({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})
     gpus = [] if runtime.simulate else ranks.local_gpus(process)
+    clock = clock or PhaseClock()
+    clock.at("join")
     processes.initialize(process, gpus, runtime.join_timeout)
+    clock.at("start")
     notes = on_all_processes(lambda: configure(config, process.count))
     requested, of_layout = auto.with_layout(config)
     notes += of_layout
     mesh, phases = on_all_processes(lambda: build(requested))
     tasks = on_all_processes(lambda: tasks_of(phases[0], mesh))
     check_same_data(phases)
+    clock.at("restore")
     checkpoints = restore.agree(config.checkpoint)
     if process.count > 1:
         hosts = processes.all_gather_text(socket.gethostname())
@@ -155,17 +169,18 @@ def prepare(config: Config) -> Run:
         notes += [f"warning: {text}" for text in [meshes.cross_host_warning(mesh, hosts)] if text]
     base = adapters.new_base(requested, checkpoints)
     if checkpoints is None or base:
+        clock.at("start")
         state, started = resume.adapt(base, phases) if base else start(requested, phases)
         phases, told = reference.attach(phases, state)
         notes += started + told
-        return Run(requested, phases, mesh, state, 0, notes, None, None, {}, 0, tasks=tasks, base=base)
+        return Run(requested, phases, mesh, state, 0, notes, None, None, {}, 0, tasks=tasks, base=base, clock=clock)
     resumed = resume.resume(checkpoints, requested, phases)
     phases, told = reference.attach(resumed.phases, resumed.state, resumed)
     notes += resumed.notes + told
     origin = resumed.start, resumed.meta, resumed.damaged
     read = resumed.meta.data.read
     place = resumed.position, notes, *origin, resumed.tokens, read
-    return Run(requested, phases, mesh, resumed.state, *place, tasks, resumed.meta.base)
+    return Run(requested, phases, mesh, resumed.state, *place, tasks, resumed.meta.base, clock)
 
 
 def tasks_of(phase: Phase, mesh: Mesh) -> Tasks | None:
@@ -314,7 +329,7 @@ if __name__ == "__main__":
     for library in "absl", "asyncio":  # orbax also logs every exception it raises
         logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
-        code = shell.run(main)
+        code = shell.run(partial(main, began=BEGAN))
     except Exception as error:
         traceback.print_exc()
         code = watchdog.HUNG if processes.is_peer_failure(error) else 1

@@ -32,6 +32,7 @@ def test_a_run_writes_all_documented_outputs(config_file, tmp_path, capsys):
     assert {p.name for p in run.iterdir()} - {".logging.dir.lock"} == {
         "config.yaml",
         "metrics.jsonl",
+        "goodput.jsonl",
         "tensorboard",
         "checkpoints",
         "loss.png",
@@ -41,7 +42,7 @@ def test_a_run_writes_all_documented_outputs(config_file, tmp_path, capsys):
     assert any((run / "tensorboard").iterdir())
     lines = records(run)
     assert [r["step"] for r in lines] == list(range(1, 21))
-    keys = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "step_seconds"}
+    keys = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "step_seconds", "goodput"}
     assert set(lines[0]) == keys
     assert set(lines[9]) == keys | {"val_loss"}
     assert lines[19]["tokens"] == 20 * 8 * 32

@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from nanotrain_jax.distributed.phase_clock import PhaseClock
+
 HUNG = 3  # exit code after a hang timeout, of this process or another one
 MIN_TIMEOUT = 600  # seconds, where runtime.hang_timeout is not set
 TIMEOUT_STEPS = 20  # the timeout is at least this many median steps
@@ -37,7 +39,7 @@ class Heartbeat(NamedTuple):
     host: str
     pid: int
     step: int
-    phase: str  # "start", "data", "dispatch", "step" (waits for its devices), "evaluation", "checkpoint", "end"
+    phase: str  # "start", "restore", "compile", "data", "dispatch", "step" (waits), "evaluation", "checkpoint", "end"
     since: float  # seconds in this phase
     step_seconds: float  # median
     data_seconds: float  # median time of waiting for data: the part of a step that is this process's alone
@@ -68,8 +70,16 @@ class Progress(NamedTuple):
 class Watchdog:
     """Progress of the training loop (`at`), checked by a thread (`check`)."""
 
-    def __init__(self, member: Member, timeout: float | None, say: Callable[[str], None], log: TextIO):
-        """timeout: seconds (None: see MIN_TIMEOUT, TIMEOUT_STEPS). say: prints for people. log: of this process."""
+    def __init__(
+        self,
+        member: Member,
+        timeout: float | None,
+        say: Callable[[str], None],
+        log: TextIO,
+        clock: PhaseClock | None = None,
+    ):
+        """timeout: seconds (None: see MIN_TIMEOUT, TIMEOUT_STEPS). say: prints for people. log, clock: its own."""
+        self.clock = clock or PhaseClock()
         self.member, self.timeout, self.say, self.log = member, timeout, say, log
         self.progress, self.step_began = Progress("start", 0, time.monotonic()), None
         self.step_seconds: deque[float] = deque(maxlen=WINDOW)
@@ -79,6 +89,7 @@ class Watchdog:
 
     def at(self, phase: str, number: int) -> None:
         """Record that the loop is in this phase of step `number`; a repeated phase counts as progress."""
+        self.clock.at(phase)
         now = time.monotonic()
         if phase == "data":
             if self.step_began is not None:
@@ -93,7 +104,7 @@ class Watchdog:
     def limit(self, phase: str) -> float:
         """Return the hang timeout of a phase, in seconds."""
         limit = self.timeout or max(MIN_TIMEOUT, TIMEOUT_STEPS * _median(self.step_seconds))
-        if phase in ("start", "end"):
+        if phase in ("start", "restore", "compile", "end"):
             return limit * START_END_FACTOR
         return limit * CHECKPOINT_FACTOR if phase == "checkpoint" and not self.timeout else limit
 
@@ -184,9 +195,15 @@ def read_heartbeats(member: Member) -> list[Heartbeat]:
 
 
 @contextmanager
-def watching(member: Member, timeout: float | None, say: Callable[[str], None], log: TextIO) -> Iterator[Watchdog]:
+def watching(
+    member: Member,
+    timeout: float | None,
+    say: Callable[[str], None],
+    log: TextIO,
+    clock: PhaseClock | None = None,
+) -> Iterator[Watchdog]:
     """Yield a Watchdog whose thread checks until the context exits. Arguments: as of `Watchdog`."""
-    watchdog = Watchdog(member, timeout, say, log)
+    watchdog = Watchdog(member, timeout, say, log, clock)
 
     def run() -> None:
         while not watchdog.stop.wait(watchdog.interval):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
@@ -25,18 +24,27 @@ from nanotrain_jax.costs import flops, hardware
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.data.mixture import Mixture
 from nanotrain_jax.distributed import ranks, watchdog
+from nanotrain_jax.distributed.phase_clock import PhaseClock
 from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.evaluation.in_training import Tasks
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
-from nanotrain_jax.run import banner, conversion, curves, divergence, metrics, model_config, profile_summary, reference
-from nanotrain_jax.run.adapter_export import Adapters
+from nanotrain_jax.run import (
+    banner,
+    conversion,
+    curves,
+    divergence,
+    goodput,
+    metrics,
+    model_config,
+    profile_summary,
+    reference,
+)
+from nanotrain_jax.run.folders import MODEL, new_folder, save_model
 from nanotrain_jax.run.phases import Phase, begin, describe, is_over
 from nanotrain_jax.run.profiling import Profile
 from nanotrain_jax.step import build as steps
 from nanotrain_jax.step.state import adapters_alone
-
-MODEL = "hf"  # in the folder of a run: its weights as a model folder
 
 
 class Run(NamedTuple):
@@ -55,6 +63,7 @@ class Run(NamedTuple):
     read: Mapping[str, int] = MappingProxyType({})  # sequences consumed of data that stages read before, by fingerprint
     tasks: Tasks | None = None  # with train.tasks
     base: Base | None = None  # of adapters, with train.lora
+    clock: PhaseClock | None = None  # of this process, with what was before
 
     @property
     def span(self) -> Span:
@@ -118,6 +127,8 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
         with suppress(ValueError, OSError):  # the files of the tokenizer may be gone; the run is complete
             prompt = data.first_words(run.dataset, run.config.data)
         writer.say(banner.summary(config, writer.latest, bigram, number, prompt))
+        if writer.active and (text := goodput.summary(goodput.read(folder))):
+            writer.say(text)
 
 
 def run_phases(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[int], bool]) -> Run:
@@ -226,6 +237,7 @@ class Loop:
     def compile(self) -> Callable:
         """Compile the train step; with NVMe offload also initialize the files of the optimizer state."""
         run, step, files = self.run, self.run.step, self.files
+        self.watch.at("compile", self.number)
         self.writer.say("compiling the step ...")
         started = time.perf_counter()
         train_step = step.train.lower(step.state, step.batch).compile()
@@ -235,6 +247,7 @@ class Loop:
         self.program = train_step.as_text
         check_offload(run, hlo.memory(train_step)["host_bytes"])
         if files:
+            self.watch.at("restore", self.number)
             train_step = checkpointing.train(files, step, train_step)
             origin = checkpointing.restore(files, step, run.config, run.start, run.meta and run.meta.nvme)
             self.writer.say(f"master weights and moments: {files.nbytes / 1e9:.3g} GB in {files.folder}, {origin}")
@@ -311,6 +324,7 @@ class Loop:
         run, files, number = self.run, self.files, self.number
         self.writer.write()
         self.watch.at("checkpoint", number)
+        began = time.perf_counter()
         meta = {
             "config": run.config.to_dict(),
             "tokenizer": run.dataset.tokenizer,
@@ -322,7 +336,7 @@ class Loop:
         }
         apart = (checkpointing.arrays(files, run.step, run.config), files.nbytes) if files else ()
         write(number, adapters_alone(run.step.plan, run.step.in_layer_order(self.state)), meta, *apart)
-        self.saved = number
+        self.saved, self.writer.save_seconds = number, time.perf_counter() - began
 
 
 def make_ready(run: Run, folder: Path) -> None:
@@ -351,37 +365,22 @@ def model_folders(run: Run) -> list[Path]:
     return [source] if is_other else []
 
 
-def save_model(folder: Path, config: Config, number: int) -> str:
-    """Write <folder>/hf from the checkpoint of step `number`, in process 0; -> a line about it. Raises OSError."""
-    if jax.process_index() == 0:
-        kind = Adapters if config.train.lora else conversion.Export
-        conversion.replace(kind(Path(config.checkpoint.dir), number, folder), folder / MODEL)
-    what = "adapters, as PEFT reads them" if config.train.lora else "a model folder of Hugging Face"
-    return f"wrote {folder / MODEL}: {what}"
-
-
-def new_folder(key: str, path: str) -> Path:
-    """Create a folder if it does not exist and check that it is writable. Raises OSError that names the key."""
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return Path(path)
-    except OSError as error:
-        raise OSError(f"{key}={path!r} cannot be written to ({error.strerror}); choose another folder") from None
-
-
 def new_writer(run: Run) -> metrics.Writer:
     """Return the metrics writer of a run. Raises OSError."""
     config, devices = run.config, run.mesh.devices
     peak = hardware.peak_flops(devices.flat[0].device_kind) if config.is_built_in else None
-    return metrics.Writer(of_run(config, run.requested), int(run.state.step), peak and peak * devices.size, run.tokens)
+    peak = peak and peak * devices.size
+    writer = metrics.Writer(of_run(config, run.requested), int(run.state.step), peak, run.tokens)
+    writer.clock_of_phases = run.clock or PhaseClock()
+    writer.clock_of_phases.at("start")
+    return writer
 
 
 def watching(run: Run, writer: metrics.Writer) -> AbstractContextManager[watchdog.Watchdog]:
     """Return the watchdog of this process, as a context manager."""
     folder = Path(run.config.logging.dir) / metrics.PROCESSES
     place = watchdog.Member(folder, jax.process_index(), jax.process_count(), ranks.launcher_pid())
-    return watchdog.watching(place, run.config.runtime.hang_timeout, writer.say, writer.log)
+    return watchdog.watching(place, run.config.runtime.hang_timeout, writer.say, writer.log, writer.clock_of_phases)
 
 
 def check_offload(run: Run, host_bytes: int) -> None:

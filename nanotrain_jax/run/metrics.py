@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.run import curves, sinks
+from nanotrain_jax.distributed.phase_clock import PhaseClock
+from nanotrain_jax.run import curves, goodput, sinks
 from nanotrain_jax.step.measures import TRAIN
 
 TASK = "task/"  # before the names of tasks
@@ -47,6 +48,8 @@ class Writer:
         self.losses: list[float] = []  # of the steps since the last record
         self.skipped = self.in_a_row = 0  # skipped steps: since the start, and until now
         self.taken: tuple[int, float] | None = None  # the last step that was not skipped, and its loss
+        self.clock_of_phases, self.first, self.skipped_here = PhaseClock(), first_step, 0  # of this start
+        self.save_seconds: float | None = None  # for which training waited for the last save, not yet written
         self.mixed: Callable[[int], dict[str, float]] = _nothing  # after step N: how often each source has been read
         self.active = jax.process_index() == 0
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -97,6 +100,7 @@ class Writer:
             self.in_a_row = self.in_a_row + 1 if skipped > self.skipped else 0
             if not self.in_a_row:
                 self.taken = number, self.losses[-1]
+            self.skipped_here += max(skipped - self.skipped, 0)
             self.skipped = skipped
             now = time.perf_counter()
             self.seconds, self.steps, self.clock = self.seconds + now - self.clock, self.steps + 1, now
@@ -131,7 +135,10 @@ class Writer:
             "tokens_per_second": tokens_per_second,
             "mfu": self.flops_per_token * tokens_per_second / self.peak if self.peak else None,
             "step_seconds": seconds,
+            "goodput": self.clock_of_phases.share_of_steps(),
         }
+        if self.save_seconds is not None:
+            record["save_seconds"], self.save_seconds = self.save_seconds, None
         if len(losses) > 1:
             record["mean_loss"] = mean(losses)
         if metrics["skipped_steps"]:
@@ -149,6 +156,7 @@ class Writer:
         """Write a record to all sinks and the terminal."""
         for sink in self.sinks:
             sink.write(record)
+        self.account()
         steps = self.config.train.steps
         text = self._text(record)
         if self.bar:
@@ -159,6 +167,11 @@ class Writer:
             self.console.print(
                 f"step {record['step']:>{len(str(steps))}}/{steps}  {text}  lr {record['lr']:.2e}  ETA {remaining}"
             )
+
+    def account(self) -> None:
+        """Write the time of this start so far, by phase. Raises OSError."""
+        steps = {"first": self.first, "step": self.latest["step"], "skipped": self.skipped_here}
+        goodput.append(self.folder, self.clock_of_phases, steps)
 
     def _text(self, record: dict[str, Any]) -> str:
         """Format a record for a progress line."""
@@ -183,6 +196,8 @@ class Writer:
         self.write()
         if not self.active:
             return
+        if self.latest.get("step", self.first) > self.first:  # else this start took no step
+            self.account()
         jsonl = self.folder / sinks.JSONL
         try:
             unit = "pair" if self.config.train.objective else "token"
