@@ -44,6 +44,7 @@ from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.run import shell
 
 KINDS = ".txt", ".jsonl", ".jsonl.gz", ".parquet"
+TRAIN = "train-bpe:"
 VAL_FRACTION = 0.05
 
 
@@ -151,9 +152,9 @@ def tokenizer_for(asked: argparse.Namespace, out: Path, before: Header | None) -
     name, own = asked.tokenizer or "bytes", str(out) if (out / TOKENIZER).exists() else "bytes"
     if asked.append and asked.tokenizer is None and asked.end_token is None:
         return load_tokenizer(own)
-    if name.startswith("train-bpe:") and own != "bytes" and not asked.append:
+    if name.startswith(TRAIN) and own != "bytes" and not asked.append:
         return load_tokenizer(own)  # trained when the folder was begun
-    if not name.startswith("train-bpe:"):
+    if not name.startswith(TRAIN):
         found = load_tokenizer(name, asked.end_token, "--tokenizer", "bytes, train-bpe:SIZE")
     elif asked.part != (0, 1) or asked.append:
         raise ValueError(
@@ -164,7 +165,7 @@ def tokenizer_for(asked: argparse.Namespace, out: Path, before: Header | None) -
         everything = [*chain.from_iterable(spans.shards_of([Path(file) for file in asked.files]))]
         texts = spans.documents(everything, field_of(asked), Counter() if asked.skip_bad else None)
         shown = track(texts, "training the tokenizer", disable=not sys.stderr.isatty())
-        found = train_bpe(shown, name.removeprefix("train-bpe:"))
+        found = train_bpe(shown, name.removeprefix(TRAIN))
     if asked.append and before and found.name != before.tokenizer:
         raise ValueError(
             f"--tokenizer={name}: --out={out} has another tokenizer ({before.tokenizer}); leave --tokenizer and "
@@ -190,7 +191,8 @@ def prepare(asked: argparse.Namespace) -> list[str]:
         )
     tokenizer = tokenizer_for(asked, out, before)
     fraction = before.val_fraction if before and asked.append else fraction
-    request = Asked(files, asked.field, fraction, tokenizer, asked.tokenizer or "bytes", before)
+    trained = asked.tokenizer if (asked.tokenizer or "").startswith(TRAIN) else ""
+    request = Asked(files, asked.field, fraction, tokenizer, trained, before)
     plan = preparation.plan_of(request)
     if before and plan.preparation in before.preparations:
         (out / token_folder.PLAN).unlink(missing_ok=True)
