@@ -169,10 +169,8 @@ def write(task: Task) -> bool:
         return True
     skipped = Counter()
     texts = spans.documents(task.spans, task.field, skipped if task.skips else None)
-    documents, below = (
-        corpus.encoded(texts, _tokenizer_in(task.place.folder, task.place.tokenizer)),
-        task.held_out_below,
-    )
+    documents = corpus.encoded(texts, _tokenizer_in(task.place.folder, task.place.tokenizer))
+    below = task.held_out_below
     if below is None:
         documents = list(documents)
         below = shards.threshold(documents, task.val_fraction)
