@@ -17,22 +17,28 @@ if __name__ == "__main__":
     shell.begin(finishes=True)
 
 import argparse
+import ipaddress
 import math
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
-from nanotrain_jax.config.load import Parser, at_least, refuse
+from nanotrain_jax.config.load import Parser, at_least, path_argument, refuse
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.distributed import ranks
 from nanotrain_jax.distributed.agent import Agent
 from nanotrain_jax.distributed.coordinator import LOOPBACK, Coordinator, RestartPolicy
-from nanotrain_jax.distributed.protocol import GRACE
+from nanotrain_jax.distributed.protocol import GRACE, Refused
 from nanotrain_jax.run import model_config, shell
 
 MAX_PROCESSES = 1024  # per host
 RUN = ("-m", "nanotrain_jax.train")
+TOKEN = "NANOTRAIN_TOKEN"
+MIN_TOKEN, MAX_TOKEN = 16, 4096  # bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,20 +53,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_ranks(config)
         slots = divide(options.processes, config.runtime.simulate, this_host.count)
         place, _, port = (this_host.coordinator if this_host.count > 1 else f"{LOOPBACK}:0").rpartition(":")
-        listener = (
-            socket.create_server(("" if this_host.count > 1 else place, int(port))) if this_host.index == 0 else None
-        )
+        token = read_token(options.token_file, this_host.count)
+        listener = listen(options.bind or interface(place), int(port)) if this_host.index == 0 else None
     except (ValueError, OSError) as error:
         return refuse(error)
     if listener:
         port = listener.getsockname()[1]
         rules = RestartPolicy(this_host.count, options.max_restarts, options.elastic, options.join_timeout)
-        leader = Coordinator(listener, place, rules, lambda *left: restarted(config, *left))
+        leader = Coordinator(listener, place, token, rules, lambda *left: restarted(config, *left))
         lead = threading.Thread(target=leader.run, daemon=True)
         lead.start()
     command = [sys.executable, *RUN, "--config", run.config, *run.overrides]
-    host = Agent(this_host.index, slots, command, os.environ, options.elastic)
-    code = host.run((place, int(port)), options.join_timeout)
+    env = {name: value for name, value in os.environ.items() if name != TOKEN}  # workers need no token
+    host = Agent(this_host.index, slots, command, env, options.elastic)
+    try:
+        code = host.run((place, int(port)), token, options.join_timeout)
+    except Refused as error:
+        return refuse(error)
     if listener:
         lead.join(GRACE)  # wait until all hosts are notified
     return code
@@ -88,6 +97,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     parser.add_argument("--host", type=at_least(0), help="index of this host, from 0")
     parser.add_argument("--leader", metavar="HOST:PORT", help="address of the launcher on host 0")
     parser.add_argument(
+        "--bind", metavar="ADDRESS", help="address where host 0 listens (default: that of --leader, if it is a number)"
+    )
+    parser.add_argument(
+        "--token-file",
+        type=path_argument,
+        metavar="FILE",
+        help=f"a secret that all hosts share, readable by its owner alone (default: the variable {TOKEN})",
+    )
+    parser.add_argument(
         "--join-timeout", type=at_least(1), default=300, help="seconds to wait for all hosts (default: %(default)s)"
     )
     split = argv.index("--") if "--" in argv else len(argv)
@@ -96,6 +114,50 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     run_parser.add_argument("--config", required=True)
     run_parser.add_argument("overrides", nargs="*")
     return options, run_parser.parse_intermixed_args(argv[split + 1 :])
+
+
+def read_token(file: str | None, hosts: int) -> bytes:
+    """Return the secret of all launchers of a run: from a file, or the environment; of one host a random one.
+
+    Raises ValueError or OSError, which do not show it.
+    """
+    if file is None and TOKEN not in os.environ and hosts == 1:
+        return secrets.token_bytes(MIN_TOKEN)
+    if file is None and TOKEN not in os.environ:
+        raise ValueError(
+            f"{hosts} hosts without a token; set {TOKEN} to the same secret on all, or give --token-file: "
+            "openssl rand -hex 32"
+        )
+    origin, token = TOKEN, os.environ.get(TOKEN, "").encode()
+    if file is not None:
+        origin = f"--token-file={file!r}"
+        with Path(file).open("rb") as opened:
+            if os.fstat(opened.fileno()).st_mode & 0o077:
+                raise ValueError(f"{origin} can be read by others than its owner; chmod 600")
+            token = opened.read(MAX_TOKEN + 1)
+    token = token.strip()
+    if not MIN_TOKEN <= len(token) <= MAX_TOKEN:
+        raise ValueError(f"{origin} has {len(token)} bytes: must be {MIN_TOKEN} to {MAX_TOKEN}; openssl rand -hex 32")
+    return token
+
+
+def interface(place: str) -> str:
+    """Return the address where host 0 listens: that of --leader; all interfaces ("") if that is a name, which may be
+    another address on host 0 than on the others."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(place))
+    return ""
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Listen for launchers. Raises OSError that names the remedy."""
+    try:
+        return socket.create_server((address, port))
+    except OSError as error:
+        raise OSError(
+            f"cannot listen at {address or '*'}:{port} ({error.strerror}); give another port with --leader, or the "
+            "address of a local interface with --bind"
+        ) from None
 
 
 def check_ranks(config: Config) -> None:

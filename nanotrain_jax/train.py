@@ -35,6 +35,7 @@ from nanotrain_jax.checkpoint import lock
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.config import training_stages
 from nanotrain_jax.config.load import Parser, at_least, describe, refuse
+from nanotrain_jax.config.mixture import Part
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_phase, spans
@@ -54,6 +55,8 @@ from nanotrain_jax.run.loop import Run, new_folder, train
 from nanotrain_jax.run.phases import Phase
 from nanotrain_jax.step import build as steps
 from nanotrain_jax.step.state import State
+
+Datasets = dict[str | tuple[Part, ...], batches.Dataset]  # those loaded so far, by data.source
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -195,7 +198,7 @@ def build(config: Config) -> tuple[Mesh, list[Phase]]:
     mesh = meshes.make(**config.parallel.axes)
     if jax.process_index() == 0:
         sinks.check(config)
-    datasets: dict[str, batches.Dataset] = {}
+    datasets: Datasets = {}
     config = with_steps(config, datasets)
     phases = []
     for span in spans(config):
@@ -206,11 +209,13 @@ def build(config: Config) -> tuple[Mesh, list[Phase]]:
 
 def check_same_data(phases: list[Phase]) -> None:
     """Raise OSError on all processes unless all of them read the same data."""
-    own = hashlib.sha256(repr([phase.dataset.fingerprint for phase in phases]).encode()).hexdigest()
+    own = hashlib.sha256(
+        repr([(phase.dataset.fingerprint, phase.dataset.of_further) for phase in phases]).encode()
+    ).hexdigest()
     first, *others = processes.all_gather_text(own)
     rank = next((rank for rank, other in enumerate(others, 1) if other != first), None)
     if rank:
-        source = phases[0].config.data.source
+        source = phases[0].config.data.origin
         raise_on_all(f"process {rank} reads other data than process 0 from {source}; give all hosts the same files")
 
 
@@ -220,42 +225,65 @@ def check_data(phases: list[Phase]) -> None:
     for phase in phases:
         if phase.dataset.tokenizer != first.dataset.tokenizer:
             raise ValueError(
-                f"train.stages: the tokenizer of {phase.config.data.source} is {phase.dataset.tokenizer}, that of "
-                f"{first.config.data.source} is {first.dataset.tokenizer}; use data with the same tokenizer"
+                f"train.stages: the tokenizer of {phase.config.data.origin} is {phase.dataset.tokenizer}, that of "
+                f"{first.config.data.origin} is {first.dataset.tokenizer}; use data with the same tokenizer"
             )
         sizes = phase.config.model.vocab_size, first.config.model.vocab_size
         if sizes[0] != sizes[1]:
             raise ValueError(
-                f"train.stages: the vocabulary of {phase.config.data.source} has {sizes[0]} ids, that of "
-                f"{first.config.data.source} has {sizes[1]}; set model.vocab_size={max(sizes)}"
+                f"train.stages: the vocabulary of {phase.config.data.origin} has {sizes[0]} ids, that of "
+                f"{first.config.data.origin} has {sizes[1]}; set model.vocab_size={max(sizes)}"
             )
 
 
-def with_steps(config: Config, datasets: dict[str, batches.Dataset]) -> Config:
+def with_steps(config: Config, datasets: Datasets) -> Config:
     """Return the config with the train.steps of train.epochs, if it has them: the fewest that take at least so many
     rows, as batches go on into the next epoch. Raises ValueError or OSError."""
     epochs = config.train.epochs
+    if config.data.exhausted == "end":
+        return ending(config, datasets)
     if epochs is None:
         return config
-    if config.data.source == "synthetic":
+    if config.data.kind == "synthetic":
         raise ValueError(f"train.epochs={epochs:g} with data.source=synthetic, which never ends; use train.steps")
+    if config.data.parts:
+        raise ValueError(
+            f"train.epochs={epochs:g} with a mixture: its sources end at different steps; use train.steps, or "
+            "data.exhausted=end"
+        )
     rows = len(opened(config, datasets).train)
     return config.replace("train", steps=math.ceil(round(epochs * rows / config.data.batch_size, 6)) or 1)
 
 
-def opened(config: Config, datasets: dict[str, batches.Dataset]) -> batches.Dataset:
+def ending(config: Config, datasets: Datasets) -> Config:
+    """Return the config with at most the steps in which no source is read twice (data.exhausted=end). Raises ValueError
+    or OSError."""
+    if config.train.stages or config.train.epochs is not None:
+        key = "stages" if config.train.stages else "epochs"
+        raise ValueError(f"data.exhausted=end with train.{key}, which says how long the run is; leave one of them out")
+    train = opened(config, datasets).train
+    rows, batch_size = train.rows_once if config.data.parts else len(train), config.data.batch_size
+    if rows < batch_size:
+        raise ValueError(
+            f"data.exhausted=end with data.batch_size={batch_size}: a source ends after {rows} sequences; use a "
+            "smaller batch, more text, or data.exhausted=repeat"
+        )
+    return config.replace("train", steps=min(config.train.steps, rows // batch_size))
+
+
+def opened(config: Config, datasets: Datasets) -> batches.Dataset:
     """Return the data of a stage. datasets: those loaded so far, by source. Raises ValueError or OSError."""
     source = config.data.source
     if source not in datasets:
         if jax.process_index() == 0:
-            print(f"reading data from {source} ...", flush=True)
+            print(f"reading data from {config.data.origin} ...", flush=True)
         datasets[source] = batches.load(config.data, config.model.vocab_size)
     return datasets[source]
 
 
-def build_stage(config: Config, span: Span, mesh: Mesh, datasets: dict[str, batches.Dataset]) -> list[Phase]:
+def build_stage(config: Config, span: Span, mesh: Mesh, datasets: Datasets) -> list[Phase]:
     """Build the step of each phase of a stage, and load its data. datasets: those loaded so far, by source."""
-    source, dataset = config.data.source, opened(config, datasets)
+    source, dataset = config.data.origin, opened(config, datasets)
     config = resolve(config, mesh.shape, dataset.vocab_size)
     capacity.check(config, mesh)
     if config.train.save_hf:

@@ -170,13 +170,23 @@ class Expected(dict):
     """Return the initial weights of a model and the oracle's result after 3 updates."""
 
     def __missing__(self, key):
-        family, *numbers, across = key
-        model = dict(zip(("num_kv_heads", "num_heads", "num_layers", "tie_embeddings"), numbers, strict=True))
+        family, *numbers, parts, across = key
+        model = dict(
+            zip(("num_kv_heads", "num_heads", "num_layers", "tie_embeddings", "experts"), numbers, strict=True)
+        )
         config, _ = resolved(small(family, model=model, parallel={"data": 1}))
         params = jax.device_get(decoder.init(config.model, config.train.seed))
         tokens = random_tokens(config, count=3)
-        self[key] = params, oracle.train(params, tokens, lr=1e-2, documents=not across)
+        self[key] = params, oracle.train(params, tokens, lr=1e-2, documents=not across, parts=parts)
         return self[key]
+
+
+def key_of(config):
+    """What the oracle's result for a config depends on."""
+    m, p = config.model, config.parallel
+    parts = (p.replica * p.data, p.microbatches) if m.experts and m.experts.adds_loss else (1, 1)
+    numbers = m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, m.experts
+    return m.family, *numbers, parts, config.data.attend_across_documents
 
 
 @pytest.fixture(scope="session")
@@ -208,9 +218,7 @@ def equals_the_oracle(tree, expected):
     close = np.testing.assert_allclose
     step = built(tree)
     config = step.plan.config
-    m = config.model
-    key = m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, config.data.attend_across_documents
-    start, (params, m, v, log) = expected[key]
+    start, (params, m, v, log) = expected[key_of(config)]
     state = starting_from(step, start)
     for tokens, (loss, grads, norm) in zip(random_tokens(config, count=3), log, strict=True):
         first = int(state.step) == 0
@@ -246,8 +254,7 @@ def stays_near_the_oracle(tree, expected, loss_error):
     step = built(tree)
     config = step.plan.config
     assert config.parallel.microbatches > 1  # so that gradients are summed
-    m = config.model
-    _, (*_, log) = expected[m.family, m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, True]
+    _, (*_, log) = expected[key_of(config)]
     state = step.init()
     for tokens, (loss, grads, _) in zip(random_tokens(config, count=3), log, strict=True):
         first = int(state.step) == 0

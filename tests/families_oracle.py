@@ -106,7 +106,29 @@ def is_global(model, layer):
     return (layer + 1) % int(number) == 0 if kind == "every" else layer < int(number)
 
 
+def mixture(model, p, x):
+    """Token by token, each of its experts by itself (Mixtral, arXiv 2401.04088; DeepSeek-V3, arXiv 2412.19437)."""
+    e = model.experts
+    logits = x @ p["router_DE"]
+    if e.router == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    else:
+        scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    y = np.zeros_like(x)
+    for at in np.ndindex(x.shape[:2]):
+        chosen = np.argsort(-logits[at])[: e.top_k]
+        total = scores[at][chosen].sum() if e.normalize else 1
+        for i in chosen:
+            weights = {"gate_DF": p["gate_EDF"][i], "up_DF": p["up_EDF"][i], "down_FD": p["down_EFD"][i]}
+            y[at] += scores[at][i] / total * mlp(model, weights, x[at])
+    if e.shared:
+        y += mlp(model, {"gate_DF": p["shared_gate_DS"], "up_DF": p["shared_up_DS"], "down_FD": p["shared_down_SD"]}, x)
+    return y
+
+
 def mlp(model, p, x):
+    if "router_DE" in p:
+        return mixture(model, p, x)
     up = x @ p["up_DF"] + p.get("bias_up_F", 0)
     kind = model.activation or {"gpt2": "gelu_tanh", "gemma3": "gelu_tanh"}.get(model.family, "silu")
     h = activation(kind, x @ p["gate_DF"]) * up if "gate_DF" in p else activation(kind, up)

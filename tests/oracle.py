@@ -20,6 +20,7 @@ CUTS = [5, 9, 10], [1, 14]
 
 
 SCALE = 3.0  # of adapters, alpha / rank
+BALANCE, Z = 0.5, 0.2  # weights of the losses of routers
 
 
 def merged(module):
@@ -71,7 +72,24 @@ def attention(p, x):
     return y + p["bias_out_D"].reshape(1, 1, -1) if gpt2 else y
 
 
+def mixture(p, x):
+    """Every expert of every token, masked: top 2 of a softmax; beside shared experts top 3 of sigmoids."""
+    logits, shared = x @ p["router_DE"], "shared_up_DS" in p
+    scores = jax.nn.sigmoid(logits) if shared else jax.nn.softmax(logits)
+    least = jax.lax.top_k(logits, 3 if shared else 2)[0][..., -1:]
+    gates = jnp.where(logits >= least, scores, 0.0)
+    gates = gates / jnp.sum(gates, -1, keepdims=True)
+    y = 0
+    for e in range(logits.shape[-1]):
+        expert = {"gate_DF": p["gate_EDF"][e], "up_DF": p["up_EDF"][e], "down_FD": p["down_EFD"][e]}
+        y += gates[..., e : e + 1] * mlp(expert, x)
+    names = {"gate_DF": "shared_gate_DS", "up_DF": "shared_up_DS", "down_FD": "shared_down_SD"}
+    return y + mlp({name: p[of_shared] for name, of_shared in names.items()}, x) if shared else y
+
+
 def mlp(p, x):
+    if "router_DE" in p:
+        return mixture(p, x)
     if "gate_DF" in p:
         gate = x @ p["gate_DF"]
         return ((x @ p["up_DF"]) * gate / (1 + jnp.exp(-gate))) @ p["down_FD"]
@@ -81,6 +99,11 @@ def mlp(p, x):
 
 
 def logits(params, tokens):
+    return run(params, tokens)[0]
+
+
+def run(params, tokens):
+    """tokens[B T] -> logits[B T V], those of the routers [L B T E] or None."""
     ends = params["ends"]
     x = ends["embedding_VD"][tokens]
     if "positions_TD" in ends:
@@ -88,11 +111,31 @@ def logits(params, tokens):
 
     def one(x, layer):
         x = x + attention(layer["attention"], norm(layer["norm_attention"], x))
-        return x + mlp(layer["mlp"], norm(layer["norm_mlp"], x)), None
+        h = norm(layer["norm_mlp"], x)
+        return x + mlp(layer["mlp"], h), h @ layer["mlp"]["router_DE"] if "router_DE" in layer["mlp"] else None
 
     layers = {key: merged(module) for key, module in params["layers"].items()}
-    x, _ = jax.lax.scan(one, x, layers)
-    return norm(ends["norm"], x) @ ends.get("head_VD", ends["embedding_VD"]).T
+    x, of_routers = jax.lax.scan(one, x, layers)
+    return norm(ends["norm"], x) @ ends.get("head_VD", ends["embedding_VD"]).T, of_routers
+
+
+def penalty(params, tokens, parts):
+    """The losses of routers beside shared experts, of a token: the mean over microbatches, each from all its tokens.
+
+    parts: devices that share the rows, microbatches of each.
+    """
+    if "shared_up_DS" not in params["layers"]["mlp"]:
+        return 0.0
+    _, of_routers = run(params, tokens[:, :-1])  # [L B T E]
+    L, _, T, E = of_routers.shape
+    D, M = parts
+    z = of_routers.reshape(L, D, M, -1, T, E).transpose(2, 0, 1, 3, 4, 5).reshape(M, L, -1, E)
+    scores = jax.nn.sigmoid(z)
+    p = scores / jnp.sum(scores, -1, keepdims=True)
+    chosen = (z >= jax.lax.top_k(z, 3)[0][..., -1:]).astype(jnp.float32)
+    balance = E * jnp.sum(jnp.mean(chosen, 2) / 3 * jnp.mean(p, 2), -1)
+    square = jnp.mean(jnp.square(jax.nn.logsumexp(z, -1)), -1)
+    return jnp.mean(jnp.sum(BALANCE * balance + Z * square, -1))
 
 
 def loss(params, tokens, documents=False):
@@ -116,18 +159,23 @@ def is_frozen(path, words):
     return any(word in "/".join(key.key for key in path) for word in words)
 
 
-@partial(jax.jit, static_argnames="documents")
-def update(state, tokens, t, rates, documents=False):
+@partial(jax.jit, static_argnames=("documents", "parts"))
+def update(state, tokens, t, rates, documents=False, parts=(1, 1)):
     """Update number t (from 1.0) of state (params, m, v) -> the next state; loss, gradients, global norm.
 
     rates: learning rates (a tree like params; weights whose rate is zero have no gradient), largest norm of gradients.
     """
     params, m, v = state
     lr, clip = rates
-    value, grads = jax.value_and_grad(loss)(params, tokens, documents)
+
+    def total(params):
+        value = loss(params, tokens, documents)
+        return value + penalty(params, tokens, parts), value
+
+    (_, value), grads = jax.value_and_grad(total, has_aux=True)(params)
     grads = jax.tree.map(lambda g, lr: jnp.where(lr > 0, g, 0.0), grads, lr)
-    total = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-    clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / total), grads)
+    length = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    clipped = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip / length), grads)
     m = jax.tree.map(lambda m, g: B1 * m + (1 - B1) * g, m, clipped)
     v = jax.tree.map(lambda v, g: B2 * v + (1 - B2) * g * g, v, clipped)
 
@@ -135,7 +183,7 @@ def update(state, tokens, t, rates, documents=False):
         step = (m / (1 - B1**t)) / (jnp.sqrt(v / (1 - B2**t)) + EPS)
         return p - lr * (step + (DECAY * p if decayed(path) else 0.0 * p))
 
-    return (jax.tree_util.tree_map_with_path(new, params, m, v, lr), m, v), (value, grads, total)
+    return (jax.tree_util.tree_map_with_path(new, params, m, v, lr), m, v), (value, grads, length)
 
 
 def rates(params, lr, clip=jnp.inf, frozen=()):

@@ -26,7 +26,7 @@ LAYERS = {
 }  # fmt: skip
 # The wings of parallel/, lowest first: a wing imports the ground (the files beside them) and the wings before it. The
 # ground imports no wing.
-WINGS = "offload", "tensor", "context", "gradients", "zero", "pipeline"
+WINGS = "offload", "tensor", "expert", "context", "gradients", "zero", "pipeline"
 MAX_GROUND_FILES = 12
 HEIGHT = {name: height for height, names in enumerate(LAYERS.values()) for name in names}
 COLLECTIVES = {

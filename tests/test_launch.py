@@ -3,98 +3,23 @@
 The workers are small programs; test_several_processes.py launches training.
 """
 
-import json
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 from conftest import cover
+from launching import CONFIG, HANG, Launched
 
 from nanotrain_jax import launch
 from nanotrain_jax.config import load
 
-# A worker: ignore SIGTERM if "ignores_sigterm", or else exit on it; append a line to a log; wait for the other workers
-# to do so; then run the test's code for (restart, rank), or else sleep for a second.
-FAKE = """
-import json, os, signal, sys, time
-log, plan = {log!r}, {plan!r}
-signal.signal(signal.SIGTERM, signal.SIG_IGN if plan.get("ignores_sigterm") else lambda *_: sys.exit(0))
-keys = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"]
-me = {{key: os.environ.get(key) for key in keys}} | {{"pid": os.getpid(), "arguments": sys.argv[1:]}}
-with open(log + me["RANK"], "a") as file:
-    file.write(json.dumps(me) + chr(10))
-def starts(rank):
-    try:
-        with open(log + str(rank)) as file:
-            return file.read().count(chr(10))
-    except FileNotFoundError:
-        return 0
-restart = starts(me["RANK"]) - 1
-print("hello", flush=True)
-while not all(starts(rank) > restart for rank in range(int(me["WORLD_SIZE"]))):
-    time.sleep(0.05)
-exec(plan.get((restart, int(me["RANK"])), "time.sleep(1)"))
-"""
-HANG = "time.sleep(60)"
 # Send signals to other workers, in this order.
 SIGNAL_OTHERS = """
 for rank, number in {signals}.items():
     os.kill(json.loads(open(log + rank).readline())["pid"], number)
 """
-CONFIG = """
-model: {vocab_size: 61}
-data: {source: synthetic, batch_size: 16, seq_len: 16}
-parallel: {data: -1}
-runtime: {simulate: 8}
-"""
-
-
-class Launched:
-    """One launcher per host, all on this machine."""
-
-    def __init__(self, folder, plan, *options, hosts=1, overrides=(), env=None):
-        self.folder = folder
-        (folder / "fake.py").write_text(FAKE.format(log=f"{folder}/log", plan=plan))
-        (folder / "x.yaml").write_text(CONFIG)
-        code = f"import sys; from nanotrain_jax import launch; launch.RUN = [{str(folder / 'fake.py')!r}]; "
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            place = f"127.0.0.1:{free.getsockname()[1]}"
-        self.launchers = [
-            subprocess.Popen(
-                [sys.executable, "-c", code + "sys.exit(launch.main())", *options]
-                + (["--hosts", str(hosts), "--host", str(host), "--leader", place] if hosts > 1 else [])
-                + ["--", "--config", str(folder / "x.yaml"), *overrides],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=os.environ | (env or {}),
-            )
-            for host in range(hosts)
-        ]
-
-    def wait_for_exit(self):
-        """-> exit codes, stdout and stderr of all launchers."""
-        printed = [launcher.communicate(timeout=60) for launcher in self.launchers]
-        out, err = ("".join(parts) for parts in zip(*printed, strict=True))
-        return [launcher.returncode for launcher in self.launchers], out, err
-
-    def log(self):
-        """-> by rank, the environment and arguments of each start."""
-        return {int(f.name[3:]): [json.loads(line) for line in f.read_text().splitlines()] for f in self.logs()}
-
-    def logs(self):
-        return sorted(self.folder.glob("log*"))
-
-    def wait_for_starts(self, count):
-        """Wait until `count` workers have started."""
-        until = time.monotonic() + 30
-        while sum(len(starts) for starts in self.log().values()) < count:
-            assert time.monotonic() < until
-            time.sleep(0.05)
 
 
 def is_dead(pid):

@@ -7,8 +7,8 @@ once per iteration. Wire bytes are those a device sends on a ring of N devices, 
     all_reduce                               2 (N-1)/N S
     permute                                  S
 
-A loop that runs at most once, from a `jax.named_scope("at_most_once_NAME")`, counts as rates[NAME] executions on
-average, by default one.
+A loop that runs at most once, from a `jax.named_scope("at_most_once_NAME")`, or as often as data need it, from
+"as_needed_NAME", counts as rates[NAME] executions on average, by default one.
 
 XLA:CPU sends 16-bit values as float32: audit the bytes of 16-bit programs on the GPU compile (audit/topology.py).
 """
@@ -71,7 +71,7 @@ OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 GEMM = re.compile(r'"__cublas\$(gemm|lt\$matmul)')  # custom calls that multiply; others solve triangular systems
 CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
-AT_MOST_ONCE = re.compile(r'at_most_once_(\w+)/while"')
+AT_MOST_ONCE = re.compile(r'(?:at_most_once|as_needed)_(\w+)/while"')
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 

@@ -19,6 +19,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from nanotrain_jax.config.mixture import TAGS
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import expanded, with_message
 
@@ -261,7 +262,7 @@ def _one_line(error: ValidationError) -> str:
     """Return the first validation error as `value: rule; remedy`, and the number of further ones."""
     first = error.errors()[0]
     place, kind, more = first["loc"], first["type"], error.error_count() - 1
-    key, value = ".".join(map(str, place)), _shown(first["input"])
+    key, value = ".".join(str(part) for part in place if part not in TAGS), _shown(first["input"])
     if kind == "extra_forbidden":
         text = f"unknown key {_shown(key)[1:-1]}{_suggest(key)}"
     elif kind == "value_error":  # from a validator of one key, or of a section, whose message names the keys

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from nanotrain_jax.config import families
+from nanotrain_jax.config.experts import Experts
 from nanotrain_jax.config.section import Pair, Section, key
 from nanotrain_jax.config.values import Count, Factory, Layers, Tokens, Vocabulary, Width, near_divisors
 
@@ -90,6 +91,9 @@ class Model(Section):
         None,
         "MLP hidden size; null: of the family: 4 d_model (gpt2), 8/3 d_model rounded up to a multiple of 256 (llama)",
     )
+    experts: Experts | None = key(
+        None, "{num, top_k, d_ff, ...}: a mixture of experts in place of each MLP (models/experts.py); null: none"
+    )
     activation: families.Activation | None = key(
         None,
         "activation of the MLP: silu, gelu or its approximation gelu_tanh; null: gelu_tanh (gpt2, gemma3), else silu",
@@ -137,6 +141,11 @@ class Model(Section):
         return family._replace(**given) if given else family
 
     @property
+    def ffn_width(self) -> int:
+        """How many hidden values of an MLP a token has: those of all its experts. Of a resolved model."""
+        return self.d_ff * (self.experts.top_k + self.experts.shared) if self.experts else self.d_ff
+
+    @property
     def head_width(self) -> int:
         return self.head_dim or self.d_model // self.num_heads
 
@@ -159,6 +168,17 @@ class Model(Section):
             raise ValueError(
                 f"head dim {self.head_width} ({given}) is odd, but rotary embeddings rotate pairs; choose an even "
                 "head dim"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _mixture(self) -> Model:
+        if self.experts and not self.features.gated_mlp:
+            raise ValueError(f"model.experts with model.family={self.family}: experts are gated MLPs; use llama")
+        if self.experts and self.d_ff not in (None, self.experts.d_ff):
+            raise ValueError(
+                f"model.d_ff={self.d_ff} with model.experts.d_ff={self.experts.d_ff}: every MLP is a mixture of "
+                "experts; leave model.d_ff out"
             )
         return self
 

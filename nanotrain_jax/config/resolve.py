@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from nanotrain_jax.config import update_checks
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import Execution, casts_at_use, execution, reduces_per_layer
+from nanotrain_jax.config.experts_checks import check_experts
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import EIGHT_BITS, Config
 from nanotrain_jax.config.training_stages import Span, of_phase, phases
@@ -31,7 +32,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     vocab = m.vocab_size or tokenizer_vocab
     if vocab is None:
         raise Misfit(
-            f"model.vocab_size is needed with data.source={d.source!r}: no tokenizer is known", "set model.vocab_size"
+            f"model.vocab_size is needed with data.source={d.origin!r}: no tokenizer is known", "set model.vocab_size"
         )
     if tokenizer_vocab and vocab < tokenizer_vocab:
         raise Misfit(
@@ -49,7 +50,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
         vocab_size=vocab,
         max_seq_len=max_seq_len,
         num_kv_heads=m.num_kv_heads or m.num_heads,
-        d_ff=m.d_ff or m.features.default_d_ff(m.d_model),
+        d_ff=m.experts.d_ff if m.experts else m.d_ff or m.features.default_d_ff(m.d_model),
         tie_embeddings=m.features.tied_embeddings if m.tie_embeddings is None else m.tie_embeddings,
     )
     config = update_checks.with_adapters(config).replace("parallel", **axes)
@@ -65,6 +66,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     check_pipe(config)
     check_offload(config)
     update_checks.check(config)
+    check_experts(config)
     config = config.replace("optimizer", decay_steps=config.optimizer.decay_steps or config.train.steps)
     check_optimizer(config)
     check_blocks(config)

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from nanotrain_jax.config.mixture import Sources
 from nanotrain_jax.config.model import Lora
 from nanotrain_jax.config.section import Pair, Section, key
-from nanotrain_jax.config.values import Count, Path, Positive, Resume, Seed, Sequences, Service, Source
+from nanotrain_jax.config.values import Count, Path, Positive, Resume, Seed, Sequences, Service
 
 
 def check_pattern(pattern: str) -> None:
@@ -29,7 +30,7 @@ class TrainStage(Section):
     lr: Annotated[float, Field(gt=0)] | None = key(
         None, "peak learning rate, and min_lr in proportion; null: optimizer.lr"
     )
-    data: Source | None = key(None, "null: data.source")
+    data: Sources | None = key(None, "as data.source; null: data.source")
 
 
 class BatchPhase(Section):

@@ -75,7 +75,7 @@ def check_saved_model(config: Config) -> None:
 
 def check_objective(config: Config) -> None:
     """Raise Misfit unless pairs are there for an objective that compares them, and only then."""
-    objective, source = config.train.objective, config.data.source
+    objective, source = config.train.objective, config.data.origin
     if objective is None and config.data.is_pairs:
         raise Misfit(f"data.source={source!r} without an objective", "use train.objective={kind: dpo}, or chat:GLOB")
     if objective is None:

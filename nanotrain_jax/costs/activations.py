@@ -15,6 +15,7 @@ from nanotrain_jax.costs.counts import (
     kv_width,
     local_kv_width,
     outline,
+    padded_rows,
     query_width,
     stage_layers,
     tokens_per_device,
@@ -65,13 +66,14 @@ def layer_activations(config: Config, remat: Remat) -> float:
     a float32 softmax statistic per head, or without flash attention the scores: in bytes (4 + b) T + 8 per head, 4 T at
     ZeRO-3, (9 + b) T with pipeline stages (b bytes of the compute dtype). With grouped-query attention XLA keeps about
     4 T (8 T) more than the program asks for. With model.qk_norm `none` keeps queries and keys also before their norm,
-    but not at ZeRO-3. Norms after attention and MLP keep their inputs. `none` and selective keep x A of adapters
+    but not at ZeRO-3. Norms after attention and MLP keep their inputs. A mixture of experts keeps the logits of its
+    router in float32 where it keeps gate and up of the experts of a token. `none` and selective keep x A of adapters
     (train.lora). At 2 bytes and t = 1 the first row is 32 d: the
     paper's 34 d without its two dropout masks.
     """
     like_x, inner = layer_widths(config, remat)
     split_x = config.parallel.tensor if config.parallel.sequence_parallel else 1
-    return like_x / split_x + inner / config.parallel.tensor + adapter_width(config, remat)
+    return like_x / split_x + inner / config.parallel.tensor + adapter_width(config, remat) + _router(config, remat)
 
 
 def adapter_width(config: Config, remat: Remat) -> float:
@@ -82,11 +84,17 @@ def adapter_width(config: Config, remat: Remat) -> float:
     return config.model.lora.rank * (columns + rows / (p.tensor if p.sequence_parallel else 1))
 
 
+def _router(config: Config, remat: Remat) -> float:
+    """Return the elements per token of the logits of a router, float32, of all tokens on each device of tensor."""
+    experts = config.model.experts
+    return 0.0 if remat.recomputes_layers or not experts else experts.num * 4 / BYTES[config.precision.compute]
+
+
 def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[float, float]:
     """Return the two terms of `layer_activations` before division by t: as wide as x (split by sequence parallelism
     only), and inner (split by tensor); with or without attention scores."""
     m, p, b, t = config.model, config.parallel, BYTES[config.precision.compute], config.parallel.tensor
-    up = (1 + m.features.gated_mlp) * m.d_ff
+    up = (1 + m.features.gated_mlp) * m.ffn_width
     matmuls = query_width(m) + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + up  # at least one key head per device
     T, per_head = config.data.seq_len, 4
     if scores and not p.is_blockwise and not fits_flash(m, config.precision.compute):
@@ -100,8 +108,10 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
         like_x, inner = 2 + m.features.norms_after, matmuls + _communicated_widths(config)
     elif p.zero == 3:
         like_x, inner = 2 + m.features.norms_after, matmuls + attention
+    elif m.experts:  # which compute what they multiply with w_down again
+        like_x, inner = 4 + 2 * m.features.norms_after, matmuls + attention + normed_width(config)
     else:
-        like_x, inner = 4 + 2 * m.features.norms_after, matmuls + attention + m.d_ff + normed_width(config)
+        like_x, inner = 4 + 2 * m.features.norms_after, matmuls + attention + m.ffn_width + normed_width(config)
     return like_x * m.d_model, inner
 
 
@@ -135,8 +145,8 @@ def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
         return 0.0, 0.0
     t, D, Q, K = p.tensor, m.d_model, query_width(m), kv_width(m) * max(1, p.tensor / m.num_kv_heads)
     entered = 2 * D / (t if p.sequence_parallel and remat.policy != "full" else 1)
-    inputs, out_input = entered + m.d_ff / t, Q / t  # of q, k, v, up, gate and down; of attention's output matmul
-    grads = 2 * D + (Q + 2 * K + (1 + m.features.gated_mlp) * m.d_ff) / t
+    inputs, out_input = entered + m.ffn_width / t, Q / t  # of q, k, v, up, gate and down; of attention's output matmul
+    grads = 2 * D + (Q + 2 * K + (1 + m.features.gated_mlp) * m.ffn_width) / t
     from_forward = 0.0
     if remat == NO_REMAT:
         from_forward = out_input if p.zero == 3 else inputs + out_input
@@ -161,4 +171,6 @@ def working_set(config: Config) -> float:
     tokens, split_x = tokens_per_device(config) / p.microbatches, p.tensor if p.sequence_parallel else 1
     like_x, inner = layer_widths(config.replace("parallel", zero=0), NO_REMAT, scores=False)
     size = b * tokens * ((like_x + 8 * config.model.d_model) / split_x + inner / p.tensor)
+    if config.model.experts:  # rows of the experts of a token, their gradients, and both padded
+        size += 2 * b * tokens * config.model.experts.top_k * config.model.d_model * (1 + padded_rows(config))
     return size + tokens * (score_bytes(config) + (block - 1) * b * layer_activations(config, NO_REMAT))

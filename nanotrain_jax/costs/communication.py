@@ -59,10 +59,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
     for exchange in muon.exchanges(config):
         add(exchange.axes, "all_to_all", exchange.bytes, Traffic.MOMENTUM)
     for op, size, what in tensor_buffers(config):
-        if op == "permute":
-            found["tensor", op, what] = (p.tensor - 1) / p.tensor * size
-        else:
-            add(("tensor",), op, size, what)
+        add(("tensor",), op, size, what)
     tokens = counts.tokens_per_device(config) / p.microbatches * counts.runs(config, ENDS)
     add(p.vocab_axes, "all_reduce", 3 * 4 * tokens, Traffic.LOSS)
     for op, size, what in attention_buffers(config):
@@ -70,6 +67,8 @@ def communication(config: Config) -> list[dict[str, Any]]:
             found["context", op, what] = size
         else:
             add(("context",), op, size, what)
+    for axes, size in router_buffers(config):
+        add(axes, "all_reduce", size, Traffic.ROUTERS)
     for axis, op, size, what in vision.buffers(config):
         add((axis,), op, size, what)
     if p.pipe > 1:
@@ -116,7 +115,35 @@ def between_stages(config: Config) -> float:
     """Return the bytes of the activation that a stage sends to the next, of one microbatch."""
     p = config.parallel
     x = BYTES[config.precision.compute] * counts.tokens_per_device(config) * config.model.d_model / p.microbatches
-    return x / p.tensor if p.sequence_parallel else x
+    return (x / p.tensor if p.sequence_parallel else x) + counts.router_queue_bytes(config)
+
+
+def router_buffers(config: Config) -> list[tuple[tuple[str, ...], float]]:
+    """Return the axes and bytes of the all-reduces of a step that balance and measure experts (models/balance.py).
+
+    The loads of L routers, of each microbatch for the loss that balances, and once for the metrics; where devices have
+    the same ones, to declare them so: over tensor and stages, without sequence parallelism in each layer.
+    """
+    m, p = config.model, config.parallel
+    if not m.experts:
+        return []
+
+    def several(*axes: str) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if p.axes[axis] > 1)
+
+    loads, microbatches = 4 * m.num_layers * m.experts.num, counts.runs(config, ENDS)
+    of_loss = (loads + 4) * microbatches * m.experts.adds_loss
+    stages = ("pipe",) * (execution(config) is Execution.PIPELINE)
+    same = tuple(axis for axis in p.vocab_axes if axis == "pipe" or p.sequence_parallel)
+    found = [
+        (several("replica", "data", "context"), of_loss),
+        (several(*stages, "replica", "data", "context"), loads + 8.0),
+        (same, (loads + 8.0) * microbatches),
+    ]
+    if p.tensor > 1 and not p.sequence_parallel:
+        rows = counts.router_queue_bytes(config) / m.num_layers * counts.stage_layers(config)
+        found.append((("tensor",), rows * counts.runs(config, LAYERS)))
+    return found
 
 
 def shares_of_ends(config: Config) -> int:
@@ -256,12 +283,13 @@ def conditional_rates(config: Config) -> dict[str, Fraction]:
     the vocabulary over pipe of all stages, M times in the ticks of a step.
     """
     p = config.parallel
+    of_experts = {"further_rounds": Fraction(0)}
     if execution(config) is not Execution.PIPELINE:
-        return {}
+        return of_experts
     schedule, last_of_chunk = counts.outline(config), Fraction(1, p.microbatches)
     per_tick = Fraction(p.microbatches * p.chunks, schedule.ticks)
     of_ends = Fraction(p.microbatches, schedule.ticks) if p.vocab_over_pipe else Fraction(1, p.chunks)
-    return {
+    return of_experts | {
         "forward": per_tick,
         "backward": per_tick,
         "weight": per_tick / max(1, schedule.weights),

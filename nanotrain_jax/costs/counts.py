@@ -29,6 +29,7 @@ from nanotrain_jax.models import vision_table
 from nanotrain_jax.models.decoder_table import frozen_table, table
 from nanotrain_jax.models.parameters import ENCODER, LAYERS, Parameter, Table
 from nanotrain_jax.parallel.context.packed_attention import num_parts
+from nanotrain_jax.parallel.expert.grouped_matmul import rows_of_a_round
 from nanotrain_jax.parallel.gradients import quantization
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 
@@ -62,14 +63,15 @@ def all_parameters(config: Config) -> int:
 
 
 def matmul_parameters(model: Model) -> int:
-    """Return the number of parameters that multiply every token: with the head, without look-ups, biases and norms."""
-    return sum(row.size * _layers(row, model) for row in table(model).values() if row.is_matmul)
+    """Return the number of parameters that multiply a token: with the head, without look-ups, biases and norms; of
+    experts those that it goes to."""
+    return sum(int(row.size * row.share) * _layers(row, model) for row in table(model).values() if row.is_matmul)
 
 
 def frozen_matmul_parameters(config: Config) -> int:
     """Return how many of `matmul_parameters` train.freeze freezes."""
     marked = frozen_table(config.model, 1, 1, config.train.freeze).values()
-    return sum(row.size * _layers(row, config.model) for row in marked if row.is_matmul and row.is_frozen)
+    return sum(int(x.size * x.share) * _layers(x, config.model) for x in marked if x.is_matmul and x.is_frozen)
 
 
 def frozen_parameters(config: Config) -> int:
@@ -143,7 +145,8 @@ def loss_load(config: Config) -> float:
     if config.parallel.vocab_over_pipe or not config.is_decoder:
         return 0.0
     matmuls = [row for row in table(m).values() if row.is_matmul]
-    return sum(row.size for row in matmuls if row.part != LAYERS) / sum(r.size for r in matmuls if r.part == LAYERS)
+    layer = sum(row.size * row.share for row in matmuls if row.part == LAYERS)
+    return sum(row.size for row in matmuls if row.part != LAYERS) / layer
 
 
 def is_sharded(parameter: Parameter, config: Config) -> bool:
@@ -159,6 +162,26 @@ def local_rows(parameter: Parameter, config: Config) -> int:
         return first // (p.vocab_shards if parameter.is_padded else p.tensor)
     is_first_sharded = p.zero and is_sharded(parameter, config) and first % N == 0
     return first // N if is_first_sharded else first
+
+
+def padded_rows(config: Config) -> float:
+    """Return how many rows a grouped matmul of experts multiplies for each that it has, while none needs more than one
+    round (parallel/expert/grouped_matmul.py): a little above 1.25."""
+    experts = config.model.experts
+    rows = int(tokens_per_device(config) / config.parallel.microbatches) * experts.top_k
+    return rows_of_a_round(rows, experts.num) * experts.num / rows
+
+
+def computed_ffn_width(config: Config) -> float:
+    """Return how many hidden values of an MLP a device computes for a token, over tensor: of experts with padding."""
+    m = config.model
+    return m.d_ff * (m.experts.top_k * padded_rows(config) + m.experts.shared) if m.experts else m.d_ff
+
+
+def router_queue_bytes(config: Config) -> int:
+    """Return the bytes of what layers pass on of their routers, beside x (models/balance.py); 0 without experts."""
+    m = config.model
+    return 4 * m.num_layers * (2 * m.experts.num + 2) if m.experts else 0
 
 
 def devices(config: Config) -> int:

@@ -14,7 +14,7 @@ from nanotrain_jax.costs import counts, muon, vision
 from nanotrain_jax.models.decoder_table import ATTENTION, DOWN, MLP
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, Parameter
 
-LAST = DOWN, f"{MLP}/down_B_RD"  # the last matmuls of a layer
+LAST = DOWN, *(f"{MLP}/{name}" for name in ("down_B_RD", "down_EFD", "shared_down_SD"))  # last matmuls of a layer
 
 
 def flops_per_token(config: Config) -> dict[str, float]:
@@ -53,14 +53,16 @@ def trained_share(config: Config, part: str) -> float:
 
 
 def computed_share(path: str, row: Parameter, config: Config) -> float:
-    """Return the share of a matmul that a device computes for each of its tokens.
+    """Return the share of a matmul that a device computes for each of its tokens: of experts, with padding.
 
     Keys and values: of one head at least. B of a row-parallel adapter: for 1 / t of them with sequence parallelism.
     """
     p = config.parallel
+    if row.layout.startswith("E "):
+        return row.share * counts.padded_rows(config) / p.tensor
     if row.split_dim is not None:
         return 1 / (p.vocab_shards if row.is_padded else p.tensor)
-    if row.is_partial and row.init != "adapter":
+    if row.is_partial and "K" in row.layout.split() and row.init != "adapter":
         return 1 / config.model.num_kv_heads
     return 1 / p.tensor if path.endswith("_B_RD") and p.sequence_parallel else 1.0
 

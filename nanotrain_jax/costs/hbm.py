@@ -64,11 +64,16 @@ def update_bytes(config: Config) -> float:
 def layer_bytes(config: Config) -> dict[str, float] | None:
     """Return the least bytes of one layer and microbatch on a device: forward, backward, recompute, weights, gradients.
 
-    None where this form does not hold: layers in stages or in host memory, split over tensor or context, or beside
-    an encoder.
+    None where this form does not hold: layers in stages or in host memory, split over tensor or context, beside an
+    encoder, or with experts.
     """
     m, p = config.model, config.parallel
-    if config.vision or p.tensor * p.context > 1 or execution(config) not in (Execution.AUTODIFF, Execution.PER_LAYER):
+    if (
+        config.vision
+        or m.experts
+        or p.tensor * p.context > 1
+        or execution(config) not in (Execution.AUTODIFF, Execution.PER_LAYER)
+    ):
         return None
     size, tokens = BYTES[config.precision.compute], tokens_per_device(config) / p.microbatches
     D, Q, K, F, g = m.d_model, query_width(m), kv_width(m), m.d_ff, 2 if m.features.gated_mlp else 1

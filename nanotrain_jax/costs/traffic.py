@@ -21,6 +21,7 @@ class Traffic(Enum):
     ATTENTION = "keys, values and their gradients"
     HEADS = "queries, keys, values and outputs, tokens for heads"
     LOSS = "loss"
+    ROUTERS = "loads of experts"
     SYNCHRONIZATION = "weights of replicas"
     MOMENTUM = "momentum, shards for whole matrices"
     ENCODER = "activations of the encoder of pictures"

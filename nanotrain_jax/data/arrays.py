@@ -80,7 +80,7 @@ def read(folder: Path, seq_len: int, verify: bool = True) -> Folder:
         places = int(meta["picture_places"]) if "picture_places" in meta else None
     except FileNotFoundError:
         raise ValueError(f"{source} has no meta.json; {remedy}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
         raise ValueError(f"{source} is damaged ({error!r}); {remedy}") from None
     for path, digest in sums.items() if verify else ():
         if not (folder / path).is_file() or corpus.digest(folder / path) != digest:

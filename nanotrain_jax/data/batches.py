@@ -8,71 +8,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import jax
 import numpy as np
 
 from nanotrain_jax.config.schema import Data
-from nanotrain_jax.data import arrays, chat, text_files, token_folder
-from nanotrain_jax.data import corpus as corpora
+from nanotrain_jax.data import arrays, chat, text_sources
 from nanotrain_jax.data import tokenizer as tokenizers
+from nanotrain_jax.data.dataset import Dataset, Source
+from nanotrain_jax.data.mixture import Mixed, Mixture
 from nanotrain_jax.data.packing import Packed
 from nanotrain_jax.data.pairs import REFERENCE, Pairs
-from nanotrain_jax.data.windows import Windows
-
-PIECES = 8  # about, to hold out, of documents that are too long to be held out whole
-
-
-class Synthetic:
-    """Random access to uniformly random tokens: item i is int32 [seq_len + 1]. For benchmarks."""
-
-    def __init__(self, vocab_size: int, seq_len: int, seed: int, length: int = 1 << 24):
-        self.shape, self.vocab_size, self.seed, self.length = (seq_len + 1,), vocab_size, seed, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        return np.random.default_rng((self.seed, int(i))).integers(self.vocab_size, size=self.shape, dtype=np.int32)
-
-    def document_starts(self, i: int) -> np.ndarray:
-        """As of `Windows`: each sequence is one document."""
-        return np.zeros(self.shape, np.int32)
-
-
-class WithDocuments:
-    """Random access to sequences with their documents: item i is int32 [2 seq_len + 1], tokens and document_starts."""
-
-    def __init__(self, source: Windows | Synthetic):
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, i: int) -> np.ndarray:
-        return np.stack([self.source[i], self.source.document_starts(i)])
-
-
-Source = Windows | Synthetic | arrays.Rows | Packed
-
-
-class Dataset(NamedTuple):
-    """Training and validation sequences (val may be empty). fingerprint identifies them; replaced: see Corpus;
-    picture_places: see data/arrays.py; pieces: into which documents were cut to hold some out (0: they are whole);
-    has_ends: see Corpus; notes: lines about them for people."""
-
-    train: Source
-    val: Source
-    tokenizer: str | None
-    vocab_size: int | None
-    fingerprint: str
-    replaced: int = 0
-    picture_places: int | None = None
-    pieces: int = 0
-    has_ends: bool = True
-    notes: tuple[str, ...] = ()
+from nanotrain_jax.data.text_sources import tokenizer_of
+from nanotrain_jax.data.windows import Synthetic, Windows, WithDocuments
 
 
 def load(config: Data, vocab_size: int | None = None) -> Dataset:
@@ -80,7 +30,7 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
 
     Raises ValueError (one line: value, rule, remedy), or OSError if a file cannot be read.
     """
-    kind, _, where = config.source.partition(":")
+    kind, _, where = ("", "", "") if config.parts else config.source.partition(":")
     if kind == "synthetic":
         if vocab_size is None:
             raise ValueError(
@@ -99,72 +49,7 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
         )
     if config.is_chat and where:
         return of_chat(config)
-    if kind == "tokens" and where and token_folder.is_sharded(Path(where)):
-        return of_shards(config, Path(where))
-    if kind == "tokens" and where:
-        corpus = corpora.read(where, config.verify != "off")
-        check_tokenizer(config, corpus.tokenizer)
-    elif kind == "text" and where:
-        corpus = of_texts(config, where)
-    elif config.source == "stdlib":
-        corpus = corpora.build(corpora.stdlib_documents(), tokenizer_of(config))
-    else:
-        raise ValueError(
-            f"data.source={config.source!r} must be stdlib, text:GLOB, tokens:DIR, arrays:DIR, chat:GLOB, pairs:GLOB "
-            "or synthetic"
-        )
-
-    need = config.seq_len + 1
-    if len(corpus.tokens) < need:
-        raise ValueError(
-            f"data.source={config.source!r} has {len(corpus.tokens)} tokens, but data.seq_len={config.seq_len} needs "
-            f"at least {need}; use more text or a shorter data.seq_len"
-        )
-    documents = len(corpus.ends)
-    corpus, sides = divided(corpus, config)
-    train, val = (Windows(corpus, side, config.seq_len) for side in sides)
-    for name, side in ("train on", train), ("hold out", val):
-        if not len(side) and (side is train or config.val_fraction):
-            raise ValueError(
-                f"data.val_fraction={config.val_fraction} leaves {side.total} tokens to {name}, but data.seq_len="
-                f"{config.seq_len} needs at least {need}; change data.val_fraction (0: no validation), or use more text"
-            )
-    fingerprint = f"{corpus.fingerprint} val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
-    pieces = len(corpus.ends) if len(corpus.ends) > documents else 0
-    found = Dataset(train, val, corpus.tokenizer, corpus.vocab_size, fingerprint, corpus.replaced, pieces=pieces)
-    return found._replace(has_ends=corpus.has_ends, notes=tuple(notes(corpus)))
-
-
-def notes(corpus: corpora.Corpus) -> Iterator[str]:
-    """Yield lines about a corpus."""
-    if corpus.left_out:
-        count = len(corpus.left_out)
-        yield f"warning: {count:,} files of the folder are no text and are left out; the first is {corpus.left_out[0]}"
-
-
-def of_texts(config: Data, where: str) -> corpora.Corpus:
-    """Read and tokenize data.source=text:GLOB. Raises ValueError or OSError."""
-    files = text_files.matching(where, f"data.source={config.source!r}")
-    texts = text_files.documents(files.paths, text_files.Field(config.field, "data.field"))
-    return corpora.build(texts, tokenizer_of(config))._replace(left_out=tuple(map(str, files.binary)))
-
-
-def of_shards(config: Data, folder: Path) -> Dataset:
-    """Open data.source=tokens:DIR of the second format. Raises ValueError or OSError."""
-    header, train, val = token_folder.sides(folder, config)
-    check_tokenizer(config, header.tokenizer)
-    fingerprint = f"{header.fingerprint} val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
-    found = Dataset(train, val, header.tokenizer, header.vocab_size, fingerprint, header.total("replaced"))
-    return found._replace(has_ends=header.end is not None)
-
-
-def check_tokenizer(config: Data, name: str) -> None:
-    """Raise ValueError unless data.tokenizer and data.end_token, if set, are the tokenizer of a token folder."""
-    if (config.tokenizer or config.end_token) and tokenizer_of(config).name != name:
-        raise ValueError(
-            f"data.tokenizer={config.tokenizer!r} with data.end_token={config.end_token!r} is not the tokenizer of "
-            f"{config.source!r} (which is {name}); remove both keys"
-        )
+    return text_sources.load(config)
 
 
 def of_chat(config: Data) -> Dataset:
@@ -172,27 +57,6 @@ def of_chat(config: Data) -> Dataset:
     tokenizer = tokenizer_of(config)
     found = chat.load(config, tokenizer)
     return Dataset(found.train, found.val, tokenizer.name, tokenizer.vocab_size, found.fingerprint, notes=found.notes)
-
-
-def divided(corpus: corpora.Corpus, config: Data) -> tuple[corpora.Corpus, tuple[np.ndarray, np.ndarray]]:
-    """Return a corpus, and which of its documents to train on and to hold out: data.val_fraction, a row at least.
-
-    If every document is longer than that, as of a handful of files, they are cut into pieces. Raises ValueError.
-    """
-    least = config.seq_len + 1
-    try:
-        return corpus, corpus.split(config.val_fraction, least)
-    except corpora.NothingToHoldOut:
-        budget = max(config.val_fraction * len(corpus.tokens), least)
-        corpus = corpus.cut(max(int(budget) // PIECES, 1), tokenizers.line_ends(tokenizer_of(config)))
-        return corpus, corpus.split(config.val_fraction, least)
-
-
-def tokenizer_of(config: Data) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a data source of text. Raises ValueError or OSError."""
-    kind, _, where = config.source.partition(":")
-    folder = where if kind == "tokens" and (Path(where) / tokenizers.TOKENIZER).exists() else None
-    return tokenizers.load(config.tokenizer or folder or "bytes", config.end_token)
 
 
 def files_of(config: Data) -> dict[str, str]:
@@ -205,7 +69,7 @@ def files_of(config: Data) -> dict[str, str]:
 
 def first_words(dataset: Dataset, config: Data, count: int = 3) -> str:
     """Return the first words of a held-out document, or of a training document without one; "" if they are no text."""
-    side = dataset.val if len(dataset.val) else dataset.train
+    side = dataset.validation[0].rows if dataset.validation else dataset.train
     if not isinstance(side, Windows):
         return ""
     tokenizer = tokenizer_of(config)
@@ -254,6 +118,9 @@ def batches(
 
 def in_order(source: Source, shapes: Any, seed: int) -> grain.MapDataset:
     """Return the rows in the order of training, without end."""
+    if isinstance(source, Mixture):
+        orders = [in_order(rows, shapes, seed) for rows in source.rows.values()]
+        return grain.MapDataset.source(Mixed(source, orders))
     return grain.MapDataset.source(_examples(source, shapes)).seed(seed).shuffle().repeat(None)
 
 

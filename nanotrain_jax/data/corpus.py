@@ -34,7 +34,8 @@ class Corpus(NamedTuple):
     """Concatenated documents: document i is tokens[ends[i-1]:ends[i]]; keys are 64-bit hashes of their texts.
 
     replaced: number of invalid UTF-8 sequences that were replaced by U+FFFD. has_ends: an end token follows each
-    document. left_out: files of a folder that are no text.
+    document. left_out: files of a folder that are no text. of_texts: for each document the hash of the text of which it
+    is a piece; None: documents are whole.
     """
 
     tokens: np.ndarray
@@ -45,6 +46,12 @@ class Corpus(NamedTuple):
     replaced: int = 0
     has_ends: bool = True
     left_out: tuple[str, ...] = ()
+    of_texts: np.ndarray | None = None
+
+    @property
+    def wholes(self) -> np.ndarray:
+        """The hash of the text of which each document is a piece, or that it is."""
+        return self.keys if self.of_texts is None else self.of_texts
 
     @property
     def fingerprint(self) -> str:
@@ -88,7 +95,8 @@ class Corpus(NamedTuple):
             ends.append(start)
         starts = [0, *ends[:-1]]
         keys = [text_key(self.tokens[a:b].tobytes()) for a, b in zip(starts, ends, strict=True)]
-        return self._replace(ends=np.array(ends), keys=np.array(keys, np.uint64))
+        of_texts = self.wholes[np.searchsorted(self.ends, ends)]
+        return self._replace(ends=np.array(ends), keys=np.array(keys, np.uint64), of_texts=of_texts)
 
 
 class NothingToHoldOut(ValueError):
@@ -124,22 +132,6 @@ def matching(pattern: str, key: str) -> list[str]:
     if not paths:
         raise ValueError(f"{key} matches no file; check the pattern (relative to {Path.cwd()}){hint}")
     return paths
-
-
-def text_documents(paths: Sequence[str | Path]) -> Iterator[bytes]:
-    """Yield one document per file. A single file is split at line ends into about 100 documents (1 to 64 KiB each), so
-    that some can be held out."""
-    if len(paths) > 1:
-        yield from (Path(p).read_bytes() for p in paths)
-        return
-    text, start = Path(paths[0]).read_bytes(), 0
-    size = min(max(len(text) // 100, 1 << 10), 1 << 16)
-    while start < len(text):
-        stop = start + size
-        if stop < len(text):
-            stop = text.rfind(b"\n", start, stop) + 1 or stop
-        yield text[start:stop]
-        start = stop
 
 
 def encoded(
@@ -211,7 +203,7 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
         if dtype not in (np.dtype("<u2"), np.dtype("<u4")):
             raise ValueError(f"dtype {dtype}")
         size = (folder / "tokens.bin").stat().st_size
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, OSError) as error:
         raise ValueError(f"data.source='tokens:{folder}' is damaged ({error!r}); {remedy}") from None
     if size != count * dtype.itemsize:
         raise ValueError(
@@ -222,8 +214,8 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
         if digest(folder / file) != expected:
             raise ValueError(f"{folder}/{file} does not match the SHA-256 in its header: it was modified; {remedy}")
     try:
-        documents = np.load(folder / "documents.npy")
-    except (ValueError, EOFError) as error:
+        documents = np.load(folder / "documents.npy", mmap_mode="r")  # never a pickle; no more than the file has
+    except (ValueError, OverflowError, EOFError) as error:
         raise ValueError(f"{folder}/documents.npy is damaged ({error}); {remedy}") from None
     tokens = np.memmap(folder / "tokens.bin", dtype, "r", shape=(count,))
     if verify and tokens.max(initial=0) >= vocab:

@@ -31,8 +31,7 @@ NO_UTF_8 = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", codecs
 
 
 class Field(NamedTuple):
-    """name: the key of .jsonl and column of .parquet with the text. key, or_skip: what messages say of it, of bad
-    lines."""
+    """name: the key of .jsonl and column of .parquet with the text. key, or_skip: what messages say of it."""
 
     name: str
     key: str
@@ -88,6 +87,11 @@ def documents(paths: Sequence[Path], field: Field, skipped: Counter[str] | None 
             yield from parquet_documents(path, field)
         elif kind(path) == ".jsonl":
             yield from json_documents(path, field, skipped)
+
+
+def whole_of_pieces(paths: Sequence[Path]) -> bytes | None:
+    """Return the text of which all documents are pieces; None if they are whole. Raises ValueError or OSError."""
+    return text(paths[0]) if len(paths) == 1 and kind(paths[0]) not in RECORDS else None
 
 
 def pieces(whole: bytes) -> Iterator[bytes]:

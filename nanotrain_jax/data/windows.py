@@ -1,4 +1,4 @@
-"""Sequences of concatenated documents, by index. Plain numpy."""
+"""Sequences of text, by index. Plain numpy."""
 
 from __future__ import annotations
 
@@ -48,3 +48,33 @@ class Windows:
             arrays.append(self.tokens[first : first + take])
             start, length, document = start + take, length - take, document + 1
         return np.concatenate(arrays).astype(np.int32)
+
+
+class Synthetic:
+    """Random access to uniformly random tokens: item i is int32 [seq_len + 1]. For benchmarks."""
+
+    def __init__(self, vocab_size: int, seq_len: int, seed: int, length: int = 1 << 24):
+        self.shape, self.vocab_size, self.seed, self.length = (seq_len + 1,), vocab_size, seed, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return np.random.default_rng((self.seed, int(i))).integers(self.vocab_size, size=self.shape, dtype=np.int32)
+
+    def document_starts(self, i: int) -> np.ndarray:
+        """As of `Windows`: each sequence is one document."""
+        return np.zeros(self.shape, np.int32)
+
+
+class WithDocuments:
+    """Random access to sequences with their documents: item i is int32 [2 seq_len + 1], tokens and document_starts."""
+
+    def __init__(self, source: Windows | Synthetic):
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return np.stack([self.source[i], self.source.document_starts(i)])

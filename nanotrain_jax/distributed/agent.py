@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple, TextIO
 
-from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, STOPPED, Connection, Message, log
+from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, STOPPED, Connection, Message, join, log
 from nanotrain_jax.distributed.ranks import LAUNCHER, STOPS
 from nanotrain_jax.distributed.watchdog import HUNG
 
@@ -44,12 +44,12 @@ class Agent:
         self.signals: list[int] = []
         self.stopping = False
 
-    def run(self, coordinator: tuple[str, int], timeout: int) -> int:
-        """Follow the coordinator until the run ends; -> exit code."""
+    def run(self, coordinator: tuple[str, int], token: bytes, timeout: int) -> int:
+        """Follow the coordinator until the run ends; -> exit code. Raises Refused if it has another token."""
         for number in STOPS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, frame: self.signals.append(number))
-        connection = self._join(coordinator, timeout)
+        connection = self._join(coordinator, token, timeout)
         if connection is None:
             return STOPPED if self.signals else 1
         threading.Thread(target=self._listen, args=[connection], daemon=True).start()
@@ -97,12 +97,12 @@ class Agent:
         for worker in self.workers:
             worker.process.send_signal(signal.SIGTERM)
 
-    def _join(self, coordinator: tuple[str, int], timeout: int) -> Connection | None:
-        """Connect to the coordinator, with retries; None after the timeout or a signal."""
+    def _join(self, coordinator: tuple[str, int], token: bytes, timeout: int) -> Connection | None:
+        """Connect to the coordinator, with retries; None after the timeout or a signal. Raises Refused."""
         deadline = time.monotonic() + timeout
         while not self.signals:
             try:
-                return Connection(socket.create_connection(coordinator, timeout=5))
+                return join(socket.create_connection(coordinator, timeout=5), token)
             except OSError as error:
                 reason = str(error)
             if time.monotonic() > deadline:

@@ -16,9 +16,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
-from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, STOPPED, Connection, Message, log
+from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, STOPPED, Connection, Message, Refused, admit, log
 
 LOOPBACK = "127.0.0.1"
+MAX_STRANGERS = 128  # connections at once that have not proved the token; more are closed, and agents retry
+MAX_REFUSALS = 10  # printed
 # (initial number of processes, available ones, devices of each) -> number to start, overrides; may raise ValueError
 RestartPlan = Callable[[int, int, int], tuple[int, list[str]]]
 
@@ -39,9 +41,10 @@ class RestartPolicy(NamedTuple):
 class Coordinator:
     """The coordinator of all agents; `run` is the target of a thread."""
 
-    def __init__(self, listener: socket.socket, address: str, policy: RestartPolicy, plan: RestartPlan):
-        """address: of this host, as other hosts reach it. plan: what to start after a failure."""
+    def __init__(self, listener: socket.socket, address: str, token: bytes, policy: RestartPolicy, plan: RestartPlan):
+        """address: of this host, as other hosts reach it. token: agents have the same. plan: after a failure."""
         self.listener, self.address, self.policy, self.plan = listener, address, policy, plan
+        self.token, self.strangers, self.refusals = token, threading.Semaphore(MAX_STRANGERS), 0
         self.events: queue.Queue[tuple[Connection | None, int, Message]] = queue.Queue()
         self.connections: dict[int, Connection] = {}  # by host
         self.ready: dict[int, Message] = {}  # "ready" messages of hosts whose workers are not started
@@ -84,8 +87,25 @@ class Coordinator:
     def _accept(self) -> None:
         while True:
             with suppress(OSError):  # the connection closed immediately
-                connection = Connection(self.listener.accept()[0])
-                threading.Thread(target=self._listen, args=[connection], daemon=True).start()
+                sock, (address, *_) = self.listener.accept()
+                if self.strangers.acquire(blocking=False):
+                    threading.Thread(target=self._admit, args=[sock, address], daemon=True).start()
+                else:
+                    sock.close()
+
+    def _admit(self, sock: socket.socket, address: str) -> None:
+        """Listen to an agent that has the token."""
+        try:
+            connection = admit(sock, self.token)
+        except (Refused, OSError) as error:
+            sock.close()
+            self.refusals += isinstance(error, Refused)
+            if isinstance(error, Refused) and self.refusals <= MAX_REFUSALS:
+                log(f"refused a connection from {address}: it has another token")
+            return
+        finally:
+            self.strangers.release()
+        self._listen(connection)
 
     def _listen(self, connection: Connection) -> None:
         host = None

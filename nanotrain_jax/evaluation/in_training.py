@@ -61,7 +61,7 @@ def check(config: Config, tokenizer: Tokenizer | None) -> None:
     twice = next((name for name in paths if paths.count(name) > 1), None)
     wrong = {
         "with the section vision: its model cannot score texts": bool(config.vision),
-        f"with data.source={config.data.source}, which has no tokenizer": tokenizer is None,
+        f"with data.source={config.data.origin}, which has no tokenizer": tokenizer is None,
         "with memory.offload_params=host: the weights are not on the devices": config.memory.offload_params != "none",
         "without evaluations; set train.eval_every": not config.train.eval_every,
         f"with two files named {twice!r}": twice is not None,

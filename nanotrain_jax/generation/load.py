@@ -105,12 +105,12 @@ def _of_checkpoint(run: Path, tokenizer: Tokenizer, placement: Placement, folder
 
 def tokenizer_of(run: Path, config: Config) -> Tokenizer:
     """Return the tokenizer that a run was trained with. Raises ValueError or OSError."""
-    if config.data.source == "synthetic":
+    if config.data.kind == "synthetic":
         raise ValueError(
             f"--run={str(run)!r} was trained with data.source=synthetic, which is not text; give another run"
         )
     copy = run / TOKENIZER  # the original may have been removed
-    is_bytes = config.data.tokenizer in (None, "bytes") and not config.data.source.startswith("tokens:")
+    is_bytes = config.data.tokenizer in (None, "bytes") and "tokens" not in config.data.kinds
     return load_tokenizer(str(copy)) if copy.exists() and not is_bytes else batches.tokenizer_of(config.data)
 
 

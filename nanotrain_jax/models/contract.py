@@ -4,7 +4,7 @@ A model is a stack of identical layers, with a computation before and one after 
 
     batch = batch | encode(ends, batch, run)            optional: an encoder of images, ...
     x = first(ends, batch, run)                         embedding
-    x = layer(weights[i], x, batch) for i in 0 .. L-1   x keeps its shape and dtype
+    x = layer(weights[i], x, batch) for i in 0 .. L-1   x keeps its shape and dtype; it may be a tree of arrays
     sum of losses, count = last(ends, x, batch)         norm, head, loss
 
 The functions run inside `shard_map` (check_vma=True) on this device's shards and one of its microbatches, in the dtype
@@ -109,8 +109,15 @@ class Model:
     count       count(batch) -> over how many the loss of a batch is the mean, as a scalar; None: its targets
     of_rows     of_rows(ends, x, batch) -> float32 [B ...], of each row, the same along tensor and context:
                 `Step.of_rows` returns it, without gradients. None: there is no such function
-    measures    names of further sums, float32 scalars, which `last` then returns by name as a third value, instead of
+    measures    name -> shape of further sums, float32, which `last` then returns by name as a third value, instead of
                 `correct`: steps and evaluations log their means over what it counts
+    report      report(means of measures, of the whole batch) -> what is logged of them, scalars; None: the means
+    adjust      adjust(layers, measures) -> layers, after an update that was not skipped: constants that follow from
+                what was measured, not from gradients. layers: this device's rows of layers; measures: those with a
+                leading dim of layers, of these rows. None: nothing is adjusted
+    penalty     penalty(x, count) -> a further sum of losses, float32 scalar, of what layers bring out (x, a tree, as
+                `last` takes it); count: what `last` returned. Training's gradients are of both sums; the loss that is
+                logged, and that of evaluations, is the first alone. None: there is none
     correct     correct(ends, x, batch) -> number of targets whose most likely token is the right one, as a scalar, for
                 evaluations (`parallel.accuracy.correct`); uses the same ends as `last`. None: not counted
     init        init(seed, order=None, put=None) -> weights in float32; the same seed gives the same values on every
@@ -149,7 +156,10 @@ class Model:
     token_losses: Callable[[Tree, jax.Array, Tree], jax.Array] | None = None
     count: Callable[[Tree], jax.Array] | None = None
     of_rows: Callable[[Tree, jax.Array, Tree], jax.Array] | None = None
-    measures: tuple[str, ...] = ()
+    measures: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] | None = None
+    penalty: Callable[[Tree, jax.Array], jax.Array] | None = None
+    adjust: Callable[[Tree, dict[str, jax.Array]], Tree] | None = None
     decode: Decode | None = None
     is_decayed: Callable[[tuple], bool] = lambda path: path[-1].key not in ("bias", "scale")
     has_partial_gradient: Callable[[tuple], bool] = lambda path: False

@@ -20,7 +20,8 @@ from jax import lax
 from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import contract
 from nanotrain_jax.models.contract import Place
-from nanotrain_jax.models.decoder_layer import Attention, Split
+from nanotrain_jax.models.decoder_layer import Attention
+from nanotrain_jax.models.modules import Split
 from nanotrain_jax.models.ops import project
 from nanotrain_jax.parallel.collectives import Tree, all_gather, as_varying, varying_axes
 from nanotrain_jax.parallel.tensor import tensor
@@ -38,7 +39,7 @@ def build(config: Model, split: Split, graphs: tuple, ends: Callable[[Tree], nnx
     def layer(weights: Tree, x_BTD: jax.Array, cache: Tree, place: Place) -> tuple[jax.Array, Tree]:
         module = nnx.merge(graphs.layer, weights)
         y_BTD, cache = attend(module.attention, module.norm_attention(x_BTD), cache, place)
-        return module.after_attention(x_BTD, y_BTD), cache
+        return module.after_attention(x_BTD, y_BTD)[0], cache
 
     def last(weights: Tree, x_BTD: jax.Array) -> jax.Array:
         module, axis = ends(weights), split.axis

@@ -37,8 +37,9 @@ from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import writes_layers_out
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config, Model
-from nanotrain_jax.models import contract, decode, decoder_table
-from nanotrain_jax.models.decoder_layer import ONE_DEVICE, Layer, Norm, Split, fill
+from nanotrain_jax.models import balance, contract, decode, decoder_table
+from nanotrain_jax.models.decoder_layer import Layer, Norm
+from nanotrain_jax.models.modules import ONE_DEVICE, Split, fill
 from nanotrain_jax.models.ops import add, project
 from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, VOCAB, under
 from nanotrain_jax.parallel import remat
@@ -157,7 +158,7 @@ class Decoder(nnx.Module):
         layer, weights = nnx.split(self.layers)
 
         def run(x_BTD: jax.Array, weights: nnx.State) -> jax.Array:
-            return nnx.merge(layer, weights)(x_BTD, len(tokens_BT))
+            return nnx.merge(layer, weights)(x_BTD, len(tokens_BT))[0]
 
         x_BTD = remat.scan(run, self.ends.embed(tokens_BT), weights, remat.Policy())
         return self.ends.logits(x_BTD)
@@ -295,6 +296,15 @@ def check_flash_rows(config: Config) -> None:
         )
 
 
+def constants(config: Model) -> tuple[str, ...]:
+    """Return the names of arrays of layers that have no gradient."""
+    names = {
+        decoder_table.IS_LOCAL: config.features.has_local_layers,
+        decoder_table.BIAS: config.experts is not None and config.experts.balance == "bias",
+    }
+    return tuple(name for name, exists in names.items() if exists)
+
+
 def is_decayed(path: tuple) -> bool:
     """True if weight decay applies to the parameter at this tree path: all but gains, biases and learned positions."""
     return PARAMETERS[path[-1].key].decay
@@ -309,22 +319,30 @@ def kind_of_matmul(config: Config) -> float8.Matmul:
     return float8.WIDE if is_wide else float8.PLAIN
 
 
+def split_of(config: Config, mesh: Mesh) -> Split:
+    """Return how the devices of a mesh share the decoder of a resolved config."""
+    p = config.parallel
+    # Full remat recomputes the layer's forward, which has just gathered what its backward needs.
+    regather = config.memory.rematerialization.policy != "full"
+    matmuls = tensor.MatmulOptions(regather, p.overlap_tensor, kind_of_matmul(config))
+    split = Split("tensor", p.tensor, p.sequence_parallel) if p.tensor > 1 else ONE_DEVICE
+    return split._replace(
+        matmuls=matmuls,
+        context=p.context_attention if p.context > 1 else None,
+        vocab_axes=p.vocab_axes,
+        vocab_shards=p.vocab_shards,
+        logits=config.precision.logits,
+        flat=writes_layers_out(config, mesh.devices.flat[0].platform),
+    )
+
+
 def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.Model:
     """Build the decoder of a resolved config for the training step. counts_correct: with `Model.correct`."""
-    p = config.parallel
     kernel = attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
     if kernel == "cudnn":
         check_flash_rows(config)
     decoder = config.model.model_copy(update={"attention": kernel})
-    # Full remat recomputes the layer's forward, which has just gathered what its backward needs.
-    regather = config.memory.rematerialization.policy != "full"
-    attention = p.context_attention if p.context > 1 else None
-    matmul = kind_of_matmul(config)
-    matmuls = tensor.MatmulOptions(regather, p.overlap_tensor, matmul)
-    split = Split("tensor", p.tensor, p.sequence_parallel) if p.tensor > 1 else ONE_DEVICE
-    split = split._replace(vocab_axes=p.vocab_axes, vocab_shards=p.vocab_shards, logits=config.precision.logits)
-    is_flat = writes_layers_out(config, mesh.devices.flat[0].platform)
-    split = split._replace(matmuls=matmuls, context=attention, flat=is_flat)
+    split = split_of(config, mesh)
     graphs, shapes = abstract(decoder, split)
 
     def initialize(seed: int, order: Sequence[int] | None = None, put: Callable | None = None) -> dict:
@@ -337,8 +355,11 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
     def first(weights: dict, batch: dict, run: Callable) -> jax.Array:
         return merged(weights).embed(batch["inputs"], batch.get("starts"))
 
-    def layer(weights: dict, x_BTD: jax.Array, batch: dict) -> jax.Array:
+    def run_layer(weights: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array | None]:
         return nnx.merge(graphs.layer, weights)(x_BTD, len(batch["inputs"]), batch.get("starts"))
+
+    def layer(weights: dict, x_BTD: jax.Array, batch: dict) -> jax.Array:
+        return run_layer(weights, x_BTD, batch)[0]
 
     def last(weights: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
         return merged(weights).loss(x_BTD, batch["targets"])
@@ -349,7 +370,7 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
     def correct(weights: dict, x_BTD: jax.Array, batch: dict) -> jax.Array:
         return merged(weights).correct(x_BTD, batch["targets"])
 
-    return contract.Model(
+    model = contract.Model(
         init=initialize,
         first=first,
         layer=layer,
@@ -359,12 +380,13 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
         used_by_last=partial(used_by, "last"),
         is_decayed=is_decayed,
         has_partial_gradient=partial(has_partial_gradient, split=split),
-        constants=(decoder_table.IS_LOCAL,) if decoder.features.has_local_layers else (),
+        constants=constants(decoder),
         is_padded=is_padded,
         splits_context=True,
         splits_documents=True,
-        splits_vocab=bool(p.vocab_over_pipe),
+        splits_vocab=bool(config.parallel.vocab_over_pipe),
         correct=correct if counts_correct else None,
         token_losses=token_losses,
         decode=decode.build(decoder, split, graphs, merged),
     )
+    return balance.build(model, config, run_layer) if decoder.experts else model

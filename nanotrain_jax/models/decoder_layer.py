@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,56 +12,14 @@ from nanotrain_jax.config.families import Family
 from nanotrain_jax.config.model import Lora
 from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import decoder_table, lora
+from nanotrain_jax.models.experts import Experts
+from nanotrain_jax.models.modules import Split, fill
 from nanotrain_jax.models.ops import Rope, activated, add, complete, gated, normalize, rotate
-from nanotrain_jax.models.parameters import Parameter, Table, under
+from nanotrain_jax.models.parameters import under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import position
 from nanotrain_jax.parallel.context import context
 from nanotrain_jax.parallel.tensor import tensor
-
-
-class Split(NamedTuple):
-    """How devices share the heads, widths, tokens and vocabulary of a decoder."""
-
-    axis: str | None = None  # mesh axis; None: not split
-    size: int = 1
-    sequence_parallel: bool = False  # shard activations over tokens between matmuls
-    matmuls: tensor.MatmulOptions = tensor.PLAIN_MATMULS  # of `tensor.columns` and `tensor.row`
-    context: context.Kind | None = None  # attention over the mesh axis context; None: devices have whole sequences
-    vocab_axes: tuple[str, ...] = ()  # mesh axes that split the vocabulary: of pipe and tensor
-    vocab_shards: int = 1  # devices along them
-    logits: str | None = None  # dtype of the loss's logits; None: the compute dtype
-    flat: bool = False  # q, k and v by matmuls of two dims, to which XLA:GPU adds the biases; loops would keep copies
-
-    def positions(self, tokens: int, starts_BT: jax.Array | None = None) -> jax.Array | None:
-        """Return the positions of this device's tokens, int32 [T/context], with starts [B T/context]; None: 0 to T-1.
-
-        tokens: T/context. starts[B T], of whole rows: positions count from the start of a document.
-        """
-        axis = "context" if self.context else None
-        if starts_BT is None and axis is None:
-            return None
-        in_row_T = context.own_positions(tokens, axis, self.context in context.ZIGZAG)
-        return in_row_T if starts_BT is None else in_row_T[None] - starts_BT[:, in_row_T]
-
-
-ONE_DEVICE = Split()
-
-
-def _initial(row: Parameter, rngs: nnx.Rngs | None) -> jax.Array:
-    if row.init == "adapter":  # the variance of PEFT's, which are uniform
-        return jax.random.normal(rngs.lora(), row.shape) / math.sqrt(3 * math.prod(row.shape[:-1]))
-    if row.init != "normal":  # of is_local: `decoder.init`
-        return jnp.ones(row.shape) if row.init == "ones" else jnp.zeros(row.shape)
-    rows, *dims = row.shape
-    drawn = row.std * jax.random.normal(rngs.params(), (rows - row.padding, *dims), jnp.float32)
-    return jnp.pad(drawn, [(0, row.padding)] + [(0, 0)] * len(dims)) if row.is_padded else drawn
-
-
-def fill(module: nnx.Module, rows: Table, rngs: nnx.Rngs | None = None) -> None:
-    """Add parameters to a module, initialized in the order of the table."""
-    for name, row in rows.items():
-        setattr(module, name, nnx.Param(_initial(row, rngs)))
 
 
 def _gain(gain: jax.Array, features: Family) -> jax.Array:
@@ -204,14 +160,14 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """x[B T D] -> y[B T D]: an activation, or a gated one (arXiv 2002.05202)."""
+    """x[B T D] -> y[B T D], None: an activation, or a gated one (arXiv 2002.05202)."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.features, self.split, self.lora = config.features, split, config.lora
         fill(self, under(decoder_table.table(config, split.size), decoder_table.MLP), rngs)
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, None]:
         axis, sequence_parallel, options = self.split.axis, self.split.sequence_parallel, self.split.matmuls
         weights = {"up": self.up_DF[...]} | ({"gate": self.gate_DF[...]} if self.features.gated_mlp else {})
         adapters = adapters_of(self, self.lora)
@@ -227,7 +183,7 @@ class MLP(nnx.Module):
             y_BTD += lora.row(h_BTF, adapters["down"], axis, sequence_parallel)
         if self.features.norms_after:  # whose backward needs its input
             y_BTD = remat.name(y_BTD, "mlp_out")
-        return complete(add(y_BTD, self.bias_down_D[...])) if self.features.biases else y_BTD
+        return (complete(add(y_BTD, self.bias_down_D[...])) if self.features.biases else y_BTD), None
 
 
 class Layer(nnx.Module):
@@ -237,20 +193,23 @@ class Layer(nnx.Module):
         self.norm_attention = Norm(config, decoder_table.NORM_ATTENTION)
         self.attention = Attention(config, rngs, split)
         self.norm_mlp = Norm(config, decoder_table.NORM_MLP)
-        self.mlp = MLP(config, rngs, split)
+        self.mlp = Experts(config, rngs, split) if config.experts else MLP(config, rngs, split)
         self.norms_after = config.features.norms_after
         if self.norms_after:
             self.norm_attention_out = Norm(config, decoder_table.NORM_ATTENTION_OUT)
             self.norm_mlp_out = Norm(config, decoder_table.NORM_MLP_OUT)
 
-    def __call__(self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
         return self.after_attention(x_BTD, self.attention(self.norm_attention(x_BTD), sequences, starts_BT))
 
-    def after_attention(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
-        """x[B T D], what attention returns y[B T D] -> x[B T D], the output of the layer."""
+    def after_attention(self, x_BTD: jax.Array, y_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """x[B T D], what attention returns y[B T D] -> x[B T D], the output of the layer; what `balance.row` returns of
+        its router, None without experts."""
         if self.norms_after:
             x_BTD = x_BTD + self.norm_attention_out(y_BTD)
         else:  # the sum: without it, the backward would add again, in each kernel of the next norm
             x_BTD = remat.name(x_BTD + y_BTD, "attention_out")
-        y_BTD = self.mlp(self.norm_mlp(x_BTD))
-        return x_BTD + (self.norm_mlp_out(y_BTD) if self.norms_after else y_BTD)
+        y_BTD, of_router = self.mlp(self.norm_mlp(x_BTD))
+        return x_BTD + (self.norm_mlp_out(y_BTD) if self.norms_after else y_BTD), of_router

@@ -1,6 +1,7 @@
 """The parameter table of the decoder, one line per array. Needs no JAX.
 
 Dims: D model, F ffn, N query heads, K kv heads, H head dim, V vocabulary, T longest sequence, R rank of adapters.
+E experts, S ffn of shared experts.
 """
 
 import math
@@ -10,6 +11,7 @@ from functools import lru_cache, partial
 from typing import get_args
 
 from nanotrain_jax.config.derived import padded_vocab
+from nanotrain_jax.config.experts import Experts
 from nanotrain_jax.config.families import FAMILIES, Family
 from nanotrain_jax.config.model import Matrix
 from nanotrain_jax.config.schema import Model
@@ -22,6 +24,7 @@ NORM_ATTENTION, NORM_MLP, NORM_LAST = f"{LAYERS}/norm_attention", f"{LAYERS}/nor
 NORM_ATTENTION_OUT, NORM_MLP_OUT = f"{LAYERS}/norm_attention_out", f"{LAYERS}/norm_mlp_out"
 DOWN = f"{MLP}/down_FD"
 IS_LOCAL = "is_local_1"  # of attention: 1 in layers with a window
+BIAS = "bias_2E"  # of a router, with balance=bias: the sum of two, as a 16-bit number would lose small steps
 EMBEDDING, POSITIONS, HEAD = f"{ENDS}/embedding_VD", f"{ENDS}/positions_TD", f"{ENDS}/head_VD"
 
 _weight = partial(Parameter, std=STD, is_matmul=True)
@@ -29,7 +32,7 @@ _gain = partial(Parameter, init="ones", decay=False)
 _bias = partial(Parameter, init="zeros", decay=False)
 
 
-def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
+def inventory(family: Family, is_tied: bool, num_layers: int = 1, experts: Experts | None = None) -> Table:
     """Return every parameter of a family, without sizes. Arrays of a module are initialized in this order.
 
     Keys and values are sharded over tensor if there is a head per device; else replicated, and each device uses one
@@ -41,11 +44,8 @@ def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
         f"{ATTENTION}/k_DKH": _weight("D K/tensor H", is_partial=True),
         f"{ATTENTION}/v_DKH": _weight("D K/tensor H", is_partial=True),
         f"{ATTENTION}/out_NHD": _weight("N/tensor H D", std=residual),
-        f"{MLP}/up_DF": _weight("D F/tensor"),
-        DOWN: _weight("F/tensor D", std=residual),
     }
-    if family.gated_mlp:
-        table[f"{MLP}/gate_DF"] = _weight("D F/tensor")
+    table |= _mixture(experts, residual) if experts else _mlp(family, residual)
     for norm in (NORM_ATTENTION, NORM_MLP, *[NORM_ATTENTION_OUT, NORM_MLP_OUT] * family.norms_after):
         table |= _norm(norm, family)
     if family.qkv_bias:
@@ -72,6 +72,32 @@ def inventory(family: Family, is_tied: bool, num_layers: int = 1) -> Table:
         table[POSITIONS] = Parameter("T D", used="first", std=STD, decay=False)
     if not is_tied:
         table[HEAD] = _weight("V/vocab D", used="last", is_padded=True)
+    return table
+
+
+def _mlp(family: Family, residual: float) -> Table:
+    table = {f"{MLP}/up_DF": _weight("D F/tensor"), DOWN: _weight("F/tensor D", std=residual)}
+    return table | {f"{MLP}/gate_DF": _weight("D F/tensor")} if family.gated_mlp else table
+
+
+def _mixture(experts: Experts, residual: float) -> Table:
+    """The experts in place of an MLP. All devices of tensor route the same tokens, each with its part of the gates'
+    gradients: that of the router is a partial sum."""
+    routed = partial(_weight, share=experts.top_k / experts.num)
+    table = {
+        f"{MLP}/router_DE": _weight("D E", is_partial=True),
+        f"{MLP}/up_EDF": routed("E D F/tensor"),
+        f"{MLP}/gate_EDF": routed("E D F/tensor"),
+        f"{MLP}/down_EFD": routed("E F/tensor D", std=residual),
+    }
+    if experts.balance == "bias":
+        table[f"{MLP}/{BIAS}"] = Parameter("2 E", init="balance", decay=False, is_frozen=True)
+    if experts.shared:
+        table |= {
+            f"{MLP}/shared_up_DS": _weight("D S/tensor"),
+            f"{MLP}/shared_gate_DS": _weight("D S/tensor"),
+            f"{MLP}/shared_down_SD": _weight("S/tensor D", std=residual),
+        }
     return table
 
 
@@ -106,7 +132,7 @@ def adapters(rows: Table, targets: Sequence[str]) -> Table:
 
 def adapter_paths(model: Model) -> dict[str, tuple[str, str]]:
     """Return for each matrix of a resolved model that has an adapter its path -> those of A and B."""
-    rows = inventory(model.features, model.tie_embeddings)
+    rows = inventory(model.features, model.tie_embeddings, experts=model.experts)
     found = {}
     for path in rows:
         target = path.rpartition("/")[2].partition("_")[0]
@@ -123,7 +149,9 @@ def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
     """
     V, K, H = padded_vocab(model.vocab_size, vocab_shards), model.num_kv_heads, model.head_width
     sizes = {"D": model.d_model, "F": model.d_ff, "N": model.num_heads, "K": K, "H": H, "V": V, "T": model.max_seq_len}
-    sizes |= {"1": 1, "R": model.lora.rank if model.lora else 0}
+    sizes |= {"1": 1, "2": 2, "R": model.lora.rank if model.lora else 0}
+    if model.experts:
+        sizes |= {"E": model.experts.num, "S": model.experts.shared * model.d_ff}
 
     def sized(row: Parameter) -> Parameter:
         is_partial = row.is_partial and tensor > (K if TENSOR in row.layout else 1)
@@ -135,7 +163,7 @@ def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
             padding=V - model.vocab_size if row.is_padded else 0,
         )
 
-    rows = inventory(model.features, model.tie_embeddings, model.num_layers)
+    rows = inventory(model.features, model.tie_embeddings, model.num_layers, model.experts)
     rows |= adapters(rows, model.lora.targets) if model.lora else {}
     return {path: sized(row) for path, row in rows.items()}
 
@@ -151,6 +179,7 @@ def frozen_table(model: Model, tensor: int, vocab_shards: int, freeze: tuple[str
 
 
 def every_parameter(is_tied: bool = False) -> Table:
-    """Return the parameters of all families, with adapters, without sizes."""
+    """Return the parameters of all families, with adapters and experts, without sizes."""
     rows = {path: row for family in FAMILIES.values() for path, row in inventory(family, is_tied).items()}
+    rows |= _mixture(Experts(num=1, top_k=1, d_ff=1, shared=1, balance="bias"), STD)
     return rows | adapters(rows, get_args(Matrix))

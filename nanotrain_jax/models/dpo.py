@@ -71,7 +71,7 @@ def build(model: Model, config: Config) -> Model:
         model,
         last=last,
         correct=None,
-        measures=("accuracy", "margin"),
+        measures={"accuracy": (), "margin": ()},
         count=lambda batch: exists(batch).sum(dtype=jnp.float32),
         of_rows=log_probabilities,
         further_inputs={**model.further_inputs, "reference": jax.ShapeDtypeStruct((pairs, 2), jnp.float32)},

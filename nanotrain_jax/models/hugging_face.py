@@ -15,7 +15,7 @@ from nanotrain_jax.models import hugging_face_config
 from nanotrain_jax.models.hugging_face_kinds import KINDS, Tensor
 from nanotrain_jax.models.parameters import Table
 
-COUNT = "*"
+COUNT, EXPERT = "*", "{expert}"
 STRIP = 64  # elements
 MAX_NAMED = 3  # tensors named in an error message
 SIZES = (  # keys of model, which the decoder reads
@@ -26,11 +26,12 @@ FEATURES = (
     "centered_norms", "learned_positions", "gated_mlp", "activation", "biases", "qkv_bias", "qk_norm", "norms_after",
     "gains_from_one", "scaled_embeddings",
 )  # fmt: skip
+EXPERTS = "num", "top_k", "d_ff", "shared", "router", "normalize"  # keys of model.experts, likewise
 Shapes = Mapping[str, tuple[int, ...]]  # name -> shape
 
 
 class Stored(NamedTuple):
-    """A tensor of a folder: a row with sizes, of one layer."""
+    """A tensor of a folder, or those of all experts as one: a row with sizes, of one layer."""
 
     name: str
     paths: tuple[str, ...]
@@ -45,6 +46,18 @@ class Stored(NamedTuple):
         return tuple(prod(self.sizes[word] for word in group) for group in self.groups)
 
     @property
+    def pieces(self) -> dict[str, int | None]:
+        """Name of each tensor of the folder -> its expert, first dim of this one; of one without experts None."""
+        if EXPERT not in self.name:
+            return {self.name: None}
+        return {self.name.replace(EXPERT, str(expert)): expert for expert in range(self.shape[0])}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor of the folder, by name."""
+        return {name: self.shape if expert is None else self.shape[1:] for name, expert in self.pieces.items()}
+
+    @property
     def flat(self) -> list[str]:
         """The dims of ours in the order of the stored tensor."""
         return [word for group in self.groups for word in group]
@@ -55,7 +68,7 @@ def kind_of(model: Model, model_type: str | None = None) -> str:
     family's, and others. Raises ValueError if none can.
     """
     model = model.model_copy(update={"lora": None})
-    of_family = {kind.family: name for name, kind in KINDS.items()}
+    of_family = {kind.family: name for name, kind in reversed(KINDS.items())}  # the first
     names = [name for name in (model_type, of_family.get(model.family), *KINDS) if name in KINDS]
     problems = {name: _misfit(name, model) for name in dict.fromkeys(names)}
     found = next((name for name, problem in problems.items() if problem is None), None)
@@ -88,6 +101,7 @@ def _computed(model: Model) -> dict[str, Any]:
     ropes = [(features.rope_local_theta, None) if has_own and local else rope for local in is_local]
     return {f"model.{key}": getattr(model, key) for key in SIZES} | {
         "model.num_kv_heads": model.num_kv_heads or model.num_heads,
+        "model.experts so": model.experts and model.experts.model_dump(include={*EXPERTS}),
         "features of that family": [getattr(features, name) for name in FEATURES],
         "model.sliding_window in these layers": [model.sliding_window if local else None for local in is_local],
         "model.rope_theta and model.rope_scaling so": [] if features.learned_positions else ropes,
@@ -131,7 +145,7 @@ def located(kind: str, model: Model, have: Shapes, origin: str) -> tuple[list[St
     is_bare = KINDS[kind].tensors[0].name.removeprefix(prefix) in have
     wanted = [x._replace(name=x.name.removeprefix(prefix)) if is_bare else x for x in inventory(kind, model)]
     head = next(row.name for row in KINDS[kind].tensors if row.paths == (ours.HEAD,))
-    shapes = {x.name: x.shape for x in wanted}
+    shapes = {name: shape for x in wanted for name, shape in x.shapes.items()}
     copy = head if head in have and head not in shapes else None
     left = [name for name in have if name not in shapes and not re.fullmatch(KINDS[kind].buffers, name)]
     problems = {
@@ -148,6 +162,14 @@ def located(kind: str, model: Model, have: Shapes, origin: str) -> tuple[list[St
             more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
             raise ValueError(f"{origin} {problem} {', '.join(names[:MAX_NAMED])}{more}; give a whole {kind} model")
     return wanted, copy
+
+
+def read(stored: Stored, get: Callable[[str, tuple[slice, ...]], np.ndarray], index: tuple[slice, ...]) -> np.ndarray:
+    """Return a block of a stored tensor. get(name, index) -> that block of a tensor of the folder."""
+    if EXPERT not in stored.name:
+        return get(stored.name, index)
+    names = [*stored.pieces][index[0]]
+    return np.stack([get(name, index[1:]) for name in names])
 
 
 def part(

@@ -47,6 +47,8 @@ def section(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
             raise ValueError(f"{origin} has no {theirs}; give the config.json of a {config['model_type']} model")
         value = config.get(theirs, kind.defaults.get(theirs))
         keys |= {} if value is None else {key: value}
+    if kind.experts:
+        keys["experts"] = {key: config.get(theirs, kind.defaults.get(theirs)) for theirs, key in kind.experts.items()}
     sizes = keys.get("head_dim"), keys["num_heads"], keys["d_model"]
     if all(isinstance(size, int) for size in sizes) and sizes[0] * sizes[1] == sizes[2]:
         del keys["head_dim"]
@@ -72,12 +74,15 @@ def _check(key: str, value: Any, values: Sequence[Any], origin: str) -> None:
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json as transformers 4 writes it.
 
-    Version 5 writes rope_parameters for rope_theta and rope_scaling, of Gemma 3 for each type of layers.
+    Version 5 writes rope_parameters for rope_theta and rope_scaling, of Gemma 3 for each type of layers; and
+    num_local_experts for num_experts.
     """
     plain = dict(config)
     pattern = plain.pop("_sliding_window_pattern", None)
     if pattern is not None:
         plain.setdefault("sliding_window_pattern", pattern)
+    if "num_local_experts" in plain:
+        plain.setdefault("num_experts", plain["num_local_experts"])
     rope = plain.pop("rope_parameters", None)
     rope = rope if isinstance(rope, dict) else {}
     if not rope.keys().isdisjoint({LOCAL, GLOBAL}):
@@ -190,6 +195,9 @@ def as_json(name: str, model: Model, dtype: str, base: Mapping[str, Any]) -> dic
     kind = KINDS[name]
     other = {key: value for key, value in _plain(base).items() if key != "dtype"}
     keys = {theirs: getattr(model, key) for theirs, key in kind.keys.items()}
+    if kind.experts:
+        keys |= {theirs: getattr(model.experts, key) for theirs, key in kind.experts.items()}
+        other.setdefault("intermediate_size", model.ffn_width)  # of MLPs, which qwen3_moe asks for and does not use
     if "head_dim" in keys:
         keys["head_dim"] = model.head_width
     if "rope_local_base_freq" in keys:

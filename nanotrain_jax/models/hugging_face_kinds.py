@@ -5,7 +5,8 @@ It is read in both directions. A row of tensors says how a stored tensor consist
     Tensor("...q_proj.weight", "(N H) D", (q_DNH,))      the array [D N H], stored as a matrix of N H rows
     Tensor("...c_attn.weight", "D (* N H)", (q, k, v))   three arrays [D N H], side by side
 
-{} is the number of a layer, * counts the arrays. Rotary embeddings pair the first half of a head with the second, here
+{} is the number of a layer, {expert} that of an expert, whose tensors one after another are one of ours; * counts the
+arrays. Rotary embeddings pair the first half of a head with the second, here
 and there, so no row is permuted. A row whose arrays the model does not have is not stored.
 """
 
@@ -37,11 +38,20 @@ class Kind(NamedTuple):
     defaults: Mapping[str, Any]  # of keys that config.json may leave out, as transformers has; None: that of ours
     fixed: Mapping[str, tuple[Any, ...]]  # keys with the values that we compute; the first is written
     buffers: str  # regular expression: tensors that are no weights
+    experts: Mapping[str, str] | None = None  # key of config.json -> key of the section model.experts; None: no mixture
     global_layers: Literal["first", "every"] | None = None  # which layers may have no window; None: all are alike
 
 
 def _layer(name: str, dims: str, *paths: str) -> Tensor:
     return Tensor(f"model.layers.{{}}.{name}", dims, paths)
+
+
+def _experts(router: str, experts: str, names: tuple[str, str, str]) -> tuple[Tensor, ...]:
+    """Return the rows of a mixture. names: of the matrices gate, up and down of an expert."""
+    arrays = f"{ours.MLP}/gate_EDF", f"{ours.MLP}/up_EDF", f"{ours.MLP}/down_EFD"
+    rows = zip(names, ("E F D", "E F D", "E D F"), arrays, strict=True)
+    of_experts = (_layer(f"{experts}.{{{{expert}}}}.{name}.weight", dims, path) for name, dims, path in rows)
+    return _layer(f"{router}.weight", "E D", f"{ours.MLP}/router_DE"), *of_experts
 
 
 def _block(name: str, dims: str, *paths: str) -> Tensor:
@@ -74,6 +84,7 @@ LLAMA_TENSORS = (
     Tensor("lm_head.weight", "V D", (ours.HEAD,)),
 )
 GEMMA3_TENSORS = (*(row for row in LLAMA_TENSORS if row not in NORMS), *GEMMA3_NORMS)
+WITHOUT_MLP = tuple(row for row in LLAMA_TENSORS if not row.paths[0].startswith(f"{ours.MLP}/"))
 GPT2_TENSORS = (
     Tensor("transformer.wte.weight", "V D", (ours.EMBEDDING,)),
     Tensor("transformer.wpe.weight", "T D", (ours.POSITIONS,)),
@@ -148,6 +159,36 @@ KINDS: dict[str, Kind] = {
         architecture="Qwen3ForCausalLM",
         defaults=QWEN2.defaults | {"head_dim": 128},
         fixed=ROTARY_FIXED | {"attention_bias": (False,)},
+    ),
+    "mixtral": LLAMA._replace(
+        family="mistral",
+        architecture="MixtralForCausalLM",
+        tensors=(
+            *WITHOUT_MLP,
+            *_experts("block_sparse_moe.gate", "block_sparse_moe.experts", ("w1", "w3", "w2")),
+        ),
+        keys=LLAMA.keys | {"sliding_window": "sliding_window"},
+        experts={"num_local_experts": "num", "num_experts_per_tok": "top_k", "intermediate_size": "d_ff"},
+        defaults=LLAMA.defaults
+        | {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": None, "rms_norm_eps": 1e-5}
+        | {"rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+        fixed=ROTARY_FIXED,
+    ),
+    "qwen3_moe": QWEN2._replace(
+        family="qwen3",
+        architecture="Qwen3MoeForCausalLM",
+        tensors=(*WITHOUT_MLP, *_experts("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj"))),
+        keys={key: name for key, name in LLAMA.keys.items() if name != "d_ff"} | {"moe_intermediate_size": "d_ff"},
+        experts={
+            "num_experts": "num",
+            "num_experts_per_tok": "top_k",
+            "moe_intermediate_size": "d_ff",
+            "norm_topk_prob": "normalize",
+        },
+        defaults=QWEN2.defaults
+        | {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+        | {"norm_topk_prob": False},
+        fixed=ROTARY_FIXED | {"attention_bias": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     ),
     "gemma3_text": LLAMA._replace(
         family="gemma3",

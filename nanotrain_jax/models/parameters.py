@@ -12,6 +12,8 @@ VISION, ENCODER = "vision", "encoder"  # beside them with the section vision; ar
 TENSOR = "/tensor"  # marks the dim of a layout that is sharded over the tensor axis
 VOCAB = "/vocab"  # marks the vocabulary, sharded over the axes of `Parallel.vocab_axes`
 
+CONSTANTS = "is_local", "balance"  # initial values of arrays that have no gradient
+
 Use = Literal["layer", "first", "last", "both", "encode", "encoder"]
 
 
@@ -21,11 +23,13 @@ class Parameter(NamedTuple):
     layout: str  # a word for each dim, after a slash the mesh axis that shards it: "D N/tensor H"
     used: Use = "layer"  # in each layer; before the first layer, after the last one, or both; to encode a picture,
     # in each layer of its encoder
-    init: Literal["normal", "zeros", "ones", "is_local", "adapter"] = "normal"  # is_local: 1 in layers with a window,
-    # else 0; adapter: normal with variance 1 / (3 D), D inputs, from a stream of random numbers of its own
+    init: Literal["normal", "zeros", "ones", "is_local", "balance", "adapter"] = "normal"
+    # is_local: 1 in layers with a window, else 0; balance: zeros, adjusted without a gradient; adapter: normal
+    # with variance 1 / (3 D), D inputs, from a stream of random numbers of its own
     std: float = 0.0  # of normal
     decay: bool = True  # True: weight decay applies
     is_matmul: bool = False  # True: it multiplies every token of the decoder
+    share: float = 1.0  # of a matmul: the share of it that multiplies a token, of experts those that it goes to
     is_padded: bool = False  # True: its first dim is the vocabulary; where that is sharded, padded with rows of zeros
     is_partial: bool = False  # True: if replicated over tensor, each device uses and differentiates only a part of it,
     # or multiplies its own heads with it
@@ -55,7 +59,9 @@ class Parameter(NamedTuple):
 
     @property
     def free(self) -> tuple[int, ...]:
-        """Sizes of the dims that are not sharded so: ZeRO may shard them over data."""
+        """Sizes of the dims that are not sharded so: ZeRO may shard them over data, but of constants."""
+        if self.init in CONSTANTS:
+            return ()
         return tuple(size for d, size in enumerate(self.shape) if d != self.split_dim)
 
     def is_used(self, end: Literal["first", "last"]) -> bool:

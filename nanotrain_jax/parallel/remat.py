@@ -35,7 +35,7 @@ PACKED = "packed_out", "packed_lse"  # of attention within documents: with these
 HOPS = "columns", "row"  # results of collective matmuls
 MODULE = ("residuals_of_module",)  # what the forward of a pipeline stage that is a different module stores
 # Matmul outputs of a layer that its backward needs, and what attention over a mesh axis has communicated.
-SAVED = ("q", "k", "v", "attention_out", "gate", "up", "mlp_out", "adapter", *BLOCKWISE, *ULYSSES)
+SAVED = ("q", "k", "v", "attention_out", "router", "gate", "up", "mlp_out", "adapter", *BLOCKWISE, *ULYSSES)
 
 # Includes reductions over devices: otherwise their full-size inputs, partial sums, would be saved and reduced again.
 EXPENSIVE = ("dot_general", "dot_product_attention_fwd_wrapper", "reduce_scatter", "psum", "psum_invariant")

@@ -215,14 +215,14 @@ def _run(equations: Sequence[JaxprEqn], values: dict[Var, Any]) -> None:
 
 
 def _results(equation: JaxprEqn, arguments: list) -> Sequence:
-    """Evaluate one equation: inline calls, drop optimization barriers."""
+    """Evaluate one equation, under its name in profiles: inline calls, drop optimization barriers."""
     name = equation.primitive.name
     if name == "optimization_barrier":
         return arguments
     if name in INLINED:
         inner = equation.params["jaxpr"]
         return _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", []), arguments)
-    with equation.ctx.manager:
+    with equation.ctx.manager, jax.named_scope(str(equation.source_info.name_stack)):
         params = equation.primitive.get_bind_params(equation.params)
         results = equation.primitive.bind(*arguments, **params)
     return results if equation.primitive.multiple_results else [results]

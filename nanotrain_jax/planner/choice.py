@@ -134,7 +134,8 @@ def kind_of_gpu(name: str | None, config: Config) -> str:
 
 def vocabulary(config: Config) -> int | None:
     """Return the tokenizer's vocabulary size if known without reading the data. Raises ValueError, OSError."""
-    kind, _, folder = config.data.source.partition(":")
+    sources = [part.source for part in config.data.parts] or [config.data.source]
+    kind, _, folder = next((s for s in sources if s.startswith("tokens:")), sources[0]).partition(":")
     if kind == "tokens" and Path(folder).exists():
         if token_folder.is_sharded(Path(folder)):
             return token_folder.read_header(Path(folder), f"data.source={config.data.source!r}").vocab_size

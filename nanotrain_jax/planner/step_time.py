@@ -262,19 +262,19 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     """Return F, B and W of one microbatch through a stage's layers in seconds, without communication."""
     m, p = config.model, config.parallel
     t, n, b = p.tensor, counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
-    D, Q, L = m.d_model, counts.query_width(m), counts.stage_layers(config)
+    D, Q, L, F = m.d_model, counts.query_width(m), counts.stage_layers(config), counts.computed_ffn_width(config)
     K, num_up = counts.kv_width(m) * max(1, t / m.num_kv_heads), 1 + m.features.gated_mlp
     faster = FLOAT8 if config.precision.matmul == "float8" else 1.0
 
     def matmul(k: float, out: float) -> float:
         return _matmul((n, k, out), b, gpu) / faster
 
-    inner = matmul(D, Q / t) + matmul(Q / t, D) + 2 * matmul(D, K / t) + num_up * matmul(D, m.d_ff / t)
-    down = matmul(m.d_ff / t, D)
+    inner = matmul(D, Q / t) + matmul(Q / t, D) + 2 * matmul(D, K / t) + num_up * matmul(D, F / t)
+    down = matmul(F / t, D)
     attention = attention_time(config, gpu)
     split_x = t if p.sequence_parallel else 1
     of_heads = ((not m.features.learned_positions) + m.features.qk_norm) * 2 * (Q + K) / t  # rotary, norms
-    stream = b * n * ((10 + 4 * m.features.norms_after) * D / split_x + of_heads + (1 + num_up) * m.d_ff / t)
+    stream = b * n * ((10 + 4 * m.features.norms_after) * D / split_x + of_heads + (1 + num_up) * m.ffn_width / t)
     elementwise = stream / (STREAM * gpu.memory_bandwidth) + 6 * KERNEL
     forward = inner + down + attention + elementwise
     kept = attention if p.is_blockwise else 0.0  # `selective` and `full` keep the output of ring and gather

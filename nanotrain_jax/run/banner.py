@@ -16,6 +16,7 @@ from nanotrain_jax.costs import counts, memory
 from nanotrain_jax.data import batches
 from nanotrain_jax.data.tokenizer import CHAT_TEMPLATE
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
+from nanotrain_jax.run.metrics import EPOCHS, VAL_OF
 
 
 def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: list[str]) -> str:
@@ -24,7 +25,7 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
     batch_sizes = dict.fromkeys(phase.batch_size or config.data.batch_size for phase in found)
     lines = [
         headline(config, mesh),
-        f"{config.data.source}: {len(dataset.train):,} training and {len(dataset.val):,} held-out sequences of "
+        f"{config.data.origin}: {len(dataset.train):,} training and {len(dataset.val):,} held-out sequences of "
         f"{config.data.seq_len} tokens; {', '.join(map(str, batch_sizes))} sequences per step",
     ]
     if config.optimizer.warmup_steps > config.train.steps:
@@ -32,6 +33,10 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
         lines.append(f"warning: the run ends during warm-up: optimizer.warmup_steps={warmup} > train.steps")
     if config.train.epochs:
         lines.append(f"train.epochs={config.train.epochs:g}: {config.train.steps:,} steps")
+    if config.data.exhausted == "end":
+        lines.append(f"data.exhausted=end: at most {config.train.steps:,} steps, in which no source is read twice")
+    for name, rows, _ in dataset.further:
+        lines.append(f"validation {name}: {len(rows):,} sequences")
     lines += [*dataset.notes, *without_effect(config)]
     if dataset.pieces:
         lines.append(f"every document is too long to be held out: cut at line ends into {dataset.pieces:,} pieces")
@@ -87,6 +92,8 @@ def headline(config: Config, mesh: Mesh) -> str:
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
     device = "simulated CPU device" if config.runtime.simulate else mesh.devices.flat[0].device_kind
     model = config.model.factory or f"{config.model.family} with {counts.parameters(config.model):,} parameters"
+    if config.model.experts:
+        model += f", {counts.matmul_parameters(config.model):,} of them multiply a token"
     if config.vision:
         of_encoder = counts.all_parameters(config) - counts.parameters(config.model)
         model += f" behind an encoder of pictures with {of_encoder:,} ({config.vision.image_size} pixels, "
@@ -112,10 +119,16 @@ def summary(config: Config, latest: dict[str, Any], bigram: float | None, number
         lines.append(f"  training loss     {latest['loss']:.4f}")
     if "val_loss" in latest:
         lines.append(f"  validation loss   {latest['val_loss']:.4f} nats per {unit}")
+    for name, value in latest.items():
+        if name.startswith(VAL_OF):
+            lines.append(f"    {name.removeprefix(VAL_OF):<15} {value:.4f}")
     if "accuracy" in latest:
         lines.append(f"  accuracy          {latest['accuracy']:.1%} of held-out {units}")
     if "margin" in latest:
         lines.append(f"  margin            {latest['margin']:.4f} of rewards of held-out pairs")
+    read = {name.removeprefix(EPOCHS): value for name, value in latest.items() if name.startswith(EPOCHS)}
+    if read:
+        lines.append("  read              " + ", ".join(f"{name} {times:.2f} times" for name, times in read.items()))
     if bigram:
         lines.append(f"  a bigram model    {bigram:.4f} on the same text (predicts from the previous token only)")
     if "skipped_steps" in latest:

@@ -30,6 +30,7 @@ from nanotrain_jax.data import corpus
 from nanotrain_jax.data.tokenizer import Tokenizer
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.models import decoder, hugging_face, hugging_face_config
+from nanotrain_jax.models.hugging_face import Stored
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 from nanotrain_jax.run import sources
 from nanotrain_jax.run.hugging_face import Folder, opened
@@ -154,13 +155,16 @@ class Export:
         self.base = safetensors.read_json(run / CONFIG) if (run / CONFIG).is_file() else {}
         self.kind = hugging_face.kind_of(self.model, self.base.get("model_type"))
         self.dtype = jnp.dtype(dtype or config.precision.compute)
-        self.stored = {x.name: x for x in hugging_face.inventory(self.kind, self.model)}
+        inventory = hugging_face.inventory(self.kind, self.model)
+        self.stored = {name: x for x in inventory for name in x.pieces}
+        self.shapes = {name: shape for x in inventory for name, shape in x.shapes.items()}
+        self.latest: tuple[Stored, np.ndarray] | None = None  # of experts, all of a layer
         self.weights = sources.of_run(checkpoints, step, is_exact=self.dtype == jnp.float32)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(int(np.prod(x.shape)) for x in self.stored.values()) * self.dtype.itemsize
+        return sum(int(np.prod(shape)) for shape in self.shapes.values()) * self.dtype.itemsize
 
     def read(self, path: str, layer: int | None) -> np.ndarray:
         """Return one of our arrays, without padding, in the dtype of the folder."""
@@ -169,7 +173,10 @@ class Export:
     def tensor(self, name: str) -> np.ndarray:
         """Return a tensor of the model folder."""
         stored = self.stored[name]
-        return hugging_face.joined(stored, [self.read(path, stored.layer) for path in stored.paths])
+        if self.latest is None or self.latest[0] != stored:
+            self.latest = stored, hugging_face.joined(stored, [self.read(path, stored.layer) for path in stored.paths])
+        expert = stored.pieces[name]
+        return self.latest[1] if expert is None else self.latest[1][expert]
 
     def write(self, folder: Path) -> None:
         """Write the files of a model into a folder that exists. Raises OSError."""
@@ -179,8 +186,7 @@ class Export:
         safetensors.write_json(folder / CONFIG, config)
         if not (folder / GENERATION).exists():
             safetensors.write_json(folder / GENERATION, {key: config[key] for key in TOKEN_IDS if key in config})
-        shapes = {name: x.shape for name, x in self.stored.items()}
-        safetensors.write(folder, shapes, self.dtype, self.tensor)
+        safetensors.write(folder, self.shapes, self.dtype, self.tensor)
 
     @property
     def summary(self) -> str:
@@ -273,7 +279,7 @@ def logits(model: Model, read: Read, tokens_T: np.ndarray) -> np.ndarray:
 
     @jax.jit
     def run(weights: Any, x_1TD: jax.Array) -> jax.Array:
-        return nnx.merge(graphs.layer, weights)(x_1TD, 1)
+        return nnx.merge(graphs.layer, weights)(x_1TD, 1)[0]
 
     ends = nnx.merge(graphs.ends, weights(ENDS, None))
     x_1TD = ends.embed(jnp.asarray(tokens_T, jnp.int32)[None])

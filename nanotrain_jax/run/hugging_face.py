@@ -41,7 +41,7 @@ class Folder:
             return self.constants[path, layer][tuple(index or ())]
         tensor = self.stored[path, layer]
         whole = (slice(None),) * len(tensor.words)
-        return hugging_face.part(tensor, path, index or whole, partial(self.tensors.read, tensor.name))
+        return hugging_face.part(tensor, path, index or whole, partial(hugging_face.read, tensor, self.tensors.read))
 
     @property
     def paths(self) -> list[tuple[str, int | None]]:
@@ -61,7 +61,7 @@ def opened(path: Path) -> Folder:
     model = resolved_model(hugging_face_config.section(config, str(path / CONFIG)))
     kind, tensors = config["model_type"], Tensors(path)
     found, copy = hugging_face.located(kind, model, tensors.shapes, str(path))
-    dtype = tensors.dtype([x.name for x in found], hugging_face_config.dtype_of(config))
+    dtype = tensors.dtype([name for x in found for name in x.pieces], hugging_face_config.dtype_of(config))
     stored = {(name, x.layer): x for x in found for name in x.paths}
     constants = {place: x.astype(dtype) for place, x in hugging_face.constants(model).items()}
     return Folder(path, config, kind, model, tensors, stored, constants, copy, dtype)

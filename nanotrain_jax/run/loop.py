@@ -23,6 +23,7 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_run
 from nanotrain_jax.costs import flops, hardware
 from nanotrain_jax.data import batches as data
+from nanotrain_jax.data.mixture import Mixture
 from nanotrain_jax.distributed import ranks, watchdog
 from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.evaluation.in_training import Tasks
@@ -158,7 +159,8 @@ class Loop:
         self.writer.tokens_per_step = self.phase.batch_size * self.config.data.seq_len
         self.writer.skipped = int(metrics.on_host({"skipped_steps": self.state.skipped})["skipped_steps"])
         self.writer.flops_per_token = flops.flops_per_token(self.config)["full"] if self.config.is_built_in else 0.0
-        for line in describe(self.phase, self.number):
+        self.writer.mixed = self.epochs
+        for line in [*describe(self.phase, self.number), *self.sources()]:
             self.writer.say(line)
         every, train_step = self.config.checkpoint.every, self.compile()
         with checkpoint.writing(self.config.checkpoint) if every else nullcontext() as write:
@@ -180,12 +182,30 @@ class Loop:
     @property
     def position(self) -> int:
         """Sequences of the data consumed so far."""
-        return self.run.position + self.sequences
+        return self.position_after(self.number)
+
+    def position_after(self, number: int) -> int:
+        """Sequences of the data consumed after step `number` of this phase."""
+        return self.run.position + (number - self.first) * self.phase.batch_size
 
     @property
     def tokens(self) -> int:
         """Tokens consumed so far."""
         return self.run.tokens + self.sequences * self.config.data.seq_len
+
+    def epochs(self, number: int) -> dict[str, float]:
+        """Return how often each source of a mixture has been read after step `number`, by name."""
+        train = self.run.dataset.train
+        return train.epochs(self.position_after(number)) if isinstance(train, Mixture) else {}
+
+    def sources(self) -> list[str]:
+        """Return a line for each source of a mixture."""
+        train, last, times = self.run.dataset.train, self.run.span.last, self.epochs(self.run.span.last)
+        return [
+            f"  {name:<15} {train.shares[name]:.3%} of tokens; {len(train.rows[name]):,} sequences, read "
+            f"{times[name]:.2f} times by step {last}"
+            for name in times
+        ]
 
     def take_steps(self, train_step: Callable, stopped: Callable[[int], bool], write: checkpoint.Save | None) -> None:
         """Run steps, evaluate and save until the phase is over or until stopped(step)."""
@@ -244,7 +264,7 @@ class Loop:
         """Evaluate and save if due; weights of a run that may be diverging do not push out those of before."""
         train, every = self.config.train, self.config.checkpoint.every
         is_due = train.eval_every and (self.number % train.eval_every == 0 or self.number == self.run.span.last)
-        if is_due and (len(self.run.dataset.val) or self.run.tasks):
+        if is_due and (self.run.dataset.validation or self.run.tasks):
             self.writer.settle()
             self.writer.write(**self.evaluate(), tasks=self.score_tasks())
             self.writer.start_clock()
@@ -257,13 +277,20 @@ class Loop:
     def evaluate(self) -> dict[str, float]:
         """Return val_loss, the mean per held-out target in nats; of a model that has some also further means, by name.
 
-        {} without held-out text.
+        Of a named set as val_loss/NAME; val_loss of a mixture is the mean of its sources by their share. {} without
+        held-out text.
         """
+        params, found = self.run.step.average(self.state.params), {}
+        for name, rows, share in self.run.dataset.validation:
+            for mean, value in self.means(params, rows).items():
+                found |= {f"{mean}/{name}" if name else mean: value}
+                found |= {mean: found.get(mean, 0.0) + share * value} if name and share else {}
+        return found
+
+    def means(self, params: Any, rows: data.Source) -> dict[str, float]:
+        """Return val_loss and further means over some validation rows. params: as `Step.evaluate` takes them."""
         run, step, sums = self.run, self.run.evaluation, []
-        if not len(run.dataset.val):
-            return {}
-        params = run.step.average(self.state.params)
-        for batch in data.evaluation(run.dataset.val, step.batch, run.config.train.eval_steps, step.token_order):
+        for batch in data.evaluation(rows, step.batch, run.config.train.eval_steps, step.token_order):
             self.watch.at("evaluation", self.number)
             sums.append(step.evaluate(params, batch))
             jax.block_until_ready(sums[-2:-1])  # XLA:CPU aborts with too many executions in flight

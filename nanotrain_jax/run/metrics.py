@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -25,14 +25,16 @@ from nanotrain_jax.run import curves, sinks
 from nanotrain_jax.step.measures import TRAIN
 
 TASK = "task/"  # before the names of tasks
+VAL_OF = "val_loss/"  # before the names of validation sets
+EPOCHS = "epochs/"  # before the names of the sources of a mixture
 PROCESSES = "processes"  # subfolder of the run's folder: <process>.log
 
 
 class Writer:
     """Writes metrics to config.logging.dir and the terminal (process 0 only), and to one log per process.
 
-    peak_flops: of all devices, None if unknown (mfu is null); tokens: consumed before first_step. Set tokens_per_step
-    and flops_per_token before the first step of each phase. Raises OSError if the folder cannot be written.
+    peak_flops: of all devices, None if unknown (mfu is null); tokens: consumed before first_step. Set tokens_per_step,
+    flops_per_token and mixed before the first step of each phase. Raises OSError if the folder cannot be written.
     """
 
     def __init__(self, config: Config, first_step: int, peak_flops: float | None, tokens: int = 0):
@@ -45,6 +47,7 @@ class Writer:
         self.losses: list[float] = []  # of the steps since the last record
         self.skipped = self.in_a_row = 0  # skipped steps: since the start, and until now
         self.taken: tuple[int, float] | None = None  # the last step that was not skipped, and its loss
+        self.mixed: Callable[[int], dict[str, float]] = _nothing  # after step N: how often each source has been read
         self.active = jax.process_index() == 0
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         progress = config.logging.progress
@@ -135,6 +138,7 @@ class Writer:
             record["skipped_steps"] = int(metrics["skipped_steps"])
         further = [name for name in metrics if name in ("loss_scale", "noise_scale") or name.startswith(TRAIN)]
         record |= {name: float(metrics[name]) for name in further}
+        record |= {EPOCHS + name: epochs for name, epochs in self.mixed(number).items()}
         record |= {**evaluated, **tasks}
         self.latest |= record
         self._note("  ".join(f"{key} {value}" for key, value in record.items() if value is not None))
@@ -149,7 +153,7 @@ class Writer:
         text = self._text(record)
         if self.bar:
             self.bar.update(self.task, text=text)
-        is_evaluated = any(name == "val_loss" or name.startswith(TASK) for name in record)
+        is_evaluated = any(name == "val_loss" or name.startswith((TASK, VAL_OF)) for name in record)
         if self.progress == "lines" or (self.bar and is_evaluated):
             remaining = clock((steps - record["step"]) * record["step_seconds"])
             self.console.print(
@@ -162,6 +166,8 @@ class Writer:
         evaluated = self.latest if self.bar else record
         if "val_loss" in evaluated:
             text += f"  val {evaluated['val_loss']:.4f}"
+        of_sets = {name.removeprefix(VAL_OF): x for name, x in evaluated.items() if name.startswith(VAL_OF)}
+        text += "".join(f"  {name} {x:.4f}" for name, x in of_sets.items())
         text += _measures(evaluated)
         tasks = [name for name in evaluated if name.startswith(TASK) and f"{name}_norm" in evaluated]
         text += "".join(f"  {name.removeprefix(TASK)} {evaluated[name]:.1%}" for name in tasks)
@@ -198,9 +204,13 @@ class Writer:
             self.log.close()
 
 
+def _nothing(number: int) -> dict[str, float]:
+    return {}
+
+
 def _measures(record: Mapping[str, Any], prefix: str = "") -> str:
     """Format what a model measures beside its loss."""
-    known = {name: record[prefix + name] for name in ("accuracy", "margin") if prefix + name in record}
+    known = {name: record[prefix + name] for name in ("accuracy", "margin", "load") if prefix + name in record}
     return "".join(f"  {name} {x:.1%}" if name == "accuracy" else f"  {name} {x:.3f}" for name, x in known.items())
 
 

@@ -83,7 +83,7 @@ def describe(phase: Phase, number: int) -> list[str]:
         trained = sum(size for size, trains in zip(sizes, jax.tree.leaves(plan.trainable), strict=True) if trains)
         lines.append(
             f"stage {span.name}: steps {number + 1} to {span.last}, trains {trained:,} of {sum(sizes):,} parameters, "
-            f"lr {lr:g}, {phase.config.data.source}"
+            f"lr {lr:g}, {phase.config.data.origin}"
         )
     if phase.config.train.batch_schedule or phase.config.train.batch_growth:
         lines.append(

@@ -50,7 +50,7 @@ def show(config: Config, count: int, console: Console) -> int:
     config = of_span(config, spans(config)[0])
     dataset = batches.load(config.data, config.model.vocab_size)
     if dataset.tokenizer is None:
-        raise ValueError(f"--show-data with data.source={config.data.source!r}, which is not text; use other data")
+        raise ValueError(f"--show-data with data.source={config.data.origin!r}, which is not text; use other data")
     tokenizer = batches.tokenizer_of(config.data)
     for line in dataset.notes:
         console.print(line, markup=False)

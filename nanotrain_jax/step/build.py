@@ -34,10 +34,10 @@ from nanotrain_jax.step import state as states
 from nanotrain_jax.step.compressed import sum_kept
 from nanotrain_jax.step.encoded import NUMBER, encode_all
 from nanotrain_jax.step.gradients import GRADIENTS
-from nanotrain_jax.step.measures import TRAIN
+from nanotrain_jax.step.measures import TRAIN, report
 from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import REPLICATED, State
-from nanotrain_jax.step.update import Pending, apply_update, metrics, next_noise, next_state, synchronize
+from nanotrain_jax.step.update import Pending, adjusted, apply_update, metrics, next_noise, next_state, synchronize
 
 BATCH = layout("B/replica,data T/context")
 PER_REPLICA = layout("R/replica")
@@ -99,10 +99,11 @@ def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.A
     )
     grads = plan.zero.reduce(grads, select(state.params, plan.trainable), plan.trainable_shards)
     grads, feedback = sum_kept(plan, grads, state.feedback, state.step)
-    means = {"loss": loss} | {f"{TRAIN}{name}": x for name, x in (measures or {}).items()}
-    means = all_reduce(means, plan.together(plan.loss_axes))
+    loss, measures = all_reduce((loss, measures or {}), plan.together(plan.loss_axes))
+    means = {"loss": loss} | {f"{TRAIN}{name}": x for name, x in report(plan, measures).items()}
     clip = clip_by_global_norm(grads, plan.config.optimizer.grad_clip, scale, plan.axes_apart)
     params, opt, pending = apply_update(plan, state, grads, clip)
+    params = adjusted(plan, params, measures, clip.is_finite)
     after = next_state(plan, state, params, opt, feedback, clip.is_finite)
     if state.noise:
         after = after._replace(noise=next_noise(plan, state, squares, grads, clip.is_finite))
@@ -143,7 +144,13 @@ def average_replicas(params: Tree) -> Tree:
 
 def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple:
     """-> sum of losses, number of targets of a batch, and what else `forward.measure` returns."""
-    return all_reduce(run_forward_only(plan, params, microbatched(plan, batch), forward.measure), plan.loss_axes)
+    sums = all_reduce(run_forward_only(plan, params, microbatched(plan, batch), forward.measure), plan.loss_axes)
+    if plan.model.report is None:
+        return sums
+    loss, count, measures = sums
+    total = count.astype(jnp.float32)
+    found = report(plan, jax.tree.map(lambda x: x / total, measures))
+    return loss, count, jax.tree.map(lambda x: x * total, found)
 
 
 def of_rows(plan: Plan, params: Tree, batch: Tree) -> jax.Array:

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from nanotrain_jax.config.execution import Execution, reduces_per_layer
 from nanotrain_jax.models.contract import LAYERS, Model, split_layers
 from nanotrain_jax.parallel import remat
-from nanotrain_jax.parallel.collectives import Tree, as_varying
+from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 from nanotrain_jax.parallel.gradients import noise_scale
 from nanotrain_jax.parallel.layered_model import LayeredModel
+from nanotrain_jax.parallel.loops import with_backward
 from nanotrain_jax.parallel.mesh import BATCH_AXES
 from nanotrain_jax.parallel.offload import host_offload
 from nanotrain_jax.parallel.pipeline.schedule import SPLIT
@@ -70,8 +71,17 @@ class Weights(NamedTuple):
 
 def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple:
     """Return what `Model.last` does of a microbatch: the sum of losses first. Autodiff of it is the backward."""
-    ends, x, batch = outputs(plan, zero, weights, batch)
-    return in_float32(plan.model.last(ends, x, batch))
+    return trained(plan.model, *outputs(plan, zero, weights, batch))
+
+
+def trained(model: Model, ends: Tree, x: Tree, batch: Tree) -> tuple:
+    """Return what `Model.last` does. The gradient of the sum of losses is that of its sum with `Model.penalty`."""
+    loss, count, *measures = in_float32(model.last(ends, x, batch))
+    if model.penalty:
+        penalty = model.penalty(x, count)
+        axes = sorted(varying_axes(loss) | varying_axes(penalty))
+        loss = with_backward(lambda loss, _: (loss, None), lambda _, g: (g, g))(*as_varying((loss, penalty), axes))
+    return loss, count, *measures
 
 
 def scores(plan: Plan, read: Read, weights: Weights, batch: Tree) -> Tree:
@@ -185,7 +195,7 @@ def layered(plan: Plan, params: Tree, read: Read | None = None) -> LayeredModel:
 
     def last(inputs: Tree, x: Tree, batch: Tree) -> tuple:
         ends = gathered(inputs, model.used_by_last)
-        return read(model, ends, x, batch) if read else in_float32(model.last(ends, x, batch))
+        return (read or trained)(model, ends, x, batch)
 
     return LayeredModel(
         first=first,

@@ -18,7 +18,8 @@ TRAIN = "train_"  # before the name of a measure: its mean in a step, beside tha
 
 def probes(plan: Plan) -> Tree | None:
     """Return a zero for each measure of the model; None if it has none."""
-    return as_varying(dict.fromkeys(plan.model.measures, jnp.zeros(())), plan.loss_axes) or None
+    zeros = {name: jnp.zeros(shape) for name, shape in plan.model.measures.items()}
+    return as_varying(zeros, plan.loss_axes) or None
 
 
 def observed(plan: Plan, sums: tuple, probes: Tree | None) -> jax.Array:
@@ -34,6 +35,11 @@ def observed(plan: Plan, sums: tuple, probes: Tree | None) -> jax.Array:
         measures = jax.tree.map(lambda x: jnp.where(is_last, x, 0.0), measures)
     measures = as_varying(jax.lax.stop_gradient(measures), plan.loss_axes)
     return with_backward(_forward, _backward)(loss, measures, probes)
+
+
+def report(plan: Plan, means: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return what is logged of the means of measures (`Model.report`)."""
+    return plan.model.report(means) if plan.model.report else means
 
 
 def _forward(loss: jax.Array, measures: Tree, probes: Tree) -> tuple[jax.Array, Tree]:

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nanotrain_jax.parallel.collectives import Tree
+from nanotrain_jax.models.contract import LAYERS
+from nanotrain_jax.parallel.collectives import Tree, position
 from nanotrain_jax.parallel.gradients import local_steps, noise_scale
 from nanotrain_jax.parallel.gradients.noise_scale import Noise
 from nanotrain_jax.parallel.zero.optimizer_step import Clip, Opt, global_norm, merge, select, update, without_arrays
@@ -39,6 +40,20 @@ def apply_update(plan: Plan, state: State, grads: Tree, clip: Clip) -> tuple[Tre
     if not any(jax.tree.leaves(plan.pending)):
         return params, opt, None
     return params, opt, Pending(select(grads, plan.pending), without_arrays(plan.optimizer, state.opt.moments), clip)
+
+
+@jax.named_scope("adjust")
+def adjusted(plan: Plan, params: Tree, measures: dict[str, jax.Array], is_finite: jax.Array) -> Tree:
+    """Return parameters after `Model.adjust`. measures: of the whole batch; is_finite: False for a skipped step."""
+    if plan.model.adjust is None:
+        return params
+    P, L = plan.config.parallel.pipe, plan.config.model.num_layers
+    layers = jnp.minimum(jnp.arange(L) if plan.layer_order is None else jnp.asarray(plan.layer_order), L - 1)
+    rows = layers.reshape(P, -1)[position("pipe")] if P > 1 else layers
+    shapes = plan.model.measures
+    of_rows = {name: x[rows] for name, x in measures.items() if shapes[name][:1] == (L,)}
+    after = plan.model.adjust(params[LAYERS], of_rows)
+    return params | {LAYERS: jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, params[LAYERS])}
 
 
 def next_state(

@@ -90,6 +90,8 @@ def check_is_comparable(config: configs.Config) -> None:
         raise ValueError(f"optimizer.name={config.optimizer.name} under jit: only adamw is implemented; use it")
     if config.model.features.norms_after:
         raise ValueError(f"model.family={config.model.family}: norms after attention and MLP under jit; use another")
+    if config.model.experts:
+        raise ValueError("model.experts under jit: not implemented; leave it out")
     if config.model.loss_chunk:
         raise ValueError(f"model.loss_chunk={config.model.loss_chunk}: not implemented under jit; use 0")
 
@@ -99,7 +101,7 @@ def run_layer(plan: JitPlan, x_BTD: jax.Array, weights: steps.Tree) -> jax.Array
     layer = nnx.merge(plan.graphs.layer, weights)
     attended = layer.attention(plan.pin_tokens(layer.norm_attention(x_BTD)), len(x_BTD))
     x_BTD = plan.pin_tokens(x_BTD + plan.pin_tokens(attended))
-    return plan.pin_tokens(x_BTD + plan.pin_tokens(layer.mlp(plan.pin_tokens(layer.norm_mlp(x_BTD)))))
+    return plan.pin_tokens(x_BTD + plan.pin_tokens(layer.mlp(plan.pin_tokens(layer.norm_mlp(x_BTD)))[0]))
 
 
 def ends_of(plan: JitPlan, params: steps.Tree) -> decoder.Ends:

@@ -7,6 +7,7 @@ of each model, and the versions. Weights are not in it: `weights` makes them of 
 """
 
 import json
+import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,6 +46,11 @@ MODELS = {
               | {"rope_parameters": YARN}),
     "qwen3": ("qwen3", ROTARY | {"head_dim": 10, "tie_word_embeddings": True}
               | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
+    "mixtral": ("mixtral", ROTARY | {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5}),
+    "qwen3_moe": ("qwen3_moe", ROTARY | {"head_dim": 10, "moe_intermediate_size": 24, "num_experts": 6}
+                  | {"num_experts_per_tok": 2, "norm_topk_prob": False}),
+    "qwen3_moe_normalized": ("qwen3_moe", ROTARY | {"moe_intermediate_size": 24, "num_experts": 4}
+                             | {"num_experts_per_tok": 3, "norm_topk_prob": True}),
     "gemma3_text": ("gemma3_text", ROTARY | {"head_dim": 10, "query_pre_attn_scalar": 10, "num_hidden_layers": 4}
                     | {"sliding_window": 5, "sliding_window_pattern": 3, "rope_parameters": GEMMA3}),
 }  # fmt: skip
@@ -64,14 +70,19 @@ def main() -> None:
     """Write the golden file."""
     import torch
     import transformers
+    from safetensors.numpy import load_file, save_file
 
     def of(kind: str, keys: dict) -> dict:
         config = transformers.AutoConfig.for_model(kind, **keys)
-        model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
-        tied = "lm_head.weight" if config.tie_word_embeddings else None
-        shapes = {name: [*x.shape] for name, x in model.state_dict().items() if name != tied}
-        loaded = model.load_state_dict({n: torch.from_numpy(w) for n, w in weights(shapes).items()}, strict=False)
-        assert loaded.missing_keys == [tied] * (tied is not None), loaded
+        with tempfile.TemporaryDirectory() as folder:  # whose tensors are those of a folder, experts one by one
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            file = Path(folder, "model.safetensors")
+            shapes = {name: [*x.shape] for name, x in load_file(file).items()}
+            save_file(weights(shapes), file, metadata={"format": "pt"})
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float64, experts_implementation="eager", output_loading_info=True
+            )
+        assert not any(found.values()), found
         tokens = np.random.default_rng(0).integers(config.vocab_size, size=TOKENS).tolist()
         logits = model(torch.tensor([tokens])).logits[0].detach().numpy()
         written = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}

@@ -171,7 +171,7 @@ def test_nested_yaml_merges_stay_small(tmp_path):
 def test_no_key_accepts_a_bool_as_a_number_or_a_string():
     for section, keys in configs.Config.sections().items():
         for name, key in keys.model_fields.items():
-            if "bool" not in str(key.annotation):
+            if "bool" not in str(key.annotation) and (section, name) != ("data", "verify"):  # YAML reads off as false
                 with pytest.raises(ValueError, match=f"{section}.{key.alias or name}"):
                     request.parse({section: {key.alias or name: True}})
 

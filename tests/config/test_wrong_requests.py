@@ -12,6 +12,7 @@ ULYSSES = "parallel.context_attention=ulysses"
 PIPE = ["parallel.pipe=4", "parallel.data=1", "model.num_layers=8"]
 TOP_K = ["parallel.replica=2", "parallel.data=2", "parallel.compress=topk:0.1"]
 APART = ["parallel.replica=2", "parallel.data=2", "parallel.sync_every=5"]
+EXPERTS = ["model.d_ff=null", "model.experts={{num: 4, top_k: 2, d_ff: 16}}"]
 BAD = [
     (["model.num_layer=3"], "unknown key model.num_layer; did you mean model.num_layers?"),
     (["train.lr=1"], "did you mean optimizer.lr?"),
@@ -103,6 +104,16 @@ BAD = [
         ["model.family=gemma3", "parallel.sync_every=2"],
         "model.global_layers=every:6 with parallel.sync_every=2: the outer optimizer holds all weights",
     ),
+    (["model.experts={{num: 4, top_k: 5, d_ff: 8}}"], "model.experts.top_k=5 exceeds model.experts.num=4"),
+    (["model.experts={{num: 4, top_k: 2}}"], "model.experts.d_ff={'num': 4, 'top_k': 2}: field required"),
+    (["model.experts={{num: 4, top_k: 2, d_ff: 8, balance: even}}"], "should be 'loss', 'bias' or 'none'"),
+    (["model.experts={{num: 4, top_k: 2, d_ff: 8, capacity: 2}}"], "unknown key model.experts.capacity"),
+    ([*EXPERTS, "model.d_ff=24"], "model.d_ff=24 with model.experts.d_ff=16: every MLP is a mixture of experts"),
+    ([*EXPERTS, "model.family=gpt2"], "model.experts with model.family=gpt2: experts are gated MLPs; use llama"),
+    ([*EXPERTS, "optimizer.name=muon"], "model.experts with optimizer.name=muon: not supported for a mixture of"),
+    ([*EXPERTS, "memory.offload_optimizer=host"], "memory.offload_optimizer=host: not supported for a mixture of"),
+    ([*EXPERTS, "train.lora={{rank: 2}}"], "use train.lora.targets=[q, k, v, out]"),
+    ([*EXPERTS, "parallel.replica=2", "parallel.data=4", "parallel.compress=int8"], "use parallel.compress=none"),
     (["parallel.tensor=4", "parallel.data=1"], "parallel.tensor=4 does not divide model.num_heads=2; use 1 or 2"),
     (["precision.matmul=float8"], "precision.matmul=float8 with precision.compute=float32; use bfloat16"),
     (

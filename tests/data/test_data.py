@@ -15,7 +15,7 @@ from conftest import resolved, small
 
 from nanotrain_jax.config import load as request
 from nanotrain_jax.data import batches as data
-from nanotrain_jax.data import corpus, text_files
+from nanotrain_jax.data import corpus, text_files, text_sources
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.data.tokenizer import of_bytes, of_files
 from nanotrain_jax.step import build as steps
@@ -286,7 +286,7 @@ def test_pieces_end_at_line_ends_and_lose_nothing():
 
 def test_documents_that_can_be_held_out_stay_whole():
     found = corpus.build(DOCUMENTS, of_bytes())
-    dataset = data.divided(found, request.parse({"data": {"seq_len": 16, "val_fraction": 0.05}}).data)
+    dataset = text_sources.divided(found, request.parse({"data": {"seq_len": 16, "val_fraction": 0.05}}).data)
     assert dataset[0] is found
 
 

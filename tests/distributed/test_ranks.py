@@ -163,7 +163,8 @@ def test_the_jobset_gives_host_indices_and_runs_the_launcher():
     (workers,) = spec["spec"]["replicatedJobs"]
     job = workers["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    env = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+    assert [entry["name"] for entry in container["env"] if "valueFrom" in entry] == [launch.TOKEN]
     for pod in range(job["completions"]):
         process = ranks.detect(GIVEN, env | {"JOB_COMPLETION_INDEX": str(pod)})
         # JobSet pods are named <set>-<job>-<replica>-<pod>, in the domain <set>.

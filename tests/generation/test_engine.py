@@ -25,6 +25,11 @@ CASES = {  # family, keys of model, devices
         {},
     ),
     "qwen3, scaled positions": ("qwen3", {"num_kv_heads": 1, "rope_scaling": YARN}, {}),
+    "data 2 tensor 2, experts": (
+        "llama",
+        {"experts": {"num": 6, "top_k": 2, "d_ff": 64, "shared": 1}},
+        {"data": 2, "tensor": 2},
+    ),
     "data 2": ("llama", {}, {"data": 2}),
     "tensor 2, qwen2": ("qwen2", {}, {"tensor": 2}),
     "tensor 4, fewer key heads, gpt2": ("gpt2", {"num_kv_heads": 2, "num_heads": 4}, {"tensor": 4}),

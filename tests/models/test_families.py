@@ -30,6 +30,11 @@ CASES = {  # family, and keys of model: none is what the family has without them
     "window longer than the row": ("mistral", {"sliding_window": 64}),
     "qwen2, a window from the second layer on": ("qwen2", {"sliding_window": 7, "global_layers": "first:1"}),
     "gemma3": ("gemma3", {"num_layers": 7, "sliding_window": 7, "rope_theta": 1e4, "rope_local_theta": 100.0}),
+    "experts": ("qwen3", {"experts": {"num": 6, "top_k": 2, "d_ff": 64}}),
+    "experts, sigmoids": (
+        "llama",
+        {"experts": {"num": 4, "top_k": 3, "d_ff": 64, "shared": 2, "router": "sigmoid", "normalize": False}},
+    ),
     "gated GELU": ("llama", {"activation": "gelu"}),
     "gpt2 without biases of queries, keys and values": ("gpt2", {"qkv_bias": False}),
 }

@@ -114,7 +114,7 @@ def test_spans_are_cut_at_train_steps():
 
 def test_stages_need_one_vocabulary():
     def phase(source, ids):
-        data, model = SimpleNamespace(source=source), SimpleNamespace(vocab_size=ids)
+        data, model = SimpleNamespace(origin=source), SimpleNamespace(vocab_size=ids)
         return SimpleNamespace(dataset=SimpleNamespace(tokenizer=None), config=SimpleNamespace(data=data, model=model))
 
     with pytest.raises(

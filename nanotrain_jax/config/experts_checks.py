@@ -1,0 +1,31 @@
+"""Check that a mixture of experts goes with the other keys of a config."""
+
+from nanotrain_jax.config.misfit import Misfit
+from nanotrain_jax.config.schema import EIGHT_BITS, Config
+
+
+def check_experts(config: Config) -> None:
+    """Raise Misfit for what a mixture of experts (model.experts) is not made for yet."""
+    m, p, memory, precision = config.model, config.parallel, config.memory, config.precision
+    if m.experts is None:
+        return
+    of_mlp = [name for name in (m.lora.targets if m.lora else ()) if name in ("gate", "up", "down")]
+    refused = {  # what -> remedy
+        "model.factory": m.factory and "leave one of them out",
+        "vision": config.vision and "leave one of them out",
+        f"train.lora.targets with {', '.join(of_mlp)}": of_mlp and "use train.lora.targets=[q, k, v, out]",
+        "precision.matmul=float8": precision.matmul == "float8" and "leave it out",
+        f"precision.gather={precision.gather}": precision.gather in EIGHT_BITS and "leave it out",
+        "optimizer.name=muon": config.optimizer.name == "muon" and "use optimizer.name=adamw",
+        f"parallel.compress={p.compress}": p.compression.kind != "none" and "use parallel.compress=none",
+        f"parallel.sync_every={p.sync_every}": p.sync_every and "leave it out",
+        "parallel.overlap_tensor=true": p.overlap_tensor and p.tensor > 1 and "use parallel.overlap_tensor=false",
+        "train.noise_scale=true": config.train.noise_scale and "leave it out",
+        "train.objective": config.train.objective and "leave it out",
+    }
+    for name in ("offload_optimizer", "offload_params", "offload_activations"):
+        where = getattr(memory, name)
+        refused[f"memory.{name}={where}"] = where != "none" and f"use memory.{name}=none"
+    for what, remedy in refused.items():
+        if remedy:
+            raise Misfit(f"model.experts with {what}: not supported for a mixture of experts yet", remedy)

@@ -1,0 +1,218 @@
+"""Sources of text: stdlib, text:GLOB, tokens:DIR, mixtures of them, and further validation sets.
+
+A text that one source holds out, or that is in data.validation, is in no training row of any of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from nanotrain_jax.config.mixture import Part
+from nanotrain_jax.config.schema import Data
+from nanotrain_jax.data import corpus as corpora
+from nanotrain_jax.data import text_files, token_folder
+from nanotrain_jax.data import tokenizer as tokenizers
+from nanotrain_jax.data.corpus import Corpus
+from nanotrain_jax.data.dataset import Dataset, ValidationSet
+from nanotrain_jax.data.mixture import Mixture
+from nanotrain_jax.data.opened import InMemory, Opened, Sharded
+from nanotrain_jax.data.windows import Windows
+
+PIECES = 8  # about, to hold out, of documents that are too long to be held out whole
+
+
+def load(config: Data) -> Dataset:
+    """Open a source of text, or a mixture of several. Raises ValueError or OSError."""
+    parts = config.parts or (Part(name="data.source", source=config.source),)
+    opened = [open_part(part.name, config.model_copy(update={"source": part.source})) for part in parts]
+    further = [
+        open_whole(one.name, config.model_copy(update={"source": one.source, "val_fraction": 0}))
+        for one in config.validation
+    ]
+    check_tokenizers([*opened, *further])
+    opened, told = without_held_out(opened, further)
+    sides = [rows_of(one, config) for one in opened]
+    train, val = sides[0]
+    if config.parts:
+        names, weights = [one.name for one in opened], [part.weight for part in parts]
+        train, val = (Mixture(dict(zip(names, rows, strict=True)), weights) for rows in zip(*sides, strict=True))
+    read = [*opened, *further]
+    return Dataset(
+        train,
+        val,
+        opened[0].tokenizer,
+        max(one.vocab_size for one in opened),
+        fingerprint(opened, config, told),
+        replaced=sum(one.replaced for one in read),
+        pieces=sum(one.pieces for one in opened),
+        has_ends=all(one.has_ends for one in opened),
+        notes=tuple(line for one in read for line in one.notes) + tuple(told),
+        further=tuple(further_set(one, config) for one in further),
+        of_further=" ".join(one.fingerprint for one in further),
+    )
+
+
+def open_part(name: str, config: Data) -> Opened:
+    """Open one source of training. Raises ValueError or OSError."""
+    if folder := sharded(config):
+        return open_shards(name, config, folder)
+    corpus, need = corpus_of(config), config.seq_len + 1
+    if len(corpus.tokens) < need:
+        raise ValueError(
+            f"data.source={config.source!r} has {len(corpus.tokens)} tokens, but data.seq_len={config.seq_len} needs "
+            f"at least {need}; use more text or a shorter data.seq_len"
+        )
+    documents = len(corpus.ends)
+    corpus, (train, held_out) = divided(corpus, config)
+    found = InMemory(name, corpus, train, held_out, len(corpus.ends) if len(corpus.ends) > documents else 0)
+    for what, side in zip(("train on", "hold out"), found.rows(config.seq_len), strict=True):
+        if not len(side) and (what == "train on" or config.val_fraction):
+            raise ValueError(
+                f"data.val_fraction={config.val_fraction} leaves {side.total} tokens to {what}, but data.seq_len="
+                f"{config.seq_len} needs at least {need}; change data.val_fraction (0: no validation), or use more text"
+            )
+    return found
+
+
+def sharded(config: Data) -> Path | None:
+    """Return the folder of a source that is a token folder of the second format."""
+    kind, _, where = config.source.partition(":")
+    return Path(where) if kind == "tokens" and where and token_folder.is_sharded(Path(where)) else None
+
+
+def open_shards(name: str, config: Data, folder: Path) -> Sharded:
+    """Open a token folder of the second format. Raises ValueError or OSError."""
+    header, train, val = token_folder.sides(folder, config)
+    check_tokenizer(config, header.tokenizer)
+    return Sharded(name, header, train, val)
+
+
+def open_whole(name: str, config: Data) -> Opened:
+    """Open a source of data.validation: all of it is held out. config: with data.val_fraction=0. Raises ValueError or
+    OSError."""
+    if folder := sharded(config):
+        found = open_shards(name, config, folder)
+        return found._replace(train=found.held_out, held_out=found.train)
+    corpus = corpus_of(config)
+    return InMemory(name, corpus, np.arange(0), np.arange(len(corpus.ends)))
+
+
+def without_held_out(opened: Sequence[Opened], further: Sequence[Opened]) -> tuple[list[Opened], list[str]]:
+    """Return sources that do not train on what another one holds out, or on data.validation, and lines about them.
+    Raises ValueError if nothing is left of one, or it is a folder of shards."""
+    if len(opened) + len(further) == 1:  # a token folder opens without a look at its documents
+        return [*opened], []
+    held, found, told = [one.held_texts() for one in [*opened, *further]], [], []
+    for number, one in enumerate(opened):
+        others = [np.zeros(0, np.uint64), *held[:number], *held[number + 1 :]]
+        found.append(one.without(np.unique(np.concatenate(others))))
+        if count := one.count - found[-1].count:
+            told.append(f"{one.name}: {count:,} of its documents are held out elsewhere, and not trained on")
+    return found, told
+
+
+def rows_of(one: Opened, config: Data) -> tuple[Windows, Windows]:
+    """Return the sequences to train on and those held out. Raises ValueError if there are none to train on."""
+    train, val = one.rows(config.seq_len)
+    if not len(train):
+        raise ValueError(
+            f"data: of {one.name} {train.total} tokens are left to train on, as other sources or data.validation hold "
+            f"out the rest, but data.seq_len={config.seq_len} needs at least {config.seq_len + 1}; use other texts"
+        )
+    return train, val
+
+
+def further_set(one: Opened, config: Data) -> ValidationSet:
+    """Return a set of data.validation. Raises ValueError if it has no row."""
+    rows = one.rows(config.seq_len)[1]
+    if not len(rows):
+        raise ValueError(
+            f"data.validation: {one.name} has {rows.total} tokens, but data.seq_len={config.seq_len} needs at least "
+            f"{config.seq_len + 1}; use more text or a shorter data.seq_len"
+        )
+    return ValidationSet(one.name, rows, 0.0)
+
+
+def check_tokenizers(found: Sequence[Opened]) -> None:
+    """Raise ValueError unless all sources have the same tokenizer."""
+    first = found[0]
+    for one in found:
+        if one.tokenizer != first.tokenizer:
+            raise ValueError(
+                f"data: the tokenizer of {one.name} is {one.tokenizer}, that of {first.name} is {first.tokenizer}; "
+                "prepare all with the same one, and set data.tokenizer to its file for text"
+            )
+
+
+def check_tokenizer(config: Data, name: str) -> None:
+    """Raise ValueError unless data.tokenizer and data.end_token, if set, are the tokenizer of a token folder."""
+    if (config.tokenizer or config.end_token) and tokenizer_of(config).name != name:
+        raise ValueError(
+            f"data.tokenizer={config.tokenizer!r} with data.end_token={config.end_token!r} is not the tokenizer of "
+            f"{config.source!r} (which is {name}); remove both keys"
+        )
+
+
+def fingerprint(opened: Sequence[Opened], config: Data, told: Sequence[str]) -> str:
+    """Identify the rows of training and their order. told: what is left out (`without_held_out`)."""
+    keys = f"val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
+    if not config.parts and not told:
+        return f"{opened[0].fingerprint} {keys}"
+    content = hashlib.sha256()
+    for one in opened:
+        content.update(f"{one.fingerprint} {one.trained}".encode())
+    weights = " ".join(str(part.weight) for part in config.parts)
+    return f"{content.hexdigest()[:16]} weights {weights} {keys}"
+
+
+def divided(corpus: corpora.Corpus, config: Data) -> tuple[corpora.Corpus, tuple[np.ndarray, np.ndarray]]:
+    """Return a corpus, and which of its documents to train on and to hold out: data.val_fraction, a row at least.
+
+    If every document is longer than that, as of a handful of files, they are cut into pieces. Raises ValueError.
+    """
+    least = config.seq_len + 1
+    try:
+        return corpus, corpus.split(config.val_fraction, least)
+    except corpora.NothingToHoldOut:
+        budget = max(config.val_fraction * len(corpus.tokens), least)
+        corpus = corpus.cut(max(int(budget) // PIECES, 1), tokenizers.line_ends(tokenizer_of(config)))
+        return corpus, corpus.split(config.val_fraction, least)
+
+
+def tokenizer_of(config: Data) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a data source of text; of a mixture that of the first token folder. Raises ValueError or
+    OSError."""
+    sources = [part.source for part in config.parts] or [config.source]
+    split = (source.partition(":") for source in sources)
+    folders = (where for kind, _, where in split if kind == "tokens" and (Path(where) / tokenizers.TOKENIZER).exists())
+    return tokenizers.load(config.tokenizer or next(folders, "bytes"), config.end_token)
+
+
+def corpus_of(config: Data) -> Corpus:
+    """Read a source of text. Raises ValueError or OSError."""
+    kind, _, where = config.source.partition(":")
+    if kind == "tokens" and where:
+        corpus = corpora.read(where, config.verify != "off")
+        check_tokenizer(config, corpus.tokenizer)
+        return corpus
+    if kind == "text" and where:
+        return of_texts(config, where)
+    if config.source == "stdlib":
+        return corpora.build(corpora.stdlib_documents(), tokenizer_of(config))
+    raise ValueError(
+        f"data.source={config.source!r} must be stdlib, text:GLOB, tokens:DIR, arrays:DIR, chat:GLOB, pairs:GLOB or "
+        "synthetic"
+    )
+
+
+def of_texts(config: Data, where: str) -> Corpus:
+    """Read and tokenize text:GLOB. Raises ValueError or OSError."""
+    files = text_files.matching(where, f"data.source={config.source!r}")
+    texts = text_files.documents(files.paths, text_files.Field(config.field, "data.field"))
+    corpus = corpora.build(texts, tokenizer_of(config))._replace(left_out=tuple(map(str, files.binary)))
+    whole = text_files.whole_of_pieces(files.paths)
+    return corpus if whole is None else corpus._replace(of_texts=np.full_like(corpus.keys, corpora.text_key(whole)))

@@ -1,0 +1,61 @@
+"""The closed forms of a mixture of experts against compiled programs: FLOPs, bytes of each collective, state."""
+
+import math
+from collections import Counter
+
+import jax
+import pytest
+from cases import case
+from conftest import compiled_text, cover, resolved
+
+from nanotrain_jax.audit import hlo
+from nanotrain_jax.costs import communication, counts, flops, memory
+from nanotrain_jax.models import decoder
+from nanotrain_jax.step import build as steps
+
+EXPERTS = {"experts": {"num": 8, "top_k": 2, "d_ff": 64, "shared": 1}}
+SCALARS = 64  # bytes: loss, norm of the gradients
+
+
+def mixture(layout, remat="none", **parallel):
+    return case(layout, "llama", remat, EXPERTS, persist_below=100, **parallel)
+
+
+FIRST = [mixture("data 2 tensor 2 pipe 2", "full", zero=2, microbatches=2)]
+MORE = [
+    *(mixture("data 1", remat) for remat in ("none", "selective", "full", "block:2")),
+    *(mixture("data 2", zero=zero) for zero in (1, 2, 3)),
+    *(mixture("data 2", remat, zero=3) for remat in ("selective", "full")),
+    *(mixture("tensor 2", remat) for remat in ("none", "selective", "full", "block:2")),
+    mixture("tensor 2", sequence_parallel=False),
+    mixture("pipe 2", microbatches=4, schedule="zero_bubble"),
+]
+
+
+@pytest.mark.parametrize("case", cover(FIRST, MORE, str))
+def test_flops_bytes_and_state_equal_the_closed_forms(case):
+    config, mesh = resolved(case.tree())
+    step = steps.build(config, mesh)
+    text, rates = compiled_text(step), communication.conditional_rates(config)
+    assert hlo.matmul_flops(text, rates) == pytest.approx(flops.step_flops(config), rel=1e-9)
+    local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(step.state)]
+    assert sum(local) == pytest.approx(sum(memory.state(config).values()), abs=SCALARS)
+    theory, found = Counter(), Counter()
+    for row in communication.communication(config):
+        theory[row["axis"], row["op"]] += row["bytes_per_device"]
+    for row in hlo.summary(hlo.collectives(text, mesh.shape, rates)):
+        found[row["axis"], row["op"]] += row["bytes_per_device"]
+    for key in theory.keys() | found.keys():
+        assert found[key] == pytest.approx(theory[key], abs=SCALARS), key
+
+
+def test_parameters_and_flops_are_the_published_ones():
+    """Mixtral 8x7B (arXiv 2401.04088): 47 billion parameters, of which 13 billion are used for a token."""
+    tree = {"num_layers": 32, "d_model": 4096, "num_heads": 32, "num_kv_heads": 8, "vocab_size": 32000, "d_ff": None}
+    tree |= {"experts": {"num": 8, "top_k": 2, "d_ff": 14336}}
+    config, _ = resolved({"model": tree, "data": {"source": "synthetic", "batch_size": 1}, "parallel": {"data": 1}})
+    assert counts.parameters(config.model) == 46_702_792_704
+    embedding = 32000 * 4096
+    assert counts.matmul_parameters(config.model) == 12_879_925_248 - embedding - 65 * 4096  # norms
+    shapes = jax.eval_shape(lambda: decoder.init(config.model, 0))
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) == 46_702_792_704
