@@ -18,7 +18,7 @@ import argparse
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from rich.progress import (
 
 from nanotrain_jax.config.load import Parser, one_line, path_argument, refuse
 from nanotrain_jax.data import preparation, spans, token_folder
-from nanotrain_jax.data.preparation import Asked, Plan
+from nanotrain_jax.data.preparation import Asked, Plan, Task
 from nanotrain_jax.data.shards import Finished
 from nanotrain_jax.data.text_files import Field
 from nanotrain_jax.data.token_folder import Header
@@ -44,6 +44,7 @@ from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.run import shell
 
 KINDS = ".txt", ".jsonl", ".jsonl.gz", ".parquet"
+TRAIN = "train-bpe:"
 VAL_FRACTION = 0.05
 
 
@@ -151,9 +152,9 @@ def tokenizer_for(asked: argparse.Namespace, out: Path, before: Header | None) -
     name, own = asked.tokenizer or "bytes", str(out) if (out / TOKENIZER).exists() else "bytes"
     if asked.append and asked.tokenizer is None and asked.end_token is None:
         return load_tokenizer(own)
-    if name.startswith("train-bpe:") and own != "bytes" and not asked.append:
+    if name.startswith(TRAIN) and own != "bytes" and not asked.append:
         return load_tokenizer(own)  # trained when the folder was begun
-    if not name.startswith("train-bpe:"):
+    if not name.startswith(TRAIN):
         found = load_tokenizer(name, asked.end_token, "--tokenizer", "bytes, train-bpe:SIZE")
     elif asked.part != (0, 1) or asked.append:
         raise ValueError(
@@ -164,7 +165,7 @@ def tokenizer_for(asked: argparse.Namespace, out: Path, before: Header | None) -
         everything = [*chain.from_iterable(spans.shards_of([Path(file) for file in asked.files]))]
         texts = spans.documents(everything, field_of(asked), Counter() if asked.skip_bad else None)
         shown = track(texts, "training the tokenizer", disable=not sys.stderr.isatty())
-        found = train_bpe(shown, name.removeprefix("train-bpe:"))
+        found = train_bpe(shown, name.removeprefix(TRAIN))
     if asked.append and before and found.name != before.tokenizer:
         raise ValueError(
             f"--tokenizer={name}: --out={out} has another tokenizer ({before.tokenizer}); leave --tokenizer and "
@@ -190,7 +191,8 @@ def prepare(asked: argparse.Namespace) -> list[str]:
         )
     tokenizer = tokenizer_for(asked, out, before)
     fraction = before.val_fraction if before and asked.append else fraction
-    request = Asked(files, asked.field, fraction, tokenizer, asked.tokenizer or "bytes", before)
+    trained = asked.tokenizer if (asked.tokenizer or "").startswith(TRAIN) else ""
+    request = Asked(files, asked.field, fraction, tokenizer, trained, before)
     plan = preparation.plan_of(request)
     if before and plan.preparation in before.preparations:
         (out / token_folder.PLAN).unlink(missing_ok=True)
@@ -203,22 +205,29 @@ def prepare(asked: argparse.Namespace) -> list[str]:
 def carry_out(asked: argparse.Namespace, out: Path, plan: Plan, request: Asked) -> list[str]:
     """Write the shards of this part, and the header if they are the last -> lines that tell what the folder has."""
     preparation.begin(out, plan, request.tokenizer)
-    tasks = preparation.tasks(out, plan, request.tokenizer, field_of(asked), asked.skip_bad)
-    mine, kept = tasks[asked.part[0] :: asked.part[1]], 0
-    try:
-        with preparation.alone(out, asked.part), shown("tokenizing", sum(task.size for task in mine)) as bar:
-            for task, was_there in preparation.written(mine, asked.workers):
-                kept += was_there
-                bar.advance(bar.task_ids[0], task.size)
+    with preparation.alone(out, asked.part):
+        tasks = preparation.tasks(out, plan, request.tokenizer, field_of(asked), asked.skip_bad)
+        try:
+            kept = write(tasks[asked.part[0] :: asked.part[1]], asked.workers)
             header, found = preparation.finish(out, plan, request.tokenizer, request.before)
-    except (ValueError, OSError):
-        if asked.part == (0, 1):
-            preparation.give_up(out, plan)
-        raise
+        except (ValueError, OSError):
+            if asked.part == (0, 1):
+                preparation.give_up(out, plan)
+            raise
     again = [f"kept {kept:,} shards that were finished before"] * bool(kept)
     if not header:
         return [f"{out}: {len(found):,} of {len(tasks):,} shards are finished; the other parts write the rest", *again]
     return [*lines_of(out, header, found), *again]
+
+
+def write(tasks: Sequence[Task], workers: int) -> int:
+    """Write shards -> how many were finished before. Raises ValueError or OSError."""
+    kept = 0
+    with shown("tokenizing", sum(task.size for task in tasks)) as bar:
+        for task, was_there in preparation.written(tasks, workers):
+            kept += was_there
+            bar.advance(bar.task_ids[0], task.size)
+    return kept
 
 
 def shown(what: str, size: int) -> Progress:

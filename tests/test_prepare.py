@@ -76,6 +76,9 @@ def test_a_bpe_tokenizer_trained_by_the_command_is_reusable_and_lossless(tmp_pat
 
     files = write_sources(tmp_path)[0]
     assert prepare(*files, "--out", tmp_path / "one", "--tokenizer", "train-bpe:300").returncode == 0
+    done = prepare(*files, "--out", tmp_path / "one", "--tokenizer", "train-bpe:300")
+    assert "has these files already: nothing to do" in done.stdout
+    assert "already exists" in prepare(*files, "--out", tmp_path / "one", "--tokenizer", "train-bpe:290").stderr
     again = prepare(*files, "--out", tmp_path / "two", "--tokenizer", tmp_path / "one" / "tokenizer.json")
     assert again.returncode == 0
     (one, (tokens,)), (two, (again,)) = (token_folder.read(tmp_path / name) for name in ("one", "two"))

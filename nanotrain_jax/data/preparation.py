@@ -37,12 +37,11 @@ from nanotrain_jax.data.tokenizer import Tokenizer
 
 class Plan(BaseModel):
     """plan.json. shards: the spans of input of each new one; first: its number; preparation: identifies the input, the
-    tokenizer and the split; asked: the tokenizer that was asked for. held_out_below: texts with a smaller hash are held
+    tokenizer and the split. held_out_below: texts with a smaller hash are held
     out; None: a single small shard chooses it (`shards.threshold`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     preparation: str
-    asked: str
     first: int
     val_fraction: float
     held_out_below: int | None
@@ -71,13 +70,14 @@ class Task(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a user asks for. before: the header of the folder to append to. asked: the tokenizer, as given."""
+    """What a user asks for. trained: "train-bpe:SIZE" if the tokenizer is; before: the header of the folder to append
+    to."""
 
     paths: Sequence[Path]
     field: str
     val_fraction: float
     tokenizer: Tokenizer
-    asked: str
+    trained: str = ""
     before: Header | None = None
 
 
@@ -86,10 +86,9 @@ def plan_of(asked: Asked) -> Plan:
     divided, before = spans.shards_of(asked.paths), asked.before
     is_small = len(divided) == 1 and sum(span.stop - span.start for span in divided[0]) <= spans.LEAST
     below = before.held_out_below if before else None if is_small else int(asked.val_fraction * shards.KEYS)
-    content = json.dumps([asked.tokenizer.name, asked.val_fraction, asked.field, divided])
+    content = json.dumps([asked.tokenizer.name, asked.trained, asked.val_fraction, asked.field, divided])
     return Plan(
         preparation=shards.digest(content.encode())[:16],
-        asked=asked.asked,
         first=len(before.shards) if before else 0,
         val_fraction=asked.val_fraction,
         held_out_below=below,
@@ -170,10 +169,8 @@ def write(task: Task) -> bool:
         return True
     skipped = Counter()
     texts = spans.documents(task.spans, task.field, skipped if task.skips else None)
-    documents, below = (
-        corpus.encoded(texts, _tokenizer_in(task.place.folder, task.place.tokenizer)),
-        task.held_out_below,
-    )
+    documents = corpus.encoded(texts, _tokenizer_in(task.place.folder, task.place.tokenizer))
+    below = task.held_out_below
     if below is None:
         documents = list(documents)
         below = shards.threshold(documents, task.val_fraction)

@@ -72,7 +72,7 @@ class Place(NamedTuple):
 
     def size(self, kind: str, counts: Counts) -> int:
         """Return the bytes of a file of the shard."""
-        return HEAD + (counts.tokens * np.dtype(self.dtype).itemsize if kind == TOKENS else counts.documents * 16)
+        return HEAD + (counts.tokens * int(self.dtype[-1]) if kind == TOKENS else counts.documents * 16)
 
 
 class Mapped:

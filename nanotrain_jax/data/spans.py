@@ -16,7 +16,7 @@ from nanotrain_jax.data import text_files
 from nanotrain_jax.data.text_files import Field
 
 MANY = 100  # files of text: with fewer, they are cut into about so many documents
-LEAST, MOST = 1 << 24, 1 << 30  # bytes of input of a shard; between them, about a 256th of all
+LEAST, MOST = 1 << 24, 1 << 32  # bytes of input of a shard; between them, about a 256th of all
 
 
 class Span(NamedTuple):

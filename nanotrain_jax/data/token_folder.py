@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,7 @@ FORMAT = "nanotrain_jax tokens 2"
 HEADER = "header.json"
 PLAN = "plan.json"  # what a preparation that is not finished writes
 MOST_ROWS = 1 << 32  # indices that grain shuffles
+READERS = 16  # threads
 SAMPLED = 32  # shards whose checksums are sampled, a block of each file
 
 
@@ -154,8 +156,9 @@ def read(folder: Path, verify: Verify = "sample") -> tuple[Header, list[Mapped]]
     name = f"data.source='tokens:{folder}'"
     header = read_header(folder, name)
     places = [header.place(folder, number) for number in range(len(header.shards))]
-    for place, counts in zip(places, header.shards, strict=True):
-        check_heads(place, counts)
+    with ThreadPoolExecutor(READERS) as pool:  # they wait for the disk
+        parts = (zip(places[i::READERS], header.shards[i::READERS], strict=True) for i in range(READERS))
+        list(pool.map(check_heads, parts))
     chosen = np.arange(len(places))
     sample = np.random.default_rng() if verify == "sample" else None
     if sample is not None and len(places) > SAMPLED:
@@ -169,26 +172,35 @@ def _remedy(place: Place) -> str:
     return f"copy the file again, or create {place.folder} again with python -m nanotrain_jax.prepare"
 
 
-def check_heads(place: Place, counts: Counts) -> None:
-    """Raise ValueError unless the files of a shard have their sizes and first bytes, OSError if they cannot be read."""
-    for kind in KINDS:
-        path, expected = place.path(kind), place.size(kind, counts)
-        try:
-            with open(path, "rb") as file:
-                size, head = os.fstat(file.fileno()).st_size, file.read(shards.HEAD)
-        except FileNotFoundError:
-            raise ValueError(f"{path} is missing; {_remedy(place)}") from None
-        if size != expected:
-            raise ValueError(
-                f"{path} has {size:,} bytes, but must have {expected:,}: it is truncated or of another "
-                f"folder; {_remedy(place)}"
-            )
-        if head != place.head(kind):
-            said, due = (" ".join(text.decode(errors="replace").split()) for text in (head, place.head(kind)))
-            raise ValueError(
-                f"{path} begins with {said!r}, but must begin with {due!r}: it is another shard's, or of "
-                f"another tokenizer; {_remedy(place)}"
-            )
+def check_heads(some: Iterable[tuple[Place, Counts]]) -> None:
+    """Raise ValueError unless the files of shards have their sizes and first bytes, OSError if they cannot be read."""
+    for place, counts in some:
+        for kind in KINDS:
+            check_head(place, kind, counts)
+
+
+def check_head(place: Place, kind: str, counts: Counts) -> None:
+    """As check_heads, for one file."""
+    path, expected = place.path(kind), place.size(kind, counts)
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; {_remedy(place)}") from None
+    try:
+        size, head = os.fstat(file).st_size, os.pread(file, shards.HEAD, 0)
+    finally:
+        os.close(file)
+    if size != expected:
+        raise ValueError(
+            f"{path} has {size:,} bytes, but must have {expected:,}: it is truncated or of another folder; "
+            f"{_remedy(place)}"
+        )
+    if head != place.head(kind):
+        said, due = (" ".join(text.decode(errors="replace").split()) for text in (head, place.head(kind)))
+        raise ValueError(
+            f"{path} begins with {said!r}, but must begin with {due!r}: it is another shard's, or of another "
+            f"tokenizer; {_remedy(place)}"
+        )
 
 
 def check_content(place: Place, header: Header, sample: np.random.Generator | None) -> None:

@@ -20,22 +20,26 @@ from nanotrain_jax.data import shards, token_folder
 from nanotrain_jax.data.shards import BLOCK, DOCUMENTS, TOKENS, Counts, Finished, Place
 
 TOKENS_PER_DOCUMENT = 1000
-PER_SHARD = 250_000  # documents: about 1 GiB of text
-HELD_OUT = PER_SHARD // 1000
+MOST = 1_000_000  # documents of a shard: about 4 GiB of text
 ROW = 1024
 
 
-def write_shard(place: Place) -> Counts:
-    """Write a shard of holes -> its counts."""
+def per_shard(documents: int) -> int:
+    """Return how many documents a shard has, about as prepare divides them."""
+    return min(documents // 250, MOST)
+
+
+def write_shard(place: Place, documents: int) -> Counts:
+    """Write a shard of holes -> its counts. A thousandth is held out."""
     found = Counts(
         preparation=place.preparation,
-        tokens=PER_SHARD * TOKENS_PER_DOCUMENT,
-        documents=PER_SHARD,
-        held_out_tokens=HELD_OUT * TOKENS_PER_DOCUMENT,
-        held_out_documents=HELD_OUT,
+        tokens=documents * TOKENS_PER_DOCUMENT,
+        documents=documents,
+        held_out_tokens=documents // 1000 * TOKENS_PER_DOCUMENT,
+        held_out_documents=documents // 1000,
         replaced=0,
     )
-    ends = np.arange(1, PER_SHARD + 1, dtype="<i8") * TOKENS_PER_DOCUMENT
+    ends = np.arange(1, documents + 1, dtype="<i8") * TOKENS_PER_DOCUMENT
     blocks = {}
     for kind, content in (TOKENS, b""), (DOCUMENTS, ends.tobytes()):
         content, size = place.head(kind) + content, place.size(kind, found)
@@ -63,7 +67,7 @@ def write(folder: Path, documents: int) -> None:
     """Write a folder of holes."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    places = [Place(folder, number, "holes", "bytes", "<u2") for number in range(documents // PER_SHARD)]
+    places = [Place(folder, number, "holes", "bytes", "<u2") for number in range(documents // per_shard(documents))]
     header = token_folder.Header(
         tokenizer="bytes",
         vocab_size=257,
@@ -72,7 +76,7 @@ def write(folder: Path, documents: int) -> None:
         val_fraction=0.001,
         held_out_below=shards.KEYS // 1000,
         preparations=["holes"],
-        shards=[write_shard(place) for place in places],
+        shards=[write_shard(place, per_shard(documents)) for place in places],
     )
     token_folder.write_header(folder, header)
 
@@ -122,7 +126,7 @@ def main() -> None:
         for across in "across", "apart":
             command = [sys.executable, __file__, "--dir", str(asked.dir), "--measure", across]
             told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            cells = [f"{documents:,}", f"{documents // PER_SHARD:,}", "no" if across == "across" else "yes"]
+            cells = [f"{documents:,}", f"{documents // per_shard(documents):,}", "no" if across == "across" else "yes"]
             cells += [f"{told['open']:.2f}", f"{told['memory']:.0f}", f"{told['first']:.2f}", f"{told['after']:.0f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
     shutil.rmtree(asked.dir)

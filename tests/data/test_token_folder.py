@@ -154,9 +154,11 @@ def test_two_writers_of_a_folder(files, tmp_path, small_shards, capsys):
 
     (tmp_path / "out").mkdir()
     with preparation.alone(tmp_path / "out", (0, 1)):
-        plan = preparation.plan_of(preparation.Asked(files, "text", 0.05, of_bytes(), "bytes"))
+        plan = preparation.plan_of(preparation.Asked(files, "text", 0.05, of_bytes()))
         preparation.begin(tmp_path / "out", plan, of_bytes())
+        before = content(tmp_path / "out")
         assert run(*files, "--out", tmp_path / "out") == 2
+        assert content(tmp_path / "out") == before
     assert "is being written by another process" in capsys.readouterr().err
 
 
