@@ -60,6 +60,9 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     if t.what is Traffic.MOMENTUM:
         size = sum(x.bytes for x in muon.exchanges(c) if ",".join(x.axes) == t.axis) / 2
         return "2 of matrices, padded to whole matrices per device", f"2 x {n(size)}"
+    if t.what is Traffic.ROUTERS:
+        sizes = [n(size) for axes, size in communication.router_buffers(c) if ",".join(axes) == t.axis and size]
+        return "(4 L E and scalars)", f"({' + '.join(sizes)})"
     if t.what is Traffic.LOSS:
         return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
     return of_parameters(e, t)
