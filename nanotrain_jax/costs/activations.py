@@ -73,7 +73,9 @@ def layer_activations(config: Config, remat: Remat) -> float:
     """
     like_x, inner = layer_widths(config, remat)
     split_x = config.parallel.tensor if config.parallel.sequence_parallel else 1
-    return like_x / split_x + inner / config.parallel.tensor + adapter_width(config, remat) + _router(config, remat)
+    return (
+        like_x / split_x + inner / config.parallel.tensor + adapter_width(config, remat) + router_width(config, remat)
+    )
 
 
 def adapter_width(config: Config, remat: Remat) -> float:
@@ -84,7 +86,7 @@ def adapter_width(config: Config, remat: Remat) -> float:
     return config.model.lora.rank * (columns + rows / (p.tensor if p.sequence_parallel else 1))
 
 
-def _router(config: Config, remat: Remat) -> float:
+def router_width(config: Config, remat: Remat) -> float:
     """Return the elements per token of the logits of a router, float32, of all tokens on each device of tensor."""
     experts = config.model.experts
     return 0.0 if remat.recomputes_layers or not experts else experts.num * 4 / BYTES[config.precision.compute]

@@ -173,6 +173,8 @@ def activations(e: Estimate) -> Section:
     shown = f"{n(like_x)} / {split} + {n(inner)} / {p.tensor}"
     if c.train.lora:
         formula, shown = f"{formula} + x A of adapters", f"{shown} + {n(costs.adapter_width(c, remat))}"
+    if c.model.experts:
+        formula, shown = f"{formula} + logits of the router", f"{shown} + {n(costs.router_width(c, remat))}"
     lines = [Line(f"per layer and token (remat {remat})", formula, shown, layer, "elements")]
     if p.pipe == 1:
         shown = f"{c.model.num_layers} x {n(layer)}"
