@@ -36,13 +36,19 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
         return attention_buffers(e, t)
     if t.what is Traffic.BETWEEN_STAGES:
         split, ticks = p.tensor if p.sequence_parallel else 1, counts.outline(c).ticks
-        shown = f"2 x {ticks} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
-        return "2 ticks b B T D / M" + " / t" * (split > 1), shown
+        of_x, queue = f"{b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}", counts.router_queue_bytes(c)
+        formula = "b B T D / M" + " / t" * (split > 1)
+        if queue:
+            return f"2 ticks ({formula} + routers)", f"2 x {ticks} x ({of_x} + {n(queue)})"
+        return f"2 ticks {formula}", f"2 x {ticks} x {of_x}"
     if t.what is Traffic.SHARED_BY_STAGES:
         split, times = p.tensor if p.sequence_parallel else 1, communication.shares_of_ends(c)
         each = times // M if times in (3 * M, 4 * M) else times // counts.outline(c).ticks
         shown = f"{each} x {times // each} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
-        often = "M" if times == each * M else "ticks"
+        often, queue = "M" if times == each * M else "ticks", counts.router_queue_bytes(c)
+        if queue:
+            formula = f"{each} {often} (b B T D / M" + " / t" * (split > 1) + " + routers)"
+            return formula, f"({shown} + {each} x {times // each} x {n(queue)})"
         return f"{each} {often} b B T D / M" + " / t" * (split > 1), shown
     if t.what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS):
         gathers, scatters = communication.tensor_passes(c)
@@ -61,8 +67,8 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
         size = sum(x.bytes for x in muon.exchanges(c) if ",".join(x.axes) == t.axis) / 2
         return "2 of matrices, padded to whole matrices per device", f"2 x {n(size)}"
     if t.what is Traffic.ROUTERS:
-        sizes = [n(size) for axes, size in communication.router_buffers(c) if ",".join(axes) == t.axis and size]
-        return "(4 L E and scalars)", f"({' + '.join(sizes)})"
+        size = sum(size for axes, size in communication.router_buffers(c) if ",".join(axes) == t.axis)
+        return "loads of L E experts, of microbatches and the step", n(size)
     if t.what is Traffic.LOSS:
         return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
     return of_parameters(e, t)
