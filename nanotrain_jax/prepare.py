@@ -3,7 +3,7 @@
     python -m nanotrain_jax.prepare TEXT_FILES... --out DIR [--tokenizer bytes|train-bpe:32000|PATH] [--workers N]
 
 .txt: a document per file (fewer than a hundred are cut at line ends into about a hundred); .jsonl, .jsonl.gz: a
-document per line; .parquet: a document per row. The same command goes on after a kill. Exit codes: 0 done; 2 the
+document per line; .parquet: a document per row. The same command continues after a kill. Exit codes: 0 done; 2 the
 request is wrong (one line on stderr); 1 anything else.
 """
 

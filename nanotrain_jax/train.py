@@ -146,7 +146,7 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
 def prepare(config: Config, clock: PhaseClock | None = None) -> Run:
     """Check the request before anything is written, then restore or initialize the state.
 
-    clock: is told the phases. Raises ValueError or OSError.
+    clock: records the phases. Raises ValueError or OSError.
     """
     runtime = config.runtime
     process = ranks.detect({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})

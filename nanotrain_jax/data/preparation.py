@@ -2,7 +2,7 @@
 
     plan.json   which input each new shard has: written first, removed when header.json tells of the new shards
 
-Whoever finds a plan.json of the same input goes on: shards that are finished and whole are kept. What a shard has
+A preparation that finds a plan.json of its input continues it: shards that are finished and whole stay. What one has
 follows from the plan alone, so any number of workers and hosts writes the same bytes.
 """
 

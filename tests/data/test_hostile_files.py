@@ -4,6 +4,7 @@ import json
 import struct
 from itertools import pairwise
 
+import first_format
 import numpy as np
 import pytest
 
@@ -56,7 +57,7 @@ def huge(path):
 
 @pytest.fixture
 def token_folder(tmp_path):
-    corpus.write(tmp_path / "tokens", [b"one", b"two"], tokenizer.of_bytes())
+    first_format.write(tmp_path / "tokens", [b"one", b"two"], tokenizer.of_bytes())
     return tmp_path / "tokens"
 
 

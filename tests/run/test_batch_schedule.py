@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from command import config_file, main, same, saved_state
-from conftest import cover, records
+from conftest import cover, records, without_times
 from launching import finished, launched
 
 from nanotrain_jax.config import load
@@ -108,11 +108,6 @@ def sizes(found, seq_len):
     """Return the sequences of each step."""
     tokens = [0, *(record["tokens"] for record in found)]
     return [(b - a) // seq_len for a, b in pairwise(tokens)]
-
-
-def without_times(found):
-    """Return records without what depends on the speed of this machine."""
-    return [{key: value for key, value in record.items() if "second" not in key} for record in found]
 
 
 def test_the_batch_doubles_at_each_check_with_a_noise_scale_above_it(config_file, tmp_path):

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 from command import config_file, main, same, saved_state
-from conftest import cover, records
+from conftest import cover, records, without_times
 from launching import finished, launched
 
 import nanotrain_jax
@@ -47,8 +47,7 @@ def run(config_file, folder, *overrides):
 
 
 def measured(folder):
-    """Return records without what depends on the speed of this machine."""
-    return [{key: value for key, value in record.items() if "second" not in key} for record in records(folder)]
+    return without_times(records(folder))
 
 
 def is_synchronization(override):
