@@ -25,11 +25,13 @@ def test_phases_sum_to_the_time_since_the_process_began():
     for phase in "join", "compile", "data", "step", "data", "step":
         clock.at(phase)
         time.sleep(0.01)
+    earliest = time.monotonic() - began
     seconds = clock.seconds()
-    assert sum(seconds.values()) == pytest.approx(time.monotonic() - began, abs=0.01)
+    assert earliest <= sum(seconds.values()) + 1e-6 <= time.monotonic() - began + 2e-6
     assert seconds["start"] >= 5
     assert seconds["data"] >= 0.02
-    assert clock.share_of_steps() == pytest.approx(seconds["step"] / sum(seconds.values()), abs=0.01)
+    share = clock.share_of_steps()  # a later moment, of the same last phase
+    assert seconds["step"] / sum(clock.seconds().values()) <= share < 1
 
 
 def test_steps_taken_again_skipped_and_the_time_until_the_next_start_are_not_useful():
@@ -71,7 +73,8 @@ def test_a_run_accounts_for_its_wall_time_over_its_starts(config_file, tmp_path,
     lines = goodput.read(tmp_path / "run")
     seconds = goodput.by_cause(lines)
     assert sum(seconds.values()) == pytest.approx(lines[-1].time - lines[0].began, rel=0.01)
-    assert sum(seconds.values()) == pytest.approx(wall, rel=0.05)  # what follows the last line is not in it
+    assert lines[0].began >= began - 0.1  # the clock of seconds may be set
+    assert sum(seconds.values()) <= wall + 0.1  # what follows the last line is not in it
     assert {"useful steps", "compile", "data", "evaluation", "save", "restart", "restore"} <= seconds.keys()
     assert "repeated steps" not in seconds
     assert goodput.summary(lines) in printed
