@@ -47,6 +47,15 @@ class BatchGrowth(Section):
     every: Positive = key(..., "steps between checks")
 
 
+class Rollback(Section):
+    """The section train.rollback: what a loss spike is (run/rollback.py), and how often to go back from one."""
+
+    deviations: float = key(6.0, "a spike is a loss so many standard deviations above the mean of the window", gt=0)
+    window: int = key(128, "steps before it whose losses count; before there are as many none is one", ge=8, le=4096)
+    not_finite: Positive = key(3, "a spike are also so many losses in a row that are not finite")
+    most: Positive = key(3, "rollbacks of a run; after one more spike it stops with exit code 1")
+
+
 class Objective(Section):
     """The section train.objective: what is learned of data.source=pairs:GLOB (models/dpo.py)."""
 
@@ -96,6 +105,11 @@ class Train(Section):
     )
     max_skipped: Count = key(
         20, "stop, with exit code 1, after so many skipped steps in a row: their gradients were not finite; 0: never"
+    )
+    rollback: Rollback | None = key(
+        None,
+        "{deviations, window, not_finite, most}: after a loss spike go back to the newest checkpoint, and never read "
+        "the batches since again; null: go on",
     )
     save_hf: bool = key(False, "write <logging.dir>/hf at the end: a model folder of Hugging Face in precision.compute")
     log_every: Count = key(1, "steps between log lines; evaluations and the last step are always logged; 0: only these")

@@ -133,6 +133,8 @@ def summary(config: Config, latest: dict[str, Any], bigram: float | None, number
         lines.append(f"  a bigram model    {bigram:.4f} on the same text (predicts from the previous token only)")
     if "skipped_steps" in latest:
         lines.append(f"  skipped steps     {latest['skipped_steps']} (gradients not finite)")
+    if "rollbacks" in latest:
+        lines.append(f"  rollbacks         {latest['rollbacks']} (loss spikes)")
     lines.append(f"  output            {config.logging.dir}/: loss.png, metrics.jsonl, config.yaml")
     if config.logging.tensorboard:
         lines.append(f"  TensorBoard       pip install tensorboard; tensorboard --logdir {folder}/tensorboard")
