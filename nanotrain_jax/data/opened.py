@@ -151,5 +151,5 @@ Opened = InMemory | Sharded
 
 def keys(side: ShardWindows) -> Iterator[np.ndarray]:
     """Yield the hashes of the documents of one side of a folder, shard by shard."""
-    for shard, first, size in zip(side.mapped, side.firsts, np.diff(side.ends, prepend=0), strict=True):
-        yield shard.keys[slice(*np.searchsorted(shard.ends, (first, first + size), side="right"))]
+    for number, shard in enumerate(side.mapped):
+        yield shard.keys[side.documents(number)]

@@ -20,6 +20,7 @@ from nanotrain_jax.data.corpus import Corpus
 from nanotrain_jax.data.dataset import Dataset, ValidationSet
 from nanotrain_jax.data.mixture import Mixture
 from nanotrain_jax.data.opened import InMemory, Opened, Sharded
+from nanotrain_jax.data.packed_documents import PackedDocuments
 from nanotrain_jax.data.windows import Windows
 
 PIECES = 8  # about, to hold out, of documents that are too long to be held out whole
@@ -27,6 +28,7 @@ PIECES = 8  # about, to hold out, of documents that are too long to be held out 
 
 def load(config: Data) -> Dataset:
     """Open a source of text, or a mixture of several. Raises ValueError or OSError."""
+    is_packed = config.packing == "best_fit"
     parts = config.parts or (Part(name="data.source", source=config.source),)
     opened = [open_part(part.name, config.model_copy(update={"source": part.source})) for part in parts]
     further = [
@@ -35,22 +37,24 @@ def load(config: Data) -> Dataset:
     ]
     check_tokenizers([*opened, *further])
     opened, told = without_held_out(opened, further)
+    identity = fingerprint(opened, config, told)
     sides = [rows_of(one, config) for one in opened]
     train, val = sides[0]
     if config.parts:
         names, weights = [one.name for one in opened], [part.weight for part in parts]
         train, val = (Mixture(dict(zip(names, rows, strict=True)), weights) for rows in zip(*sides, strict=True))
     read = [*opened, *further]
+    told += [note(one.name, rows) for one, (rows, _) in zip(opened, sides, strict=True) if is_packed]
     return Dataset(
         train,
         val,
         opened[0].tokenizer,
         max(one.vocab_size for one in opened),
-        fingerprint(opened, config, told),
+        identity,
         replaced=sum(one.replaced for one in read),
         pieces=sum(one.pieces for one in opened),
         has_ends=all(one.has_ends for one in opened),
-        notes=tuple(line for one in read for line in one.notes) + tuple(told),
+        notes=(*(line for one in read for line in one.notes), *told),
         further=tuple(further_set(one, config) for one in further),
         of_further=" ".join(one.fingerprint for one in further),
     )
@@ -115,7 +119,7 @@ def without_held_out(opened: Sequence[Opened], further: Sequence[Opened]) -> tup
     return found, told
 
 
-def rows_of(one: Opened, config: Data) -> tuple[Windows, Windows]:
+def rows_of(one: Opened, config: Data) -> tuple[Windows | PackedDocuments, ...]:
     """Return the sequences to train on and those held out. Raises ValueError if there are none to train on."""
     train, val = one.rows(config.seq_len)
     if not len(train):
@@ -123,7 +127,7 @@ def rows_of(one: Opened, config: Data) -> tuple[Windows, Windows]:
             f"data: of {one.name} {train.total} tokens are left to train on, as other sources or data.validation hold "
             f"out the rest, but data.seq_len={config.seq_len} needs at least {config.seq_len + 1}; use other texts"
         )
-    return train, val
+    return in_rows(train, config), in_rows(val, config)
 
 
 def further_set(one: Opened, config: Data) -> ValidationSet:
@@ -134,7 +138,22 @@ def further_set(one: Opened, config: Data) -> ValidationSet:
             f"data.validation: {one.name} has {rows.total} tokens, but data.seq_len={config.seq_len} needs at least "
             f"{config.seq_len + 1}; use more text or a shorter data.seq_len"
         )
-    return ValidationSet(one.name, rows, 0.0)
+    return ValidationSet(one.name, in_rows(rows, config), 0.0)
+
+
+def in_rows(windows: Windows, config: Data) -> Windows | PackedDocuments:
+    """Return the rows of data.pack. Raises ValueError."""
+    return PackedDocuments(windows) if config.packing == "best_fit" else windows
+
+
+def note(name: str, rows: PackedDocuments) -> str:
+    """Return a line about the rows of a source. Raises ValueError if there is none."""
+    if not len(rows):
+        raise ValueError(f"data.pack=best_fit: no document of {name} has two tokens; use data.pack=concatenate")
+    return (
+        f"data.pack=best_fit: {name} has {rows.documents:,} documents to train on; {rows.cut:,} are longer than "
+        f"data.seq_len and cut; rows are {rows.fill:.1%} full"
+    )
 
 
 def check_tokenizers(found: Sequence[Opened]) -> None:
@@ -160,6 +179,7 @@ def check_tokenizer(config: Data, name: str) -> None:
 def fingerprint(opened: Sequence[Opened], config: Data, told: Sequence[str]) -> str:
     """Identify the rows of training and their order. told: what is left out (`without_held_out`)."""
     keys = f"val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
+    keys += " pack best_fit" * (config.packing == "best_fit")
     if not config.parts and not told:
         return f"{opened[0].fingerprint} {keys}"
     content = hashlib.sha256()

@@ -72,7 +72,7 @@ class ShardWindows(Windows):
 
     def __init__(self, mapped: Sequence[Mapped], sides: Sequence[str], seq_len: int):
         """sides: "train", "held out", or both: of each shard, the documents that the stream has."""
-        self.mapped, self.seq_len = mapped, seq_len
+        self.mapped, self.sides, self.seq_len = mapped, sides, seq_len
         held_out = np.array([shard.counts.held_out_tokens for shard in mapped], np.int64)
         tokens = np.array([shard.counts.tokens for shard in mapped], np.int64)
         self.firsts = np.zeros_like(tokens) if "train" in sides else tokens - held_out  # in each shard
@@ -91,6 +91,29 @@ class ShardWindows(Windows):
             if take:
                 yield self.mapped[shard], first, first + take, start
             start, shard = start + take, shard + 1
+
+    @property
+    def stretches(self) -> int:
+        """As of Windows: the shards."""
+        return len(self.mapped)
+
+    def documents(self, shard: int) -> slice:
+        """Return which documents of a shard are in the stream."""
+        counts = self.mapped[shard].counts
+        first = counts.documents - counts.held_out_documents
+        return slice(0 if "train" in self.sides else first, counts.documents if "held out" in self.sides else first)
+
+    def sizes(self, stretch: int) -> np.ndarray:
+        """As of Windows. Reads 8 bytes per document."""
+        ends = self.mapped[stretch].ends[self.documents(stretch)]
+        return np.diff(ends, prepend=self.firsts[stretch])
+
+    def span(self, stretch: int, document: int) -> tuple[int, int]:
+        """As of Windows."""
+        shard, at = self.mapped[stretch], self.documents(stretch).start + document
+        moved = (int(self.ends[stretch - 1]) if stretch else 0) - int(self.firsts[stretch])
+        first = int(shard.ends[at - 1]) if document else int(self.firsts[stretch])
+        return first + moved, int(shard.ends[at]) + moved
 
     def document_starts(self, i: int) -> np.ndarray:
         """As of Windows."""

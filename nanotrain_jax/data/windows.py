@@ -25,6 +25,19 @@ class Windows:
     def __getitem__(self, i: int) -> np.ndarray:
         return self.slice(int(i) * self.seq_len, self.seq_len + 1)
 
+    @property
+    def stretches(self) -> int:
+        """Into how many stretches the documents are divided."""
+        return 1
+
+    def sizes(self, stretch: int) -> np.ndarray:
+        """Return the tokens of each document of a stretch."""
+        return np.diff(self.ends, prepend=0)
+
+    def span(self, stretch: int, document: int) -> tuple[int, int]:
+        """Return from where to where in the concatenation a document of a stretch is."""
+        return int(self.ends[document - 1]) if document else 0, int(self.ends[document])
+
     def document_starts(self, i: int) -> np.ndarray:
         """Return for each token of sequence i the position in it of its document's first token, int32 [seq_len + 1].
 
