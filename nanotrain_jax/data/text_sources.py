@@ -19,7 +19,7 @@ from nanotrain_jax.data import tokenizer as tokenizers
 from nanotrain_jax.data.corpus import Corpus
 from nanotrain_jax.data.dataset import Dataset, ValidationSet
 from nanotrain_jax.data.mixture import Mixture
-from nanotrain_jax.data.opened import InMemory, Opened, Sharded
+from nanotrain_jax.data.opened import Opened
 from nanotrain_jax.data.packed_documents import PackedDocuments
 from nanotrain_jax.data.windows import Windows
 
@@ -48,15 +48,15 @@ def load(config: Data) -> Dataset:
     return Dataset(
         train,
         val,
-        opened[0].tokenizer,
-        max(one.vocab_size for one in opened),
+        opened[0].facts.tokenizer,
+        max(one.facts.vocab_size for one in opened),
         identity,
-        replaced=sum(one.replaced for one in read),
+        replaced=sum(one.facts.replaced for one in read),
         pieces=sum(one.pieces for one in opened),
-        has_ends=all(one.has_ends for one in opened),
+        has_ends=all(one.facts.has_ends for one in opened),
         notes=(*(line for one in read for line in one.notes), *told),
         further=tuple(further_set(one, config) for one in further),
-        of_further=" ".join(one.fingerprint for one in further),
+        of_further=" ".join(one.facts.fingerprint for one in further),
     )
 
 
@@ -72,14 +72,22 @@ def open_part(name: str, config: Data) -> Opened:
         )
     documents = len(corpus.ends)
     corpus, (train, held_out) = divided(corpus, config)
-    found = InMemory(name, corpus, train, held_out, len(corpus.ends) if len(corpus.ends) > documents else 0)
-    for what, side in zip(("train on", "hold out"), found.rows(config.seq_len), strict=True):
+    pieces = len(corpus.ends) if len(corpus.ends) > documents else 0
+    sides = [Windows(corpus, side, config.seq_len) for side in (train, held_out)]
+    for what, side in zip(("train on", "hold out"), sides, strict=True):
         if not len(side) and (what == "train on" or config.val_fraction):
             raise ValueError(
                 f"data.val_fraction={config.val_fraction} leaves {side.total} tokens to {what}, but data.seq_len="
                 f"{config.seq_len} needs at least {need}; change data.val_fraction (0: no validation), or use more text"
             )
-    return found
+    return Opened(name, corpus, *sides, pieces, left_out(corpus))
+
+
+def left_out(corpus: Corpus) -> list[str]:
+    """Return a line about files of a folder that are no text, if there are some."""
+    found = corpus.left_out
+    count = f"{len(found):,} files of the folder are no text and are left out"
+    return [f"warning: {count}; the first is {found[0]}"] if found else []
 
 
 def sharded(config: Data) -> Path | None:
@@ -88,11 +96,11 @@ def sharded(config: Data) -> Path | None:
     return Path(where) if kind == "tokens" and where and token_folder.is_sharded(Path(where)) else None
 
 
-def open_shards(name: str, config: Data, folder: Path) -> Sharded:
+def open_shards(name: str, config: Data, folder: Path) -> Opened:
     """Open a token folder of the second format. Raises ValueError or OSError."""
     header, train, val = token_folder.sides(folder, config)
     check_tokenizer(config, header.tokenizer)
-    return Sharded(name, header, train, val)
+    return Opened(name, header, train, val)
 
 
 def open_whole(name: str, config: Data) -> Opened:
@@ -102,7 +110,8 @@ def open_whole(name: str, config: Data) -> Opened:
         found = open_shards(name, config, folder)
         return found._replace(train=found.held_out, held_out=found.train)
     corpus = corpus_of(config)
-    return InMemory(name, corpus, np.arange(0), np.arange(len(corpus.ends)))
+    sides = (Windows(corpus, np.arange(count), config.seq_len) for count in (0, len(corpus.ends)))
+    return Opened(name, corpus, *sides, notes=left_out(corpus))
 
 
 def without_held_out(opened: Sequence[Opened], further: Sequence[Opened]) -> tuple[list[Opened], list[str]]:
@@ -114,14 +123,14 @@ def without_held_out(opened: Sequence[Opened], further: Sequence[Opened]) -> tup
     for number, one in enumerate(opened):
         others = [np.zeros(0, np.uint64), *held[:number], *held[number + 1 :]]
         found.append(one.without(np.unique(np.concatenate(others))))
-        if count := one.count - found[-1].count:
+        if count := one.train.count - found[-1].train.count:
             told.append(f"{one.name}: {count:,} of its documents are held out elsewhere, and not trained on")
     return found, told
 
 
 def rows_of(one: Opened, config: Data) -> tuple[Windows | PackedDocuments, ...]:
     """Return the sequences to train on and those held out. Raises ValueError if there are none to train on."""
-    train, val = one.rows(config.seq_len)
+    train, val = one.train, one.held_out
     if not len(train):
         raise ValueError(
             f"data: of {one.name} {train.total} tokens are left to train on, as other sources or data.validation hold "
@@ -132,7 +141,7 @@ def rows_of(one: Opened, config: Data) -> tuple[Windows | PackedDocuments, ...]:
 
 def further_set(one: Opened, config: Data) -> ValidationSet:
     """Return a set of data.validation. Raises ValueError if it has no row."""
-    rows = one.rows(config.seq_len)[1]
+    rows = one.held_out
     if not len(rows):
         raise ValueError(
             f"data.validation: {one.name} has {rows.total} tokens, but data.seq_len={config.seq_len} needs at least "
@@ -158,11 +167,11 @@ def note(name: str, rows: PackedDocuments) -> str:
 
 def check_tokenizers(found: Sequence[Opened]) -> None:
     """Raise ValueError unless all sources have the same tokenizer."""
-    first = found[0]
-    for one in found:
-        if one.tokenizer != first.tokenizer:
+    first, *rest = ((one.name, one.facts.tokenizer) for one in found)
+    for name, tokenizer in rest:
+        if tokenizer != first[1]:
             raise ValueError(
-                f"data: the tokenizer of {one.name} is {one.tokenizer}, that of {first.name} is {first.tokenizer}; "
+                f"data: the tokenizer of {name} is {tokenizer}, that of {first[0]} is {first[1]}; "
                 "prepare all with the same one, and set data.tokenizer to its file for text"
             )
 
@@ -181,10 +190,10 @@ def fingerprint(opened: Sequence[Opened], config: Data, told: Sequence[str]) -> 
     keys = f"val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
     keys += " pack best_fit" * (config.packing == "best_fit")
     if not config.parts and not told:
-        return f"{opened[0].fingerprint} {keys}"
+        return f"{opened[0].facts.fingerprint} {keys}"
     content = hashlib.sha256()
     for one in opened:
-        content.update(f"{one.fingerprint} {one.trained}".encode())
+        content.update(f"{one.facts.fingerprint} {one.train.chosen}".encode())
     weights = " ".join(str(part.weight) for part in config.parts)
     return f"{content.hexdigest()[:16]} weights {weights} {keys}"
 

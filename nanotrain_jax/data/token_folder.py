@@ -54,6 +54,16 @@ class Header(BaseModel):
         return sum(getattr(shard, name) for shard in self.shards)
 
     @property
+    def replaced(self) -> int:
+        """See Corpus."""
+        return self.total("replaced")
+
+    @property
+    def has_ends(self) -> bool:
+        """See Corpus."""
+        return self.end is not None
+
+    @property
     def fingerprint(self) -> str:
         """Identify the shards, their order and the tokenizer."""
         return _sum(self.model_dump())[:16]
@@ -91,6 +101,31 @@ class ShardWindows(Windows):
             if take:
                 yield self.mapped[shard], first, first + take, start
             start, shard = start + take, shard + 1
+
+    @property
+    def count(self) -> int:
+        """As of Windows."""
+        found = (self.documents(shard) for shard in range(self.stretches))
+        return sum(mine.stop - mine.start for mine in found)
+
+    @property
+    def chosen(self) -> str:
+        """As of Windows."""
+        return f"{self.total} tokens"
+
+    def texts(self) -> Iterator[np.ndarray]:
+        """As of Windows, shard by shard."""
+        yield from (shard.keys[self.documents(number)] for number, shard in enumerate(self.mapped))
+
+    def without(self, held: np.ndarray, name: str) -> ShardWindows:
+        """As of Windows: the documents of a folder are fixed. Reads 8 bytes for each."""
+        count = sum(int(np.isin(found, held).sum()) for found in self.texts()) if len(held) else 0
+        if count:
+            raise ValueError(
+                f"data: the token folder {name} trains on {count:,} documents that another source or data.validation "
+                "holds out; take them out of one of the two, or mix its text instead of the folder"
+            )
+        return self
 
     @property
     def stretches(self) -> int:
@@ -154,7 +189,7 @@ def read_header(folder: Path, name: str) -> Header:
     """Read and verify header.json. name: of the folder in messages. Raises ValueError or OSError."""
     command = "python -m nanotrain_jax.prepare"
     if not (folder / HEADER).is_file() and (folder / PLAN).is_file():
-        raise ValueError(f"{name} is not finished; give the same {command} command again, and it goes on")
+        raise ValueError(f"{name} is not finished; give the same {command} command again to continue it")
     try:
         content = json.loads((folder / HEADER).read_text())
         expected = content.pop("sha256")

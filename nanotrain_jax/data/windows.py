@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
+
 import numpy as np
 
 from nanotrain_jax.data.corpus import Corpus
@@ -14,7 +17,7 @@ class Windows:
     """
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, seq_len: int):
-        self.tokens, self.seq_len = corpus.tokens, seq_len
+        self.corpus, self.documents, self.tokens, self.seq_len = corpus, documents, corpus.tokens, seq_len
         self.starts = np.concatenate([[0], corpus.ends[:-1]])[documents]
         self.ends = np.cumsum(corpus.ends[documents] - self.starts)  # in the concatenation of these documents
         self.total = int(self.ends[-1]) if len(self.ends) else 0
@@ -24,6 +27,27 @@ class Windows:
 
     def __getitem__(self, i: int) -> np.ndarray:
         return self.slice(int(i) * self.seq_len, self.seq_len + 1)
+
+    @property
+    def count(self) -> int:
+        """Documents."""
+        return len(self.documents)
+
+    @property
+    def chosen(self) -> str:
+        """Identify which documents of the source these are."""
+        return hashlib.sha256(self.documents.tobytes()).hexdigest()
+
+    def texts(self) -> Iterator[np.ndarray]:
+        """Yield the hashes of the documents, and of the texts of which they are pieces."""
+        yield self.corpus.keys[self.documents]
+        yield self.corpus.wholes[self.documents]
+
+    def without(self, held: np.ndarray, name: str) -> Windows:
+        """Return the sequences without documents whose hash, or that of the text of which they are pieces, is in held.
+        Raises ValueError, with the name of the source, if they are fixed."""
+        keys, wholes = self.texts()
+        return Windows(self.corpus, self.documents[~(np.isin(keys, held) | np.isin(wholes, held))], self.seq_len)
 
     @property
     def stretches(self) -> int:
