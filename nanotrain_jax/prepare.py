@@ -1,10 +1,11 @@
 """Tokenize text files into a folder of memory-mapped shards for `data.source=tokens:DIR`.
 
     python -m nanotrain_jax.prepare TEXT_FILES... --out DIR [--tokenizer bytes|train-bpe:32000|PATH] [--workers N]
+    python -m nanotrain_jax.prepare --verify DIR             read all of it against its checksums: a line per bad shard
 
 .txt: a document per file (fewer than a hundred are cut at line ends into about a hundred); .jsonl, .jsonl.gz: a
 document per line; .parquet: a document per row. The same command continues after a kill. Exit codes: 0 done; 2 the
-request is wrong (one line on stderr); 1 anything else.
+request is wrong (one line on stderr); 1 anything else, as a damaged shard with --verify.
 """
 
 import sys
@@ -34,9 +35,9 @@ from rich.progress import (
 )
 
 from nanotrain_jax.config.load import Parser, one_line, path_argument, refuse
-from nanotrain_jax.data import preparation, spans, token_folder
+from nanotrain_jax.data import corpus, preparation, shard_checks, spans, token_folder
 from nanotrain_jax.data.preparation import Asked, Plan, Task
-from nanotrain_jax.data.shards import Finished
+from nanotrain_jax.data.shards import DOCUMENTS, TOKENS, Finished
 from nanotrain_jax.data.text_files import Field
 from nanotrain_jax.data.token_folder import Header
 from nanotrain_jax.data.tokenizer import END_OF_TEXT, TOKENIZER, Tokenizer, of_files
@@ -75,8 +76,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m nanotrain_jax.prepare", description="Turn text files into a folder of memory-mapped tokens."
     )
     path = path_argument
-    parser.add_argument("files", nargs="+", type=path, help=", ".join(KINDS))
-    parser.add_argument("--out", required=True, type=path, help="output folder")
+    parser.add_argument("files", nargs="*", type=path, help=", ".join(KINDS))
+    parser.add_argument("--out", type=path, help="output folder")
+    parser.add_argument("--verify", type=path, metavar="DIR", help="read all of a folder against its checksums instead")
     parser.add_argument(
         "--tokenizer",
         type=path,
@@ -100,7 +102,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="I/N",
         help="write every N-th shard, beginning with the I-th (from 0): one host of N that share the folder",
     )
-    return parser.parse_args(argv)
+    asked = parser.parse_args(argv)
+    if asked.verify is None and not (asked.files and asked.out):
+        parser.error("the following arguments are required: files, --out (or --verify DIR)")
+    if asked.verify is not None and (asked.files or asked.out):
+        parser.error("--verify only reads a folder; leave files and --out out")
+    return asked
 
 
 def _fraction(text: str) -> float:
@@ -149,11 +156,11 @@ def open_folder(asked: argparse.Namespace, out: Path) -> Header | None:
 
 def tokenizer_for(asked: argparse.Namespace, out: Path, before: Header | None) -> Tokenizer:
     """Return the tokenizer that is asked for, or that of a folder to append to. Raises ValueError or OSError."""
-    name, own = asked.tokenizer or "bytes", str(out) if (out / TOKENIZER).exists() else "bytes"
+    name, is_trained = asked.tokenizer or "bytes", (out / TOKENIZER).exists()  # when the folder was begun
     if asked.append and asked.tokenizer is None and asked.end_token is None:
-        return load_tokenizer(own)
-    if name.startswith(TRAIN) and own != "bytes" and not asked.append:
-        return load_tokenizer(own)  # trained when the folder was begun
+        return tokenizer_in(out)
+    if name.startswith(TRAIN) and is_trained and not asked.append:
+        return tokenizer_in(out)
     if not name.startswith(TRAIN):
         found = load_tokenizer(name, asked.end_token, "--tokenizer", "bytes, train-bpe:SIZE")
     elif asked.part != (0, 1) or asked.append:
@@ -256,10 +263,47 @@ def lines_of(out: Path, header: Header, found: list[Finished]) -> list[str]:
     return lines
 
 
+def verify(folder: Path, readers: int) -> int:
+    """Read all of a folder; print a line for each shard that is not what was written -> exit code. Raises ValueError or
+    OSError."""
+    if not token_folder.is_sharded(folder) and not (folder / token_folder.HEADER).is_file():
+        raise ValueError(f"--verify={folder} has no {token_folder.HEADER}; give a folder that this command wrote")
+    if not token_folder.is_sharded(folder):
+        corpus.read(folder)
+        print(f"{folder}: all of it is as it was written (the first format)")
+        return 0
+    header = token_folder.read_header(folder, f"--verify={folder}")
+    found = header.places(folder)
+    sizes = [place.size(TOKENS, counts) + place.size(DOCUMENTS, counts) for place, counts in found]
+    bad, has_tokenizer = 0, tokenizer_in(folder).name == header.tokenizer
+    if not has_tokenizer:
+        told = f"{folder / TOKENIZER} is not the tokenizer of the shards ({header.tokenizer}): it was modified"
+        print(f"error: {told}; copy it again", file=sys.stderr)
+    with shown("verifying", sum(sizes)) as bar:
+        for size, fault in zip(sizes, shard_checks.faults(found, readers), strict=True):
+            bad += fault is not None
+            bar.advance(bar.task_ids[0], size)
+            if fault:
+                print(f"error: {one_line(fault)}", file=sys.stderr)
+    if bad:
+        print(f"{folder}: {bad:,} of {len(found):,} shards are not as they were written")
+    elif has_tokenizer:
+        print(f"{folder}: all {len(found):,} shards are as they were written; {sum(sizes):,} bytes read")
+    return 1 if bad or not has_tokenizer else 0
+
+
+def tokenizer_in(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a folder. Raises ValueError or OSError."""
+    return load_tokenizer(str(folder) if (folder / TOKENIZER).exists() else "bytes")
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Write the folder; 2 if the request is wrong."""
+    """Write or verify the folder; 2 if the request is wrong."""
     try:
-        lines = prepare(arguments(argv))
+        asked = arguments(argv)
+        if asked.verify:
+            return verify(Path(asked.verify), asked.workers)
+        lines = prepare(asked)
     except (ValueError, OSError) as error:
         return refuse(error)
     print("\n".join(map(one_line, lines)))

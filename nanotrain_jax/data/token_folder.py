@@ -11,9 +11,9 @@ texts whose hash is below a number, decided when they were prepared, so those th
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from nanotrain_jax.config.schema import Data
 from nanotrain_jax.config.values import Verify
 from nanotrain_jax.data import shards
-from nanotrain_jax.data.shards import KINDS, Counts, Mapped, Place
+from nanotrain_jax.data.shard_checks import check_content, check_heads
+from nanotrain_jax.data.shards import Counts, Mapped, Place
 from nanotrain_jax.data.windows import Windows
 
 FORMAT = "nanotrain_jax tokens 2"
@@ -68,9 +69,10 @@ class Header(BaseModel):
         """Identify the shards, their order and the tokenizer."""
         return _sum(self.model_dump())[:16]
 
-    def place(self, folder: Path, number: int) -> Place:
-        """Return the place of a shard."""
-        return Place(folder, number, self.shards[number].preparation, self.tokenizer, self.dtype)
+    def places(self, folder: Path) -> list[tuple[Place, Counts]]:
+        """Return where each shard is, and its counts."""
+        numbered = enumerate(self.shards)
+        return [(Place(folder, n, one.preparation, self.tokenizer, self.dtype), one) for n, one in numbered]
 
 
 class ShardWindows(Windows):
@@ -213,66 +215,15 @@ def read(folder: Path, verify: Verify = "sample") -> tuple[Header, list[Mapped]]
     """
     name = f"data.source='tokens:{folder}'"
     header = read_header(folder, name)
-    places = [header.place(folder, number) for number in range(len(header.shards))]
-    with ThreadPoolExecutor(READERS) as pool:  # they wait for the disk
-        parts = (zip(places[i::READERS], header.shards[i::READERS], strict=True) for i in range(READERS))
-        list(pool.map(check_heads, parts))
-    chosen = np.arange(len(places))
+    found = header.places(folder)
     sample = np.random.default_rng() if verify == "sample" else None
-    if sample is not None and len(places) > SAMPLED:
-        chosen = sample.choice(chosen, SAMPLED, replace=False)
-    for number in chosen if verify != "off" else ():
-        check_content(places[number], header, sample)
-    return header, [Mapped(place, counts) for place, counts in zip(places, header.shards, strict=True)]
-
-
-def _remedy(place: Place) -> str:
-    return f"copy the file again, or create {place.folder} again with python -m nanotrain_jax.prepare"
-
-
-def check_heads(some: Iterable[tuple[Place, Counts]]) -> None:
-    """Raise ValueError unless the files of shards have their sizes and first bytes, OSError if they cannot be read."""
-    for place, counts in some:
-        for kind in KINDS:
-            check_head(place, kind, counts)
-
-
-def check_head(place: Place, kind: str, counts: Counts) -> None:
-    """As check_heads, for one file."""
-    path, expected = place.path(kind), place.size(kind, counts)
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing; {_remedy(place)}") from None
-    try:
-        size, head = os.fstat(file).st_size, os.pread(file, shards.HEAD, 0)
-    finally:
-        os.close(file)
-    if size != expected:
-        raise ValueError(
-            f"{path} has {size:,} bytes, but must have {expected:,}: it is truncated or of another folder; "
-            f"{_remedy(place)}"
-        )
-    if head != place.head(kind):
-        said, due = (" ".join(text.decode(errors="replace").split()) for text in (head, place.head(kind)))
-        raise ValueError(
-            f"{path} begins with {said!r}, but must begin with {due!r}: it is another shard's, or of another "
-            f"tokenizer; {_remedy(place)}"
-        )
-
-
-def check_content(place: Place, header: Header, sample: np.random.Generator | None) -> None:
-    """Raise ValueError unless a shard has the checksums it was written with, and no token beyond the vocabulary."""
-    try:
-        text = place.path("json").read_bytes()
-        is_same = shards.digest(text) == header.shards[place.number].sums
-        found = shards.Finished.model_validate_json(text) if is_same else None
-    except FileNotFoundError:
-        raise ValueError(f"{place.path('json')} is missing; {_remedy(place)}") from None
-    if found is None:
-        raise ValueError(f"{place.path('json')} does not match header.json: it was modified; {_remedy(place)}")
-    if file := shards.damaged(place, found, sample):
-        raise ValueError(f"{place.folder / file} does not match its SHA-256: it was modified; {_remedy(place)}")
+    chosen = found if verify != "off" else []
+    if sample is not None and len(found) > SAMPLED:
+        chosen = [found[number] for number in sample.choice(len(found), SAMPLED, replace=False)]
+    with ThreadPoolExecutor(READERS) as pool:  # they wait for the disk, or compute checksums
+        list(pool.map(check_heads, (found[i::READERS] for i in range(READERS))))
+        list(pool.map(partial(check_content, sample=sample), *zip(*chosen, strict=True)))
+    return header, [Mapped(place, counts) for place, counts in found]
 
 
 def sides(folder: Path, config: Data) -> tuple[Header, ShardWindows, ShardWindows]:
