@@ -18,12 +18,14 @@ if __name__ == "__main__":
 import argparse
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 import tokenizers
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -229,19 +231,22 @@ def carry_out(asked: argparse.Namespace, out: Path, plan: Plan, request: Asked) 
 
 def write(tasks: Sequence[Task], workers: int) -> int:
     """Write shards -> how many were finished before. Raises ValueError or OSError."""
-    kept = 0
+    kept, tokens, started = 0, 0, time.monotonic()
     with shown("tokenizing", sum(task.size for task in tasks)) as bar:
-        for task, was_there in preparation.written(tasks, workers):
-            kept += was_there
-            bar.advance(bar.task_ids[0], task.size)
+        for task, found in preparation.written(tasks, workers):
+            kept += found.was_there
+            tokens += 0 if found.was_there else found.tokens
+            rate = f"{tokens / (time.monotonic() - started):,.0f} tokens/s"
+            bar.update(bar.task_ids[0], advance=task.size, more=rate)
     return kept
 
 
 def shown(what: str, size: int) -> Progress:
-    """Return a bar of the bytes of input that are done, on a terminal."""
-    columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    bar = Progress(*columns, disable=not sys.stderr.isatty())
-    bar.add_task(what, total=size)
+    """Return a bar of the bytes that are done, shard by shard, on a terminal. Its field `more` is shown."""
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("{task.fields[more]}")
+    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    bar = Progress(TextColumn(what), *columns, TimeRemainingColumn(), console=console, disable=hidden)
+    bar.add_task(what, total=size, more="")
     return bar
 
 
