@@ -148,7 +148,8 @@ def open_folder(asked: argparse.Namespace, out: Path) -> Header | None:
     """Return the header of a folder that is there, None for a new or unfinished one. Raises ValueError or OSError."""
     if not out.exists() and asked.append:
         raise ValueError(f"--append: --out={out} does not exist; leave --append out to create it")
-    if not out.exists() or ((out / token_folder.PLAN).exists() and not (out / token_folder.HEADER).exists()):
+    is_empty = not out.exists() or (out.is_dir() and all(path.suffix == ".partial" for path in out.iterdir()))
+    if is_empty or ((out / token_folder.PLAN).exists() and not (out / token_folder.HEADER).exists()):
         return None
     if not token_folder.is_sharded(out):
         remedy = "prepare its text again to another folder" if asked.append else "remove it or choose another"

@@ -205,6 +205,7 @@ def test_an_invalid_request_is_reported_in_one_line(arguments, message, tmp_path
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "something").touch()
     done = prepare(*arguments, *([] if "--out" in arguments else ["--out", "out"]))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert message in done.stderr

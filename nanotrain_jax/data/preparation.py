@@ -106,9 +106,9 @@ def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
             f"remove {folder / PLAN} to give it up"
         )
     folder.mkdir(parents=True, exist_ok=True)
+    shards.write_text(folder / PLAN, text)  # first: a folder with it is one of ours
     for name, content in tokenizer.files.items():
         shards.write_text(folder / name, content)
-    shards.write_text(folder / PLAN, text)
 
 
 def tasks(folder: Path, plan: Plan, tokenizer: Tokenizer, field: Field, skips: bool) -> list[Task]:

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import time
 
@@ -148,6 +149,25 @@ def test_a_preparation_goes_on_where_it_stopped(folder, files, tmp_path, small_s
     assert run(*arguments) == 0
     assert "kept 3 shards" in capsys.readouterr().out
     assert content(tmp_path / "again") == expected
+
+
+@pytest.mark.parametrize("room", [4000, -1])
+def test_on_a_full_disk_it_is_one_line_and_what_is_finished_stays(room, files, tmp_path, small_shards, capsys):
+    assert run(files[0], "--out", tmp_path / "whole") == 0
+    arguments = files[0], "--out", tmp_path / "full"
+    most = max(path.stat().st_size for path in (tmp_path / "whole").glob("*.tokens"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room % most, before[1]))  # no file can be larger: a write fails
+    try:
+        assert run(*arguments) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1
+    assert not list(tmp_path.glob("full/*.partial"))
+    assert run(*arguments) == 0
+    assert ("shards that were finished before" in capsys.readouterr().out) == (room < 0)
+    assert content(tmp_path / "full") == content(tmp_path / "whole")
 
 
 def test_two_writers_of_a_folder(files, tmp_path, small_shards, capsys):
