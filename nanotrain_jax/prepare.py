@@ -37,7 +37,8 @@ from rich.progress import (
 )
 
 from nanotrain_jax.config.load import Parser, one_line, path_argument, refuse
-from nanotrain_jax.data import corpus, preparation, shard_checks, spans, token_folder
+from nanotrain_jax.config.values import is_remote
+from nanotrain_jax.data import corpus, preparation, shard_checks, spans, stored, token_folder
 from nanotrain_jax.data.preparation import Asked, Plan, Task
 from nanotrain_jax.data.shards import DOCUMENTS, TOKENS, Finished
 from nanotrain_jax.data.text_files import Field
@@ -80,7 +81,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     path = path_argument
     parser.add_argument("files", nargs="*", type=path, help=", ".join(KINDS))
     parser.add_argument("--out", type=path, help="output folder")
-    parser.add_argument("--verify", type=path, metavar="DIR", help="read all of a folder against its checksums instead")
+    parser.add_argument(
+        "--verify", type=folder_argument, metavar="DIR", help="read all of a folder against its checksums instead"
+    )
     parser.add_argument(
         "--tokenizer",
         type=path,
@@ -110,6 +113,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     if asked.verify is not None and (asked.files or asked.out):
         parser.error("--verify only reads a folder; leave files and --out out")
     return asked
+
+
+def folder_argument(text: str) -> str:
+    """Expand `~` in a folder of this machine; one in a store stays as it is. Raises ArgumentTypeError."""
+    return text if is_remote(text) else path_argument(text)
 
 
 def _fraction(text: str) -> float:
@@ -272,7 +280,7 @@ def lines_of(out: Path, header: Header, found: list[Finished]) -> list[str]:
 def verify(folder: Path, readers: int) -> int:
     """Read all of a folder; print a line for each shard that is not what was written -> exit code. Raises ValueError or
     OSError."""
-    if not token_folder.is_sharded(folder) and not (folder / token_folder.HEADER).is_file():
+    if not token_folder.is_sharded(folder) and not stored.exists(folder / token_folder.HEADER):
         raise ValueError(f"--verify={folder} has no {token_folder.HEADER}; give a folder that this command wrote")
     if not token_folder.is_sharded(folder):
         corpus.read(folder)
@@ -300,7 +308,7 @@ def verify(folder: Path, readers: int) -> int:
 
 def tokenizer_in(folder: Path) -> Tokenizer:
     """Return the tokenizer of a folder. Raises ValueError or OSError."""
-    return load_tokenizer(str(folder) if (folder / TOKENIZER).exists() else "bytes")
+    return load_tokenizer(str(folder) if stored.exists(folder / TOKENIZER) else "bytes")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -308,7 +316,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         asked = arguments(argv)
         if asked.verify:
-            return verify(Path(asked.verify), asked.workers)
+            return verify(stored.folder_at(asked.verify), asked.workers)
         lines = prepare(asked)
     except (ValueError, OSError) as error:
         return refuse(error)

@@ -19,7 +19,8 @@ class Data(Section):
     source: Sources = key(
         "stdlib",
         "stdlib (source code of Python's standard library) | text:GLOB or a folder | tokens:DIR (of "
-        "nanotrain_jax.prepare) | arrays:DIR (data/arrays.py) | chat:GLOB (conversations and completions in .jsonl: "
+        "nanotrain_jax.prepare; also s3://..., gs://...) | arrays:DIR (data/arrays.py) | chat:GLOB (conversations and "
+        "completions in .jsonl: "
         "data/README.md) | pairs:GLOB (a chosen and a rejected completion, for train.objective) | synthetic | a "
         "mixture: [{name, source, weight}, ...], weights by tokens",
     )

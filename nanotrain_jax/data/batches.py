@@ -119,8 +119,17 @@ def batches(
     """
     rows = local_rows(shapes["inputs"])
     local = share(in_order(source, shapes, seed), position, shapes["inputs"].shape[0], rows)
-    for sequences in local.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)):
+    readers = readers_of(source)
+    for sequences in local.to_iter_dataset(grain.ReadOptions(readers, prefetch_buffer_size=max(4, readers))):
         yield _to_devices(rows_of(sequences, token_order), rows, shapes)
+
+
+def readers_of(source: Source) -> int:
+    """Return how many threads read rows: one, but of folders in a store."""
+    if isinstance(source, Mixture):
+        return max(map(readers_of, source.rows.values()))
+    windows = source.windows if isinstance(source, PackedDocuments) else source
+    return windows.readers if isinstance(windows, Windows) else 1
 
 
 def in_order(source: Source, shapes: Any, seed: int) -> grain.MapDataset:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from nanotrain_jax.data import shards
+from nanotrain_jax.data import shards, stored
 from nanotrain_jax.data.shards import KINDS, Counts, Place
 
 
@@ -43,13 +42,9 @@ def check_head(place: Place, kind: str, counts: Counts) -> None:
     """As check_heads, for one file."""
     path, expected = place.path(kind), place.size(kind, counts)
     try:
-        file = os.open(path, os.O_RDONLY)
+        size, head = stored.size(path), stored.part(path, 0, shards.HEAD)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; {_remedy(place)}") from None
-    try:
-        size, head = os.fstat(file).st_size, os.pread(file, shards.HEAD, 0)
-    finally:
-        os.close(file)
     if size != expected:
         raise ValueError(
             f"{path} has {size:,} bytes, but must have {expected:,}: it is truncated or of another folder; "
@@ -67,7 +62,7 @@ def check_content(place: Place, counts: Counts, sample: np.random.Generator | No
     """Raise ValueError unless a shard has the checksums it was written with. sample: chooses a block of each file, and
     no others are read."""
     try:
-        text = place.path("json").read_bytes()
+        text = stored.content(place.path("json"))
         is_same = shards.digest(text) == counts.sums
         found = shards.Finished.model_validate_json(text) if is_same else None
     except FileNotFoundError:

@@ -13,8 +13,9 @@ import numpy as np
 
 from nanotrain_jax.config.mixture import Part
 from nanotrain_jax.config.schema import Data
+from nanotrain_jax.config.values import is_remote
 from nanotrain_jax.data import corpus as corpora
-from nanotrain_jax.data import text_files, token_folder
+from nanotrain_jax.data import stored, text_files, token_folder
 from nanotrain_jax.data import tokenizer as tokenizers
 from nanotrain_jax.data.corpus import Corpus
 from nanotrain_jax.data.dataset import Dataset, ValidationSet
@@ -93,7 +94,12 @@ def left_out(corpus: Corpus) -> list[str]:
 def sharded(config: Data) -> Path | None:
     """Return the folder of a source that is a token folder of the second format."""
     kind, _, where = config.source.partition(":")
-    return Path(where) if kind == "tokens" and where and token_folder.is_sharded(Path(where)) else None
+    if kind != "tokens" or not where:
+        return None
+    folder = stored.folder_at(where)
+    if is_remote(where) and not token_folder.is_sharded(folder):
+        raise ValueError(f"data.source={config.source!r} has no {token_folder.HEADER}; copy there what prepare wrote")
+    return folder if token_folder.is_sharded(folder) else None
 
 
 def open_shards(name: str, config: Data, folder: Path) -> Opened:
@@ -216,9 +222,9 @@ def tokenizer_of(config: Data) -> tokenizers.Tokenizer:
     """Return the tokenizer of a data source of text; of a mixture that of the first token folder. Raises ValueError or
     OSError."""
     sources = [part.source for part in config.parts] or [config.source]
-    split = (source.partition(":") for source in sources)
-    folders = (where for kind, _, where in split if kind == "tokens" and (Path(where) / tokenizers.TOKENIZER).exists())
-    return tokenizers.load(config.tokenizer or next(folders, "bytes"), config.end_token)
+    folders = [where for kind, _, where in (source.partition(":") for source in sources) if kind == "tokens"]
+    found = next((where for where in folders if stored.exists(stored.folder_at(where) / tokenizers.TOKENIZER)), "bytes")
+    return tokenizers.load(config.tokenizer or found, config.end_token)
 
 
 def corpus_of(config: Data) -> Corpus:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from nanotrain_jax.config.schema import Data
 from nanotrain_jax.config.values import Verify
-from nanotrain_jax.data import shards
+from nanotrain_jax.data import shards, stored
 from nanotrain_jax.data.shard_checks import check_content, check_heads
 from nanotrain_jax.data.shards import Counts, Mapped, Place
 from nanotrain_jax.data.windows import Windows
@@ -130,6 +130,11 @@ class ShardWindows(Windows):
         return self
 
     @property
+    def readers(self) -> int:
+        """As of Windows: a store answers many at once."""
+        return 1 if isinstance(self.mapped[0].place.folder, Path) else READERS
+
+    @property
     def stretches(self) -> int:
         """As of Windows: the shards."""
         return len(self.mapped)
@@ -172,9 +177,9 @@ class ShardWindows(Windows):
 def is_sharded(folder: Path) -> bool:
     """True for a folder of the second format, also one that is not finished; no other is judged."""
     try:
-        return FORMAT.encode() in (folder / HEADER).read_bytes()[:200]
+        return FORMAT.encode() in stored.part(folder / HEADER, 0, 200)
     except FileNotFoundError:
-        return (folder / PLAN).is_file()
+        return stored.exists(folder / PLAN)
 
 
 def write_header(folder: Path, header: Header) -> None:
@@ -190,10 +195,10 @@ def _sum(content: dict) -> str:
 def read_header(folder: Path, name: str) -> Header:
     """Read and verify header.json. name: of the folder in messages. Raises ValueError or OSError."""
     command = "python -m nanotrain_jax.prepare"
-    if not (folder / HEADER).is_file() and (folder / PLAN).is_file():
+    if not stored.exists(folder / HEADER) and stored.exists(folder / PLAN):
         raise ValueError(f"{name} is not finished; give the same {command} command again to continue it")
     try:
-        content = json.loads((folder / HEADER).read_text())
+        content = json.loads(stored.content(folder / HEADER))
         expected = content.pop("sha256")
         header = Header.model_validate(content)
         intact = expected == _sum(content)

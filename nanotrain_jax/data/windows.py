@@ -50,6 +50,11 @@ class Windows:
         return Windows(self.corpus, self.documents[~(np.isin(keys, held) | np.isin(wholes, held))], self.seq_len)
 
     @property
+    def readers(self) -> int:
+        """Threads to read rows with."""
+        return 1
+
+    @property
     def stretches(self) -> int:
         """Into how many stretches the documents are divided."""
         return 1
