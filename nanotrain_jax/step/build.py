@@ -201,7 +201,7 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
     is_apart = plan.outer_optimizer is not None
     outputs = state_specs, PER_REPLICA if is_apart else REPLICATED, pending_specs(plan)
     run_train = on_mesh(mesh, partial(train_apart if is_apart else train, plan), (state_specs, batch_specs), outputs)
-    param_specs, _ = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
+    param_specs, _ = plan.zero.storage(plan.specs, plan.shards.cuts)
     run_evaluate = on_mesh(mesh, partial(evaluate, plan), (param_specs, batch_specs), REPLICATED)
     run_of_rows = on_mesh(mesh, partial(of_rows, plan), (param_specs, batch_specs), ROWS)
     run_synchronize = on_mesh(mesh, partial(synchronize_replicas, plan), (state_specs,), state_specs)
@@ -257,7 +257,7 @@ def pending_specs(plan: Plan) -> Pending | None:
     """Return PartitionSpecs of Pending: gradients are laid out as their optimizer state. None if nothing is pending."""
     if not any(jax.tree.leaves(plan.pending)):
         return None
-    _, opt_specs = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
+    _, opt_specs = plan.zero.storage(plan.specs, plan.shards.cuts)
     return Pending(select(opt_specs, plan.pending), REPLICATED, REPLICATED)
 
 
