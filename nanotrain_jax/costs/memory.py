@@ -39,6 +39,7 @@ from nanotrain_jax.costs.counts import (
     stage_layers,
     tokens_per_device,
     zero_devices,
+    zero_devices_of,
 )
 from nanotrain_jax.models.decoder_table import EMBEDDING, HEAD
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION
@@ -201,13 +202,17 @@ def _embedding_buffers(config: Config) -> float:
 
 def _transposed_bytes(config: Config) -> float:
     """Return the bytes of weights that XLA transposes to gather them at ZeRO 3: those that ZeRO shards along another
-    dim than the first, because tensor splits that; the ends only before a loop over microbatches."""
-    if config.parallel.zero < 3 or config.parallel.tensor == 1:
+    dim than the first, because tensor or expert splits that; the ends only before a loop over microbatches."""
+    p = config.parallel
+    if p.zero < 3 or p.tensor == p.expert == 1:
         return 0.0
-    transposed = [row for row in rows(config).values() if row.split_dim == 0 and is_sharded(row, config)]
-    if config.parallel.microbatches == 1:
+    taken = {True: p.expert > 1, False: p.tensor > 1}  # by whether the first dim is that of experts
+    found = [row for row in rows(config).values() if taken[row.has_experts] and is_sharded(row, config)]
+    transposed = [row for row in found if row.has_experts or row.split_dim == 0]
+    if p.microbatches == 1:
         transposed = [row for row in transposed if row.part == LAYERS]
-    return offload.weight_bytes(config) * sum(local_elements(row, config) for row in transposed) / zero_devices(config)
+    shards = sum(local_elements(row, config) / zero_devices_of(row, config) for row in transposed)
+    return offload.weight_bytes(config) * shards
 
 
 def _mask_bytes(config: Config, tokens: float) -> float:
@@ -296,7 +301,7 @@ def trained_parameters(config: Config) -> tuple[dict[str, float], dict[str, floa
 
 def _parameters(config: Config, freeze: tuple[str, ...]) -> tuple[dict[str, float], dict[str, float]]:
     p = config.parallel
-    sizes = _Sizes(p.tensor, p.pipe, zero_devices(config), p.persist_below, bool(p.vocab_over_pipe))
+    sizes = _Sizes(p.tensor, p.pipe, zero_devices(config), p.expert, p.persist_below, bool(p.vocab_over_pipe))
     psi, shard = _trained_parameters(config.model, config.vision, sizes, freeze)
     return dict(psi), dict(shard)
 
@@ -307,6 +312,7 @@ class _Sizes(NamedTuple):
     tensor: int
     pipe: int
     data: int
+    expert: int
     persist_below: int
     vocab_over_pipe: bool
 
@@ -323,5 +329,5 @@ def _trained_parameters(
             continue
         size, part = local_elements(row, config), VISION if row.part == ENCODER else row.part
         psi[part] += size
-        shard[part] += size / (sizes.data if is_sharded(row, config) else 1)
+        shard[part] += size / (zero_devices_of(row, config) if is_sharded(row, config) else 1)
     return psi, shard

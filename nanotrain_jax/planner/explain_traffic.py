@@ -17,7 +17,7 @@ def traffic(e: Estimate) -> Section:
     """Return every transfer: the ring factor times the full buffers."""
     lines = []
     for t in e.transfers:
-        group, (formula, numbers) = prod(getattr(e.config.parallel, axis) for axis in t.axis.split(",")), buffers(e, t)
+        group, (formula, numbers) = prod(e.config.parallel.axes[axis] for axis in t.axis.split(",")), buffers(e, t)
         if t.op != "permute":
             factor = 2 if t.op == "all_reduce" else 1
             formula, numbers = f"(n - 1) / n {formula}", f"({group} - 1) / {group} x {numbers}"

@@ -39,10 +39,10 @@ from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import REPLICATED, State
 from nanotrain_jax.step.update import Pending, adjusted, apply_update, metrics, next_noise, next_state, synchronize
 
-BATCH = layout("B/replica,data T/context")
+BATCH = layout("B/replica,data,expert T/context")
 PER_REPLICA = layout("R/replica")
-ROWS = layout("B/replica,data")
-STARTS = layout("B/replica,data T")  # a device needs those of whole rows
+ROWS = layout("B/replica,data,expert")
+STARTS = layout("B/replica,data,expert T")  # a device needs those of whole rows
 
 
 class Step(NamedTuple):
@@ -57,7 +57,7 @@ class Step(NamedTuple):
         same arrays
     evaluate(params, batch) -> sum of losses in nats, number of targets; with Model.correct also the number of targets
         whose most likely token is right, with Model.measures its sums by name
-    of_rows(params, batch) -> what Model.of_rows returns of each row, [B/replica,data ...]. None without it
+    of_rows(params, batch) -> what Model.of_rows returns of each row, [B/replica,data,expert ...]. None without it
     in_layer_order(State) -> State as in checkpoints: stacked layers in model order, weights in the compute dtype and
         float32 master weights
     in_stage_order(State) -> State as the other functions take it; donates its State. saved: what it needs of a
@@ -65,10 +65,10 @@ class Step(NamedTuple):
     The orders differ only with several chunks per stage, or different numbers of layers: then in_layer_order returns a
     copy, else the same arrays.
 
-    batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0. The tokens of
-    a row are in the order token_order: their positions, int32 [T]; None: as they are. With
-    data.attend_across_documents=false also {"starts"}, int32 [B/replica,data T]: the position in the row of the first
-    token of each token's document, in natural order; then train ignores targets below 0, too.
+    batch: {"inputs", "targets"}, both int32 [B/replica,data,expert T/context]; evaluate ignores targets below 0. The
+    tokens of a row are in the order token_order: their positions, int32 [T]; None: as they are. With
+    data.attend_across_documents=false also {"starts"}, int32 [B/replica,data,expert T]: the position in the row of the
+    first token of each token's document, in natural order; then train ignores targets below 0, too.
     metrics: float32 scalars loss (mean over the batch, nats per token), grad_norm (before clipping) and lr, and the
     int32 skipped_steps so far; with loss scaling also loss_scale, the scale of this step; with train.noise_scale also
     noise_scale, in tokens, nan while the gradient is lost in noise; with Model.measures also their means over what

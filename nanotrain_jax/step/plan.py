@@ -43,7 +43,7 @@ class HostMemory(NamedTuple):
 class Plan:
     """A resolved config on a mesh. Trees have the structure of the parameters.
 
-    specs        PartitionSpecs over pipe and tensor; ZeRO adds its axes (`zero.storage`)
+    specs        PartitionSpecs over pipe, tensor and expert; ZeRO adds its axes (`zero.storage`)
     shards       how ZeRO shards each array, communication settings
     layer_order  the layer of each row of the stacked weights; None: model order. Rows of padding, where stages have
                  different numbers of layers, have numbers from num_layers on (`schedule.row_order`)
@@ -252,11 +252,12 @@ def specs_over_pipe_and_tensor(model: Model, mesh: Mesh) -> Tree:
 
     def on_mesh(path: tuple, spec: PartitionSpec) -> PartitionSpec:
         is_stacked = path[0].key in (LAYERS, *model.stacks)
-        allowed = {"tensor", "pipe"} if model.splits_vocab and not is_stacked else {"tensor"}
+        allowed = {"tensor", "pipe"} if model.splits_vocab and not is_stacked else {"tensor", "expert"}
         if {*jax.tree.leaves(tuple(spec))} - allowed or (is_stacked and spec and spec[0]):
             raise ValueError(
                 f"the model's rules lay out {path_name(path)} as {spec}: only "
-                "tensor may be used, not on the dim of layers; parallel.pipe and parallel.zero shard over other axes"
+                "tensor and expert may be used, not on the dim of layers; parallel.pipe and parallel.zero shard over "
+                "other axes"
             )
         entries = [axes_of_several_devices(entry, mesh) for entry in spec]
         if path[0].key == LAYERS and mesh.shape["pipe"] > 1:
