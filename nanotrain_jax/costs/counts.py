@@ -171,7 +171,7 @@ def padded_rows(config: Config) -> float:
     """Return how many rows a grouped matmul of experts multiplies for each that it has, while none needs more than one
     round (parallel/expert/grouped_matmul.py): a little above 1.25."""
     count, rows = config.model.experts.num // config.parallel.expert, expert_rows(config)
-    return rows_of_a_round(rows, count) * count / rows
+    return rows_of_a_round(rows, count, exchanged_rows(config) or rows) * count / rows
 
 
 def expert_rows(config: Config) -> int:
@@ -184,6 +184,18 @@ def exchanged_rows(config: Config) -> int:
     device has all experts."""
     p, experts = config.parallel, config.model.experts
     return p.expert * places(expert_rows(config), p.expert, experts.capacity) if experts and p.expert > 1 else 0
+
+
+def rows_per_token(config: Config) -> float:
+    """Return how many rows of experts a device keeps for each of its tokens: top_k, or places of the exchange."""
+    tokens = tokens_per_device(config) / config.parallel.microbatches
+    return exchanged_rows(config) / tokens or config.model.experts.top_k
+
+
+def kept_ffn_width(config: Config) -> float:
+    """Return how many hidden values of an MLP a device keeps for a token, over tensor: of experts of all their rows."""
+    m = config.model
+    return m.d_ff * (rows_per_token(config) + m.experts.shared) if m.experts else m.d_ff
 
 
 def computed_ffn_width(config: Config) -> float:

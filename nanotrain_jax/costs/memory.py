@@ -105,9 +105,10 @@ def moments(config: Config) -> dict[str, Parts]:
                 the gradient of the head takes the place of the logits
     layer       of one layer's backward: `working_set`; written out, also what the backward of a last LayerNorm keeps
     buffers     gathered and in flight: weights of the head or of a layer at stage 3, float32 gradients of a layer from
-                stage 2, with stages a layer's gradients in 16 bit and (without W) float32, three full activations
-                under sequence parallelism, with gather attention keys and values of all tokens and their float32
-                gradients, the largest stacked gradient in the dtype on the wire where it is reduced once per step
+                stage 2 (of experts less: `_expert_elements`), with stages a layer's gradients in 16 bit and (without W)
+                float32, three full activations under sequence parallelism, with gather attention keys and values of all
+                tokens and their float32 gradients, the largest stacked gradient in the dtype on the wire where it is
+                reduced once per step
     """
     m, p = config.model, config.parallel
     b, D = BYTES[config.precision.compute], m.d_model
@@ -173,7 +174,8 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
     p, b = config.parallel, BYTES[config.precision.compute]
     size = _transposed_bytes(config)
     if p.zero > 1 and zero_devices(config) > 1:
-        size += (4 + b * (p.zero == 3)) * layer
+        experts, shards = _expert_elements(config)
+        size += (4 + b * (p.zero == 3)) * (layer - experts) + (8 + b) / 3 * experts - 4 * shards
     if p.tensor > 1 and p.sequence_parallel:
         size += 3 * b * tokens * config.model.d_model
     if p.context > 1 and p.context_attention == "gather":  # keys and values of all tokens, and their gradients
@@ -182,6 +184,18 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
     if p.pipe > 1:  # a layer's gradients before accumulation; where B computes them, XLA keeps a float32 copy too
         size += (b if outline(config).weights else b + 4) * layer
     return size
+
+
+def _expert_elements(config: Config) -> tuple[float, float]:
+    """Return the elements of a layer's experts on a device, and those of their shards.
+
+    Their three matrices are far larger than the rest of a layer. In its backward one after another has a full gradient:
+    at most two in float32 and the third in 16 bit are there, and no weights, before the first shard of them is.
+    """
+    found = [row for row in rows(config).values() if row.has_experts]
+    sizes = [local_elements(row, config) / stage_layers(config) for row in found]
+    sharded = zip(found, sizes, strict=True)
+    return sum(sizes), sum(n / zero_devices_of(row, config) for row, n in sharded if is_sharded(row, config))
 
 
 def _largest(config: Config) -> tuple[float, float]:

@@ -26,9 +26,9 @@ SLACK = 1.25  # rows of a round over those of balanced groups
 MULTIPLE = 8  # of C: tiles of a matmul
 
 
-def rows_of_a_round(rows: int, groups: int) -> int:
-    """Return C, the most rows of a group that a round takes."""
-    return min(rows, -(-int(SLACK * rows) // (groups * MULTIPLE)) * MULTIPLE)
+def rows_of_a_round(rows: int, groups: int, most: int | None = None) -> int:
+    """Return C, the most rows of a group that a round takes. most: rows that a group may have; None: all rows."""
+    return min(most or rows, -(-int(SLACK * rows) // (groups * MULTIPLE)) * MULTIPLE)
 
 
 def rounds(sizes_E: jax.Array, C: int) -> jax.Array:
@@ -42,7 +42,7 @@ def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, rows: 
     rows: the sum of sizes for which a round is made, by default M.
     """
     axes = sorted(varying_axes(x_MD) | varying_axes(w_EDF) | varying_axes(sizes_E))
-    C = rows_of_a_round(rows or len(x_MD), len(sizes_E))
+    C = rows_of_a_round(rows or len(x_MD), len(sizes_E), len(x_MD))
     return with_backward(_forward, _backward, static=(3,))(*as_varying((x_MD, w_EDF, sizes_E), axes), C)
 
 
