@@ -205,15 +205,15 @@ def restarted(config: Config, before: int, left: int, devices: int) -> tuple[int
     others = math.prod(axes.values()) // axes["data"]
     for now in range(left, 0, -1):
         data, remainder = divmod(now * devices, others)
-        if remainder or not data or batch % (axes["replica"] * data):
+        if remainder or not data or batch % (axes["replica"] * data * p.expert):
             continue
-        rows = batch // (axes["replica"] * data)  # sequences per device
+        rows = batch // (axes["replica"] * data * p.expert)  # sequences per device
         least = -(-p.microbatches * (before * devices // others) // data)
         fit = [m for m in range(least, rows + 1) if rows % m == 0 and m % axes["pipe"] == 0]
         fit = [m for m in fit if rows // m * config.data.seq_len % chunk == 0]
         if fit:
             overrides += [f"runtime.simulate={now * devices}"] if config.runtime.simulate else []
-            return now, [*overrides, f"parallel.data={data}", f"parallel.microbatches={fit[0]}"]
+            return now, [*overrides, f"parallel.data={data * p.expert}", f"parallel.microbatches={fit[0]}"]
     raise ValueError(
         f"{left} of {before} processes remain: no parallel.data on their devices divides data.batch_size={batch}"
     )

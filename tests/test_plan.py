@@ -63,6 +63,7 @@ EXPLAINED = [(name, []) for name in CONFIGS] + [
     ("llama3_8b", ["model.tie_embeddings=true", "parallel.zero=2", HOST]),
     ("llama3_8b", ["parallel.replica=2", "parallel.data=4", "precision.grad_reduce=int8", "precision.gather=float8"]),
     ("llama3_8b", ["parallel.zero=0", "precision.grad_reduce=float8"]),
+    ("moe_laptop", ["parallel.expert=4"]),
     ("llama3_8b", ["train.freeze=[/mlp/, ^ends/]"]),
     ("llama3_8b", ["train.freeze=[^layers/]", "parallel.tensor=2", "parallel.data=4", HOST]),
     ("llama3_8b", ["parallel.pipe=2", "parallel.data=4", "parallel.zero=3", "model.tie_embeddings=true", HOST]),

@@ -11,7 +11,8 @@ from nanotrain_jax.config.values import Count, Width
 
 
 class Experts(Section):
-    """A mixture of experts (models/experts.py): each token goes to top_k of num gated MLPs. No token is dropped."""
+    """A mixture of experts (models/experts.py): each token goes to top_k of num gated MLPs. No token is dropped where
+    each device has all experts."""
 
     num: Width = key(..., "experts of a layer")
     top_k: Width = key(..., "experts that a token goes to")
@@ -24,6 +25,13 @@ class Experts(Section):
     )
     balance_weight: float = key(0.01, "balance=loss: weight of that loss, which is 1 where experts are balanced", ge=0)
     bias_rate: float = key(0.001, "balance=bias: how far a step moves the bias of an expert", gt=0)
+    capacity: float = key(
+        1.25,
+        "parallel.expert > 1: how many rows devices have room for, over those of balanced experts; what is beyond is "
+        "dropped and logged",
+        ge=1,
+        le=2**20,
+    )
     z_loss: float = key(0.0, "weight of the mean square of the router's logsumexp, which keeps logits small", ge=0)
 
     @property

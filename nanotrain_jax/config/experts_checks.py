@@ -2,13 +2,26 @@
 
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import EIGHT_BITS, Config
+from nanotrain_jax.config.values import near_divisors
 
 
 def check_experts(config: Config) -> None:
     """Raise Misfit for what a mixture of experts (model.experts) is not made for yet."""
     m, p, memory, precision = config.model, config.parallel, config.memory, config.precision
     if m.experts is None:
+        if p.expert > 1:
+            raise Misfit(f"parallel.expert={p.expert} without model.experts: there are none to share", "use 1")
         return
+    if p.data % p.expert:
+        raise Misfit(
+            f"parallel.expert={p.expert} does not divide parallel.data={p.data}: it is a part of these devices",
+            f"use {near_divisors(p.data, p.expert)}",
+        )
+    if m.experts.num % p.expert:
+        raise Misfit(
+            f"parallel.expert={p.expert} does not divide model.experts.num={m.experts.num}: each device has as many",
+            f"use {near_divisors(m.experts.num, p.expert)}",
+        )
     of_mlp = [name for name in (m.lora.targets if m.lora else ()) if name in ("gate", "up", "down")]
     refused = {  # what -> remedy
         "model.factory": m.factory and "leave one of them out",

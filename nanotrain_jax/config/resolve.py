@@ -7,7 +7,7 @@ from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import Execution, casts_at_use, execution, reduces_per_layer
 from nanotrain_jax.config.experts_checks import check_experts
 from nanotrain_jax.config.misfit import Misfit
-from nanotrain_jax.config.schema import EIGHT_BITS, Config
+from nanotrain_jax.config.schema import EIGHT_BITS, Config, Parallel
 from nanotrain_jax.config.training_stages import Span, of_phase, phases
 from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors, near_multiples
 from nanotrain_jax.parallel.pipeline import schedule_text
@@ -53,7 +53,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
         d_ff=m.experts.d_ff if m.experts else m.d_ff or m.features.default_d_ff(m.d_model),
         tie_embeddings=m.features.tied_embeddings if m.tie_embeddings is None else m.tie_embeddings,
     )
-    config = update_checks.with_adapters(config).replace("parallel", **axes)
+    config = update_checks.with_adapters(config).replace("parallel", **Parallel.keys_of(axes))
     if config.memory.rematerialization == Remat("block", 1):
         config = config.replace("memory", remat=str(Remat("full")))
     config = config.replace("parallel", vocab_over_pipe=splits_vocab(config))

@@ -7,6 +7,7 @@ one-line ValueError with the value, the rule and the remedy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Annotated, Any, Literal, get_args
 
@@ -27,6 +28,7 @@ from nanotrain_jax.config.values import (
     Positive,
     Remat,
     Sequences,
+    near_divisors,
 )
 from nanotrain_jax.config.vision import Vision
 
@@ -42,6 +44,9 @@ class Parallel(Section):
         "of parallel beside it stay",
     )
     data: Axis = key(-1, "data-parallel size; -1: all remaining devices")
+    expert: Axis = key(
+        1, "devices of data that share the experts of a mixture, each with num / expert of them; divides data"
+    )
     replica: Axis = key(1, "replicas of the data-parallel group; ZeRO shards inside a replica (HSDP)")
     sync_every: Count = key(
         0,
@@ -103,8 +108,14 @@ class Parallel(Section):
 
     @property
     def axes(self) -> dict[str, int]:
-        """Mesh axis -> requested size (one may be -1)."""
-        return {axis: getattr(self, axis) for axis in ("pipe", "replica", "data", "context", "tensor")}
+        """Mesh axis -> requested size (one may be -1). Those of data and expert multiply to the key data."""
+        sizes = {axis: getattr(self, axis) for axis in ("pipe", "replica", "data", "expert", "context", "tensor")}
+        return sizes | {"data": self.data if self.data == -1 else self.data // self.expert}
+
+    @staticmethod
+    def keys_of(axes: Mapping[str, int]) -> dict[str, int]:
+        """Return the keys of mesh axes with their sizes: the inverse of `axes`."""
+        return dict(axes) | {"data": axes["data"] * axes.get("expert", 1)}
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
@@ -138,9 +149,16 @@ class Parallel(Section):
                 f"parallel.full_sync_steps={self.full_sync_steps} has no effect without parallel.compress or "
                 "sync_every; remove it"
             )
-        for axis, size in self.axes.items():
-            if size < 1 and size != -1:
-                raise ValueError(f"parallel.{axis}={size}: must be at least 1, or -1 for all remaining devices")
+        for axis in self.axes:
+            size = getattr(self, axis)
+            if size < 1 and (size != -1 or axis == "expert"):
+                remaining = "" if axis == "expert" else ", or -1 for all remaining devices"
+                raise ValueError(f"parallel.{axis}={size}: must be at least 1{remaining}")
+        if self.data != -1 and self.data % self.expert:
+            raise ValueError(
+                f"parallel.expert={self.expert} does not divide parallel.data={self.data}: it is a part of these "
+                f"devices; use {near_divisors(self.data, self.expert)}"
+            )
         return self
 
 

@@ -12,6 +12,7 @@ from nanotrain_jax.costs.communication import ulysses_copies
 from nanotrain_jax.costs.counts import (
     BYTES,
     adapted,
+    kept_ffn_width,
     kv_width,
     local_kv_width,
     outline,
@@ -95,7 +96,8 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
     """Return the two terms of `layer_activations` before division by t: as wide as x (split by sequence parallelism
     only), and inner (split by tensor); with or without attention scores."""
     m, p, b, t = config.model, config.parallel, BYTES[config.precision.compute], config.parallel.tensor
-    up = (1 + m.features.gated_mlp) * m.ffn_width
+    ffn = kept_ffn_width(config)
+    up = (1 + m.features.gated_mlp) * ffn
     matmuls = query_width(m) + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + up  # at least one key head per device
     T, per_head = config.data.seq_len, 4
     if scores and not p.is_blockwise and not fits_flash(m, config.precision.compute):
@@ -112,7 +114,10 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
     elif m.experts:  # which compute what they multiply with w_down again
         like_x, inner = 4 + 2 * m.features.norms_after, matmuls + attention + normed_width(config)
     else:
-        like_x, inner = 4 + 2 * m.features.norms_after, matmuls + attention + m.ffn_width + normed_width(config)
+        like_x, inner = (
+            4 + 2 * m.features.norms_after,
+            matmuls + attention + kept_ffn_width(config) + normed_width(config),
+        )
     return like_x * m.d_model, inner
 
 
@@ -146,8 +151,11 @@ def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
         return 0.0, 0.0
     t, D, Q, K = p.tensor, m.d_model, query_width(m), kv_width(m) * max(1, p.tensor / m.num_kv_heads)
     entered = 2 * D / (t if p.sequence_parallel and remat.policy != "full" else 1)
-    inputs, out_input = entered + m.ffn_width / t, Q / t  # of q, k, v, up, gate and down; of attention's output matmul
-    grads = 2 * D + (Q + 2 * K + (1 + m.features.gated_mlp) * m.ffn_width) / t
+    inputs, out_input = (
+        entered + kept_ffn_width(config) / t,
+        Q / t,
+    )  # of q, k, v, up, gate and down; of attention's output matmul
+    grads = 2 * D + (Q + 2 * K + (1 + m.features.gated_mlp) * kept_ffn_width(config)) / t
     from_forward = 0.0
     if remat == NO_REMAT:
         from_forward = out_input if p.zero == 3 else inputs + out_input

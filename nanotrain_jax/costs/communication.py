@@ -19,7 +19,7 @@ from nanotrain_jax.costs.parameter_traffic import parameter_buffers, sharded_ele
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.decoder_table import EMBEDDING
 from nanotrain_jax.models.parameters import ENDS, LAYERS
-from nanotrain_jax.parallel.mesh import ZERO_AXES
+from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 
 
 def communication(config: Config) -> list[dict[str, Any]]:
@@ -69,6 +69,7 @@ def communication(config: Config) -> list[dict[str, Any]]:
             add(("context",), op, size, what)
     for axes, size in router_buffers(config):
         add(axes, "all_reduce", size, Traffic.ROUTERS)
+    add(("expert",), "all_to_all", exchanged_bytes(config), Traffic.EXPERTS)
     for axis, op, size, what in vision.buffers(config):
         add((axis,), op, size, what)
     if p.pipe > 1:
@@ -97,7 +98,7 @@ def synchronization(config: Config) -> list[dict[str, Any]]:
     for summed in compression.all_sums(config):
         key = ",".join(summed.axes), summed.op
         found[key] = found.get(key, 0.0) + on_a_ring(*summed, p)
-    axes = tuple(axis for axis in ZERO_AXES if getattr(p, axis) > 1)
+    axes = tuple(axis for axis in ZERO_AXES if p.axes[axis] > 1)
     if p.zero in (1, 2) and axes:
         weights = BYTES[config.precision.compute] * sharded_elements(config)
         found[",".join(axes), "all_gather"] = on_a_ring(axes, "all_gather", weights, p)
@@ -107,7 +108,7 @@ def synchronization(config: Config) -> list[dict[str, Any]]:
 
 def on_a_ring(axes: tuple[str, ...], op: str, size: float, p: Parallel) -> float:
     """Return the bytes that a device sends of a full buffer of this size."""
-    n = prod(getattr(p, axis) for axis in axes)
+    n = prod(p.axes[axis] for axis in axes)
     return (2 if op == "all_reduce" else 1) * (n - 1) / n * size
 
 
@@ -136,14 +137,31 @@ def router_buffers(config: Config) -> list[tuple[tuple[str, ...], float]]:
     stages = ("pipe",) * (execution(config) is Execution.PIPELINE)
     same = tuple(axis for axis in p.vocab_axes if axis == "pipe" or p.sequence_parallel)
     found = [
-        (several("replica", "data", "context"), of_loss),
-        (several(*stages, "replica", "data", "context"), loads + 8.0),
+        (several(*BATCH_AXES), of_loss),
+        (several(*stages, *BATCH_AXES), loads + 8.0),
         (same, (loads + 8.0) * microbatches),
     ]
     if p.tensor > 1 and not p.sequence_parallel:
         rows = counts.router_queue_bytes(config) / m.num_layers * counts.stage_layers(config)
         found.append((("tensor",), rows * counts.runs(config, LAYERS)))
     return found
+
+
+def exchanged_bytes(config: Config) -> float:
+    """Return the bytes of the buffers that travel over expert in a step (parallel/expert/exchange.py), of all layers.
+
+    Rows of w D bytes to their experts and back, in the forward and in the backward, to their experts once more for the
+    gradients of weights: 5 times; with block:n the forward's twice more. Beside each row its gate, float32, there and
+    its gradient back, and 4 bytes per expert: how many rows.
+    """
+    m, rows = config.model, counts.exchanged_rows(config)
+    if not rows:
+        return 0.0
+    again = config.memory.rematerialization.policy == "block"
+    back = 1 - counts.last_matmuls_spared(config) if again else 0  # of the block's recomputation
+    of_row = (5 + again + back) * BYTES[config.precision.compute] * m.d_model + 4 * (3 + again)
+    layers = counts.stage_layers(config) * counts.runs(config, LAYERS)
+    return layers * (rows * of_row + 4 * m.experts.num * (2 + again))
 
 
 def shares_of_ends(config: Config) -> int:

@@ -77,7 +77,7 @@ def low_rank_sums(row: Parameter, config: Config) -> list[Summed]:
     rank = p.compression.rank
     matrices = matrices_of(row.shape, layout(row, config), stacked=False)
     layers = layers_of(row, config)
-    shards = [prod(getattr(p, axis) for axis in axes) for axes in (matrices.row_axes, matrices.column_axes)]
+    shards = [prod(p.axes[axis] for axis in axes) for axes in (matrices.row_axes, matrices.column_axes)]
     num_rows = prod(row.shape[: matrices.columns]) / shards[0]
     num_columns = prod(row.shape[matrices.columns :]) / shards[1]
     of_rows, of_columns = 4 * layers * rank * num_rows, 4 * layers * rank * num_columns
@@ -101,7 +101,7 @@ def layout(row: Parameter, config: Config) -> PartitionSpec:
         entries[row.split_dim] = p.vocab_axes if row.is_padded else ("tensor",) if p.tensor > 1 else None
     if p.zero and is_sharded(row, config):
         free = next(d for d, size in enumerate(row.shape) if d != row.split_dim and size % N == 0)
-        entries[free] = tuple(axis for axis in ZERO_AXES if getattr(p, axis) > 1)
+        entries[free] = tuple(axis for axis in ZERO_AXES if p.axes[axis] > 1)
     return PartitionSpec(*(entry or None for entry in entries))
 
 

@@ -29,6 +29,7 @@ from nanotrain_jax.models import vision_table
 from nanotrain_jax.models.decoder_table import frozen_table, table
 from nanotrain_jax.models.parameters import ENCODER, LAYERS, Parameter, Table
 from nanotrain_jax.parallel.context.packed_attention import num_parts
+from nanotrain_jax.parallel.expert.exchange import places
 from nanotrain_jax.parallel.expert.grouped_matmul import rows_of_a_round
 from nanotrain_jax.parallel.gradients import quantization
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
@@ -114,7 +115,7 @@ def local_elements(parameter: Parameter, config: Config) -> float:
     """Return the elements of this row on a device, all its layers, before ZeRO shards them: its share of Psi."""
     p = config.parallel
     split = 1 if parameter.split_dim is None else p.vocab_shards if parameter.is_padded else p.tensor
-    return parameter.size * layers_of(parameter, config) / split
+    return parameter.size * layers_of(parameter, config) / (split * (p.expert if parameter.has_experts else 1))
 
 
 def layers_of(parameter: Parameter, config: Config) -> int:
@@ -150,14 +151,16 @@ def loss_load(config: Config) -> float:
 
 
 def is_sharded(parameter: Parameter, config: Config) -> bool:
-    """True if ZeRO 1 and up shards the row, along a dim that N divides and tensor does not split."""
-    N, persist_below = zero_devices(config), config.parallel.persist_below
-    return N > 1 and parameter.size >= persist_below and any(dim % N == 0 for dim in parameter.free)
+    """True if ZeRO 1 and up shards the row, along a dim that N divides, and neither tensor nor expert splits."""
+    N, p = zero_devices_of(parameter, config), config.parallel
+    return N > 1 and parameter.size >= p.persist_below and any(dim % N == 0 for dim in parameter.free(p.expert))
 
 
 def local_rows(parameter: Parameter, config: Config) -> int:
     """Return the size on a device of the first dim (in a stack of layers the second), as ZeRO shards it."""
-    p, N, first = config.parallel, zero_devices(config), parameter.shape[0]
+    p, N, first = config.parallel, zero_devices_of(parameter, config), parameter.shape[0]
+    if parameter.has_experts and p.expert > 1:
+        return first // p.expert
     if parameter.split_dim == 0:
         return first // (p.vocab_shards if parameter.is_padded else p.tensor)
     is_first_sharded = p.zero and is_sharded(parameter, config) and first % N == 0
@@ -167,9 +170,32 @@ def local_rows(parameter: Parameter, config: Config) -> int:
 def padded_rows(config: Config) -> float:
     """Return how many rows a grouped matmul of experts multiplies for each that it has, while none needs more than one
     round (parallel/expert/grouped_matmul.py): a little above 1.25."""
-    experts = config.model.experts
-    rows = int(tokens_per_device(config) / config.parallel.microbatches) * experts.top_k
-    return rows_of_a_round(rows, experts.num) * experts.num / rows
+    count, rows = config.model.experts.num // config.parallel.expert, expert_rows(config)
+    return rows_of_a_round(rows, count, exchanged_rows(config) or rows) * count / rows
+
+
+def expert_rows(config: Config) -> int:
+    """Return the rows that a device's experts get of a microbatch where they are balanced: top_k for each token."""
+    return int(tokens_per_device(config) / config.parallel.microbatches) * config.model.experts.top_k
+
+
+def exchanged_rows(config: Config) -> int:
+    """Return the places of the buffer in which rows travel to the devices of their experts, of a microbatch; 0 if each
+    device has all experts."""
+    p, experts = config.parallel, config.model.experts
+    return p.expert * places(expert_rows(config), p.expert, experts.capacity) if experts and p.expert > 1 else 0
+
+
+def rows_per_token(config: Config) -> float:
+    """Return how many rows of experts a device keeps for each of its tokens: top_k, or places of the exchange."""
+    tokens = tokens_per_device(config) / config.parallel.microbatches
+    return exchanged_rows(config) / tokens or config.model.experts.top_k
+
+
+def kept_ffn_width(config: Config) -> float:
+    """Return how many hidden values of an MLP a device keeps for a token, over tensor: of experts of all their rows."""
+    m = config.model
+    return m.d_ff * (rows_per_token(config) + m.experts.shared) if m.experts else m.d_ff
 
 
 def computed_ffn_width(config: Config) -> float:
@@ -181,7 +207,7 @@ def computed_ffn_width(config: Config) -> float:
 def router_queue_bytes(config: Config) -> int:
     """Return the bytes of what layers pass on of their routers, beside x (models/balance.py); 0 without experts."""
     m = config.model
-    return 4 * m.num_layers * (2 * m.experts.num + 2) if m.experts else 0
+    return 4 * m.num_layers * (2 * m.experts.num + 3) if m.experts else 0
 
 
 def devices(config: Config) -> int:
@@ -192,6 +218,11 @@ def devices(config: Config) -> int:
 def zero_devices(config: Config) -> int:
     """Return N, the number of devices over which ZeRO shards."""
     return config.parallel.data * config.parallel.context
+
+
+def zero_devices_of(parameter: Parameter, config: Config) -> int:
+    """Return N of a row: experts that are shared over the axis expert are sharded over the rest."""
+    return zero_devices(config) // (config.parallel.expert if parameter.has_experts else 1)
 
 
 def tokens_per_device(config: Config) -> float:

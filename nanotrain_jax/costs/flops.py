@@ -58,7 +58,7 @@ def computed_share(path: str, row: Parameter, config: Config) -> float:
     Keys and values: of one head at least. B of a row-parallel adapter: for 1 / t of them with sequence parallelism.
     """
     p = config.parallel
-    if row.layout.startswith("E "):
+    if row.has_experts:
         return row.share * counts.padded_rows(config) / p.tensor
     if row.split_dim is not None:
         return 1 / (p.vocab_shards if row.is_padded else p.tensor)

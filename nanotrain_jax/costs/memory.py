@@ -39,6 +39,7 @@ from nanotrain_jax.costs.counts import (
     stage_layers,
     tokens_per_device,
     zero_devices,
+    zero_devices_of,
 )
 from nanotrain_jax.models.decoder_table import EMBEDDING, HEAD
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION
@@ -104,9 +105,10 @@ def moments(config: Config) -> dict[str, Parts]:
                 the gradient of the head takes the place of the logits
     layer       of one layer's backward: `working_set`; written out, also what the backward of a last LayerNorm keeps
     buffers     gathered and in flight: weights of the head or of a layer at stage 3, float32 gradients of a layer from
-                stage 2, with stages a layer's gradients in 16 bit and (without W) float32, three full activations
-                under sequence parallelism, with gather attention keys and values of all tokens and their float32
-                gradients, the largest stacked gradient in the dtype on the wire where it is reduced once per step
+                stage 2 (of experts less: `_expert_elements`), with stages a layer's gradients in 16 bit and (without W)
+                float32, three full activations under sequence parallelism, with gather attention keys and values of all
+                tokens and their float32 gradients, the largest stacked gradient in the dtype on the wire where it is
+                reduced once per step
     """
     m, p = config.model, config.parallel
     b, D = BYTES[config.precision.compute], m.d_model
@@ -172,7 +174,8 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
     p, b = config.parallel, BYTES[config.precision.compute]
     size = _transposed_bytes(config)
     if p.zero > 1 and zero_devices(config) > 1:
-        size += (4 + b * (p.zero == 3)) * layer
+        experts, shards = _expert_elements(config)
+        size += (4 + b * (p.zero == 3)) * (layer - experts) + (8 + b) / 3 * experts - 4 * shards
     if p.tensor > 1 and p.sequence_parallel:
         size += 3 * b * tokens * config.model.d_model
     if p.context > 1 and p.context_attention == "gather":  # keys and values of all tokens, and their gradients
@@ -181,6 +184,18 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
     if p.pipe > 1:  # a layer's gradients before accumulation; where B computes them, XLA keeps a float32 copy too
         size += (b if outline(config).weights else b + 4) * layer
     return size
+
+
+def _expert_elements(config: Config) -> tuple[float, float]:
+    """Return the elements of a layer's experts on a device, and those of their shards.
+
+    Their three matrices are far larger than the rest of a layer. In its backward one after another has a full gradient:
+    at most two in float32 and the third in 16 bit are there, and no weights, before the first shard of them is.
+    """
+    found = [row for row in rows(config).values() if row.has_experts]
+    sizes = [local_elements(row, config) / stage_layers(config) for row in found]
+    sharded = zip(found, sizes, strict=True)
+    return sum(sizes), sum(n / zero_devices_of(row, config) for row, n in sharded if is_sharded(row, config))
 
 
 def _largest(config: Config) -> tuple[float, float]:
@@ -201,13 +216,17 @@ def _embedding_buffers(config: Config) -> float:
 
 def _transposed_bytes(config: Config) -> float:
     """Return the bytes of weights that XLA transposes to gather them at ZeRO 3: those that ZeRO shards along another
-    dim than the first, because tensor splits that; the ends only before a loop over microbatches."""
-    if config.parallel.zero < 3 or config.parallel.tensor == 1:
+    dim than the first, because tensor or expert splits that; the ends only before a loop over microbatches."""
+    p = config.parallel
+    if p.zero < 3 or p.tensor == p.expert == 1:
         return 0.0
-    transposed = [row for row in rows(config).values() if row.split_dim == 0 and is_sharded(row, config)]
-    if config.parallel.microbatches == 1:
+    taken = {True: p.expert > 1, False: p.tensor > 1}  # by whether the first dim is that of experts
+    found = [row for row in rows(config).values() if taken[row.has_experts] and is_sharded(row, config)]
+    transposed = [row for row in found if row.has_experts or row.split_dim == 0]
+    if p.microbatches == 1:
         transposed = [row for row in transposed if row.part == LAYERS]
-    return offload.weight_bytes(config) * sum(local_elements(row, config) for row in transposed) / zero_devices(config)
+    shards = sum(local_elements(row, config) / zero_devices_of(row, config) for row in transposed)
+    return offload.weight_bytes(config) * shards
 
 
 def _mask_bytes(config: Config, tokens: float) -> float:
@@ -296,7 +315,7 @@ def trained_parameters(config: Config) -> tuple[dict[str, float], dict[str, floa
 
 def _parameters(config: Config, freeze: tuple[str, ...]) -> tuple[dict[str, float], dict[str, float]]:
     p = config.parallel
-    sizes = _Sizes(p.tensor, p.pipe, zero_devices(config), p.persist_below, bool(p.vocab_over_pipe))
+    sizes = _Sizes(p.tensor, p.pipe, zero_devices(config), p.expert, p.persist_below, bool(p.vocab_over_pipe))
     psi, shard = _trained_parameters(config.model, config.vision, sizes, freeze)
     return dict(psi), dict(shard)
 
@@ -307,6 +326,7 @@ class _Sizes(NamedTuple):
     tensor: int
     pipe: int
     data: int
+    expert: int
     persist_below: int
     vocab_over_pipe: bool
 
@@ -323,5 +343,5 @@ def _trained_parameters(
             continue
         size, part = local_elements(row, config), VISION if row.part == ENCODER else row.part
         psi[part] += size
-        shard[part] += size / (sizes.data if is_sharded(row, config) else 1)
+        shard[part] += size / (zero_devices_of(row, config) if is_sharded(row, config) else 1)
     return psi, shard

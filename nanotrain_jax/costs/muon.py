@@ -42,7 +42,7 @@ def wire_bytes(config: Config) -> int:
 def matrices_per_device(row: Parameter, config: Config) -> int:
     """Return how many matrices of a row a device orthogonalizes: ceil(L / k)."""
     over = [axis for axes in _axes(row, config) for axis in axes]
-    return ceil(layers_of(row, config) / prod(getattr(config.parallel, axis) for axis in over))
+    return ceil(layers_of(row, config) / prod(config.parallel.axes[axis] for axis in over))
 
 
 def exchanges(config: Config) -> list[Exchange]:

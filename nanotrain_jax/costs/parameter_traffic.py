@@ -21,14 +21,14 @@ from nanotrain_jax.costs.counts import (
     rows,
     runs,
     stage_layers,
-    zero_devices,
+    zero_devices_of,
 )
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.decoder_table import DOWN, EMBEDDING
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION, Parameter
 from nanotrain_jax.parallel.collectives import buckets
 from nanotrain_jax.parallel.gradients import quantization
-from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
+from nanotrain_jax.parallel.mesh import ZERO_AXES
 
 
 class Buffer(NamedTuple):
@@ -57,14 +57,13 @@ def parameter_buffers(config: Config) -> list[Buffer]:
     def add(axes: tuple[str, ...], op: str, what: Traffic, times: float, arrays: int, divisor: float = 1) -> None:
         """Append the buffers of the current row. arrays: those in which it travels."""
         apart = ("replica",) if p.sync_every else ()
-        present = tuple(axis for axis in axes if getattr(p, axis) > 1 and axis not in apart)
+        present = tuple(axis for axis in axes if p.axes[axis] > 1 and axis not in apart)
         if present and not (row.is_frozen and what is not Traffic.WEIGHTS):
             itemsize, elements = g if what.is_gradients else w, local_elements(row, config) / divisor
             plain = Buffer(present, op, what, row.part, itemsize, times, elements)
             buffers.extend(on_the_wire(plain, row, arrays, config))
 
     replica = ("replica",) if p.compression.kind == "none" else ()  # else costs/compression.py
-    batch = *replica, *ZERO_AXES
     arrays_of = {LAYERS: arrays_of_layers(config), ENCODER: arrays_of_encoder(config)}
     for path, row in rows(config).items():
         in_loop, after_loop = arrays_of.get(row.part, (1, 1))
@@ -73,21 +72,23 @@ def parameter_buffers(config: Config) -> list[Buffer]:
         is_replicated = row.part != LAYERS and not (row.is_padded and p.vocab_over_pipe)
         stages = ("pipe",) if is_replicated else ()
         over = ("tensor",) if partial else ()
+        zero_axes = tuple(axis for axis in ZERO_AXES if axis != "expert" or not row.has_experts)
+        batch = *replica, *zero_axes
         if p.zero == 0 and execution(config) is Execution.PER_LAYER:  # inside the backward; over tensor once, after it
-            add(BATCH_AXES, "all_reduce", Traffic.GRADIENTS, 1, in_loop)
+            add(batch, "all_reduce", Traffic.GRADIENTS, 1, in_loop)
             add(over, "all_reduce", Traffic.GRADIENTS, 1, after_loop)
             continue
         if p.zero == 0 or not is_sharded(row, config):
             add((*stages, *batch, *over), "all_reduce", Traffic.GRADIENTS, 1, after_loop)
             continue
         times = uses(path, row, config)
-        add(ZERO_AXES, "reduce_scatter", Traffic.GRADIENTS, times if p.zero > 1 else 1, in_loop)
-        shards = zero_devices(config)
+        add(zero_axes, "reduce_scatter", Traffic.GRADIENTS, times if p.zero > 1 else 1, in_loop)
+        shards = zero_devices_of(row, config)
         add((*stages, *replica, *over), "all_reduce", Traffic.GRADIENT_SHARDS, 1, after_loop, shards)
         if p.zero < 3:
-            add(ZERO_AXES, "all_gather", Traffic.UPDATED_WEIGHTS, 1, after_loop)
+            add(zero_axes, "all_gather", Traffic.UPDATED_WEIGHTS, 1, after_loop)
             continue
-        add(ZERO_AXES, "all_gather", Traffic.WEIGHTS, times * passes(path, row, config), in_loop)
+        add(zero_axes, "all_gather", Traffic.WEIGHTS, times * passes(path, row, config), in_loop)
     return buffers
 
 
@@ -153,7 +154,7 @@ def on_the_wire(buffer: Buffer, row: Parameter, arrays: int, config: Config) -> 
         precision.gather=int8                all-gather, of matrices of layers
         precision.gather=float8              the same with 1 byte per element, and 4 per shard of each matrix
     """
-    N, gather = prod(getattr(config.parallel, axis) for axis in buffer.axes), config.precision.gather
+    N, gather = prod(config.parallel.axes[axis] for axis in buffer.axes), config.precision.gather
     is_matrix_of_layer = buffer.what is Traffic.WEIGHTS and row.is_stacked and len(row.shape) > 1
     if is_matrix_of_layer and gather == "float8":
         return [buffer._replace(itemsize=1), buffer._replace(itemsize=4, elements=arrays * N)]

@@ -22,6 +22,7 @@ class Traffic(Enum):
     HEADS = "queries, keys, values and outputs, tokens for heads"
     LOSS = "loss"
     ROUTERS = "loads of experts"
+    EXPERTS = "tokens to their experts and back, and their gradients"
     SYNCHRONIZATION = "weights of replicas"
     MOMENTUM = "momentum, shards for whole matrices"
     ENCODER = "activations of the encoder of pictures"

@@ -5,7 +5,7 @@ own, so that the last layer hands on those of all layers, in order, whatever loo
 no layer needs to know its number. A row has the sums over this device's tokens of
 
     probs[E]   the probability of each expert     load[E]   how many tokens chose it     z   logsumexp(logits)^2
-    entropy    of the probabilities, in nats
+    entropy    of the probabilities, in nats      dropped   choices for which there was no room (parallel.expert)
 
 Only probs and z have gradients, which come back through the queue. With f[e] the share of the batch's choices that are
 expert e, and P[e] its mean probability, each layer adds to the loss of a token
@@ -47,14 +47,15 @@ class Statistics(NamedTuple):
     load_E: jax.Array
     z: jax.Array
     entropy: jax.Array
+    dropped: jax.Array
 
 
 def width(experts: int) -> int:
     """Return the size of a row of the queue."""
-    return 2 * experts + 2
+    return 2 * experts + 3
 
 
-def row(logits_TE: jax.Array, routes: Routes, choice: Choice) -> jax.Array:
+def row(logits_TE: jax.Array, routes: Routes, choice: Choice, dropped: jax.Array | int = 0) -> jax.Array:
     """logits[T E], float32 -> a row of the queue."""
     with jax.named_scope("balance"):
         if choice.scores == "softmax":
@@ -66,13 +67,14 @@ def row(logits_TE: jax.Array, routes: Routes, choice: Choice) -> jax.Array:
         entropy = -jax.lax.stop_gradient(probs_TE * log_probs_TE).sum()
         z = jnp.square(jax.nn.logsumexp(logits_TE, axis=-1)).sum()
         load_E = jax.lax.stop_gradient(routes.sizes_E.astype(jnp.float32))
-        return jnp.concatenate([probs_TE.sum(0), load_E, jnp.stack([z, entropy])])
+        dropped = as_varying(jnp.float32(dropped), sorted(varying_axes(z)))
+        return jnp.concatenate([probs_TE.sum(0), load_E, jnp.stack([z, entropy, dropped])])
 
 
 def statistics(queue_LS: jax.Array) -> Statistics:
     """queue[L S] -> statistics [L ...]"""
-    E = (queue_LS.shape[1] - 2) // 2
-    return Statistics(queue_LS[:, :E], queue_LS[:, E : 2 * E], queue_LS[:, -2], queue_LS[:, -1])
+    E = (queue_LS.shape[1] - 3) // 2
+    return Statistics(queue_LS[:, :E], queue_LS[:, E : 2 * E], *(queue_LS[:, i] for i in (-3, -2, -1)))
 
 
 def bias(bias_2E: jax.Array) -> jax.Array:
@@ -89,10 +91,9 @@ def adjusted(bias_L2E: jax.Array, load_LE: jax.Array, rate: float) -> jax.Array:
 
 def build(model: Model, config: Config, layer: Callable) -> Model:
     """Return a decoder whose layers are layer(weights, x, batch) -> x, row. model: of x alone."""
-    m, p = config.model, config.parallel
-    experts, L = m.experts, m.num_layers
+    experts, L, p = config.model.experts, config.model.num_layers, config.parallel
     same_axes = [axis for axis in p.vocab_axes if axis == "pipe" or p.sequence_parallel]  # devices have the same rows
-    count_same = math.prod(p.axes[axis] for axis in same_axes)
+    measures = {"load": (L, experts.num), "z": (), "entropy": ()} | ({"dropped": ()} if p.expert > 1 else {})
 
     def first(ends: Tree, batch: Tree, run: Callable) -> Tree:
         x_BTD = model.first(ends, batch, run)
@@ -106,12 +107,13 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
 
     def mean(x: Tree) -> Tree:
         """x, the same on all devices of same_axes -> x, invarying over them."""
-        return jax.tree.map(lambda x: x / count_same, all_reduce(x, same_axes))
+        return jax.tree.map(lambda x: x / math.prod(p.axes[axis] for axis in same_axes), all_reduce(x, same_axes))
 
     def last(ends: Tree, carried: Tree, batch: Tree) -> tuple:
         loss, count = model.last(ends, carried[X], batch)
         found = statistics(jax.lax.stop_gradient(carried[ROUTER]))
-        return loss, count, mean({"load": found.load_E, "z": found.z.sum(), "entropy": found.entropy.sum()})
+        sums = {"load": found.load_E} | {name: getattr(found, name).sum() for name in measures if name != "load"}
+        return loss, count, mean(sums)
 
     def penalty(carried: Tree, count: jax.Array) -> jax.Array:
         found = statistics(carried[ROUTER])
@@ -125,7 +127,8 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
         load_LE = means["load"]
         tokens = load_LE.sum() / experts.top_k  # of all layers
         worst = (load_LE.max(1) / load_LE.mean(1)).max()
-        return {"load": worst, "router_z": means["z"] / tokens, "router_entropy": means["entropy"] / tokens}
+        found = {"load": worst, "router_z": means["z"] / tokens, "router_entropy": means["entropy"] / tokens}
+        return found | {name: x / load_LE.sum() for name, x in means.items() if name == "dropped"}
 
     def adjust(layers: Tree, measures: dict[str, jax.Array]) -> Tree:
         moved = adjusted(layers["mlp"][BIAS], measures["load"], experts.bias_rate)
@@ -140,7 +143,7 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
         layer=run_layer,
         last=last,
         penalty=penalty if experts.adds_loss else None,
-        measures={"load": (L, experts.num), "z": (), "entropy": ()},
+        measures=measures,
         report=report,
         adjust=adjust if experts.balance == "bias" else None,
         correct=None,

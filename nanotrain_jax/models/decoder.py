@@ -332,6 +332,7 @@ def split_of(config: Config, mesh: Mesh) -> Split:
         vocab_axes=p.vocab_axes,
         vocab_shards=p.vocab_shards,
         logits=config.precision.logits,
+        experts="expert" if p.expert > 1 else None,
         flat=writes_layers_out(config, mesh.devices.flat[0].platform),
     )
 

@@ -86,9 +86,9 @@ def _mixture(experts: Experts, residual: float) -> Table:
     routed = partial(_weight, share=experts.top_k / experts.num)
     table = {
         f"{MLP}/router_DE": _weight("D E", is_partial=True),
-        f"{MLP}/up_EDF": routed("E D F/tensor"),
-        f"{MLP}/gate_EDF": routed("E D F/tensor"),
-        f"{MLP}/down_EFD": routed("E F/tensor D", std=residual),
+        f"{MLP}/up_EDF": routed("E/expert D F/tensor"),
+        f"{MLP}/gate_EDF": routed("E/expert D F/tensor"),
+        f"{MLP}/down_EFD": routed("E/expert F/tensor D", std=residual),
     }
     if experts.balance == "bias":
         table[f"{MLP}/{BIAS}"] = Parameter("2 E", init="balance", decay=False, is_frozen=True)

@@ -3,12 +3,14 @@
     logits[T E] = x router                        in float32, whatever the dtype of weights
     y[t] = sum over its experts e of gate[t e] (activation(x[t] w_gate[e]) x[t] w_up[e]) w_down[e]   + shared experts
 
-Gates multiply before w_down: then no result of width D waits for the backward. Every device has all experts and routes
-its own tokens, so the batch may be split over any axes. Over tensor each expert is split as an MLP is, F/tensor: all
-devices of the axis route the same tokens, and their partial sums leave together (`tensor.leave`).
+Gates multiply before w_down: then no result of width D waits for the backward. Each device routes its own tokens, so
+the batch may be split over any axes. It has all experts, or with parallel.expert an equal part of them, and exchanges
+rows (`parallel/expert/exchange.py`). Over tensor each expert is split as an MLP is, F/tensor: all devices of the axis
+route the same tokens, and their partial sums leave together (`tensor.leave`).
 
 Kept for the backward where nothing else is said (`memory.remat`): x, the logits of the router, so that the backward
-chooses the same experts, and gate and up of the rows. What was gathered over tensor is gathered again.
+chooses the same experts, and gate and up of the rows. What was gathered over tensor is gathered again, and rows are
+sent again to their experts.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from nanotrain_jax.models.ops import gated
 from nanotrain_jax.models.parameters import under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import Tree, all_reduce
-from nanotrain_jax.parallel.expert import routing
+from nanotrain_jax.parallel.expert import exchange, routing
 from nanotrain_jax.parallel.expert.grouped_matmul import grouped_matmul
 from nanotrain_jax.parallel.tensor import tensor
 
@@ -37,7 +39,7 @@ class Experts(nnx.Module):
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.split, self.features = split, config.features
         e = config.experts
-        self.choice = routing.Choice(e.top_k, e.router, e.normalize)
+        self.choice, self.capacity = routing.Choice(e.top_k, e.router, e.normalize), e.capacity
         self.rows = under(decoder_table.table(config, split.size), decoder_table.MLP)
         fill(self, self.rows, rngs)
 
@@ -64,19 +66,36 @@ class Experts(nnx.Module):
             bias_2E = weights.get(decoder_table.BIAS)
             bias_E = None if bias_2E is None else balance.bias(bias_2E)
             routes = routing.route(logits_TE, self.choice, bias_E)
-        y_TD = self.of_experts(x_TD, weights, routes)
+        y_TD, dropped = self.of_experts(x_TD, weights, routes)
         if "shared_up_DS" in weights:
             y_TD += self.of_shared(x_TD, weights)
-        return y_TD.reshape(x_BTD.shape), balance.row(logits_TE, routes, self.choice)
+        return y_TD.reshape(x_BTD.shape), balance.row(logits_TE, routes, self.choice, dropped)
 
-    def of_experts(self, x_TD: jax.Array, weights: Tree, routes: routing.Routes) -> jax.Array:
-        """x[T D] -> y[T D] {sum tensor}, of the experts that each token chooses."""
-        x_MD, sizes_E = routing.by_expert(x_TD, routes), routes.sizes_E
-        gate_MF = remat.name(grouped_matmul(x_MD, weights["gate_EDF"], sizes_E), "gate")
-        up_MF = remat.name(grouped_matmul(x_MD, weights["up_EDF"], sizes_E), "up")
-        gates_M1 = routing.gates_of_rows(routes)[:, None].astype(x_TD.dtype)
-        h_MF = gated(gate_MF, up_MF, self.features.activation) * gates_M1
-        return routing.by_token(grouped_matmul(h_MF, weights["down_EFD"], sizes_E), routes)
+    def of_experts(self, x_TD: jax.Array, weights: Tree, routes: routing.Routes) -> tuple[jax.Array, jax.Array | int]:
+        """x[T D] -> y[T D] {sum tensor}, of the experts that each token chooses; how many choices were dropped."""
+        axis, M = self.split.experts, len(routes.order_M)
+        if axis is None:
+            x_MD, gates_M = routing.by_expert(x_TD, routes), routing.gates_of_rows(routes)
+            return routing.by_token(self.of_rows(x_MD, gates_M, weights, routes.sizes_E), routes), 0
+        devices = jax.lax.axis_size(axis)
+        packed = exchange.pack(routes, devices, exchange.places(M, devices, self.capacity))
+        with jax.named_scope("exchange"):
+            found = exchange.arrivals(packed, axis)
+            x_SD, gates_S = routing.by_expert(x_TD, packed), routing.gates_of_rows(packed)
+            x_SD, gates_S = exchange.send(x_SD, found, axis), exchange.send(gates_S, found, axis)
+        y_SD = self.of_rows(x_SD, gates_S, weights, found.sizes_E, M)
+        with jax.named_scope("exchange"):
+            y_SD = exchange.bring_back(y_SD, found, axis)
+        return routing.by_token(y_SD, packed), exchange.dropped(routes, packed)
+
+    def of_rows(
+        self, x_MD: jax.Array, gates_M: jax.Array, weights: Tree, sizes_E: jax.Array, rows: int | None = None
+    ) -> jax.Array:
+        """x[M D], the rows of one expert after another -> y[M D] {sum tensor}. rows: as of `grouped_matmul`."""
+        gate_MF = remat.name(grouped_matmul(x_MD, weights["gate_EDF"], sizes_E, rows), "gate")
+        up_MF = remat.name(grouped_matmul(x_MD, weights["up_EDF"], sizes_E, rows), "up")
+        h_MF = gated(gate_MF, up_MF, self.features.activation) * gates_M[:, None].astype(x_MD.dtype)
+        return grouped_matmul(h_MF, weights["down_EFD"], sizes_E, rows)
 
     def of_shared(self, x_TD: jax.Array, weights: Tree) -> jax.Array:
         """x[T D] -> y[T D] {sum tensor}, of the experts that all tokens share, side by side as one."""

@@ -11,6 +11,7 @@ ENDS, LAYERS = "ends", "layers"  # top-level keys of a parameter tree; arrays of
 VISION, ENCODER = "vision", "encoder"  # beside them with the section vision; arrays of the encoder are stacked
 TENSOR = "/tensor"  # marks the dim of a layout that is sharded over the tensor axis
 VOCAB = "/vocab"  # marks the vocabulary, sharded over the axes of `Parallel.vocab_axes`
+EXPERT = "/expert"  # marks the experts, sharded over the axis expert
 
 CONSTANTS = "is_local", "balance"  # initial values of arrays that have no gradient
 
@@ -55,14 +56,19 @@ class Parameter(NamedTuple):
     @property
     def split_dim(self) -> int | None:
         """The dim that is sharded over tensor, or over the axes of the vocabulary; None if replicated."""
-        return next((d for d, word in enumerate(self.layout.split()) if "/" in word), None)
+        return next((d for d, word in enumerate(self.layout.split()) if TENSOR in word or VOCAB in word), None)
 
     @property
-    def free(self) -> tuple[int, ...]:
-        """Sizes of the dims that are not sharded so: ZeRO may shard them over data, but of constants."""
+    def has_experts(self) -> bool:
+        """True if the first dim is that of experts, sharded over the axis expert."""
+        return EXPERT in self.layout
+
+    def free(self, expert: int) -> tuple[int, ...]:
+        """Sizes of the dims that are not sharded so, nor over expert devices: ZeRO may shard them, but of constants."""
         if self.init in CONSTANTS:
             return ()
-        return tuple(size for d, size in enumerate(self.shape) if d != self.split_dim)
+        taken = {self.split_dim, 0 if self.has_experts and expert > 1 else None}
+        return tuple(size for d, size in enumerate(self.shape) if d not in taken)
 
     def is_used(self, end: Literal["first", "last"]) -> bool:
         """True if the computation before (first) or after (last) the layers uses it."""

@@ -85,7 +85,7 @@ def _slices(plan: Plan, stacked: Opt, members: Tree, largest: int) -> int:
     first = jax.tree.leaves(stacked)[0]
     shape = first.sharding.shard_shape(first.shape)
     # Stages 1 and 2 all-gather the new weights, so that the rows of a slice must be those of a device's shard.
-    rows_are_sharded = jax.tree.leaves(select(plan.shards.dims, members)) == [0]
+    rows_are_sharded = [cut.dim for cut in jax.tree.leaves(select(plan.shards.cuts, members))] == [0]
     if plan.config.parallel.zero in (1, 2) and rows_are_sharded:
         return 1
     return host_offload.num_slices(math.prod(shape), shape[0], largest)
@@ -130,7 +130,7 @@ def _rows_of_shards(num_shards: int, count: int, i: jax.Array, x: jax.Array) -> 
 
 def _update(plan: Plan, params_specs: Tree, members: Tree, stacked: Opt, count: int) -> Callable:
     """Return `Group.update`. Communicates as `zero.gather_updated` does."""
-    shards = plan.shards._replace(dims=select(plan.shards.dims, members))
+    shards = plan.shards._replace(cuts=select(plan.shards.cuts, members))
     on_host = jax.tree.map(lambda is_member: False if is_member else None, members)
 
     def update_subgroup(weights: Tree, pending: Pending, opt: Opt, i: jax.Array) -> tuple[Tree, Opt]:

@@ -1,9 +1,11 @@
-"""The device mesh: five named axes, always present; an axis of size 1 costs nothing.
+"""The device mesh: six named axes, always present; an axis of size 1 costs nothing.
 
-    pipe, replica, data, context, tensor      slowest links first, tensor innermost on the fastest links
+    pipe, replica, data, expert, context, tensor      slowest links first, tensor innermost on the fastest links
 
-The batch is sharded over `replica` and `data` (rows) and `context` (tokens); gradients are summed over these three.
-ZeRO shards over `data` and `context`.
+The batch is sharded over `replica`, `data` and `expert` (rows) and `context` (tokens); gradients are summed over these
+four. ZeRO shards over `data`, `expert` and `context`. `expert` is the inner part of data parallelism: devices along it
+share the experts of a mixture, so that of their weights it is no axis of ZeRO, and their gradients are not summed over
+it. For all else it is a part of data: parallel.data counts both.
 Devices are in process order, so an inner axis stays within a process, and within a host, as far as its size allows.
 """
 
@@ -15,9 +17,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-AXES = ("pipe", "replica", "data", "context", "tensor")
-BATCH_AXES = ("replica", "data", "context")
-ZERO_AXES = ("data", "context")
+AXES = ("pipe", "replica", "data", "expert", "context", "tensor")
+BATCH_AXES = ("replica", "data", "expert", "context")
+ZERO_AXES = ("data", "expert", "context")
 PINNED = {  # settings of JAX that change the numbers of a run, or make it fail
     "jax_enable_x64": False,
     "jax_default_matmul_precision": None,
@@ -73,20 +75,15 @@ def _simulate(count: int) -> None:
             ) from None
 
 
-def make(
-    pipe: int = 1,
-    replica: int = 1,
-    data: int = -1,
-    context: int = 1,
-    tensor: int = 1,
-    devices: Sequence[jax.Device] | None = None,
-) -> Mesh:
-    """Return a mesh with axes pipe, replica, data, context, tensor over the first devices. A size of -1 takes the rest.
+def make(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
+    """Return a mesh with all AXES over the first devices. A size of -1 takes the rest.
 
-    Raises ValueError if the sizes do not fit the devices.
+    sizes: of axes; data is the rest by default, others 1. Raises ValueError if they do not fit the devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes_by_axis = dict(zip(AXES, (pipe, replica, data, context, tensor), strict=True))
+    if unknown := sizes.keys() - set(AXES):
+        raise ValueError(f"a mesh has no axis {min(unknown)!r}; use {', '.join(AXES)}")
+    sizes_by_axis = dict.fromkeys(AXES, 1) | {"data": -1} | sizes
     named = " ".join(f"{axis}={size}" for axis, size in sizes_by_axis.items())
     free = [axis for axis, size in sizes_by_axis.items() if size == -1]
     bad = [axis for axis, size in sizes_by_axis.items() if size < 1 and size != -1]

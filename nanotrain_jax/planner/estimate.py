@@ -159,5 +159,5 @@ def on_gpus(config: Config, gpus: int, gpu: str, vocab: int | None = None) -> Co
         fixed = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items() if size > 1 and axis != scaled)
         raise ValueError(f"{fixed} does not divide {gpus} GPUs; use a multiple of it, or another mesh")
     if p.data != -1:
-        config = config.replace("data", batch_size=max(config.data.batch_size * axes["data"] // p.data, 1))
+        config = config.replace("data", batch_size=max(config.data.batch_size * axes["data"] * p.expert // p.data, 1))
     return resolve(config, axes, vocab)

@@ -64,9 +64,8 @@ def parameters(e: Estimate) -> Section:
 
 def _counted(what: str, rows: list[Parameter]) -> Line:
     """Return the line of the sum of some rows: each product of dims, and its number of arrays."""
-    sizes = [
-        sorted(zip(row.layout.split(), row.shape, strict=True), key=lambda dim: DIMS.index(dim[0])) for row in rows
-    ]
+    named = [zip((word.partition("/")[0] for word in row.layout.split()), row.shape, strict=True) for row in rows]
+    sizes = [sorted(dims, key=lambda dim: DIMS.index(dim[0])) for dims in named]
     formula, numbers = [], []
     for product, times in Counter(map(tuple, sizes)).items():
         names, values = zip(*product, strict=True)

@@ -8,6 +8,7 @@ from nanotrain_jax.config.schema import EIGHT_BITS
 from nanotrain_jax.costs import communication, compression, counts, muon, vision
 from nanotrain_jax.costs.parameter_traffic import parameter_buffers, sharded_elements
 from nanotrain_jax.costs.traffic import Traffic
+from nanotrain_jax.models.parameters import LAYERS
 from nanotrain_jax.planner.estimate import Estimate
 from nanotrain_jax.planner.formula import Line, Section, number
 from nanotrain_jax.planner.step_time import Transfer
@@ -17,7 +18,7 @@ def traffic(e: Estimate) -> Section:
     """Return every transfer: the ring factor times the full buffers."""
     lines = []
     for t in e.transfers:
-        group, (formula, numbers) = prod(getattr(e.config.parallel, axis) for axis in t.axis.split(",")), buffers(e, t)
+        group, (formula, numbers) = prod(e.config.parallel.axes[axis] for axis in t.axis.split(",")), buffers(e, t)
         if t.op != "permute":
             factor = 2 if t.op == "all_reduce" else 1
             formula, numbers = f"(n - 1) / n {formula}", f"({group} - 1) / {group} x {numbers}"
@@ -69,6 +70,8 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     if t.what is Traffic.ROUTERS:
         size = sum(size for axes, size in communication.router_buffers(c) if ",".join(axes) == t.axis)
         return "loads of L E experts, of microbatches and the step", n(size)
+    if t.what is Traffic.EXPERTS:
+        return exchanged_rows(e)
     if t.what is Traffic.LOSS:
         return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
     return of_parameters(e, t)
@@ -106,6 +109,17 @@ def attention_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     copies, queries = n(communication.ulysses_copies(c)), f"{n(c.model.d_model)} / {p.tensor}"
     shown = f"{passes} x {b} x 2 x {L} x {tokens} x ({queries} + {copies} x {width})"
     return f"{passes} b 2 L B T (D / t + copies KH)", shown
+
+
+def exchanged_rows(e: Estimate) -> tuple[str, str]:
+    """Return the full buffers of rows that travel to their experts and back, S of a microbatch."""
+    c, n = e.config, number
+    b, again = counts.BYTES[c.precision.compute], c.memory.rematerialization.policy == "block"
+    times = 5 + 2 * again - again * counts.last_matmuls_spared(c)
+    layers = counts.stage_layers(c) * counts.runs(c, LAYERS)
+    rows = f"{n(counts.exchanged_rows(c))} x ({n(times)} x {b} x {n(c.model.d_model)} + {4 * (3 + again)})"
+    formula = f"L M (S ({n(times)} b D + {4 * (3 + again)}) + {4 * (2 + again)} E)"
+    return formula, f"{n(layers)} x ({rows} + {4 * (2 + again)} x {c.model.experts.num})"
 
 
 def replica_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:

@@ -77,7 +77,7 @@ def _with_attention(
         kinds = options(fixed, "parallel.context_attention", (blockwise, "ulysses"))
     for kind in kinds:
         try:
-            yield resolve(mesh.replace("parallel", context_attention=kind), axes)
+            yield resolve(mesh.replace("parallel", context_attention=kind), mesh.parallel.axes)
         except Misfit as error:
             rejected[error.reason] += 1
 

@@ -132,6 +132,8 @@ def _overlap(
         return HIDDEN_PIPE, "microbatch"
     if what is Traffic.SHARED_BY_STAGES:
         return 0.0, "microbatch"
+    if what is Traffic.EXPERTS:
+        return 0.0, "microbatch"
     if what in (Traffic.ATTENTION, Traffic.HEADS):
         return (HIDDEN_PIPE * (1 - last_hop(config)) if op == "permute" else 0.0), "microbatch"
     is_scattered_in_backward = what is Traffic.GRADIENTS and p.zero > 1 and op in ("reduce_scatter", "all_to_all")

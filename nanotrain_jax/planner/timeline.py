@@ -17,6 +17,7 @@ from nanotrain_jax.audit import hlo, live_ranges
 from nanotrain_jax.audit.live_ranges import Origin, Timeline
 from nanotrain_jax.audit.stacks import Stack
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.costs import counts
 from nanotrain_jax.step import build as steps
 from nanotrain_jax.step.gradients import GRADIENTS
 
@@ -119,7 +120,7 @@ class _Kinds:
 
     def __init__(self, timeline: Timeline, config: Config):
         axes = config.parallel.axes
-        shards = axes["data"] * axes["context"]
+        shards = counts.zero_devices(config)
         arguments = {span.origin for span in timeline.spans if span.origin.opcode == "argument"}
         stored = [_dims(origin.type) for origin in arguments if origin.op_name.startswith("state")]
         self.weights = {shape for dims in stored for shape in _forms(dims, shards)}

@@ -58,7 +58,7 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
             "(modelled: forward, input-gradient and weight-gradient passes take equal time); embedding and head "
             f"{ends} (parallel.vocab_over_pipe)"
         )
-    if config.parallel.zero and mesh.shape["data"] == mesh.shape["context"] == 1:
+    if config.parallel.zero and p.data == p.context == 1:
         lines.append(f"parallel.zero={config.parallel.zero} has no effect: parallel.data and context are 1")
     on_host = memory.on_host(config) if config.is_built_in and not config.optimizer.factory else {}
     if on_host:

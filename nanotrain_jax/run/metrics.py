@@ -244,8 +244,10 @@ def _unseen(number: int, loss: float) -> None:
 
 def _measures(record: Mapping[str, Any], prefix: str = "") -> str:
     """Format what a model measures beside its loss."""
-    known = {name: record[prefix + name] for name in ("accuracy", "margin", "load") if prefix + name in record}
-    return "".join(f"  {name} {x:.1%}" if name == "accuracy" else f"  {name} {x:.3f}" for name, x in known.items())
+    names = "accuracy", "margin", "load", *["dropped"] * bool(record.get(f"{prefix}dropped"))
+    known = {name: record[prefix + name] for name in names if prefix + name in record}
+    shares = "accuracy", "dropped"
+    return "".join(f"  {name} {x:.1%}" if name in shares else f"  {name} {x:.3f}" for name, x in known.items())
 
 
 def on_host(metrics: dict[str, jax.Array]) -> dict[str, np.ndarray]:

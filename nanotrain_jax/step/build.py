@@ -39,10 +39,10 @@ from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import REPLICATED, State
 from nanotrain_jax.step.update import Pending, adjusted, apply_update, metrics, next_noise, next_state, synchronize
 
-BATCH = layout("B/replica,data T/context")
+BATCH = layout("B/replica,data,expert T/context")
 PER_REPLICA = layout("R/replica")
-ROWS = layout("B/replica,data")
-STARTS = layout("B/replica,data T")  # a device needs those of whole rows
+ROWS = layout("B/replica,data,expert")
+STARTS = layout("B/replica,data,expert T")  # a device needs those of whole rows
 
 
 class Step(NamedTuple):
@@ -57,7 +57,7 @@ class Step(NamedTuple):
         same arrays
     evaluate(params, batch) -> sum of losses in nats, number of targets; with Model.correct also the number of targets
         whose most likely token is right, with Model.measures its sums by name
-    of_rows(params, batch) -> what Model.of_rows returns of each row, [B/replica,data ...]. None without it
+    of_rows(params, batch) -> what Model.of_rows returns of each row, [B/replica,data,expert ...]. None without it
     in_layer_order(State) -> State as in checkpoints: stacked layers in model order, weights in the compute dtype and
         float32 master weights
     in_stage_order(State) -> State as the other functions take it; donates its State. saved: what it needs of a
@@ -65,10 +65,10 @@ class Step(NamedTuple):
     The orders differ only with several chunks per stage, or different numbers of layers: then in_layer_order returns a
     copy, else the same arrays.
 
-    batch: {"inputs", "targets"}, both int32 [B/replica,data T/context]; evaluate ignores targets below 0. The tokens of
-    a row are in the order token_order: their positions, int32 [T]; None: as they are. With
-    data.attend_across_documents=false also {"starts"}, int32 [B/replica,data T]: the position in the row of the first
-    token of each token's document, in natural order; then train ignores targets below 0, too.
+    batch: {"inputs", "targets"}, both int32 [B/replica,data,expert T/context]; evaluate ignores targets below 0. The
+    tokens of a row are in the order token_order: their positions, int32 [T]; None: as they are. With
+    data.attend_across_documents=false also {"starts"}, int32 [B/replica,data,expert T]: the position in the row of the
+    first token of each token's document, in natural order; then train ignores targets below 0, too.
     metrics: float32 scalars loss (mean over the batch, nats per token), grad_norm (before clipping) and lr, and the
     int32 skipped_steps so far; with loss scaling also loss_scale, the scale of this step; with train.noise_scale also
     noise_scale, in tokens, nan while the gradient is lost in noise; with Model.measures also their means over what
@@ -201,7 +201,7 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
     is_apart = plan.outer_optimizer is not None
     outputs = state_specs, PER_REPLICA if is_apart else REPLICATED, pending_specs(plan)
     run_train = on_mesh(mesh, partial(train_apart if is_apart else train, plan), (state_specs, batch_specs), outputs)
-    param_specs, _ = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
+    param_specs, _ = plan.zero.storage(plan.specs, plan.shards.cuts)
     run_evaluate = on_mesh(mesh, partial(evaluate, plan), (param_specs, batch_specs), REPLICATED)
     run_of_rows = on_mesh(mesh, partial(of_rows, plan), (param_specs, batch_specs), ROWS)
     run_synchronize = on_mesh(mesh, partial(synchronize_replicas, plan), (state_specs,), state_specs)
@@ -257,7 +257,7 @@ def pending_specs(plan: Plan) -> Pending | None:
     """Return PartitionSpecs of Pending: gradients are laid out as their optimizer state. None if nothing is pending."""
     if not any(jax.tree.leaves(plan.pending)):
         return None
-    _, opt_specs = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
+    _, opt_specs = plan.zero.storage(plan.specs, plan.shards.cuts)
     return Pending(select(opt_specs, plan.pending), REPLICATED, REPLICATED)
 
 

@@ -68,7 +68,7 @@ def bases(plan: Plan, params: Tree, order: np.ndarray | None) -> Tree:
 
 def of_matrices(plan: Plan) -> Tree:
     """Return how each array that powersgd compresses divides into matrices; None for the others."""
-    _, specs = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
+    _, specs = plan.zero.storage(plan.specs, plan.shards.cuts)
 
     def matrices(path: tuple, w: jax.ShapeDtypeStruct, spec: PartitionSpec, chosen: bool) -> Matrices | None:
         is_stacked = path[0].key in (LAYERS, *plan.model.stacks)

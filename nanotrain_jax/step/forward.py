@@ -125,9 +125,9 @@ def in_float32(sums: tuple) -> tuple:
 
 def gather_ends(plan: Plan, zero: Zero, weights: Weights) -> Tree:
     """Gather the weights outside stacks of layers, as `first` and `last` take them."""
-    trees = weights.stored, weights.inputs, weights.sums, plan.shards.dims
-    *weights, dims = (outside_stacks(plan, tree) for tree in trees)
-    return zero.gather(*weights, plan.shards._replace(dims=dims))
+    trees = weights.stored, weights.inputs, weights.sums, plan.shards.cuts
+    *weights, cuts = (outside_stacks(plan, tree) for tree in trees)
+    return zero.gather(*weights, plan.shards._replace(cuts=cuts))
 
 
 def outside_stacks(plan: Plan, tree: Tree | None) -> Tree | None:
@@ -172,11 +172,11 @@ def layered(plan: Plan, params: Tree, read: Read | None = None) -> LayeredModel:
     splits_backward = plan.execution is Execution.PIPELINE and plan.config.parallel.schedule in SPLIT
     policy = plan.remat._replace(regather=plan.remat.regather and not gathers, unroll=splits_backward)
     block = policy.remat.block if policy.remat.policy == "block" else None
-    end_dims, stacked_dims = split_layers(plan.shards.dims)
+    end_cuts, stacked_cuts = split_layers(plan.shards.cuts)
     gathered = partial(gather_used, plan, stored_ends)
-    row_shards = plan.shards._replace(dims=stacked_dims) if block else plan.shards_of_layer()
+    row_shards = plan.shards._replace(cuts=stacked_cuts) if block else plan.shards_of_layer()
     trained_ends, trained_layers = split_layers(plan.trainable)
-    trained_shards = row_shards._replace(dims=select(row_shards.dims, trained_layers))
+    trained_shards = row_shards._replace(cuts=select(row_shards.cuts, trained_layers))
     stored_row = select(jax.tree.map(lambda w: w[0], remat.in_blocks(params[LAYERS], block)), trained_layers)
 
     reduce_row = partial(zero.reduce, stored=stored_row, shards=trained_shards)
@@ -201,7 +201,7 @@ def layered(plan: Plan, params: Tree, read: Read | None = None) -> LayeredModel:
         first=first,
         layer=layer,
         last=last,
-        ends=select(zero.inputs(stored_ends, plan.shards._replace(dims=end_dims)), trained_ends),
+        ends=select(zero.inputs(stored_ends, plan.shards._replace(cuts=end_cuts)), trained_ends),
         layers=remat.in_blocks(layers, block),
         inputs=inputs_of_row,
         fetch=partial(gather_ahead, shards=row_shards) if gathers else fetch,
@@ -219,9 +219,9 @@ def of_weights(function: Callable[[Tree], Tree], inputs: Inputs) -> Inputs:
 
 def gather_used(plan: Plan, stored_ends: Tree, inputs: Tree, used: Callable[[Tree], Tree]) -> Tree:
     """Gather what used selects of the weights outside stacks of layers."""
-    end_dims, _ = split_layers(plan.shards.dims)
-    stored, inputs, dims = (used(outside_stacks(plan, tree)) for tree in (stored_ends, inputs, end_dims))
-    return plan.zero.gather(stored, inputs, None, plan.shards._replace(dims=dims))
+    end_cuts, _ = split_layers(plan.shards.cuts)
+    stored, inputs, cuts = (used(outside_stacks(plan, tree)) for tree in (stored_ends, inputs, end_cuts))
+    return plan.zero.gather(stored, inputs, None, plan.shards._replace(cuts=cuts))
 
 
 def encode(plan: Plan, params: Tree, inputs: Tree, batch: Tree) -> Tree:

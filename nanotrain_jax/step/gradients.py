@@ -111,12 +111,12 @@ def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     model = scaled(plan, forward.layered(plan, params), scale)
     of_first, of_last = forward.ends_used(plan, model.ends)
     model = model._replace(ends=(of_first, (of_last, measures.probes(plan))))
-    trees = (select(tree, plan.trainable) for tree in (params, plan.shards.dims, plan.host_memory.gradients))
+    trees = (select(tree, plan.trainable) for tree in (params, plan.shards.cuts, plan.host_memory.gradients))
     ends, (stored_layers, _, on_host) = zip(*map(split_layers, trees), strict=True)
-    stored_ends, end_dims, ends_on_host = (forward.ends_used(plan, tree) for tree in ends)
-    end_shards = [plan.shards._replace(dims=dims) for dims in end_dims]
+    stored_ends, end_cuts, ends_on_host = (forward.ends_used(plan, tree) for tree in ends)
+    end_shards = [plan.shards._replace(cuts=cuts) for cuts in end_cuts]
     layer_shards = plan.shards_of_layer()
-    layer_shards = layer_shards._replace(dims=select(layer_shards.dims, plan.trainable[LAYERS]))
+    layer_shards = layer_shards._replace(cuts=select(layer_shards.cuts, plan.trainable[LAYERS]))
 
     def add_ends(grads: tuple, earlier: tuple | None) -> tuple:
         (of_first, (of_last, sums)), (first, (last, before)) = grads, earlier or (None, (None, None))
@@ -154,8 +154,8 @@ def pipelined(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
     loss, ((of_ends, sums), of_layers) = run_schedule(schedule, model, microbatches, idle=p.idle)
     of_ends = backward(of_ends)
     if model.reduce:
-        stored_ends, dims = (split_layers(select(tree, plan.trainable))[0] for tree in (params, plan.shards.dims))
-        of_ends = plan.zero.reduce(of_ends, stored_ends, plan.shards._replace(dims=dims))
+        stored_ends, cuts = (split_layers(select(tree, plan.trainable))[0] for tree in (params, plan.shards.cuts))
+        of_ends = plan.zero.reduce(of_ends, stored_ends, plan.shards._replace(cuts=cuts))
     return Gradients(loss, join_layers(of_ends, _unblocked(plan, of_layers.weights)), of_layers.tap, sums)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from nanotrain_jax.parallel.sharding import path_name, specs
 from nanotrain_jax.parallel.zero import muon
 from nanotrain_jax.parallel.zero.communication import Communication
 from nanotrain_jax.parallel.zero.optimizer_step import select
-from nanotrain_jax.parallel.zero.zero import UNSHARDED, ZERO, Shards, Zero, shard_dims
+from nanotrain_jax.parallel.zero.zero import UNSHARDED, ZERO, Cut, Shards, Zero, choose_cuts
 from nanotrain_jax.step import frozen
 from nanotrain_jax.step import optimizer as optim
 
@@ -43,8 +43,8 @@ class HostMemory(NamedTuple):
 class Plan:
     """A resolved config on a mesh. Trees have the structure of the parameters.
 
-    specs        PartitionSpecs over pipe and tensor; ZeRO adds its axes (`zero.storage`)
-    shards       the dim of each array that ZeRO shards, its axes (of data and context), communication settings
+    specs        PartitionSpecs over pipe, tensor and expert; ZeRO adds its axes (`zero.storage`)
+    shards       how ZeRO shards each array, communication settings
     layer_order  the layer of each row of the stacked weights; None: model order. Rows of padding, where stages have
                  different numbers of layers, have numbers from num_layers on (`schedule.row_order`)
     outer_optimizer   of parallel.sync_every (DiLoCo, arXiv 2311.08105); None: replicas step together
@@ -72,10 +72,14 @@ class Plan:
 
     def shards_of_layer(self, stack: str = LAYERS) -> Shards:
         """Return `shards` of one layer of a stack: without the leading dim."""
-        dims = jax.tree.map(lambda d: d if d == UNSHARDED else d - 1, self.shards.dims[stack])
+
+        def of_layer(cut: Cut) -> Cut:
+            return cut if cut == UNSHARDED else replace(cut, dim=cut.dim - 1)
+
         gather = self.config.precision.gather
         communication = self.shards.communication._replace(gather=gather if gather in EIGHT_BITS else None)
-        return self.shards._replace(dims=dims, communication=communication)
+        cuts = jax.tree.map(of_layer, self.shards.cuts[stack])
+        return self.shards._replace(cuts=cuts, communication=communication)
 
     @property
     def noise_axes(self) -> tuple[str, ...] | None:
@@ -110,7 +114,7 @@ class Plan:
     @property
     def trainable_shards(self) -> Shards:
         """`shards` of a tree like the gradients: None for frozen arrays."""
-        return self.shards._replace(dims=select(self.shards.dims, self.trainable))
+        return self.shards._replace(cuts=select(self.shards.cuts, self.trainable))
 
     @property
     def gathered_bytes_of_a_layer(self) -> int:
@@ -118,11 +122,11 @@ class Plan:
         itemsize = jnp.dtype(self.config.precision.compute).itemsize
         block = self.remat.remat.block if self.remat.remat.policy == "block" else 1
 
-        def size(shape: jax.ShapeDtypeStruct, spec: PartitionSpec, dim: int) -> int:
+        def size(shape: jax.ShapeDtypeStruct, spec: PartitionSpec, cut: Cut) -> int:
             local = NamedSharding(self.mesh, PartitionSpec(None, *spec[1:])).shard_shape(shape.shape)
-            return 0 if dim == UNSHARDED else math.prod(local[1:]) * itemsize * block
+            return 0 if cut == UNSHARDED else math.prod(local[1:]) * itemsize * block
 
-        of_layers = self.model.shapes[LAYERS], self.specs[LAYERS], self.shards.dims[LAYERS]
+        of_layers = self.model.shapes[LAYERS], self.specs[LAYERS], self.shards.cuts[LAYERS]
         return sum(jax.tree.leaves(jax.tree.map(size, *of_layers)))
 
     @property
@@ -173,11 +177,10 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
     shapes = with_rows(model.shapes, len(order))
     pipe_tensor_specs = specs_over_pipe_and_tensor(model, mesh)
     stacks = LAYERS, *model.stacks
-    axes = tuple(axis for axis in ZERO_AXES if mesh.shape[axis] > 1) or ("data",)
-    size = math.prod(mesh.shape[axis] for axis in axes) if p.zero else 1
-    dims = shard_dims(shapes, size, p.persist_below, stacks, pipe_tensor_specs)
+    sizes = {axis: mesh.shape[axis] for axis in ZERO_AXES} if p.zero else {}
+    cuts = choose_cuts(shapes, sizes, p.persist_below, stacks, pipe_tensor_specs)
     may_shard = frozen.trainable(model.constants, shapes)
-    dims = jax.tree.map(lambda dim, may_shard: dim if may_shard else UNSHARDED, dims, may_shard)
+    cuts = jax.tree.map(lambda cut, may_shard: cut if may_shard else UNSHARDED, cuts, may_shard)
     reduce = config.precision.grad_reduce
     communication = Communication(
         dtype=jnp.dtype("float32" if reduce in EIGHT_BITS else reduce),
@@ -195,12 +198,12 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         mesh=mesh,
         model=model,
         execution=execution(config),
-        optimizer=optimizer_of(config, model, shapes, ZERO[p.zero].storage(pipe_tensor_specs, dims, axes)[1]),
+        optimizer=optimizer_of(config, model, shapes, ZERO[p.zero].storage(pipe_tensor_specs, cuts)[1]),
         outer_optimizer=optax.sgd(o.outer_lr, o.outer_momentum, nesterov=True) if p.sync_every else None,
         lr_schedule=optim.schedule(config.optimizer),
         zero=ZERO[p.zero],
         specs=pipe_tensor_specs,
-        shards=Shards(dims, communication, axes),
+        shards=Shards(cuts, communication),
         remat=remat.Policy(
             config.memory.rematerialization,
             regather=p.zero == 3,
@@ -249,11 +252,12 @@ def specs_over_pipe_and_tensor(model: Model, mesh: Mesh) -> Tree:
 
     def on_mesh(path: tuple, spec: PartitionSpec) -> PartitionSpec:
         is_stacked = path[0].key in (LAYERS, *model.stacks)
-        allowed = {"tensor", "pipe"} if model.splits_vocab and not is_stacked else {"tensor"}
+        allowed = {"tensor", "pipe"} if model.splits_vocab and not is_stacked else {"tensor", "expert"}
         if {*jax.tree.leaves(tuple(spec))} - allowed or (is_stacked and spec and spec[0]):
             raise ValueError(
                 f"the model's rules lay out {path_name(path)} as {spec}: only "
-                "tensor may be used, not on the dim of layers; parallel.pipe and parallel.zero shard over other axes"
+                "tensor and expert may be used, not on the dim of layers; parallel.pipe and parallel.zero shard over "
+                "other axes"
             )
         entries = [axes_of_several_devices(entry, mesh) for entry in spec]
         if path[0].key == LAYERS and mesh.shape["pipe"] > 1:

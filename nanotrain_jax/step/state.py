@@ -96,7 +96,7 @@ def weights_like(plan: Plan) -> Tree:
     """Return the shapes and shardings of float32 weights for `from_weights`: those of the state that it makes of them,
     so that it needs no memory beside it."""
     rows = plan.config.model.num_layers if plan.layer_order is None else len(plan.layer_order)
-    params, master = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
+    params, master = plan.zero.storage(plan.specs, plan.shards.cuts)
     is_stored = stored_dtype(plan) == jnp.float32
     specs, on_host = (params, plan.host_memory.params) if is_stored else (master, plan.host_memory.optimizer)
     return jax.tree.map(partial(with_sharding, plan.mesh), with_rows(plan.model.shapes, rows), specs, on_host)
@@ -170,7 +170,7 @@ def abstract(plan: Plan) -> tuple[State, State]:
         scale, noise = (jax.tree.map(lambda _: other, tree) for tree in (shapes.scale, shapes.noise))
         return State(other, other, params, opt, scale, outer, noise=noise)
 
-    params_specs, opt_specs = plan.zero.storage(plan.specs, plan.shards.dims, plan.shards.axes)
+    params_specs, opt_specs = plan.zero.storage(plan.specs, plan.shards.cuts)
     specs = like(params_specs, opt_specs, REPLICATED)
     if plan.outer_optimizer:
         specs = map_replicas(lambda spec, x: local_steps.with_replicas(spec, x.ndim - 1), specs, shapes)

@@ -30,10 +30,10 @@ def apply_update(plan: Plan, state: State, grads: Tree, clip: Clip) -> tuple[Tre
 
     ZeRO 1 and 2 all-gather the updated weights (`zero.gather_updated`).
     """
-    params, grads_in_step, dims, on_host = (
-        select(tree, plan.in_step) for tree in (state.params, grads, plan.shards.dims, plan.host_memory.optimizer)
+    params, grads_in_step, cuts, on_host = (
+        select(tree, plan.in_step) for tree in (state.params, grads, plan.shards.cuts, plan.host_memory.optimizer)
     )
-    shards = plan.shards._replace(dims=dims)
+    shards = plan.shards._replace(cuts=cuts)
     own = plan.zero.own_shards(params, shards)
     own, opt = update(plan.optimizer, own, grads_in_step, state.opt, clip, on_host)
     params = merge(plan.zero.gather_updated(own, shards), state.params)

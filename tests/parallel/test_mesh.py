@@ -1,4 +1,4 @@
-"""The mesh: five axes, one of which may be -1; errors for sizes that do not fit."""
+"""The mesh: six axes, one of which may be -1; errors for sizes that do not fit."""
 
 import os
 import subprocess
@@ -13,9 +13,9 @@ from nanotrain_jax.config import load
 from nanotrain_jax.parallel import mesh as meshes
 
 
-def test_all_five_axes_exist_with_tensor_innermost():
+def test_all_six_axes_exist_with_tensor_innermost():
     mesh = meshes.make(replica=2, data=2, tensor=2)
-    assert mesh.axis_names == ("pipe", "replica", "data", "context", "tensor")
+    assert mesh.axis_names == ("pipe", "replica", "data", "expert", "context", "tensor")
     assert list(mesh.devices.flat) == jax.devices()
 
 

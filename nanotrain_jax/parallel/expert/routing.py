@@ -5,7 +5,8 @@
     by_token  y[M D] -> y[T D], the sum over the k experts of each token
 
 The last two are each other's transposes. Both only gather rows, forward and backward: no scatter, whose order of
-additions would not be fixed. Nothing here communicates, and no token is dropped.
+additions would not be fixed. Nothing here communicates, and no token is dropped. `exchange.pack` makes routes whose
+rows are places that may be empty, of tokens that may be dropped: both are zeros.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Routes(NamedTuple):
     """Of T tokens to k of E experts each; M = T k rows."""
 
     gates_Tk: jax.Array  # float32: what multiplies the result of each of its experts
-    token_M: jax.Array  # the token of each row, rows of one expert after another, int32
-    row_Tk: jax.Array  # the inverse: the row of each expert of a token
-    order_M: jax.Array  # the same as token_M, as an index into gates
+    token_M: jax.Array  # the token of each row, rows of one expert after another, int32; T: an empty place
+    row_Tk: jax.Array  # the inverse: the row of each expert of a token; beyond the last: dropped
+    order_M: jax.Array  # the same as token_M, as an index into gates; T k: an empty place
     sizes_E: jax.Array  # rows of each expert, int32
 
 
@@ -73,15 +74,20 @@ def by_token(y_MD: jax.Array, routes: Routes) -> jax.Array:
 
 def gates_of_rows(routes: Routes) -> jax.Array:
     """Return what multiplies each row, float32 [M]."""
-    return routes.gates_Tk.reshape(-1)[routes.order_M]
+    return taken(routes.gates_Tk.reshape(-1), routes.order_M)
+
+
+def taken(x: jax.Array, indices: jax.Array, beyond: int = 0) -> jax.Array:
+    """x[n ...] -> x[indices], and `beyond` for an index of n or more."""
+    return x.at[indices].get(mode="fill", fill_value=beyond)
 
 
 def _spread(x_TD: jax.Array, token_M: jax.Array, row_Tk: jax.Array) -> tuple[jax.Array, tuple]:
-    return x_TD[token_M], (token_M, row_Tk)
+    return taken(x_TD, token_M), (token_M, row_Tk)
 
 
 def _collect(y_MD: jax.Array, token_M: jax.Array, row_Tk: jax.Array) -> tuple[jax.Array, tuple]:
-    return y_MD[row_Tk].sum(1), (token_M, row_Tk)
+    return taken(y_MD, row_Tk).sum(1), (token_M, row_Tk)
 
 
 def _collected(rows: tuple, g_MD: jax.Array) -> tuple[jax.Array, None, None]:

@@ -2,14 +2,14 @@
 
 A stage is six pure functions. The step calls them in this order, all but the first inside `shard_map`:
 
-    storage(specs, dims, axes)         PartitionSpecs of parameters, and of master weights and moments
+    storage(specs, shards)             PartitionSpecs of parameters, and of master weights and moments
     inputs(stored, shards)             what the loss is differentiated with respect to
     gather(stored, inputs, sums, ...)  stored weights -> full weights, layer by layer
     reduce(grads, stored, shards)      gradients of this device -> sums over all devices
     own_shards(stored, shards)         the weights that this device updates
     gather_updated(updated, shards)    updated weights -> stored weights
 
-With N devices along ZeRO's axes (data, or data and context: devices with other tokens of a row compute other parts of
+With N devices along ZeRO's axes (data, expert and context: devices with other tokens of a row compute other parts of
 a gradient too), and Psi parameters:
 
     stage  parameters  gradients  master, moments  moves per step and device, elements (ring, times (N-1)/N)
@@ -27,14 +27,17 @@ float32 shards alone and cast them as it gathers (`Communication.weights`): 12 b
 it, shards are all-reduced over `replica`. Arrays with fewer than persist_below elements (norm gains, biases), and
 those with no dim that N divides, stay replicated and are all-reduced. Arrays smaller than a bucket are scattered and
 gathered together; `communication.py` decides in which dtype, or in 8 bits. Parameters may also be sharded over other
-axes (tensor): then Psi counts this device's shards.
+axes (tensor): then Psi counts this device's shards. ZeRO shards those over some of its own axes (experts, over expert)
+over the rest of these, and sums their gradients over the rest.
 
 `inputs` are what is differentiated: in ZERO[0] and ZERO[1] the weights, else "taps": float32 zeros in the shape of the
 stored gradient, whose cotangent is the reduced gradient. So a layer's full gradient lives only during that layer's
 backward, and gradients accumulate in float32 whatever the compute dtype.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -55,32 +58,46 @@ from nanotrain_jax.parallel.offload import host_offload
 from nanotrain_jax.parallel.sharding import abstract
 from nanotrain_jax.parallel.zero.communication import Communication
 
-UNSHARDED = -1  # in a tree of dims: the leaf is replicated over ZeRO's axes
 
+@dataclass(frozen=True)
+class Cut:
+    """How ZeRO shards an array: its dim, over which mesh axes. A leaf of a tree."""
 
-class Shards(NamedTuple):
-    """What ZeRO shards, over which mesh axes, and how it communicates."""
-
-    dims: Tree  # the sharded dim of each array, or UNSHARDED
-    communication: Communication
+    dim: int
     axes: tuple[str, ...]
 
 
-def shard_dims(params: Tree, size: int, persist_below: int, stacked: Sequence[str], specs: Tree) -> Tree:
-    """Return the dim of each leaf to shard over `size` devices: the first that size divides, or UNSHARDED (-1).
+UNSHARDED = Cut(-1, ())  # replicated over ZeRO's axes, but for those over which the array is sharded anyway
+
+
+class Shards(NamedTuple):
+    """What ZeRO shards, and how it communicates."""
+
+    cuts: Tree  # of each array
+    communication: Communication
+
+
+def choose_cuts(
+    params: Tree, sizes: Mapping[str, int], persist_below: int, stacked: Sequence[str], specs: Tree
+) -> Tree:
+    """Return a Cut of each leaf: the first dim that the devices along ZeRO's axes divide, or UNSHARDED.
 
     To gather along another dim, XLA:GPU transposes the stacked weights of all layers, a copy that a step holds.
 
-    Leaves under a top-level key in `stacked` have a leading dim of layers, which is never sharded and does not count
-    towards persist_below. specs: PartitionSpecs over other axes; their dims are excluded.
+    sizes: of ZeRO's axes. Leaves under a top-level key in `stacked` have a leading dim of layers, which is never
+    sharded and does not count towards persist_below. specs: PartitionSpecs over other axes; their dims are excluded,
+    and their axes.
     """
 
-    def choose(path: tuple, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+    def choose(path: tuple, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> Cut:
         first = int(bool(path) and getattr(path[0], "key", None) in stacked)
         taken = [d for d, axes in enumerate(spec) if axes is not None]
+        used = jax.tree.leaves(tuple(spec))
+        axes = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in used)
+        size = math.prod(sizes[axis] for axis in axes)
         dims = [d for d in range(first, len(leaf.shape)) if leaf.shape[d] % size == 0 and d not in taken]
         count = leaf.size // max(leaf.shape[0], 1) if first else leaf.size
-        return dims[0] if dims and size > 1 and count >= persist_below else UNSHARDED
+        return Cut(dims[0], axes) if dims and size > 1 and count >= persist_below else UNSHARDED
 
     return jax.tree_util.tree_map_with_path(choose, params, specs)
 
@@ -108,39 +125,42 @@ def zero_specs(
     for spec in jax.tree.leaves(specs):
         if axis in jax.tree.leaves(tuple(spec)):
             raise ValueError(f"{spec} is already sharded over {axis}, the axis of ZeRO; use other axes in specs")
-    return ZERO[stage].storage(specs, shard_dims(shapes, mesh.shape[axis], persist_below, (), specs), (axis,))
+    return ZERO[stage].storage(specs, choose_cuts(shapes, {axis: mesh.shape[axis]}, persist_below, (), specs))
 
 
-def _over(axes: tuple[str, ...], specs: Tree, dims: Tree) -> Tree:
-    """-> specs with axes added at each leaf's dim."""
+def _over(specs: Tree, cuts: Tree) -> Tree:
+    """-> specs with the axes of each leaf's cut added at its dim."""
 
-    entry = axes if len(axes) > 1 else axes[0]
+    def add_axes(spec: PartitionSpec, cut: Cut) -> PartitionSpec:
+        if cut == UNSHARDED:
+            return spec
+        entries = [*spec, *[None] * (cut.dim + 1 - len(spec))]
+        entry = cut.axes if len(cut.axes) > 1 else cut.axes[0]
+        return PartitionSpec(*entries[: cut.dim], entry, *entries[cut.dim + 1 :])
 
-    def add_axes(spec: PartitionSpec, d: int) -> PartitionSpec:
-        entries = [*spec, *[None] * (d + 1 - len(spec))]
-        return spec if d == UNSHARDED else PartitionSpec(*entries[:d], entry, *entries[d + 1 :])
-
-    return jax.tree.map(add_axes, specs, dims)
+    return jax.tree.map(add_axes, specs, cuts)
 
 
 def _in_buckets(move: Callable[..., Sequence], shards: Shards, sent: Tree, *more: Tree, are_shards: bool) -> Tree:
-    """Return the tree of move(dims, arrays, *others), called once per bucket.
+    """Return the tree of move(axes, dims, arrays, *others), called once per bucket.
 
-    sent: the arrays to communicate. more: trees like it, or with None. Arrays of a bucket are alike: all sharded or all
-    replicated, varying over the same axes, in the same memory. are_shards: sharded arrays are given as shards.
+    sent: the arrays to communicate. more: trees like it, or with None. Arrays of a bucket are alike: sharded over the
+    same axes (none: replicated), varying over the same axes, in the same memory. are_shards: sharded arrays are given
+    as shards.
     """
     leaves, tree = jax.tree.flatten(sent)
-    rows = list(zip(tree.flatten_up_to(shards.dims), leaves, *map(tree.flatten_up_to, more), strict=True))
+    cuts = tree.flatten_up_to(shards.cuts)
+    rows = list(zip([cut.dim for cut in cuts], leaves, *map(tree.flatten_up_to, more), strict=True))
     kinds: dict[tuple, list[int]] = {}
     results: dict[int, Any] = {}
-    for i, (d, *arrays) in enumerate(rows):
+    for i, (cut, (_, *arrays)) in enumerate(zip(cuts, rows, strict=True)):
         kind = (x is not None and (varying_axes(x), host_offload.on_host(x)) for x in arrays)
-        kinds.setdefault((d == UNSHARDED, *kind), []).append(i)
-    for (is_replicated, *_), alike in kinds.items():
-        num_shards = jax.lax.axis_size(shards.axes) if are_shards and not is_replicated else 1
+        kinds.setdefault((cut.axes, *kind), []).append(i)
+    for (axes, *_), alike in kinds.items():
+        num_shards = jax.lax.axis_size(axes) if are_shards and axes else 1
         for bucket in buckets([leaves[i].nbytes * num_shards for i in alike], shards.communication.bucket_bytes):
             indices = [alike[j] for j in bucket]
-            results |= zip(indices, move(*zip(*(rows[i] for i in indices), strict=True)), strict=True)
+            results |= zip(indices, move(axes, *zip(*(rows[i] for i in indices), strict=True)), strict=True)
     return jax.tree.unflatten(tree, [results[i] for i in range(len(leaves))])
 
 
@@ -160,8 +180,8 @@ def gather_ahead(stored: Tree, shards: Shards) -> Tree:
     The layer is then differentiated with respect to full weights; `scatter_behind` scatters its gradients.
     """
 
-    def gather_bucket(dims: tuple, weights: tuple) -> Sequence:
-        return weights if dims[0] == UNSHARDED else shards.communication.all_gather(weights, shards.axes, dims)
+    def gather_bucket(axes: tuple[str, ...], dims: tuple, weights: tuple) -> Sequence:
+        return shards.communication.all_gather(weights, axes, dims) if axes else weights
 
     return _in_buckets(gather_bucket, shards, _cast(stored, shards.communication.weights), are_shards=True)
 
@@ -172,10 +192,10 @@ def scatter_behind(grads: Tree, shards: Shards) -> Tree:
     Returns float32. Arrays that are not sharded stay local.
     """
 
-    def scatter_bucket(dims: tuple, grads: tuple) -> list:
+    def scatter_bucket(axes: tuple[str, ...], dims: tuple, grads: tuple) -> list:
         grads = [g.astype(shards.communication.dtype) for g in grads]
-        if dims[0] != UNSHARDED:
-            grads = shards.communication.reduce_scatter(grads, shards.axes, dims)
+        if axes:
+            grads = shards.communication.reduce_scatter(grads, axes, dims)
         return [g.astype(jnp.float32) for g in grads]
 
     return _in_buckets(scatter_bucket, shards, grads, are_shards=False)
@@ -188,8 +208,8 @@ def accumulate_on_host(grads: Tree, stored: Tree, shards: Shards, on_host: Tree,
     once; with earlier gradients, these move to the device and back too.
     """
 
-    def accumulate(g: jax.Array, w: jax.Array, d: int, on_host: bool, earlier: jax.Array | None) -> jax.Array:
-        own = varying_axes(w).union(() if d == UNSHARDED else shards.axes)
+    def accumulate(g: jax.Array, w: jax.Array, cut: Cut, on_host: bool, earlier: jax.Array | None) -> jax.Array:
+        own = varying_axes(w).union(cut.axes)
         unreduced = [axis for axis in AXES if axis in varying_axes(g) - own]
         if not on_host or any(jax.lax.axis_size(axis) > 1 for axis in unreduced):
             return g if earlier is None else earlier + g
@@ -197,7 +217,7 @@ def accumulate_on_host(grads: Tree, stored: Tree, shards: Shards, on_host: Tree,
         return host_offload.to_host(g) if earlier is None else host_offload.add(earlier, g)
 
     earlier = earlier or jax.tree.map(lambda _: None, grads)
-    return jax.tree.map(accumulate, grads, stored, shards.dims, on_host, earlier)
+    return jax.tree.map(accumulate, grads, stored, shards.cuts, on_host, earlier)
 
 
 class Zero(NamedTuple):
@@ -207,9 +227,9 @@ class Zero(NamedTuple):
     state_sharded: bool  # master weights and moments; reduced gradients too
     in_backward: bool  # gradients are reduced in the backward
 
-    def storage(self, specs: Tree, dims: Tree, axes: tuple[str, ...]) -> tuple[Tree, Tree]:
+    def storage(self, specs: Tree, cuts: Tree) -> tuple[Tree, Tree]:
         """-> PartitionSpecs of parameters; of master weights and moments."""
-        sharded = _over(axes, specs, dims)
+        sharded = _over(specs, cuts)
         return sharded if self.params_sharded else specs, sharded if self.state_sharded else specs
 
     def inputs(self, stored: Tree, shards: Shards) -> Tree:
@@ -218,14 +238,14 @@ class Zero(NamedTuple):
         """
         if not self.in_backward:
             return as_varying(stored, BATCH_AXES)
-        size = jax.lax.axis_size(shards.axes)
         divide = self.state_sharded and not self.params_sharded
 
-        def tap(w: jax.Array, d: int) -> jax.Array:
-            zeros = jnp.zeros(tuple(n // size if i == d and divide else n for i, n in enumerate(w.shape)), jnp.float32)
+        def tap(w: jax.Array, cut: Cut) -> jax.Array:
+            size = jax.lax.axis_size(cut.axes) if cut.axes and divide else 1
+            zeros = jnp.zeros(tuple(n // size if i == cut.dim else n for i, n in enumerate(w.shape)), jnp.float32)
             return as_varying(zeros, sorted(varying_axes(w).union(BATCH_AXES if self.state_sharded else ())))
 
-        return jax.tree.map(tap, stored, shards.dims)
+        return jax.tree.map(tap, stored, shards.cuts)
 
     def gather(self, stored: Tree, inputs: Tree, sums: Tree | None, shards: Shards) -> Tree:
         """The full weights. In the backward their reduced gradient becomes the cotangent of the taps:
@@ -241,22 +261,20 @@ class Zero(NamedTuple):
         if not self.in_backward:
             return jax.tree.map(lambda w, x: x if w is None else w, inputs, stored, is_leaf=lambda w: w is None)
 
-        def gather_bucket(dims: tuple, weights: tuple, taps: tuple, sums: tuple) -> list:
-            sharded = dims[0] != UNSHARDED
-
+        def gather_bucket(axes: tuple[str, ...], dims: tuple, weights: tuple, taps: tuple, sums: tuple) -> list:
             def forward(weights: tuple) -> list:
                 weights = host_offload.to_device(list(weights))
-                gathers = self.params_sharded and sharded
-                return shards.communication.all_gather(weights, shards.axes, dims) if gathers else weights
+                return shards.communication.all_gather(weights, axes, dims) if self.params_sharded and axes else weights
 
             def backward(sums: tuple, grads: list) -> tuple:
                 if sums[0] is not None:
                     grads = [g.astype(jnp.float32) + s for g, s in zip(grads, sums, strict=True)]
                 grads = [g.astype(shards.communication.dtype) for g in grads]
                 if not self.state_sharded:
-                    grads = shards.communication.all_reduce(grads, BATCH_AXES)
-                elif sharded:
-                    grads = shards.communication.reduce_scatter(grads, shards.axes, dims)
+                    over = [axis for axis in BATCH_AXES if axis not in varying_axes(taps[0])]
+                    grads = shards.communication.all_reduce(grads, over)
+                elif axes:
+                    grads = shards.communication.reduce_scatter(grads, axes, dims)
                 return None, tuple(g.astype(jnp.float32) for g in grads), None
 
             if taps[0] is None:
@@ -284,38 +302,39 @@ class Zero(NamedTuple):
         there have local gradients. Gradients in host memory are complete (`accumulate_on_host`).
         """
 
-        def is_local(g: jax.Array, w: jax.Array, d: int) -> bool:
-            return d != UNSHARDED and not self.params_sharded and g.shape == w.shape
+        def is_local(g: jax.Array, w: jax.Array, axes: tuple[str, ...]) -> bool:
+            return bool(axes) and not self.params_sharded and g.shape == w.shape
 
-        def reduce_bucket(dims: tuple, grads: tuple, stored: tuple) -> list:
+        def reduce_bucket(axes: tuple[str, ...], dims: tuple, grads: tuple, stored: tuple) -> list:
             if host_offload.on_host(grads[0]):
                 return list(grads)
-            own = varying_axes(stored[0]).union(() if dims[0] == UNSHARDED else shards.axes)
+            own = varying_axes(stored[0]).union(axes)
             over = [axis for axis in AXES if axis in varying_axes(grads[0]) - own.union(shards.communication.kept)]
-            scatters = is_local(grads[0], stored[0], dims[0])
+            scatters = is_local(grads[0], stored[0], axes)
             if scatters or any(jax.lax.axis_size(axis) > 1 for axis in over):
                 grads = [g.astype(shards.communication.dtype) for g in grads]
             if scatters:
-                grads = shards.communication.reduce_scatter(grads, shards.axes, dims)
+                grads = shards.communication.reduce_scatter(grads, axes, dims)
                 over = [axis for axis in over if axis in varying_axes(grads[0])]
             return shards.communication.all_reduce(grads, over)
 
-        are_local = any(jax.tree.leaves(jax.tree.map(is_local, grads, stored, shards.dims)))
+        found = jax.tree.map(lambda g, w, cut: is_local(g, w, cut.axes), grads, stored, shards.cuts)
+        are_local = any(jax.tree.leaves(found))
         return _in_buckets(reduce_bucket, shards, grads, stored, are_shards=not are_local)
 
     def own_shards(self, stored: Tree, shards: Shards) -> Tree:
         """The part of the weights that this device has gradients of. Moves nothing."""
         if self.params_sharded:
             return stored
-        return jax.tree.map(lambda w, d: w if d == UNSHARDED else own_shard(w, shards.axes, d), stored, shards.dims)
+        return jax.tree.map(lambda w, cut: own_shard(w, cut.axes, cut.dim) if cut.axes else w, stored, shards.cuts)
 
     def gather_updated(self, updated: Tree, shards: Shards) -> Tree:
         """Stages 1 and 2: w[... D] = all_gather(w[... D/N]) as stored, (N-1)/N; else nothing."""
 
-        def gather_bucket(dims: tuple, weights: tuple) -> Sequence:
-            if dims[0] == UNSHARDED or self.params_sharded:
+        def gather_bucket(axes: tuple[str, ...], dims: tuple, weights: tuple) -> Sequence:
+            if not axes or self.params_sharded:
                 return weights
-            return all_gather(weights, shards.axes, dims, invarying=True)
+            return all_gather(weights, axes, dims, invarying=True)
 
         return _in_buckets(gather_bucket, shards, updated, are_shards=True)
 

@@ -33,7 +33,7 @@ def test_groups_equal_a_matmul_of_each_row_with_its_matrix(sizes):
     for found, expected in zip((y, *vjp(g)), (exact, *exact_vjp(g)), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     C = grouped_matmul.rows_of_a_round(T * K, E)
-    assert int(grouped_matmul.rounds(sizes, T * K)) == max(1, -(-max(map(int, sizes)) // C))
+    assert int(grouped_matmul.rounds(sizes, C)) == max(1, -(-max(map(int, sizes)) // C))
 
 
 def test_a_round_has_at_most_a_quarter_more_rows_than_balanced_experts():

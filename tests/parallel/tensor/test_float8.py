@@ -81,10 +81,11 @@ def test_matrices_are_gathered_in_bytes_and_vectors_as_they_are():
     communication = Communication(jnp.dtype("float32"), 2**20, jnp.dtype("bfloat16"), gather="float8")
     weights = {"w": normal(0, 64, 32), "v": normal(1, 32, 128), "gain": 1 + normal(2, 64)}
     dims = {"w": 0, "v": 1, "gain": 0}
+    cuts = {name: zero.Cut(dim, ("data",)) for name, dim in dims.items()}
     mesh = meshes.make(data=8)
 
     def run(stored):
-        shards = zero.Shards(dims, communication, ("data",))
+        shards = zero.Shards(cuts, communication)
         full = zero.gather_ahead(stored, shards)
         return jax.tree.map(lambda x: x[None], full)
 

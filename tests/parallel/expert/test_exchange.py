@@ -1,0 +1,80 @@
+"""The exchange of rows alone: equal to every expert computed and masked, also where rows are dropped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import cover
+from jax.sharding import PartitionSpec as P
+
+from nanotrain_jax.parallel import mesh as meshes
+from nanotrain_jax.parallel.expert import exchange, routing
+from nanotrain_jax.parallel.expert.grouped_matmul import grouped_matmul
+
+T, D, F, E, K = 24, 12, 20, 8, 3
+SKEWS = {  # added to the logits of each expert
+    "balanced": [0.0] * E,
+    "skewed": [0.0, 3.0, 0.0, 1.0, -2.0, 5.0, 0.0, 0.5],
+    "empty experts": [9.0, 0.0, 9.0, 9.0, 9.0, 0.0, 0.0, 9.0],
+    "all to few": [9.0, 0.0, 0.0, 0.0, 0.0, 0.0, 9.0, 9.0],
+}
+
+
+def random(*shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+def exchanged(x_TD, logits_TE, w_EDF, capacity):
+    """What a model does, with one matmul as expert -> y[T F], how many choices this device dropped."""
+    routes = routing.route(logits_TE, routing.Choice(K))
+    devices, M = jax.lax.axis_size("expert"), len(routes.order_M)
+    packed = exchange.pack(routes, devices, exchange.places(M, devices, capacity))
+    found = exchange.arrivals(packed, "expert")
+    x_SD = exchange.send(routing.by_expert(x_TD, packed), found, "expert")
+    gates_S = exchange.send(routing.gates_of_rows(packed), found, "expert")
+    y_SF = grouped_matmul(x_SD, w_EDF, found.sizes_E, M) * gates_S[:, None]
+    y_TF = routing.by_token(exchange.bring_back(y_SF, found, "expert"), packed)
+    return y_TF, exchange.dropped(routes, packed)[None]
+
+
+def with_room(chosen_TE, devices, places):
+    """Of the choices of a device's tokens, those with room: all experts of a device have at most so many that all fit,
+    those of the first tokens."""
+    kept_TE = chosen_TE.copy()
+    for experts in np.split(np.arange(E), devices):
+        sizes = chosen_TE[:, experts].sum(0)
+        most = max(n for n in range(T + 1) if np.minimum(sizes, n).sum() <= places)
+        for e in experts:
+            kept_TE[np.nonzero(chosen_TE[:, e])[0][most:], e] = False
+    return kept_TE
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+@pytest.mark.parametrize("case", cover([(4, 1.25), (2, 2.0)], [(2, 1.0), (4, 1.0), (8, 1.25), (8, 8.0)]))
+def test_it_equals_every_expert_masked(case, skew):
+    devices, capacity = case
+    x, w, g = random(devices * T, D), random(E, D, F), random(devices * T, F)
+    logits = random(devices * T, E) + jnp.asarray(SKEWS[skew])[None]
+    mesh, specs = meshes.make(data=1, expert=devices), (P("expert"), P("expert"), P("expert"))
+    run = jax.shard_map(lambda *a: exchanged(*a, capacity), mesh=mesh, in_specs=specs, out_specs=specs[:2])
+    places = exchange.places(T * K, devices, capacity)
+    chosen = np.asarray(logits >= jax.lax.top_k(logits, K)[0][:, -1:])
+    kept = np.concatenate([with_room(part, devices, places) for part in np.split(chosen, devices)])
+
+    def masked(x, logits, w):
+        gates = jax.nn.softmax(jnp.where(jnp.asarray(chosen), logits, -jnp.inf))
+        return jnp.einsum("td,edf,te->tf", x, w, jnp.where(jnp.asarray(kept), gates, 0.0))
+
+    y, vjp, lost = jax.jit(lambda *a: jax.vjp(run, *a, has_aux=True))(x, logits, w)
+    exact, exact_vjp = jax.vjp(masked, x, logits, w)
+    for found, expected in zip((y, *vjp(g)), (exact, *exact_vjp(g)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
+    assert int(lost.sum()) == (chosen & ~kept).sum()
+    drops = not (chosen == kept).all()
+    assert not drops if capacity >= devices else drops or skew == "balanced"
+
+
+def test_a_buffer_has_room_for_all_rows_where_it_could_have_to():
+    assert exchange.places(72, 4, 4.0) == 72
+    assert exchange.places(4096 * 2, 8, 1.25) == 1280
+    assert exchange.places(10, 4, 1.0) == 8  # a multiple of 8, at most all
