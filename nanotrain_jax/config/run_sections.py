@@ -158,7 +158,11 @@ class Checkpoint(Section):
 
     dir: Path | None = key(None, "checkpoint folder; null: <logging.dir>/checkpoints")
     every: Count = key(100, "steps between checkpoints; also saves at the end and on SIGTERM or Ctrl-C; 0: never")
+    minutes: float = key(0.0, "also save after so many minutes without a save; 0: only by steps", ge=0, le=1e6)
     keep: Positive = key(3, "number of checkpoints to keep (the newest)")
+    keep_every: Count = key(
+        0, "keep checkpoints of steps that are multiples of this for good, e.g. 10000; a multiple of every; 0: none"
+    )
     asynchronous: bool = Field(
         default=True, alias="async", description="write in the background while training continues"
     )
@@ -168,6 +172,20 @@ class Checkpoint(Section):
         "weights of a model folder of Hugging Face",
     )
     verify: bool = key(True, "verify checksums before loading; if damaged, fall back to the previous checkpoint")
+
+    @property
+    def is_on(self) -> bool:
+        """True if checkpoints are saved."""
+        return bool(self.every or self.minutes)
+
+    @model_validator(mode="after")
+    def _kept(self) -> Checkpoint:
+        if self.keep_every and (not self.every or self.keep_every % self.every):
+            raise ValueError(
+                f"checkpoint.keep_every={self.keep_every} is no multiple of checkpoint.every={self.every}: such steps "
+                "need not have a checkpoint; use a multiple"
+            )
+        return self
 
 
 class Logging(Section):

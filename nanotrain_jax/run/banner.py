@@ -138,7 +138,7 @@ def summary(config: Config, latest: dict[str, Any], bigram: float | None, number
     lines.append(f"  output            {config.logging.dir}/: loss.png, metrics.jsonl, config.yaml")
     if config.logging.tensorboard:
         lines.append(f"  TensorBoard       pip install tensorboard; tensorboard --logdir {folder}/tensorboard")
-    if config.checkpoint.every and latest_step(config.checkpoint.dir) is not None:
+    if config.checkpoint.is_on and latest_step(config.checkpoint.dir) is not None:
         resumes = "" if config.checkpoint.resume == "never" else f" (the same command resumes from step {number})"
         lines.append(f"  checkpoints       {config.checkpoint.dir}{resumes}")
         if config.data.is_chat and Path(config.logging.dir, CHAT_TEMPLATE).exists():

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
 
 from nanotrain_jax.audit import hlo
-from nanotrain_jax.checkpoint import durable, lock
+from nanotrain_jax.checkpoint import lock
 from nanotrain_jax.checkpoint import write as checkpoint
 from nanotrain_jax.config.training_stages import of_run
 from nanotrain_jax.costs import flops, hardware
@@ -26,20 +25,18 @@ from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.run import (
     banner,
-    conversion,
     curves,
     divergence,
     goodput,
     metrics,
-    model_config,
     profile_summary,
-    reference,
 )
-from nanotrain_jax.run.folders import MODEL, new_folder, save_model
+from nanotrain_jax.run.folders import MODEL, make_ready, save_model
 from nanotrain_jax.run.origin import Run, back_to_checkpoint, set_aside_damaged
 from nanotrain_jax.run.phases import begin, describe, is_over
 from nanotrain_jax.run.profiling import Profile
 from nanotrain_jax.run.rollback import Losses
+from nanotrain_jax.run.saving import Saving
 from nanotrain_jax.step import build as steps
 from nanotrain_jax.step.state import adapters_alone
 
@@ -52,7 +49,7 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
     """
     config = run.config
     on_all_processes(lambda: make_ready(run, folder))
-    locked = lock.alone("checkpoint.dir", config.checkpoint.dir) if config.checkpoint.every else nullcontext()
+    locked = lock.alone("checkpoint.dir", config.checkpoint.dir) if config.checkpoint.is_on else nullcontext()
     with locked, closing(on_all_processes(lambda: new_writer(run))) as writer, watching(run, writer) as watch:
         set_aside_damaged(run)
         writer.say(banner.introduction(config, run.mesh, run.dataset, run.notes))
@@ -148,14 +145,14 @@ class Loop:
         self.writer.mixed = self.epochs
         for line in [*describe(self.phase, self.number), *self.sources()]:
             self.writer.say(line)
-        every = self.config.checkpoint.every
+        saves, self.saving = self.config.checkpoint.is_on, Saving(self.config.checkpoint, self.number)
         self.train_step = self.train_step or self.compile()
         self.restore_files()
-        with checkpoint.writing(self.config.checkpoint) if every else nullcontext() as write:
+        with checkpoint.writing(self.config.checkpoint) if saves else nullcontext() as write:
             self.take_steps(stopped, write)
             if not self.losses.spike:
                 self.writer.write(is_last=not is_over(self.phase, self.number, self.state))
-            if every and self.number > self.saved and not self.losses.spike:
+            if saves and self.number > self.saved and not self.losses.spike:
                 self.save(write)
             self.watch.at("end", self.number)  # leaving `writing` waits for the last checkpoint
 
@@ -278,13 +275,13 @@ class Loop:
 
     def between_steps(self, write: checkpoint.Save | None) -> None:
         """Evaluate and save if due; weights of a run that may be diverging do not push out those of before."""
-        train, every = self.config.train, self.config.checkpoint.every
+        train = self.config.train
         is_due = train.eval_every and (self.number % train.eval_every == 0 or self.number == self.run.span.last)
         if is_due and (self.run.dataset.validation or self.run.plan.tasks):
             self.writer.settle()
             self.writer.write(**self.evaluate(), tasks=self.score_tasks())
             self.writer.start_clock()
-        if every and self.number % every == 0:
+        if self.saving.is_due(self.number):
             self.writer.settle()
             if divergence.skipped_in_a_row(self.writer, self.config) < divergence.SUSPECT and not self.losses.spike:
                 self.save(write)
@@ -342,32 +339,7 @@ class Loop:
         apart = (checkpointing.arrays(files, run.step, run.config), files.nbytes) if files else ()
         write(number, adapters_alone(run.step.plan, run.step.in_layer_order(self.state)), meta, *apart)
         self.saved, self.writer.save_seconds = number, time.perf_counter() - began
-
-
-def make_ready(run: Run, folder: Path) -> None:
-    """Create the folders of a run; write config.yaml and a copy of the tokenizer. Raises OSError."""
-    if run.config.checkpoint.every:
-        new_folder("checkpoint.dir", run.config.checkpoint.dir)
-    if jax.process_index() == 0:
-        config = of_run(run.config, run.requested)
-        durable.write(folder / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
-        for source in model_folders(run):
-            conversion.copy_files(source, folder)
-        if config.train.objective:
-            reference.keep(run.dataset, folder)
-        # The tokenizer makes the folder self-contained.
-        for name, text in (data.files_of(run.config.data) if run.dataset.tokenizer else {}).items():
-            durable.write(folder / name, text.encode())
-
-
-def model_folders(run: Run) -> list[Path]:
-    """Return the folder whose weights a run starts from, if it has the files of a model folder, which the run keeps."""
-    if run.start is None:
-        source = model_config.folder_of(run.requested.checkpoint.resume)
-    else:
-        source = run.start[0].parent if run.meta.weights_only else None
-    is_other = source is not None and source.resolve() != Path(run.config.logging.dir).resolve()
-    return [source] if is_other else []
+        self.saving.saved(number)
 
 
 def new_writer(run: Run) -> metrics.Writer:
