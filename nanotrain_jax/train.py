@@ -26,7 +26,7 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -57,6 +57,7 @@ from nanotrain_jax.run import capacity, model_config, shell, show_data, sinks
 from nanotrain_jax.run.divergence import Diverged
 from nanotrain_jax.run.folders import new_folder
 from nanotrain_jax.run.loop import train
+from nanotrain_jax.run.metrics import PROCESSES
 from nanotrain_jax.run.origin import Plan, Run, opened
 from nanotrain_jax.run.phases import Phase
 from nanotrain_jax.step import build as steps
@@ -84,12 +85,12 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key of the config")
     arguments = parser.parse_intermixed_args(argv)
-    with stop_signals() as stopped:
+    with stop_signals() as stopped, ExitStack() as stack:
         try:
             config = model_config.load(arguments.config, arguments.overrides)
             if arguments.show_data:
                 return show_data.show(config, arguments.show_data, Console(highlight=False, soft_wrap=True))
-            run = prepare(config, clock)
+            run = prepare(config, stack.enter_context(watched(config, clock)))
         except (ValueError, OSError) as error:
             return refuse_unless_transient(error)
         try:
@@ -142,31 +143,50 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
             signal.signal(number, handler)
 
 
-def prepare(config: Config, clock: PhaseClock | None = None) -> Run:
+def process_of(config: Config) -> ranks.Process:
+    """Return the rank of this process. Raises ValueError."""
+    return ranks.detect({f"runtime.{k}": getattr(config.runtime, k) for k in ("coordinator", "processes", "process")})
+
+
+def watched(config: Config, clock: PhaseClock) -> AbstractContextManager[watchdog.Watchdog]:
+    """Return the watchdog of this process, as a context manager: until a run has logs it reports on stderr."""
+    process, folder = process_of(config), Path(config.logging.dir) / PROCESSES
+    member = watchdog.Member(folder, process.index or 0, process.count, ranks.launcher_pid())
+    return watchdog.watching(member, config.runtime.hang_timeout, print, sys.__stderr__, clock)
+
+
+def prepare(config: Config, watch: watchdog.Watchdog | None = None) -> Run:
     """Check the request before anything is written, then restore or initialize the state.
 
-    clock: records the phases. Raises ValueError or OSError.
+    watch: of this process, which learns the phase. Raises ValueError or OSError.
     """
-    runtime = config.runtime
-    process = ranks.detect({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})
+    runtime, process = config.runtime, process_of(config)
     gpus = [] if runtime.simulate else ranks.local_gpus(process)
-    clock = clock or PhaseClock()
-    clock.at("join")
-    processes.initialize(process, gpus, runtime.join_timeout)
-    clock.at("start")
+    at = watch.at if watch else unwatched
+    at("join", 0)
+    absent = None
+    if watch:
+        watch.join_timeout = runtime.join_timeout
+        absent = partial(watchdog.absent, watch.member, watch.interval)
+    processes.initialize(process, gpus, runtime.join_timeout, absent)
+    at("start", 0)
     notes = on_all_processes(lambda: configure(config, process.count))
     requested, of_layout = auto.with_layout(config)
     notes += of_layout
     mesh, phases = on_all_processes(lambda: build(requested))
     tasks = on_all_processes(lambda: tasks_of(phases[0], mesh))
     check_same_data(phases)
-    clock.at("restore")
+    at("restore", 0)
     if process.count > 1:
         hosts = processes.all_gather_text(socket.gethostname())
         notes.append(f"{process.count} processes on {len(set(hosts))} hosts (from {process.source})")
         notes += [f"warning: {text}" for text in [meshes.cross_host_warning(mesh, hosts)] if text]
     run = opened(Plan(requested, phases, mesh, tasks))
-    return run._replace(notes=notes + run.notes, clock=clock)
+    return run._replace(notes=notes + run.notes, watch=watch)
+
+
+def unwatched(phase: str, number: int) -> None:
+    """Stand in for `Watchdog.at`."""
 
 
 def tasks_of(phase: Phase, mesh: Mesh) -> Tasks | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from nanotrain_jax.config.training_stages import of_run
 from nanotrain_jax.costs import flops, hardware
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.data.mixture import Mixture
-from nanotrain_jax.distributed import ranks, watchdog
-from nanotrain_jax.distributed.phase_clock import PhaseClock
+from nanotrain_jax.distributed import watchdog
 from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
@@ -50,7 +49,12 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
     config = run.config
     on_all_processes(lambda: make_ready(run, folder))
     locked = lock.alone("checkpoint.dir", config.checkpoint.dir) if config.checkpoint.is_on else nullcontext()
-    with locked, closing(on_all_processes(lambda: new_writer(run))) as writer, watching(run, writer) as watch:
+    with (
+        locked,
+        closing(on_all_processes(lambda: new_writer(run))) as writer,
+        watchdog.reporting(run.watch, writer.say, writer.log) as watch,
+    ):
+        watch.at("start", int(run.state.step))
         set_aside_damaged(run)
         writer.say(banner.introduction(config, run.mesh, run.dataset, run.notes))
         if writer.active and int(run.state.step) == config.train.steps:
@@ -146,8 +150,8 @@ class Loop:
         for line in [*describe(self.phase, self.number), *self.sources()]:
             self.writer.say(line)
         saves, self.saving = self.config.checkpoint.is_on, Saving(self.config.checkpoint, self.number)
-        self.train_step = self.train_step or self.compile()
         self.restore_files()
+        self.train_step = self.train_step or self.compile()
         with checkpoint.writing(self.config.checkpoint) if saves else nullcontext() as write:
             self.take_steps(stopped, write)
             if not self.losses.spike:
@@ -348,16 +352,8 @@ def new_writer(run: Run) -> metrics.Writer:
     peak = hardware.peak_flops(devices.flat[0].device_kind) if config.is_built_in else None
     peak = peak and peak * devices.size
     writer = metrics.Writer(of_run(config, run.requested), int(run.state.step), peak, run.tokens)
-    writer.clock_of_phases = run.clock or PhaseClock()
-    writer.clock_of_phases.at("start")
+    writer.clock_of_phases = run.watch.clock
     return writer
-
-
-def watching(run: Run, writer: metrics.Writer) -> AbstractContextManager[watchdog.Watchdog]:
-    """Return the watchdog of this process, as a context manager."""
-    folder = Path(run.config.logging.dir) / metrics.PROCESSES
-    place = watchdog.Member(folder, jax.process_index(), jax.process_count(), ranks.launcher_pid())
-    return watchdog.watching(place, run.config.runtime.hang_timeout, writer.say, writer.log, writer.clock_of_phases)
 
 
 def check_offload(run: Run, host_bytes: int) -> None:

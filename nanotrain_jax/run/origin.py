@@ -15,7 +15,7 @@ from nanotrain_jax.checkpoint.compatibility import Base
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span
 from nanotrain_jax.data import batches as data
-from nanotrain_jax.distributed.phase_clock import PhaseClock
+from nanotrain_jax.distributed.watchdog import Watchdog
 from nanotrain_jax.evaluation.in_training import Tasks
 from nanotrain_jax.run import adapters, model_config, reference, resume
 from nanotrain_jax.run.phases import Phase
@@ -47,7 +47,7 @@ class Run(NamedTuple):
     tokens: int = 0  # consumed so far
     read: Mapping[str, int] = MappingProxyType({})  # sequences consumed of data that stages read before, by fingerprint
     base: Base | None = None  # of adapters, with train.lora
-    clock: PhaseClock | None = None  # of this process, with what was before
+    watch: Watchdog | None = None  # of this process, since it began
 
     @property
     def requested(self) -> Config:
