@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanotrain_jax.data import corpus
+from nanotrain_jax.data.stored import mapped_array
 
 FORMAT = "nanotrain_jax arrays 1"
 SIDES = "train", "val"
@@ -99,8 +100,8 @@ def _open(folder: Path, seq_len: int, name: str, remedy: str) -> Rows:
     found = {}
     for path in sorted(folder.glob("*.npy")):
         try:
-            found[path.stem] = np.load(path, mmap_mode="r")
-        except (ValueError, OSError, EOFError) as error:
+            found[path.stem] = mapped_array(path)
+        except (ValueError, OSError) as error:
             raise ValueError(f"{name}{path.name} cannot be read ({error}); {remedy}") from None
     for tokens in TOKENS:
         if tokens not in found:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanotrain_jax.data.stored import mapped_array
 from nanotrain_jax.data.tokenizer import Tokenizer
 
 FORMAT = "nanotrain_jax tokens 1"
@@ -224,9 +225,11 @@ def read(folder: str | Path, verify: bool = True) -> Corpus:
         if digest(folder / file) != expected:
             raise ValueError(f"{folder}/{file} does not match the SHA-256 in its header: it was modified; {remedy}")
     try:
-        documents = np.load(folder / "documents.npy", mmap_mode="r")  # never a pickle; no more than the file has
-    except (ValueError, OverflowError, EOFError) as error:
+        documents = mapped_array(folder / "documents.npy")
+    except ValueError as error:
         raise ValueError(f"{folder}/documents.npy is damaged ({error}); {remedy}") from None
+    if documents.dtype != DOCUMENT or documents.ndim != 1:
+        raise ValueError(f"{folder}/documents.npy is damaged (it holds {documents.dtype}); {remedy}")
     tokens = np.memmap(folder / "tokens.bin", dtype, "r", shape=(count,))
     if verify and tokens.max(initial=0) >= vocab:
         raise ValueError(f"{folder}/tokens.bin has id {tokens.max()}, but its header says vocab_size={vocab}; {remedy}")

@@ -9,11 +9,22 @@ import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
 
 from nanotrain_jax.config.values import is_remote
+
+NO_ARRAY = ValueError, OverflowError, EOFError, SyntaxError, TokenError, RecursionError, MemoryError, TypeError
+
+
+def mapped_array(path: Path) -> np.ndarray:
+    """Map a .npy file: never a pickle, and no more than the file has. Raises ValueError in one line, or OSError."""
+    try:
+        return np.load(path, mmap_mode="r")
+    except NO_ARRAY as error:  # NumPy evaluates the header as a Python literal
+        raise ValueError(" ".join(str(error).split())[:200] or "no header") from None
 
 
 def folder_at(where: str) -> Path:

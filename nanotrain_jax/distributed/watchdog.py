@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from pydantic import TypeAdapter
+
 from nanotrain_jax.distributed.phase_clock import PhaseClock
 
 HUNG = 3  # exit code after a hang timeout, of this process or another one
@@ -46,6 +48,9 @@ class Heartbeat(NamedTuple):
     step_seconds: float  # median
     data_seconds: float  # median time of waiting for data: the part of a step that is this process's alone
     silent: float = 0.0  # seconds since this heartbeat
+
+
+HEARTBEAT = TypeAdapter(Heartbeat)
 
 
 class Member(NamedTuple):
@@ -207,10 +212,10 @@ def read_heartbeats(member: Member) -> list[Heartbeat]:
     found = {}
     for process in range(member.processes):
         path = member._replace(process=process).heartbeat_file
-        with suppress(OSError, ValueError, TypeError):  # missing, or being written
-            found[process] = json.loads(path.read_text()), path.stat().st_mtime
+        with suppress(OSError, ValueError):  # missing, or being written
+            found[process] = HEARTBEAT.validate_json(path.read_bytes()), path.stat().st_mtime
     now = max((written for _, written in found.values()), default=0)  # by the clock of the file system, for all alike
-    return [Heartbeat(**fields | {"silent": now - written}) for fields, written in found.values()]
+    return [heartbeat._replace(silent=now - written) for heartbeat, written in found.values()]
 
 
 @contextmanager
