@@ -1,10 +1,11 @@
 """Tokenize text files into a folder of memory-mapped shards for `data.source=tokens:DIR`.
 
     python -m nanotrain_jax.prepare TEXT_FILES... --out DIR [--tokenizer bytes|train-bpe:32000|PATH] [--workers N]
+    python -m nanotrain_jax.prepare --verify DIR             read all of it against its checksums: a line per bad shard
 
 .txt: a document per file (fewer than a hundred are cut at line ends into about a hundred); .jsonl, .jsonl.gz: a
 document per line; .parquet: a document per row. The same command continues after a kill. Exit codes: 0 done; 2 the
-request is wrong (one line on stderr); 1 anything else.
+request is wrong (one line on stderr); 1 anything else, as a damaged shard with --verify.
 """
 
 import sys
@@ -17,12 +18,14 @@ if __name__ == "__main__":
 import argparse
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 import tokenizers
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -34,9 +37,10 @@ from rich.progress import (
 )
 
 from nanotrain_jax.config.load import Parser, one_line, path_argument, refuse
-from nanotrain_jax.data import preparation, spans, token_folder
+from nanotrain_jax.config.values import is_remote
+from nanotrain_jax.data import corpus, preparation, shard_checks, spans, stored, token_folder
 from nanotrain_jax.data.preparation import Asked, Plan, Task
-from nanotrain_jax.data.shards import Finished
+from nanotrain_jax.data.shards import DOCUMENTS, TOKENS, Finished
 from nanotrain_jax.data.text_files import Field
 from nanotrain_jax.data.token_folder import Header
 from nanotrain_jax.data.tokenizer import END_OF_TEXT, TOKENIZER, Tokenizer, of_files
@@ -75,8 +79,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m nanotrain_jax.prepare", description="Turn text files into a folder of memory-mapped tokens."
     )
     path = path_argument
-    parser.add_argument("files", nargs="+", type=path, help=", ".join(KINDS))
-    parser.add_argument("--out", required=True, type=path, help="output folder")
+    parser.add_argument("files", nargs="*", type=path, help=", ".join(KINDS))
+    parser.add_argument("--out", type=path, help="output folder")
+    parser.add_argument(
+        "--verify", type=folder_argument, metavar="DIR", help="read all of a folder against its checksums instead"
+    )
     parser.add_argument(
         "--tokenizer",
         type=path,
@@ -100,7 +107,17 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="I/N",
         help="write every N-th shard, beginning with the I-th (from 0): one host of N that share the folder",
     )
-    return parser.parse_args(argv)
+    asked = parser.parse_args(argv)
+    if asked.verify is None and not (asked.files and asked.out):
+        parser.error("the following arguments are required: files, --out (or --verify DIR)")
+    if asked.verify is not None and (asked.files or asked.out):
+        parser.error("--verify only reads a folder; leave files and --out out")
+    return asked
+
+
+def folder_argument(text: str) -> str:
+    """Expand `~` in a folder of this machine; one in a store stays as it is. Raises ArgumentTypeError."""
+    return text if is_remote(text) else path_argument(text)
 
 
 def _fraction(text: str) -> float:
@@ -139,7 +156,8 @@ def open_folder(asked: argparse.Namespace, out: Path) -> Header | None:
     """Return the header of a folder that is there, None for a new or unfinished one. Raises ValueError or OSError."""
     if not out.exists() and asked.append:
         raise ValueError(f"--append: --out={out} does not exist; leave --append out to create it")
-    if not out.exists() or ((out / token_folder.PLAN).exists() and not (out / token_folder.HEADER).exists()):
+    is_empty = not out.exists() or (out.is_dir() and all(path.suffix == ".partial" for path in out.iterdir()))
+    if is_empty or ((out / token_folder.PLAN).exists() and not (out / token_folder.HEADER).exists()):
         return None
     if not token_folder.is_sharded(out):
         remedy = "prepare its text again to another folder" if asked.append else "remove it or choose another"
@@ -149,11 +167,11 @@ def open_folder(asked: argparse.Namespace, out: Path) -> Header | None:
 
 def tokenizer_for(asked: argparse.Namespace, out: Path, before: Header | None) -> Tokenizer:
     """Return the tokenizer that is asked for, or that of a folder to append to. Raises ValueError or OSError."""
-    name, own = asked.tokenizer or "bytes", str(out) if (out / TOKENIZER).exists() else "bytes"
+    name, is_trained = asked.tokenizer or "bytes", (out / TOKENIZER).exists()  # when the folder was begun
     if asked.append and asked.tokenizer is None and asked.end_token is None:
-        return load_tokenizer(own)
-    if name.startswith(TRAIN) and own != "bytes" and not asked.append:
-        return load_tokenizer(own)  # trained when the folder was begun
+        return tokenizer_in(out)
+    if name.startswith(TRAIN) and is_trained and not asked.append:
+        return tokenizer_in(out)
     if not name.startswith(TRAIN):
         found = load_tokenizer(name, asked.end_token, "--tokenizer", "bytes, train-bpe:SIZE")
     elif asked.part != (0, 1) or asked.append:
@@ -222,19 +240,22 @@ def carry_out(asked: argparse.Namespace, out: Path, plan: Plan, request: Asked) 
 
 def write(tasks: Sequence[Task], workers: int) -> int:
     """Write shards -> how many were finished before. Raises ValueError or OSError."""
-    kept = 0
+    kept, tokens, started = 0, 0, time.monotonic()
     with shown("tokenizing", sum(task.size for task in tasks)) as bar:
-        for task, was_there in preparation.written(tasks, workers):
-            kept += was_there
-            bar.advance(bar.task_ids[0], task.size)
+        for task, found in preparation.written(tasks, workers):
+            kept += found.was_there
+            tokens += 0 if found.was_there else found.tokens
+            rate = f"{tokens / (time.monotonic() - started):,.0f} tokens/s"
+            bar.update(bar.task_ids[0], advance=task.size, more=rate)
     return kept
 
 
 def shown(what: str, size: int) -> Progress:
-    """Return a bar of the bytes of input that are done, on a terminal."""
-    columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    bar = Progress(*columns, disable=not sys.stderr.isatty())
-    bar.add_task(what, total=size)
+    """Return a bar of the bytes that are done, shard by shard, on a terminal. Its field `more` is shown."""
+    columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TextColumn("{task.fields[more]}")
+    console, hidden = Console(stderr=True), not sys.stderr.isatty()
+    bar = Progress(TextColumn(what), *columns, TimeRemainingColumn(), console=console, disable=hidden)
+    bar.add_task(what, total=size, more="")
     return bar
 
 
@@ -256,10 +277,47 @@ def lines_of(out: Path, header: Header, found: list[Finished]) -> list[str]:
     return lines
 
 
+def verify(folder: Path, readers: int) -> int:
+    """Read all of a folder; print a line for each shard that is not what was written -> exit code. Raises ValueError or
+    OSError."""
+    if not token_folder.is_sharded(folder) and not stored.exists(folder / token_folder.HEADER):
+        raise ValueError(f"--verify={folder} has no {token_folder.HEADER}; give a folder that this command wrote")
+    if not token_folder.is_sharded(folder):
+        corpus.read(folder)
+        print(f"{folder}: all of it is as it was written (the first format)")
+        return 0
+    header = token_folder.read_header(folder, f"--verify={folder}")
+    found = header.places(folder)
+    sizes = [place.size(TOKENS, counts) + place.size(DOCUMENTS, counts) for place, counts in found]
+    bad, has_tokenizer = 0, tokenizer_in(folder).name == header.tokenizer
+    if not has_tokenizer:
+        told = f"{folder / TOKENIZER} is not the tokenizer of the shards ({header.tokenizer}): it was modified"
+        print(f"error: {told}; copy it again", file=sys.stderr)
+    with shown("verifying", sum(sizes)) as bar:
+        for size, fault in zip(sizes, shard_checks.faults(found, readers), strict=True):
+            bad += fault is not None
+            bar.advance(bar.task_ids[0], size)
+            if fault:
+                print(f"error: {one_line(fault)}", file=sys.stderr)
+    if bad:
+        print(f"{folder}: {bad:,} of {len(found):,} shards are not as they were written")
+    elif has_tokenizer:
+        print(f"{folder}: all {len(found):,} shards are as they were written; {sum(sizes):,} bytes read")
+    return 1 if bad or not has_tokenizer else 0
+
+
+def tokenizer_in(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a folder. Raises ValueError or OSError."""
+    return load_tokenizer(str(folder) if stored.exists(folder / TOKENIZER) else "bytes")
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Write the folder; 2 if the request is wrong."""
+    """Write or verify the folder; 2 if the request is wrong."""
     try:
-        lines = prepare(arguments(argv))
+        asked = arguments(argv)
+        if asked.verify:
+            return verify(stored.folder_at(asked.verify), asked.workers)
+        lines = prepare(asked)
     except (ValueError, OSError) as error:
         return refuse(error)
     print("\n".join(map(one_line, lines)))

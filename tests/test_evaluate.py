@@ -156,8 +156,8 @@ def trained(tmp_path, text_files, *keys):
 
 
 LAYOUTS = cover(
-    [("pipe", [])],
-    [("sync", ["parallel.pipe=1", "parallel.chunks=1", "parallel.schedule=1f1b", *SYNC])],
+    [],
+    [("pipe", []), ("sync", ["parallel.pipe=1", "parallel.chunks=1", "parallel.schedule=1f1b", *SYNC])],
     name=operator.itemgetter(0),
 )
 

@@ -171,6 +171,7 @@ def model_folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.long
 def test_prompts_of_a_file_are_answered_in_order_as_each_alone(model_folder, capsys, tmp_path):
     rows = [
         {"prompt": "w5 w6 w7 w8", "id": 7},

@@ -169,6 +169,14 @@ def test_replaced_invalid_utf_8_is_counted(tmp_path):
     assert load(**source).replaced == 0
 
 
+def test_texts_are_encoded_together_up_to_a_megabyte(monkeypatch):
+    monkeypatch.setattr(corpus, "AT_ONCE", 100)
+    texts = [b"x" * (i % 60) for i in range(1000)] + [b"y" * 5000, b"z"]
+    found = list(corpus.at_once(texts))
+    assert [text for together in found for text in together] == texts
+    assert all(sum(map(len, together[:-1])) < 100 <= sum(map(len, together)) for together in found[:-1])
+
+
 def test_a_missing_tokenizer_is_reported_with_the_valid_values():
     remedy = r"the path of a tokenizer.json or of its folder \(as in "
     with pytest.raises(
@@ -197,6 +205,7 @@ def test_an_invalid_request_is_reported_in_one_line(arguments, message, tmp_path
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "something").touch()
     done = prepare(*arguments, *([] if "--out" in arguments else ["--out", "out"]))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert message in done.stderr

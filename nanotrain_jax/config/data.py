@@ -19,7 +19,8 @@ class Data(Section):
     source: Sources = key(
         "stdlib",
         "stdlib (source code of Python's standard library) | text:GLOB or a folder | tokens:DIR (of "
-        "nanotrain_jax.prepare) | arrays:DIR (data/arrays.py) | chat:GLOB (conversations and completions in .jsonl: "
+        "nanotrain_jax.prepare; also s3://..., gs://...) | arrays:DIR (data/arrays.py) | chat:GLOB (conversations and "
+        "completions in .jsonl: "
         "data/README.md) | pairs:GLOB (a chosen and a rejected completion, for train.objective) | synthetic | a "
         "mixture: [{name, source, weight}, ...], weights by tokens",
     )
@@ -49,7 +50,11 @@ class Data(Section):
         "chat:GLOB: what is learned; assistant: all that the assistant says; completion: its last answer; all: "
         "questions too",
     )
-    pack: Literal["best_fit", "none"] = key("best_fit", "chat:GLOB: several examples in a row, each to itself; or one")
+    pack: Literal["best_fit", "none", "concatenate"] | None = key(
+        None,
+        "what shares a row; best_fit: whole documents or examples, each to itself; concatenate: cut from joined "
+        "documents; none: one example of chat:GLOB; null: best_fit of chat:GLOB, concatenate of text",
+    )
     too_long: Literal["drop", "cut"] = key(
         "drop", "chat:GLOB: what happens to examples longer than seq_len; cut: their end is lost"
     )
@@ -77,7 +82,9 @@ class Data(Section):
     @model_validator(mode="before")
     @classmethod
     def _apart(cls, keys: Any) -> Any:
-        """Examples of chat:GLOB and pairs:GLOB do not attend to each other."""
+        """Examples of chat:GLOB and pairs:GLOB, and documents packed by best fit, do not attend to each other."""
+        if isinstance(keys, dict) and keys.get("pack") == "best_fit" and not is_chat(keys.get("source")):
+            return {"attend_across_documents": False} | keys
         if not isinstance(keys, dict) or not is_chat(keys.get("source")):
             return keys
         if keys.get("attend_across_documents", False) is True:
@@ -127,6 +134,21 @@ class Data(Section):
     def kinds(self) -> set[str]:
         """What all of its sources are."""
         return {mixture.kind_of(part.source) for part in self.parts} or {self.kind}
+
+    @property
+    def packing(self) -> str:
+        """What shares a row. Raises ValueError unless the source has such rows."""
+        found = self.pack or ("best_fit" if self.is_chat else "concatenate")
+        if found == ("concatenate" if self.is_chat else "none"):
+            raise ValueError(
+                f"data.pack={found} with data.source={self.origin!r}, which has no such rows; leave it out"
+            )
+        if found == "best_fit" and self.attend_across_documents:
+            raise ValueError(
+                "data.pack=best_fit keeps documents apart; leave data.attend_across_documents out, or use "
+                "data.pack=concatenate"
+            )
+        return found
 
     @property
     def origin(self) -> str:

@@ -26,6 +26,11 @@ def expanded(path: str) -> str:
     return absolute
 
 
+def is_remote(path: str) -> bool:
+    """True for a path in an object store that token folders are read from."""
+    return path.startswith(("gs://", "s3://", "az://"))
+
+
 def with_message(error: OSError, text: str) -> OSError:
     """Return an OSError with another message and the same errno, which tells if the error may be transient."""
     other = OSError(text)
@@ -35,6 +40,8 @@ def with_message(error: OSError, text: str) -> OSError:
 
 def _expanded_source(source: str) -> str:
     kind, _, where = source.partition(":")
+    if kind == "tokens" and is_remote(where):
+        return source
     return f"{kind}:{expanded(where)}" if kind in ("text", "tokens", "arrays", "chat", "pairs") else source
 
 

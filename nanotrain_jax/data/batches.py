@@ -19,6 +19,7 @@ from nanotrain_jax.data import arrays, chat, text_sources
 from nanotrain_jax.data import tokenizer as tokenizers
 from nanotrain_jax.data.dataset import Dataset, Source
 from nanotrain_jax.data.mixture import Mixed, Mixture
+from nanotrain_jax.data.packed_documents import PackedDocuments
 from nanotrain_jax.data.packing import Packed
 from nanotrain_jax.data.pairs import REFERENCE, Pairs
 from nanotrain_jax.data.text_sources import tokenizer_of
@@ -31,6 +32,10 @@ def load(config: Data, vocab_size: int | None = None) -> Dataset:
     Raises ValueError (one line: value, rule, remedy), or OSError if a file cannot be read.
     """
     kind, _, where = ("", "", "") if config.parts else config.source.partition(":")
+    if config.pack and kind in ("synthetic", "arrays"):
+        raise ValueError(
+            f"data.pack={config.pack} with data.source={config.source!r}, whose rows are given; leave it out"
+        )
     if kind == "synthetic":
         if vocab_size is None:
             raise ValueError(
@@ -70,6 +75,8 @@ def files_of(config: Data) -> dict[str, str]:
 def first_words(dataset: Dataset, config: Data, count: int = 3) -> str:
     """Return the first words of a held-out document, or of a training document without one; "" if they are no text."""
     side = dataset.validation[0].rows if dataset.validation else dataset.train
+    if isinstance(side, PackedDocuments):
+        side = side.windows
     if not isinstance(side, Windows):
         return ""
     tokenizer = tokenizer_of(config)
@@ -112,8 +119,17 @@ def batches(
     """
     rows = local_rows(shapes["inputs"])
     local = share(in_order(source, shapes, seed), position, shapes["inputs"].shape[0], rows)
-    for sequences in local.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)):
+    readers = readers_of(source)
+    for sequences in local.to_iter_dataset(grain.ReadOptions(readers, prefetch_buffer_size=max(4, readers))):
         yield _to_devices(rows_of(sequences, token_order), rows, shapes)
+
+
+def readers_of(source: Source) -> int:
+    """Return how many threads read rows: one, but of folders in a store."""
+    if isinstance(source, Mixture):
+        return max(map(readers_of, source.rows.values()))
+    windows = source.windows if isinstance(source, PackedDocuments) else source
+    return windows.readers if isinstance(windows, Windows) else 1
 
 
 def in_order(source: Source, shapes: Any, seed: int) -> grain.MapDataset:
@@ -172,7 +188,7 @@ def evaluation(
 def _examples(source: Source, shapes: Any) -> Source | WithDocuments:
     if isinstance(source, arrays.Rows):
         return source.only(list(shapes))
-    if isinstance(source, Packed):
+    if isinstance(source, Packed | PackedDocuments):
         return source
     return WithDocuments(source) if "starts" in shapes else source
 
@@ -215,6 +231,10 @@ def _to_devices(local_batch: dict[str, np.ndarray], rows: np.ndarray, shapes: An
     return {name: place(local, shapes[name]) for name, local in local_batch.items()}
 
 
+def _alone(array: np.ndarray) -> np.ndarray:
+    return array[None]
+
+
 def bigram_loss(
     dataset: Dataset, max_sequences: int, across_documents: bool = True, alpha: float = 0.1
 ) -> float | None:
@@ -223,20 +243,22 @@ def bigram_loss(
     P(b | a) = (count(a, b) + alpha) / (count(a) + alpha V). A model that beats it uses context beyond the previous
     token. None without validation text, for arrays, or with more than 1024 ids (a large table) or 2^28 tokens.
     """
-    V = dataset.vocab_size
-    is_text = isinstance(dataset.train, Windows) and dataset.train.total <= 1 << 28
+    V, train = dataset.vocab_size, dataset.train
+    train = train.windows if isinstance(train, PackedDocuments) else train
+    is_text = isinstance(train, Windows) and train.total <= 1 << 28
     if not V or V > 1024 or not len(dataset.val) or not is_text:
         return None
     counts, chunk = np.zeros(V * V, np.int64), 1 << 24
-    for start in range(0, dataset.train.total - 1, chunk):
-        tokens = dataset.train.slice(start, chunk + 1)
+    for start in range(0, train.total - 1, chunk):
+        tokens = train.slice(start, chunk + 1)
         counts += np.bincount(tokens[:-1] * V + tokens[1:], minlength=V * V)
     smooth = counts.reshape(V, V) + alpha
     losses = -np.log(smooth / smooth.sum(1, keepdims=True))
     total, count = 0.0, 0
+    rows = _examples(dataset.val, () if across_documents else ("starts",))
     for i in held_out(dataset.val, max_sequences):
-        tokens, starts = dataset.val[i], dataset.val.document_starts(i)
-        is_target = across_documents | (starts[1:] == starts[:-1])
-        total += (losses[tokens[:-1], tokens[1:]] * is_target).sum()
+        row = rows_of(jax.tree.map(_alone, rows[i]), None)
+        is_target = row["targets"] >= 0
+        total += losses[row["inputs"], row["targets"]][is_target].sum()
         count += is_target.sum()
     return total / count if count else None

@@ -46,7 +46,7 @@ def template_of(config: Data, tokenizer: Tokenizer) -> Template | None:
 def load(config: Data, tokenizer: Tokenizer) -> Chat:
     """Read, tokenize and pack data.source=chat:GLOB, pairs:GLOB. Raises ValueError (one line: value, rule, remedy) or
     OSError."""
-    source, template = f"data.source={config.source!r}", template_of(config, tokenizer)
+    source, packing, template = f"data.source={config.source!r}", config.packing, template_of(config, tokenizer)
     of_row, kinds, rows = partial(conversations.of_row, loss_on=config.loss_on), conversations.ROW, Packed
     if config.is_pairs:
         of_row, kinds, rows = pairs.of_row, pairs.ROW, pairs.Pairs
@@ -63,8 +63,8 @@ def load(config: Data, tokenizer: Tokenizer) -> Chat:
             f"data.val_fraction={config.val_fraction} holds out all {len(np.unique(found.corpus.keys))} {unit} of "
             f"{source}; use more {unit}, or 0 for no validation"
         )
-    train, val = (rows(found, side, config.seq_len, config.pack == "best_fit") for side in sides)
-    keys = f"val_fraction {config.val_fraction} seq_len {config.seq_len} pack {config.pack} seed {config.seed}"
+    train, val = (rows(found, side, config.seq_len, packing == "best_fit") for side in sides)
+    keys = f"val_fraction {config.val_fraction} seq_len {config.seq_len} pack {packing} 2 seed {config.seed}"
     return Chat(train, val, f"{found.fingerprint} {keys}", tuple(notes(found, (train, val), config)))
 
 
@@ -109,7 +109,7 @@ def notes(found: Examples, sides: tuple[Packed, Packed], config: Data) -> Iterat
             *left_out,
             f"{train:,} to train on and {val:,} held out",
             f"{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.0%}{loss_on})",
-            f"rows are {tokens / (rows * config.seq_len):.0%} full (data.pack={config.pack})",
+            f"rows are {tokens / (rows * config.seq_len):.0%} full (data.pack={config.packing})",
         ]
     )
     if counts.endless:

@@ -18,7 +18,6 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ import numpy as np
 from nanotrain_jax.data.tokenizer import Tokenizer
 
 FORMAT = "nanotrain_jax tokens 1"
+AT_ONCE = 1 << 20  # bytes of text: what the tokenizer says of them takes about 50 times as much memory
 DOCUMENT = np.dtype([("end", "<i8"), ("key", "<u8")])
 
 
@@ -134,16 +134,26 @@ def matching(pattern: str, key: str) -> list[str]:
     return paths
 
 
-def encoded(
-    documents: Iterable[bytes], tokenizer: Tokenizer, at_once: int = 256
-) -> Iterator[tuple[np.ndarray, int, int]]:
+def encoded(documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, int]]:
     """Yield (token ids and end token, hash of the text, number of U+FFFD replacements) of each non-empty document."""
-    documents = (d for d in documents if d)
     end = np.array([] if tokenizer.end is None else [tokenizer.end], np.uint32)
-    while texts := list(islice(documents, at_once)):
+    for texts in at_once(d for d in documents if d):
         for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
             ids = np.append(ids, end).astype(tokenizer.dtype)
             yield ids, text_key(text), 0 if tokenizer.is_bytes else replaced(text)
+
+
+def at_once(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Yield documents to encode together: up to AT_ONCE bytes, and one more document."""
+    texts, size = [], 0
+    for text in documents:
+        texts.append(text)
+        size += len(text)
+        if size >= AT_ONCE:
+            yield texts
+            texts, size = [], 0
+    if texts:
+        yield texts
 
 
 def replaced(text: bytes) -> int:

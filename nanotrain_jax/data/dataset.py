@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 from nanotrain_jax.data import arrays
 from nanotrain_jax.data.mixture import Mixture
+from nanotrain_jax.data.packed_documents import PackedDocuments
 from nanotrain_jax.data.packing import Packed
 from nanotrain_jax.data.windows import Synthetic, Windows
 
-Source = Windows | Synthetic | arrays.Rows | Packed | Mixture
+Single = Windows | Synthetic | arrays.Rows | Packed | PackedDocuments
+Source = Single | Mixture
 
 
 class ValidationSet(NamedTuple):
@@ -17,7 +19,7 @@ class ValidationSet(NamedTuple):
     share: 0 of data.validation."""
 
     name: str
-    rows: Windows | Synthetic | arrays.Rows | Packed
+    rows: Single
     share: float
 
 

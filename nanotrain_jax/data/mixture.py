@@ -14,13 +14,14 @@ from math import lcm
 
 import numpy as np
 
+from nanotrain_jax.data.packed_documents import PackedDocuments
 from nanotrain_jax.data.windows import Windows
 
 
 class Mixture:
     """Rows of several sources, by name. weights: whole numbers, in proportion."""
 
-    def __init__(self, rows: dict[str, Windows], weights: Sequence[float]):
+    def __init__(self, rows: dict[str, Windows | PackedDocuments], weights: Sequence[float]):
         """weights: of the sources, as they were written: 0.1 is a tenth."""
         self.rows = rows
         exact = [Fraction(str(weight)) for weight in weights]

@@ -106,9 +106,9 @@ def begin(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
             f"remove {folder / PLAN} to give it up"
         )
     folder.mkdir(parents=True, exist_ok=True)
+    shards.write_text(folder / PLAN, text)  # first: a folder with it is one of ours
     for name, content in tokenizer.files.items():
         shards.write_text(folder / name, content)
-    shards.write_text(folder / PLAN, text)
 
 
 def tasks(folder: Path, plan: Plan, tokenizer: Tokenizer, field: Field, skips: bool) -> list[Task]:
@@ -131,8 +131,15 @@ def alone(folder: Path, part: tuple[int, int]) -> Iterator[None]:
         yield
 
 
-def written(chosen: Sequence[Task], workers: int) -> Iterator[tuple[Task, bool]]:
-    """Write shards in several processes -> each as it is finished, and whether it was before.
+class Written(NamedTuple):
+    """A shard that is finished. was_there: before."""
+
+    tokens: int
+    was_there: bool
+
+
+def written(chosen: Sequence[Task], workers: int) -> Iterator[tuple[Task, Written]]:
+    """Write shards in several processes -> each as it is finished.
 
     Raises ValueError or OSError of the first that fails; what is finished stays.
     """
@@ -163,10 +170,10 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def write(task: Task) -> bool:
-    """Write a shard; True if it was finished before and is whole. Raises ValueError or OSError."""
-    if shards.finished(task.place):
-        return True
+def write(task: Task) -> Written:
+    """Write a shard, unless it was finished before and is whole. Raises ValueError or OSError."""
+    if found := shards.finished(task.place):
+        return Written(found.counts.tokens, True)
     skipped = Counter()
     texts = spans.documents(task.spans, task.field, skipped if task.skips else None)
     documents = corpus.encoded(texts, _tokenizer_in(task.place.folder, task.place.tokenizer))
@@ -174,8 +181,7 @@ def write(task: Task) -> bool:
     if below is None:
         documents = list(documents)
         below = shards.threshold(documents, task.val_fraction)
-    shards.write(task.place, documents, below, skipped)
-    return False
+    return Written(shards.write(task.place, documents, below, skipped).counts.tokens, False)
 
 
 @lru_cache(maxsize=1)

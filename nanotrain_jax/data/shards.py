@@ -21,6 +21,9 @@ from typing import BinaryIO, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
+from nanotrain_jax.data import stored
+from nanotrain_jax.data.stored import Numbers
+
 HEAD = 192  # bytes
 BLOCK = 1 << 20  # bytes
 KINDS = TOKENS, DOCUMENTS = "tokens", "documents"
@@ -76,26 +79,31 @@ class Place(NamedTuple):
 
 
 class Mapped:
-    """The arrays of a shard, memory-mapped when they are first read. tokens [tokens], ends and keys [documents]."""
+    """The arrays of a shard, memory-mapped when they are first read (of a store see stored.py). tokens [tokens], ends
+    and keys [documents]."""
 
     def __init__(self, place: Place, counts: Counts):
         self.place, self.counts = place, counts
 
     @cached_property
-    def tokens(self) -> np.ndarray:
+    def tokens(self) -> np.ndarray | Numbers:
         """Token ids."""
-        return np.memmap(self.place.path(TOKENS), self.place.dtype, "r", HEAD, (self.counts.tokens,))
+        return stored.numbers(self.place.path(TOKENS), self.place.dtype, HEAD, self.counts.tokens)
 
     @cached_property
     def ends(self) -> np.ndarray:
         """Where each document ends."""
-        return np.memmap(self.place.path(DOCUMENTS), "<i8", "r", HEAD, (self.counts.documents,))
+        return self._whole("<i8", HEAD)
 
     @cached_property
     def keys(self) -> np.ndarray:
         """Hash of the text of each document."""
-        first = HEAD + 8 * self.counts.documents
-        return np.memmap(self.place.path(DOCUMENTS), "<u8", "r", first, (self.counts.documents,))
+        return self._whole("<u8", HEAD + 8 * self.counts.documents)
+
+    def _whole(self, dtype: str, first: int) -> np.ndarray:
+        """Of a store all are read at once: bisections look at some here and there."""
+        found = stored.numbers(self.place.path(DOCUMENTS), dtype, first, self.counts.documents)
+        return found if isinstance(found, np.ndarray) else found[:]
 
 
 Document = tuple[np.ndarray, int, int]  # token ids, hash of the text, replacements: as corpus.encoded yields
@@ -201,10 +209,8 @@ def damaged(place: Place, found: Finished, sample: np.random.Generator | None = 
 
 def blocks_of(path: Path, chosen: Iterable[int] | None = None) -> Iterator[bytes]:
     """Yield blocks of a file: all, or the chosen ones."""
-    with open(path, "rb") as file:
-        for number in chosen if chosen is not None else range(-(-os.fstat(file.fileno()).st_size // BLOCK)):
-            file.seek(number * BLOCK)
-            yield file.read(BLOCK)
+    numbers = range(-(-stored.size(path) // BLOCK)) if chosen is None else chosen
+    yield from (stored.part(path, number * BLOCK, BLOCK) for number in numbers)
 
 
 def digest(content: bytes) -> str:

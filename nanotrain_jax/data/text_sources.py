@@ -13,13 +13,15 @@ import numpy as np
 
 from nanotrain_jax.config.mixture import Part
 from nanotrain_jax.config.schema import Data
+from nanotrain_jax.config.values import is_remote
 from nanotrain_jax.data import corpus as corpora
-from nanotrain_jax.data import text_files, token_folder
+from nanotrain_jax.data import stored, text_files, token_folder
 from nanotrain_jax.data import tokenizer as tokenizers
 from nanotrain_jax.data.corpus import Corpus
 from nanotrain_jax.data.dataset import Dataset, ValidationSet
 from nanotrain_jax.data.mixture import Mixture
-from nanotrain_jax.data.opened import InMemory, Opened, Sharded
+from nanotrain_jax.data.opened import Opened
+from nanotrain_jax.data.packed_documents import PackedDocuments
 from nanotrain_jax.data.windows import Windows
 
 PIECES = 8  # about, to hold out, of documents that are too long to be held out whole
@@ -27,6 +29,7 @@ PIECES = 8  # about, to hold out, of documents that are too long to be held out 
 
 def load(config: Data) -> Dataset:
     """Open a source of text, or a mixture of several. Raises ValueError or OSError."""
+    is_packed = config.packing == "best_fit"
     parts = config.parts or (Part(name="data.source", source=config.source),)
     opened = [open_part(part.name, config.model_copy(update={"source": part.source})) for part in parts]
     further = [
@@ -35,24 +38,26 @@ def load(config: Data) -> Dataset:
     ]
     check_tokenizers([*opened, *further])
     opened, told = without_held_out(opened, further)
+    identity = fingerprint(opened, config, told)
     sides = [rows_of(one, config) for one in opened]
     train, val = sides[0]
     if config.parts:
         names, weights = [one.name for one in opened], [part.weight for part in parts]
         train, val = (Mixture(dict(zip(names, rows, strict=True)), weights) for rows in zip(*sides, strict=True))
     read = [*opened, *further]
+    told += [note(one.name, rows) for one, (rows, _) in zip(opened, sides, strict=True) if is_packed]
     return Dataset(
         train,
         val,
-        opened[0].tokenizer,
-        max(one.vocab_size for one in opened),
-        fingerprint(opened, config, told),
-        replaced=sum(one.replaced for one in read),
+        opened[0].facts.tokenizer,
+        max(one.facts.vocab_size for one in opened),
+        identity,
+        replaced=sum(one.facts.replaced for one in read),
         pieces=sum(one.pieces for one in opened),
-        has_ends=all(one.has_ends for one in opened),
-        notes=tuple(line for one in read for line in one.notes) + tuple(told),
+        has_ends=all(one.facts.has_ends for one in opened),
+        notes=(*(line for one in read for line in one.notes), *told),
         further=tuple(further_set(one, config) for one in further),
-        of_further=" ".join(one.fingerprint for one in further),
+        of_further=" ".join(one.facts.fingerprint for one in further),
     )
 
 
@@ -68,27 +73,40 @@ def open_part(name: str, config: Data) -> Opened:
         )
     documents = len(corpus.ends)
     corpus, (train, held_out) = divided(corpus, config)
-    found = InMemory(name, corpus, train, held_out, len(corpus.ends) if len(corpus.ends) > documents else 0)
-    for what, side in zip(("train on", "hold out"), found.rows(config.seq_len), strict=True):
+    pieces = len(corpus.ends) if len(corpus.ends) > documents else 0
+    sides = [Windows(corpus, side, config.seq_len) for side in (train, held_out)]
+    for what, side in zip(("train on", "hold out"), sides, strict=True):
         if not len(side) and (what == "train on" or config.val_fraction):
             raise ValueError(
                 f"data.val_fraction={config.val_fraction} leaves {side.total} tokens to {what}, but data.seq_len="
                 f"{config.seq_len} needs at least {need}; change data.val_fraction (0: no validation), or use more text"
             )
-    return found
+    return Opened(name, corpus, *sides, pieces, left_out(corpus))
+
+
+def left_out(corpus: Corpus) -> list[str]:
+    """Return a line about files of a folder that are no text, if there are some."""
+    found = corpus.left_out
+    count = f"{len(found):,} files of the folder are no text and are left out"
+    return [f"warning: {count}; the first is {found[0]}"] if found else []
 
 
 def sharded(config: Data) -> Path | None:
     """Return the folder of a source that is a token folder of the second format."""
     kind, _, where = config.source.partition(":")
-    return Path(where) if kind == "tokens" and where and token_folder.is_sharded(Path(where)) else None
+    if kind != "tokens" or not where:
+        return None
+    folder = stored.folder_at(where)
+    if is_remote(where) and not token_folder.is_sharded(folder):
+        raise ValueError(f"data.source={config.source!r} has no {token_folder.HEADER}; copy there what prepare wrote")
+    return folder if token_folder.is_sharded(folder) else None
 
 
-def open_shards(name: str, config: Data, folder: Path) -> Sharded:
+def open_shards(name: str, config: Data, folder: Path) -> Opened:
     """Open a token folder of the second format. Raises ValueError or OSError."""
     header, train, val = token_folder.sides(folder, config)
     check_tokenizer(config, header.tokenizer)
-    return Sharded(name, header, train, val)
+    return Opened(name, header, train, val)
 
 
 def open_whole(name: str, config: Data) -> Opened:
@@ -98,7 +116,8 @@ def open_whole(name: str, config: Data) -> Opened:
         found = open_shards(name, config, folder)
         return found._replace(train=found.held_out, held_out=found.train)
     corpus = corpus_of(config)
-    return InMemory(name, corpus, np.arange(0), np.arange(len(corpus.ends)))
+    sides = (Windows(corpus, np.arange(count), config.seq_len) for count in (0, len(corpus.ends)))
+    return Opened(name, corpus, *sides, notes=left_out(corpus))
 
 
 def without_held_out(opened: Sequence[Opened], further: Sequence[Opened]) -> tuple[list[Opened], list[str]]:
@@ -110,40 +129,55 @@ def without_held_out(opened: Sequence[Opened], further: Sequence[Opened]) -> tup
     for number, one in enumerate(opened):
         others = [np.zeros(0, np.uint64), *held[:number], *held[number + 1 :]]
         found.append(one.without(np.unique(np.concatenate(others))))
-        if count := one.count - found[-1].count:
+        if count := one.train.count - found[-1].train.count:
             told.append(f"{one.name}: {count:,} of its documents are held out elsewhere, and not trained on")
     return found, told
 
 
-def rows_of(one: Opened, config: Data) -> tuple[Windows, Windows]:
+def rows_of(one: Opened, config: Data) -> tuple[Windows | PackedDocuments, ...]:
     """Return the sequences to train on and those held out. Raises ValueError if there are none to train on."""
-    train, val = one.rows(config.seq_len)
+    train, val = one.train, one.held_out
     if not len(train):
         raise ValueError(
             f"data: of {one.name} {train.total} tokens are left to train on, as other sources or data.validation hold "
             f"out the rest, but data.seq_len={config.seq_len} needs at least {config.seq_len + 1}; use other texts"
         )
-    return train, val
+    return in_rows(train, config), in_rows(val, config)
 
 
 def further_set(one: Opened, config: Data) -> ValidationSet:
     """Return a set of data.validation. Raises ValueError if it has no row."""
-    rows = one.rows(config.seq_len)[1]
+    rows = one.held_out
     if not len(rows):
         raise ValueError(
             f"data.validation: {one.name} has {rows.total} tokens, but data.seq_len={config.seq_len} needs at least "
             f"{config.seq_len + 1}; use more text or a shorter data.seq_len"
         )
-    return ValidationSet(one.name, rows, 0.0)
+    return ValidationSet(one.name, in_rows(rows, config), 0.0)
+
+
+def in_rows(windows: Windows, config: Data) -> Windows | PackedDocuments:
+    """Return the rows of data.pack. Raises ValueError."""
+    return PackedDocuments(windows) if config.packing == "best_fit" else windows
+
+
+def note(name: str, rows: PackedDocuments) -> str:
+    """Return a line about the rows of a source. Raises ValueError if there is none."""
+    if not len(rows):
+        raise ValueError(f"data.pack=best_fit: no document of {name} has two tokens; use data.pack=concatenate")
+    return (
+        f"data.pack=best_fit: {name} has {rows.documents:,} documents to train on; {rows.cut:,} are longer than "
+        f"data.seq_len and cut; rows are {rows.fill:.1%} full"
+    )
 
 
 def check_tokenizers(found: Sequence[Opened]) -> None:
     """Raise ValueError unless all sources have the same tokenizer."""
-    first = found[0]
-    for one in found:
-        if one.tokenizer != first.tokenizer:
+    first, *rest = ((one.name, one.facts.tokenizer) for one in found)
+    for name, tokenizer in rest:
+        if tokenizer != first[1]:
             raise ValueError(
-                f"data: the tokenizer of {one.name} is {one.tokenizer}, that of {first.name} is {first.tokenizer}; "
+                f"data: the tokenizer of {name} is {tokenizer}, that of {first[0]} is {first[1]}; "
                 "prepare all with the same one, and set data.tokenizer to its file for text"
             )
 
@@ -160,11 +194,12 @@ def check_tokenizer(config: Data, name: str) -> None:
 def fingerprint(opened: Sequence[Opened], config: Data, told: Sequence[str]) -> str:
     """Identify the rows of training and their order. told: what is left out (`without_held_out`)."""
     keys = f"val_fraction {config.val_fraction} seq_len {config.seq_len} seed {config.seed}"
+    keys += " pack best_fit" * (config.packing == "best_fit")
     if not config.parts and not told:
-        return f"{opened[0].fingerprint} {keys}"
+        return f"{opened[0].facts.fingerprint} {keys}"
     content = hashlib.sha256()
     for one in opened:
-        content.update(f"{one.fingerprint} {one.trained}".encode())
+        content.update(f"{one.facts.fingerprint} {one.train.chosen}".encode())
     weights = " ".join(str(part.weight) for part in config.parts)
     return f"{content.hexdigest()[:16]} weights {weights} {keys}"
 
@@ -187,9 +222,9 @@ def tokenizer_of(config: Data) -> tokenizers.Tokenizer:
     """Return the tokenizer of a data source of text; of a mixture that of the first token folder. Raises ValueError or
     OSError."""
     sources = [part.source for part in config.parts] or [config.source]
-    split = (source.partition(":") for source in sources)
-    folders = (where for kind, _, where in split if kind == "tokens" and (Path(where) / tokenizers.TOKENIZER).exists())
-    return tokenizers.load(config.tokenizer or next(folders, "bytes"), config.end_token)
+    folders = [where for kind, _, where in (source.partition(":") for source in sources) if kind == "tokens"]
+    found = next((where for where in folders if stored.exists(stored.folder_at(where) / tokenizers.TOKENIZER)), "bytes")
+    return tokenizers.load(config.tokenizer or found, config.end_token)
 
 
 def corpus_of(config: Data) -> Corpus:

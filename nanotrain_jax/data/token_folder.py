@@ -11,9 +11,9 @@ texts whose hash is below a number, decided when they were prepared, so those th
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,8 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from nanotrain_jax.config.schema import Data
 from nanotrain_jax.config.values import Verify
-from nanotrain_jax.data import shards
-from nanotrain_jax.data.shards import KINDS, Counts, Mapped, Place
+from nanotrain_jax.data import shards, stored
+from nanotrain_jax.data.shard_checks import check_content, check_heads
+from nanotrain_jax.data.shards import Counts, Mapped, Place
 from nanotrain_jax.data.windows import Windows
 
 FORMAT = "nanotrain_jax tokens 2"
@@ -54,13 +55,24 @@ class Header(BaseModel):
         return sum(getattr(shard, name) for shard in self.shards)
 
     @property
+    def replaced(self) -> int:
+        """See Corpus."""
+        return self.total("replaced")
+
+    @property
+    def has_ends(self) -> bool:
+        """See Corpus."""
+        return self.end is not None
+
+    @property
     def fingerprint(self) -> str:
         """Identify the shards, their order and the tokenizer."""
         return _sum(self.model_dump())[:16]
 
-    def place(self, folder: Path, number: int) -> Place:
-        """Return the place of a shard."""
-        return Place(folder, number, self.shards[number].preparation, self.tokenizer, self.dtype)
+    def places(self, folder: Path) -> list[tuple[Place, Counts]]:
+        """Return where each shard is, and its counts."""
+        numbered = enumerate(self.shards)
+        return [(Place(folder, n, one.preparation, self.tokenizer, self.dtype), one) for n, one in numbered]
 
 
 class ShardWindows(Windows):
@@ -72,7 +84,7 @@ class ShardWindows(Windows):
 
     def __init__(self, mapped: Sequence[Mapped], sides: Sequence[str], seq_len: int):
         """sides: "train", "held out", or both: of each shard, the documents that the stream has."""
-        self.mapped, self.seq_len = mapped, seq_len
+        self.mapped, self.sides, self.seq_len = mapped, sides, seq_len
         held_out = np.array([shard.counts.held_out_tokens for shard in mapped], np.int64)
         tokens = np.array([shard.counts.tokens for shard in mapped], np.int64)
         self.firsts = np.zeros_like(tokens) if "train" in sides else tokens - held_out  # in each shard
@@ -91,6 +103,59 @@ class ShardWindows(Windows):
             if take:
                 yield self.mapped[shard], first, first + take, start
             start, shard = start + take, shard + 1
+
+    @property
+    def count(self) -> int:
+        """As of Windows."""
+        found = (self.documents(shard) for shard in range(self.stretches))
+        return sum(mine.stop - mine.start for mine in found)
+
+    @property
+    def chosen(self) -> str:
+        """As of Windows."""
+        return f"{self.total} tokens"
+
+    def texts(self) -> Iterator[np.ndarray]:
+        """As of Windows, shard by shard."""
+        yield from (shard.keys[self.documents(number)] for number, shard in enumerate(self.mapped))
+
+    def without(self, held: np.ndarray, name: str) -> ShardWindows:
+        """As of Windows: the documents of a folder are fixed. Reads 8 bytes for each."""
+        count = sum(int(np.isin(found, held).sum()) for found in self.texts()) if len(held) else 0
+        if count:
+            raise ValueError(
+                f"data: the token folder {name} trains on {count:,} documents that another source or data.validation "
+                "holds out; take them out of one of the two, or mix its text instead of the folder"
+            )
+        return self
+
+    @property
+    def readers(self) -> int:
+        """As of Windows: a store answers many at once."""
+        return 1 if isinstance(self.mapped[0].place.folder, Path) else READERS
+
+    @property
+    def stretches(self) -> int:
+        """As of Windows: the shards."""
+        return len(self.mapped)
+
+    def documents(self, shard: int) -> slice:
+        """Return which documents of a shard are in the stream."""
+        counts = self.mapped[shard].counts
+        first = counts.documents - counts.held_out_documents
+        return slice(0 if "train" in self.sides else first, counts.documents if "held out" in self.sides else first)
+
+    def sizes(self, stretch: int) -> np.ndarray:
+        """As of Windows. Reads 8 bytes per document."""
+        ends = self.mapped[stretch].ends[self.documents(stretch)]
+        return np.diff(ends, prepend=self.firsts[stretch])
+
+    def span(self, stretch: int, document: int) -> tuple[int, int]:
+        """As of Windows."""
+        shard, at = self.mapped[stretch], self.documents(stretch).start + document
+        moved = (int(self.ends[stretch - 1]) if stretch else 0) - int(self.firsts[stretch])
+        first = int(shard.ends[at - 1]) if document else int(self.firsts[stretch])
+        return first + moved, int(shard.ends[at]) + moved
 
     def document_starts(self, i: int) -> np.ndarray:
         """As of Windows."""
@@ -112,9 +177,9 @@ class ShardWindows(Windows):
 def is_sharded(folder: Path) -> bool:
     """True for a folder of the second format, also one that is not finished; no other is judged."""
     try:
-        return FORMAT.encode() in (folder / HEADER).read_bytes()[:200]
+        return FORMAT.encode() in stored.part(folder / HEADER, 0, 200)
     except FileNotFoundError:
-        return (folder / PLAN).is_file()
+        return stored.exists(folder / PLAN)
 
 
 def write_header(folder: Path, header: Header) -> None:
@@ -130,10 +195,10 @@ def _sum(content: dict) -> str:
 def read_header(folder: Path, name: str) -> Header:
     """Read and verify header.json. name: of the folder in messages. Raises ValueError or OSError."""
     command = "python -m nanotrain_jax.prepare"
-    if not (folder / HEADER).is_file() and (folder / PLAN).is_file():
-        raise ValueError(f"{name} is not finished; give the same {command} command again, and it goes on")
+    if not stored.exists(folder / HEADER) and stored.exists(folder / PLAN):
+        raise ValueError(f"{name} is not finished; give the same {command} command again to continue it")
     try:
-        content = json.loads((folder / HEADER).read_text())
+        content = json.loads(stored.content(folder / HEADER))
         expected = content.pop("sha256")
         header = Header.model_validate(content)
         intact = expected == _sum(content)
@@ -155,66 +220,15 @@ def read(folder: Path, verify: Verify = "sample") -> tuple[Header, list[Mapped]]
     """
     name = f"data.source='tokens:{folder}'"
     header = read_header(folder, name)
-    places = [header.place(folder, number) for number in range(len(header.shards))]
-    with ThreadPoolExecutor(READERS) as pool:  # they wait for the disk
-        parts = (zip(places[i::READERS], header.shards[i::READERS], strict=True) for i in range(READERS))
-        list(pool.map(check_heads, parts))
-    chosen = np.arange(len(places))
+    found = header.places(folder)
     sample = np.random.default_rng() if verify == "sample" else None
-    if sample is not None and len(places) > SAMPLED:
-        chosen = sample.choice(chosen, SAMPLED, replace=False)
-    for number in chosen if verify != "off" else ():
-        check_content(places[number], header, sample)
-    return header, [Mapped(place, counts) for place, counts in zip(places, header.shards, strict=True)]
-
-
-def _remedy(place: Place) -> str:
-    return f"copy the file again, or create {place.folder} again with python -m nanotrain_jax.prepare"
-
-
-def check_heads(some: Iterable[tuple[Place, Counts]]) -> None:
-    """Raise ValueError unless the files of shards have their sizes and first bytes, OSError if they cannot be read."""
-    for place, counts in some:
-        for kind in KINDS:
-            check_head(place, kind, counts)
-
-
-def check_head(place: Place, kind: str, counts: Counts) -> None:
-    """As check_heads, for one file."""
-    path, expected = place.path(kind), place.size(kind, counts)
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing; {_remedy(place)}") from None
-    try:
-        size, head = os.fstat(file).st_size, os.pread(file, shards.HEAD, 0)
-    finally:
-        os.close(file)
-    if size != expected:
-        raise ValueError(
-            f"{path} has {size:,} bytes, but must have {expected:,}: it is truncated or of another folder; "
-            f"{_remedy(place)}"
-        )
-    if head != place.head(kind):
-        said, due = (" ".join(text.decode(errors="replace").split()) for text in (head, place.head(kind)))
-        raise ValueError(
-            f"{path} begins with {said!r}, but must begin with {due!r}: it is another shard's, or of another "
-            f"tokenizer; {_remedy(place)}"
-        )
-
-
-def check_content(place: Place, header: Header, sample: np.random.Generator | None) -> None:
-    """Raise ValueError unless a shard has the checksums it was written with, and no token beyond the vocabulary."""
-    try:
-        text = place.path("json").read_bytes()
-        is_same = shards.digest(text) == header.shards[place.number].sums
-        found = shards.Finished.model_validate_json(text) if is_same else None
-    except FileNotFoundError:
-        raise ValueError(f"{place.path('json')} is missing; {_remedy(place)}") from None
-    if found is None:
-        raise ValueError(f"{place.path('json')} does not match header.json: it was modified; {_remedy(place)}")
-    if file := shards.damaged(place, found, sample):
-        raise ValueError(f"{place.folder / file} does not match its SHA-256: it was modified; {_remedy(place)}")
+    chosen = found if verify != "off" else []
+    if sample is not None and len(found) > SAMPLED:
+        chosen = [found[number] for number in sample.choice(len(found), SAMPLED, replace=False)]
+    with ThreadPoolExecutor(READERS) as pool:  # they wait for the disk, or compute checksums
+        list(pool.map(check_heads, (found[i::READERS] for i in range(READERS))))
+        list(pool.map(partial(check_content, sample=sample), *zip(*chosen, strict=True)))
+    return header, [Mapped(place, counts) for place, counts in found]
 
 
 def sides(folder: Path, config: Data) -> tuple[Header, ShardWindows, ShardWindows]:

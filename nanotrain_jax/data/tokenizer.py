@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
-from nanotrain_jax.config.values import with_message
+from nanotrain_jax.config.values import is_remote, with_message
+from nanotrain_jax.data import stored
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # usual names of the end-of-document token, by preference
 TOKENIZER = "tokenizer.json"
 NAMES_END = "tokenizer_config.json"  # eos_token: a string, or an object with it as `content`
 NAMES_IDS = "generation_config.json", "config.json"  # eos_token_id: a number or a list
 CHAT_TEMPLATE = "chat_template.jinja"  # of newer folders; older ones have it in tokenizer_config.json
+FILES = TOKENIZER, NAMES_END, *NAMES_IDS, CHAT_TEMPLATE
 
 
 class Tokenizer(NamedTuple):
@@ -57,7 +59,8 @@ class Encoded(NamedTuple):
 
 
 def load(path: str, end_token: str | None = None, key: str = "data.tokenizer", others: str = "bytes") -> Tokenizer:
-    """Load a tokenizer: `bytes`, a tokenizer.json or a folder with one. Raises ValueError or OSError that name the key.
+    """Load a tokenizer: `bytes`, a tokenizer.json, a folder with one, or a token folder in a store. Raises ValueError
+    or OSError that name the key.
 
     end_token: ends documents instead of the one that the files name. others: values the key accepts besides a path, for
     messages.
@@ -68,6 +71,10 @@ def load(path: str, end_token: str | None = None, key: str = "data.tokenizer", o
                 f"the end token {end_token!r} is not one of bytes, where id 256 ends a document; remove it"
             )
         return of_bytes()
+    if is_remote(path):
+        paths = [stored.folder_at(path) / name for name in FILES]
+        files = {path.name: stored.content(path).decode() for path in paths if stored.exists(path)}
+        return of_files(files, path, end_token)
     remedy = f"give {others}, or the path of a tokenizer.json or of its folder (as in Hugging Face model repositories)"
     file = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
     try:
@@ -76,7 +83,7 @@ def load(path: str, end_token: str | None = None, key: str = "data.tokenizer", o
         raise with_message(error, f"{key}={path!r} cannot be read ({error.strerror}); {remedy}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{key}={path!r} is not a tokenizer.json (not UTF-8); {remedy}") from None
-    for name in (NAMES_END, *NAMES_IDS, CHAT_TEMPLATE):
+    for name in FILES[1:]:
         if (file.parent / name).is_file():
             files[name] = (file.parent / name).read_text(encoding="utf-8", errors="replace")
     return of_files(files, str(file), end_token)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
+
 import numpy as np
 
 from nanotrain_jax.data.corpus import Corpus
@@ -14,7 +17,7 @@ class Windows:
     """
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, seq_len: int):
-        self.tokens, self.seq_len = corpus.tokens, seq_len
+        self.corpus, self.documents, self.tokens, self.seq_len = corpus, documents, corpus.tokens, seq_len
         self.starts = np.concatenate([[0], corpus.ends[:-1]])[documents]
         self.ends = np.cumsum(corpus.ends[documents] - self.starts)  # in the concatenation of these documents
         self.total = int(self.ends[-1]) if len(self.ends) else 0
@@ -24,6 +27,45 @@ class Windows:
 
     def __getitem__(self, i: int) -> np.ndarray:
         return self.slice(int(i) * self.seq_len, self.seq_len + 1)
+
+    @property
+    def count(self) -> int:
+        """Documents."""
+        return len(self.documents)
+
+    @property
+    def chosen(self) -> str:
+        """Identify which documents of the source these are."""
+        return hashlib.sha256(self.documents.tobytes()).hexdigest()
+
+    def texts(self) -> Iterator[np.ndarray]:
+        """Yield the hashes of the documents, and of the texts of which they are pieces."""
+        yield self.corpus.keys[self.documents]
+        yield self.corpus.wholes[self.documents]
+
+    def without(self, held: np.ndarray, name: str) -> Windows:
+        """Return the sequences without documents whose hash, or that of the text of which they are pieces, is in held.
+        Raises ValueError, with the name of the source, if they are fixed."""
+        keys, wholes = self.texts()
+        return Windows(self.corpus, self.documents[~(np.isin(keys, held) | np.isin(wholes, held))], self.seq_len)
+
+    @property
+    def readers(self) -> int:
+        """Threads to read rows with."""
+        return 1
+
+    @property
+    def stretches(self) -> int:
+        """Into how many stretches the documents are divided."""
+        return 1
+
+    def sizes(self, stretch: int) -> np.ndarray:
+        """Return the tokens of each document of a stretch."""
+        return np.diff(self.ends, prepend=0)
+
+    def span(self, stretch: int, document: int) -> tuple[int, int]:
+        """Return from where to where in the concatenation a document of a stretch is."""
+        return int(self.ends[document - 1]) if document else 0, int(self.ends[document])
 
     def document_starts(self, i: int) -> np.ndarray:
         """Return for each token of sequence i the position in it of its document's first token, int32 [seq_len + 1].

@@ -22,6 +22,7 @@ from nanotrain_jax.data.shards import BLOCK, DOCUMENTS, TOKENS, Counts, Finished
 TOKENS_PER_DOCUMENT = 1000
 MOST = 1_000_000  # documents of a shard: about 4 GiB of text
 ROW = 1024
+ROWS = {"across": {}, "apart": {"attend_across_documents": False}, "best fit": {"pack": "best_fit"}}
 
 
 def per_shard(documents: int) -> int:
@@ -87,8 +88,8 @@ def memory(name: str) -> float:
     return int(lines[name].split()[0]) / 1000
 
 
-def measure(folder: str, across: bool) -> None:
-    """Print what opening a folder takes, as JSON."""
+def measure(folder: str, rows: str) -> None:
+    """Print what opening a folder takes, as JSON. rows: one of ROWS."""
     import jax
 
     from nanotrain_jax.config import load as request
@@ -96,10 +97,10 @@ def measure(folder: str, across: bool) -> None:
 
     mesh = jax.sharding.Mesh(jax.devices()[:1], ["data"])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    names = ["inputs", "targets"] + ["starts"] * (not across)
+    names = ["inputs", "targets"] + ["starts"] * (rows != "across")
     shapes = {name: jax.ShapeDtypeStruct((32, ROW), np.int32, sharding=sharding) for name in names}
     jax.block_until_ready(jax.device_put(np.zeros((32, ROW), np.int32), sharding))
-    keys = {"source": f"tokens:{folder}", "seq_len": ROW, "attend_across_documents": across}
+    keys = {"source": f"tokens:{folder}", "seq_len": ROW} | ROWS[rows]
     config = request.parse({"data": keys}).data
     before, started = memory("VmRSS"), time.perf_counter()
     dataset = batches.load(config)
@@ -117,16 +118,16 @@ def main() -> None:
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.measure:
-        measure(str(asked.dir), asked.measure == "across")
+        measure(str(asked.dir), asked.measure)
         return
-    print("| documents | shards | documents kept apart | s to open | MB beyond JAX | s to the first batch | MB then |")
+    print("| documents | shards | rows | s to open | MB beyond JAX | s to the first batch | MB then |")
     print("|---|---|---|---|---|---|---|")
     for documents in asked.documents:
         write(asked.dir, documents)
-        for across in "across", "apart":
-            command = [sys.executable, __file__, "--dir", str(asked.dir), "--measure", across]
+        for rows in ROWS:
+            command = [sys.executable, __file__, "--dir", str(asked.dir), "--measure", rows]
             told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            cells = [f"{documents:,}", f"{documents // per_shard(documents):,}", "no" if across == "across" else "yes"]
+            cells = [f"{documents:,}", f"{documents // per_shard(documents):,}", rows]
             cells += [f"{told['open']:.2f}", f"{told['memory']:.0f}", f"{told['first']:.2f}", f"{told['after']:.0f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
     shutil.rmtree(asked.dir)

@@ -198,6 +198,7 @@ def test_a_failed_write_leaves_the_previous_checkpoint_valid(config_file, tmp_pa
     assert saved_state(run)[0] == 20
 
 
+@pytest.mark.long
 def test_a_full_disk_is_reported_in_one_line_and_keeps_the_previous_checkpoint(
     config_file, tmp_path, capsys, monkeypatch
 ):

@@ -170,6 +170,7 @@ def test_residuals_of_differences_keep_their_mean(tmp_path):
     jax.tree.map(is_mean, state.feedback.residual, found.feedback.residual)
 
 
+@pytest.mark.long
 def test_the_same_layout_and_stages_restore_bitwise(tmp_path):
     parallel = {"replica": 2, "pipe": 2, "data": 2, "sync_every": 5, "microbatches": 2, "zero": 3}
     step = built(parallel | {"schedule": "interleaved", "chunks": 2}, model={"num_layers": 4})

@@ -16,7 +16,7 @@ from nanotrain_jax import train
 from nanotrain_jax.config import load as request
 from nanotrain_jax.config.training_stages import of_run, of_span, spans
 from nanotrain_jax.data import batches as data
-from nanotrain_jax.data.packing import best_fit
+from nanotrain_jax.data.packing import in_rows
 from nanotrain_jax.parallel import mesh as meshes
 
 T = 64
@@ -49,7 +49,7 @@ def test_a_row_has_whole_examples_each_to_itself(tmp_path, tokenizer):
     rows = [parts(dataset.train[i]) for i in range(len(dataset.train))]
     padding = [row.pop() for row in rows[1:] if not row[-1][0].any()]
     assert all((targets < 0).all() for _, targets in padding)
-    assert [[len(tokens) for tokens, _ in row] for row in rows] == [[64], [60, 4], [30, 34], [10, 20, 4, 17]]
+    assert [[len(tokens) for tokens, _ in row] for row in rows] == [[64], [34, 30], [60, 4], [20, 17, 10, 4]]
     found = sorted((example for row in rows for example in row), key=lambda example: example[0][0])
     for (tokens, targets), (inputs, learned) in zip(found, expected, strict=True):
         np.testing.assert_array_equal(tokens, inputs)
@@ -62,7 +62,7 @@ def test_a_row_has_whole_examples_each_to_itself(tmp_path, tokenizer):
 @settings(deadline=None, derandomize=True, max_examples=60, database=None)
 @given(st.lists(st.integers(1, 40), max_size=60))
 def test_best_fit_puts_each_item_in_the_fullest_row_that_has_room(sizes):
-    members, ends = best_fit(np.array(sizes, np.int64), 40)
+    members, ends = in_rows(np.array(sizes, np.int64), 40)
     assert sorted(members.tolist()) == list(range(len(sizes)))
     rows = np.split(members, ends[:-1]) if len(ends) else []
     filled = []  # plainly, O(n^2)
@@ -78,7 +78,7 @@ def test_best_fit_puts_each_item_in_the_fullest_row_that_has_room(sizes):
 
 def test_a_hundred_thousand_examples_fill_their_rows():
     sizes = np.random.default_rng(0).integers(1, 2049, 100_000)
-    _, ends = best_fit(sizes, 2048)
+    _, ends = in_rows(sizes, 2048)
     assert len(ends) <= 1.01 * sizes.sum() / 2048
 
 

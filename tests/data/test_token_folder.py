@@ -3,12 +3,14 @@
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import time
 
+import first_format
 import numpy as np
 import pytest
-from conftest import cover
+from conftest import cover, exit_code
 
 from nanotrain_jax import prepare
 from nanotrain_jax.config import load as request
@@ -149,6 +151,25 @@ def test_a_preparation_goes_on_where_it_stopped(folder, files, tmp_path, small_s
     assert content(tmp_path / "again") == expected
 
 
+@pytest.mark.parametrize("room", [4000, -1])
+def test_on_a_full_disk_it_is_one_line_and_what_is_finished_stays(room, files, tmp_path, small_shards, capsys):
+    assert run(files[0], "--out", tmp_path / "whole") == 0
+    arguments = files[0], "--out", tmp_path / "full"
+    most = max(path.stat().st_size for path in (tmp_path / "whole").glob("*.tokens"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room % most, before[1]))  # no file can be larger: a write fails
+    try:
+        assert run(*arguments) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1
+    assert not list(tmp_path.glob("full/*.partial"))
+    assert run(*arguments) == 0
+    assert ("shards that were finished before" in capsys.readouterr().out) == (room < 0)
+    assert content(tmp_path / "full") == content(tmp_path / "whole")
+
+
 def test_two_writers_of_a_folder(files, tmp_path, small_shards, capsys):
     from nanotrain_jax.data import preparation
 
@@ -222,6 +243,45 @@ def test_checksums_are_verified_whole_sampled_or_not(folder, monkeypatch):
         except ValueError as error:
             found.append(error)
     assert 0 < len(found) < 40  # another shard at every start
+
+
+def test_verify_reads_all_and_tells_a_line_for_each_bad_shard(folder, capsys):
+    assert prepare.main(["--verify", str(folder)]) == 0
+    assert "shards are as they were written" in capsys.readouterr().out
+    for name in "00003.tokens", "00005.documents":
+        flip(folder / name, -1)
+    (folder / "00007.json").unlink()
+    os.truncate(folder / "00009.tokens", 5000)
+    assert prepare.main(["--verify", str(folder)]) == 1
+    told = capsys.readouterr()
+    for line, message in zip(
+        told.err.splitlines(),
+        (
+            "00003.tokens does not match its SHA-256",
+            "00005.documents does not match its SHA-256",
+            "00007.json is missing",
+            "00009.tokens has 5,000 bytes",
+        ),
+        strict=True,
+    ):
+        assert message in line
+    assert ": 4 of " in told.out
+
+
+def test_verify_refuses_what_is_no_folder_and_finds_another_tokenizer(files, tmp_path, small_shards, capsys):
+    assert run(*files, "--out", tmp_path / "bpe", "--tokenizer", "train-bpe:300") == 0
+    assert prepare.main(["--verify", str(tmp_path / "bpe")]) == 0
+    text = (tmp_path / "bpe" / "tokenizer.json").read_text()
+    (tmp_path / "bpe" / "tokenizer.json").write_text(text + " ")
+    assert prepare.main(["--verify", str(tmp_path / "bpe")]) == 1
+    assert "tokenizer.json is not the tokenizer of the shards" in capsys.readouterr().err
+    first_format.write(tmp_path / "first", [text.encode() for text in SECOND], of_bytes())
+    assert prepare.main(["--verify", str(tmp_path / "first")]) == 0
+    flip(tmp_path / "first" / "tokens.bin", 9)
+    capsys.readouterr()
+    for wrong in ["--verify", str(tmp_path / "first")], ["--verify", str(tmp_path)], ["--verify", "x", "a.txt"]:
+        assert exit_code(prepare.main, wrong) == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_opening_maps_nothing_and_a_row_its_shard(folder):

@@ -199,6 +199,7 @@ def test_the_moments_of_any_optimizer_have_zero_specs(optimizer):
     assert any(x.shape == (256, 128) for x in jax.tree.leaves(state)) or optimizer is OPTIMIZERS["factored"]
 
 
+@pytest.mark.long
 def test_gradients_of_replicated_parameters_are_summed_inside_shard_map():
     """As the docstring of `column` says: summing again would multiply each device's part by the size of data."""
     x, w = jnp.arange(32.0).reshape(8, 1, 4), jnp.ones((4, 6))

@@ -70,7 +70,9 @@ def test_a_run_writes_its_layout_and_a_resume_keeps_it_until_the_devices_change(
 @pytest.mark.parametrize(
     ("overrides", "kind", "message"),
     [
-        (["model.num_layers=320"], H100, "no layout of 8 x h100 fits: .* would fit with"),
+        pytest.param(
+            *(["model.num_layers=320"], H100, "no layout of 8 x h100 fits: .* would fit with"), marks=pytest.mark.long
+        ),
         ([], SimpleNamespace(device_kind="NVIDIA L40S", platform="gpu"), "does not know NVIDIA L40S; give the sizes"),
         (["model.factory=a.b:c"], H100, "the planner supports only the built-in models"),
         (["parallel.zero=3", "parallel.prefetch=true"], H100, "parallel.prefetch is not searched"),

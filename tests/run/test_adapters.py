@@ -161,6 +161,7 @@ def test_a_run_resumes_adapters_with_their_base_on_any_layout(layout, words, tmp
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *same_up_to_rounding)
 
 
+@pytest.mark.long
 def test_the_weights_of_a_run_are_adapted_and_commands_read_base_and_adapters(words, tmp_path, capsys):
     model = model_of(tmp_path)
     base = tmp_path / "base"

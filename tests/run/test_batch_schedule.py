@@ -110,6 +110,7 @@ def sizes(found, seq_len):
     return [(b - a) // seq_len for a, b in pairwise(tokens)]
 
 
+@pytest.mark.long
 def test_the_batch_doubles_at_each_check_with_a_noise_scale_above_it(config_file, tmp_path):
     run(config_file, tmp_path / "run", *GROWTH, "train.steps=6")  # a check, before it decides
     run(config_file, tmp_path / "run", *GROWTH)

@@ -119,6 +119,7 @@ def with_adapters(tmp_path):
     return str(path)
 
 
+@pytest.mark.long
 def test_adapters_learn_from_pairs_beside_their_frozen_reference(with_adapters, tmp_path):
     assert main(with_adapters, tmp_path / "whole") == 0
     log = records(tmp_path / "whole")

@@ -34,6 +34,7 @@ def resumes(capsys, *arguments):
     return capsys.readouterr().out.split("compiled in")[0]
 
 
+@pytest.mark.long
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
 def test_the_weights_of_a_run_are_loaded_as_host_arrays_without_a_mesh(config_file, tmp_path):
     split = "parallel.tensor=2", "parallel.zero=3", "parallel.persist_below=64", "train.steps=10", "train.eval_every=0"

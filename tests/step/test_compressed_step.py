@@ -61,7 +61,7 @@ def updated(layout, steps_taken=2):
     return step.in_layer_order(state)
 
 
-@pytest.mark.parametrize("layout", cover(LOW_RANK[1:2], LOW_RANK[::2], str))
+@pytest.mark.parametrize("layout", cover([], LOW_RANK, str))
 def test_low_rank_sums_are_the_same_in_every_layout(layout, low_rank_updates):
     moves_the_bytes_of_the_papers(layout.tree())
     found = updated(layout)
@@ -103,7 +103,7 @@ def test_a_step_moves_the_bytes_of_the_closed_form(layout):
     moves_the_bytes_of_the_papers(layout.tree())
 
 
-@pytest.mark.parametrize("layout", cover(FEW[:1], [small("replica 2 data 2", zero=1, compress="powersgd:1")], str))
+@pytest.mark.parametrize("layout", cover([], [FEW[0], small("replica 2 data 2", zero=1, compress="powersgd:1")], str))
 def test_a_step_moves_its_bytes_and_one_not_finite_on_one_replica_keeps_weights_and_feedback(layout):
     moves_the_bytes_of_the_papers(layout.tree())
     step = built(layout.tree())

@@ -37,7 +37,7 @@ LAYOUTS = {
     ),
     "offload": apart("data 2 context 2 tensor 2", "llama", "selective", zero=3, microbatches=2, memory=PARAMS),
 }
-FIRST = ("stages with ring",)
+FIRST = ("ring",)
 
 
 @pytest.mark.parametrize("name", cover(FIRST, sorted(LAYOUTS.keys() - {*FIRST})))

@@ -177,6 +177,7 @@ def test_one_step_with_outer_lr_1_and_no_momentum_averages_the_weights():
     chex.assert_trees_all_close(jax.tree.map(lambda x: x.mean(-1), weights), averaged, **STATE)
 
 
+@pytest.mark.long
 def test_gradients_that_are_not_finite_on_one_replica_skip_its_step_only():
     config, mesh = resolved(tree(split("replica 2 data 2", every=5, zero=2)))
     step = steps.build(config, mesh)

@@ -132,6 +132,7 @@ def test_new_adapters_change_no_bit(family):
     assert float(adapted.evaluate(weights, batch)[0]) == float(plain.evaluate(base, batch)[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", cover([case("data 2 tensor 2")], [case("data 2")], str))
 def test_adapters_multiply_in_their_dtype_beside_a_base_in_8_bits(layout):
     """Rank 2, which no 8-bit matmul takes; their gradients differ by what rounding does to the base's matmuls."""

@@ -158,7 +158,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("layout", cover(CASES, MORE, str))
+@pytest.mark.parametrize("layout", cover(CASES[:1], CASES[1:] + MORE, str))
 def test_updates_equal_those_of_optax_and_costs_the_closed_forms(layout, optax_muon):
     equals_optax(tree_of(layout), optax_muon)
     costs_what_the_closed_forms_say(tree_of(layout))

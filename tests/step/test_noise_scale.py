@@ -84,7 +84,7 @@ def squared_norm(params, rows):
     return sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradients(params, rows)["layers"]) if g.ndim > 2)
 
 
-@pytest.mark.parametrize("layout", cover(LAYOUTS, MORE, str))
+@pytest.mark.parametrize("layout", cover(LAYOUTS[1:], LAYOUTS[:1] + MORE, str))
 def test_every_layout_measures_the_same(layout, expected):
     noise, metric = averages(layout)
     np.testing.assert_allclose(noise.relative_trace, expected.relative_trace, rtol=1e-5)

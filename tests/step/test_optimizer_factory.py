@@ -84,6 +84,7 @@ def test_an_optax_optimizer_is_the_same_in_every_layout(layout_and_memory, by_ad
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **STATE), found, padded(expected, found))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factory", cover(["plain_sgd"], ["lion"]))
 def test_a_run_resumes_and_its_learning_rate_follows_the_schedule(factory, config_file, tmp_path):
     name, logs = f"optimizer.factory=test_optimizer_factory:{factory}", f"logging.dir={tmp_path}/run"

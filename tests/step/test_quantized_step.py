@@ -60,7 +60,7 @@ def tree(case, kind, **precision):
     return case.tree(parallel=parallel, precision={"compute": "float32", "grad_reduce": kind} | precision)
 
 
-@pytest.mark.parametrize("case", cover(COVER[::3], [*COVER[1:3], *MORE]))
+@pytest.mark.parametrize("case", cover(COVER[:1], COVER[1:] + MORE))
 def test_gradients_are_near_the_oracle_and_move_the_bytes_of_the_closed_form(case, expected):
     case, kind = case
     step = built(tree(case, kind))

@@ -139,6 +139,7 @@ def test_evaluation_is_the_oracles_mean_over_valid_targets(case):
     close(loss / 320, oracle.loss(decoder.init(config.model, config.train.seed), tokens[:20]), **LOSS)
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_parameters_on_every_mesh():
     trees = []
     for data, tensor in (1, 1), (8, 1), (2, 4):

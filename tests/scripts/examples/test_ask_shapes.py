@@ -36,6 +36,7 @@ def test_kinds_of_questions_add_up_to_all(tmp_path, capsys):
         assert found[last][2] == pytest.approx(mean, abs=0.1)
 
 
+@pytest.mark.long
 def test_rows_that_fill_the_last_batch_do_not_count():
     """Targets are right where the model's most likely token is asked for; 5 rows are not a multiple of the batch."""
     vision = {"image_size": 48, "patch_size": 16, "scales": [3, 1], "num_layers": 1, "width": 32, "num_heads": 4}

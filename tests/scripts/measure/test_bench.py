@@ -11,6 +11,7 @@ from conftest import ROOT, small
 SCRIPT = ROOT / "scripts" / "measure" / "bench.py"
 
 
+@pytest.mark.long
 def test_the_benchmark_prints_a_table_and_one_json_line(tmp_path):
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(small(runtime={"simulate": 2})))
     command = [

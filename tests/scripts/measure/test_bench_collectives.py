@@ -12,6 +12,7 @@ from nanotrain_jax.parallel.gradients import all_reduce
 SCRIPT = ROOT / "scripts" / "measure" / "bench_collectives.py"
 
 
+@pytest.mark.long
 def test_the_benchmark_prints_a_table_and_one_json_line_and_draws(tmp_path):
     picture = tmp_path / "bandwidths.png"
     command = [sys.executable, SCRIPT, "--simulate", "4", "--sizes", "1K,4K", "--rounds", "1", "--picture", picture]
