@@ -152,7 +152,7 @@ def watched(config: Config, clock: PhaseClock) -> AbstractContextManager[watchdo
     """Return the watchdog of this process, as a context manager: until a run has logs it reports on stderr."""
     process, folder = process_of(config), Path(config.logging.dir) / PROCESSES
     member = watchdog.Member(folder, process.index or 0, process.count, ranks.launcher_pid())
-    return watchdog.watching(member, config.runtime.hang_timeout, print, sys.__stderr__, clock)
+    return watchdog.watching(member, config.runtime.hang_timeout, print, shell.stderr(), clock)
 
 
 def prepare(config: Config, watch: watchdog.Watchdog | None = None) -> Run:

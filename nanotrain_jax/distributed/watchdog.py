@@ -159,7 +159,7 @@ class Watchdog:
                 )
 
     def _end(self, text: str) -> None:
-        for stream in self.log, sys.stderr:
+        for stream in dict.fromkeys((self.log, sys.stderr)):  # before the run has a log they are the same
             with suppress(OSError, ValueError):
                 stream.write(text + "\n")
                 stream.flush()

@@ -102,3 +102,12 @@ def announce(arguments: Sequence[str], to: TextIO | None = None, env: Mapping[st
     ranks += [text.removeprefix(PROCESS) for text in arguments if text.startswith(PROCESS)]
     if set(ranks) <= {"0"} and not set(HELP) & set(arguments):
         print("loading JAX ...", file=to or sys.stdout, flush=True)
+
+
+def stderr() -> TextIO:
+    """Return the standard error stream as a file of the system; another stream may stand in for it."""
+    try:
+        sys.stderr.fileno()
+    except (OSError, ValueError):
+        return sys.__stderr__
+    return sys.stderr
