@@ -50,7 +50,7 @@ def with_room(chosen_TE, devices, places):
 
 
 @pytest.mark.parametrize("skew", SKEWS)
-@pytest.mark.parametrize("case", cover([(4, 1.25), (2, 2.0)], [(2, 1.0), (4, 1.0), (8, 1.25), (8, 8.0)]))
+@pytest.mark.parametrize("case", cover([(4, 1.25)], [(2, 1.0), (2, 2.0), (4, 1.0), (8, 1.25), (8, 8.0)]))
 def test_it_equals_every_expert_masked(case, skew):
     devices, capacity = case
     x, w, g = random(devices * T, D), random(E, D, F), random(devices * T, F)
