@@ -22,7 +22,7 @@ from nanotrain_jax.data.shards import BLOCK, DOCUMENTS, TOKENS, Counts, Finished
 TOKENS_PER_DOCUMENT = 1000
 MOST = 1_000_000  # documents of a shard: about 4 GiB of text
 ROW = 1024
-ROWS = {"across": {}, "apart": {"attend_across_documents": False}, "best fit": {"pack": "best_fit"}}
+ROWS = {"plain": {}, "documents apart": {"attend_across_documents": False}, "best fit": {"pack": "best_fit"}}
 
 
 def per_shard(documents: int) -> int:
@@ -97,7 +97,7 @@ def measure(folder: str, rows: str) -> None:
 
     mesh = jax.sharding.Mesh(jax.devices()[:1], ["data"])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    names = ["inputs", "targets"] + ["starts"] * (rows != "across")
+    names = ["inputs", "targets"] + ["starts"] * (rows != "plain")
     shapes = {name: jax.ShapeDtypeStruct((32, ROW), np.int32, sharding=sharding) for name in names}
     jax.block_until_ready(jax.device_put(np.zeros((32, ROW), np.int32), sharding))
     keys = {"source": f"tokens:{folder}", "seq_len": ROW} | ROWS[rows]

@@ -2,10 +2,10 @@
 
     python scripts/measure/read_rows.py [--seq-len 1024 8192] [--megatokens 200] [--rounds 5] [--dir runs/read_rows]
 
-Rows come in batches of 32 as training reads them: shuffled, by grain, on one device. Documents are random tokens with
-lengths as of web text: log-normal, 500 tokens in the median, 1,300 in the mean. GPUs take 64 rows of 1,024 tokens a
-second (Llama-3-8B on the 8 H100s of a host) to 1,500 (GPT-2 124M). `input wait` is then at most the share of its time
-that a process needs to read them.
+Rows come in batches of 128 as training reads them: shuffled, by grain, on one device. Documents are random tokens with
+lengths as of web text: log-normal, 500 tokens in the median, 1,300 in the mean. Input wait is the share of time that
+a loop waits for batches when it takes them at the pace of GPUs: 64 rows of 1,024 tokens a second (Llama-3-8B on the 8
+H100s of a host) and 1,500 (GPT-2 124M). A process of one GPU reads an eighth of that.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from nanotrain_jax.data import batches, shards, token_folder
 from nanotrain_jax.data.shards import Document, Place
 
 VOCAB = 50_257
-BATCH = 32
+BATCH = 128
 PER_SHARD = 10_000_000  # tokens
-NEEDED = {"Llama-3-8B, 8 H100s": 64 * 1024, "GPT-2 124M, 8 H100s": 1500 * 1024}  # tokens per second of a host
+PACES = {"Llama-3-8B": 64 * 1024, "GPT-2 124M": 1500 * 1024}  # tokens per second of 8 H100s
 LAYOUTS = {
     "plain": {},
     "documents apart": {"attend_across_documents": False},
@@ -67,28 +67,39 @@ def write(folder: Path, tokens: int) -> None:
     token_folder.write_header(folder, header)
 
 
-def rates(folder: Path, layout: str, seq_len: int, rounds: int, rows: int) -> tuple[float, list[float]]:
-    """Return the seconds to open a folder, and the rows per second of each round."""
+def opened(folder: Path, layout: str, seq_len: int) -> Iterator[dict[str, jax.Array]]:
+    """Open a folder and return its batches."""
     source = f"tokens:{folder}"
     if layout == "mixture of two":
         source = [{"name": name, "source": source, "weight": weight} for name, weight in (("a", 0.7), ("b", 0.3))]
     keys = {"source": source, "seq_len": seq_len, "batch_size": BATCH} | LAYOUTS[layout]
     config = request.parse({"data": keys}).data
-    started = time.perf_counter()
-    dataset = batches.load(config)
-    opened = time.perf_counter() - started
     mesh = jax.sharding.Mesh(jax.devices()[:1], ["data"])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     names = ["inputs", "targets"] + ["starts"] * (not config.attend_across_documents)
     shapes = {name: jax.ShapeDtypeStruct((BATCH, seq_len), np.int32, sharding=sharding) for name in names}
-    found, reader = [], batches.batches(dataset.train, shapes, seed=0)
-    next(reader)
-    for _ in range(rounds):
+    return batches.batches(batches.load(config).train, shapes, seed=0)
+
+
+def rate(reader: Iterator, count: int) -> float:
+    """Return the rows per second of so many batches."""
+    started = time.perf_counter()
+    for batch in islice(reader, count):
+        jax.block_until_ready(batch)
+    return count * BATCH / (time.perf_counter() - started)
+
+
+def input_wait(reader: Iterator, rows_per_second: float, seconds: float) -> float:
+    """Return the share of some seconds that a loop waits for batches, which it takes at a pace."""
+    waited, period = 0.0, BATCH / rows_per_second
+    count = max(round(seconds / period), 3)
+    for _ in range(count):
         started = time.perf_counter()
-        for batch in islice(reader, rows // BATCH):
-            jax.block_until_ready(batch)
-        found.append(rows // BATCH * BATCH / (time.perf_counter() - started))
-    return opened, found
+        jax.block_until_ready(next(reader))
+        taken = time.perf_counter() - started
+        waited += taken
+        time.sleep(max(period - taken, 0))
+    return waited / (count * period)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -100,19 +111,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rows", type=at_least(BATCH), default=4096, help="of 1,024 tokens in a round (default: 4,096)"
     )
+    parser.add_argument("--seconds", type=at_least(0.1, float), default=10.0, help="at a pace (default: 10)")
     parser.add_argument("--dir", type=folder_argument, default=Path("runs/read_rows"), help="folder to write to")
     options = parser.parse_args(argv)
     write(options.dir, int(options.megatokens * 1e6))
-    print(f"| rows | tokens | s to open | rows/s | {' | '.join(f'share of a process: {name}' for name in NEEDED)} |")
-    print("|---" * (4 + len(NEEDED)) + "|")
+    print(f"| rows | tokens | s to the first batch | rows/s | {' | '.join(f'input wait, {name}' for name in PACES)} |")
+    print("|---" * (4 + len(PACES)) + "|")
     for seq_len in map(int, options.seq_len):
         for layout in LAYOUTS:
-            rows = max(int(options.rows) * 1024 // seq_len, BATCH)
-            opened, found = rates(options.dir, layout, seq_len, int(options.rounds), rows)
-            shares = (f"{needed / seq_len / median(found):.2%}" for needed in NEEDED.values())
-            print(
-                f"| {layout} | {seq_len:,} | {opened:.2f} | {median(found):,.0f} | {' | '.join(shares)} |", flush=True
-            )
+            started = time.perf_counter()
+            reader = opened(options.dir, layout, seq_len)
+            next(reader)
+            first, count = time.perf_counter() - started, max(int(options.rows) * 1024 // seq_len // BATCH, 1)
+            rows = median(rate(reader, count) for _ in range(int(options.rounds)))
+            waits = (f"{input_wait(reader, pace / seq_len, options.seconds):.2%}" for pace in PACES.values())
+            print(f"| {layout} | {seq_len:,} | {first:.2f} | {rows:,.0f} | {' | '.join(waits)} |", flush=True)
     shutil.rmtree(options.dir)
 
 
