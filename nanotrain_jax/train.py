@@ -26,7 +26,7 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +36,6 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from nanotrain_jax.checkpoint import lock
-from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.config import training_stages
 from nanotrain_jax.config.load import Parser, at_least, describe, refuse
 from nanotrain_jax.config.mixture import Part
@@ -54,13 +53,14 @@ from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import auto
-from nanotrain_jax.run import adapters, capacity, model_config, reference, resume, shell, show_data, sinks
+from nanotrain_jax.run import capacity, model_config, shell, show_data, sinks
 from nanotrain_jax.run.divergence import Diverged
 from nanotrain_jax.run.folders import new_folder
-from nanotrain_jax.run.loop import Run, train
+from nanotrain_jax.run.loop import train
+from nanotrain_jax.run.metrics import PROCESSES
+from nanotrain_jax.run.origin import Plan, Run, opened
 from nanotrain_jax.run.phases import Phase
 from nanotrain_jax.step import build as steps
-from nanotrain_jax.step.state import State
 
 Datasets = dict[str | tuple[Part, ...], batches.Dataset]  # those loaded so far, by data.source
 
@@ -85,12 +85,12 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key of the config")
     arguments = parser.parse_intermixed_args(argv)
-    with stop_signals() as stopped:
+    with stop_signals() as stopped, ExitStack() as stack:
         try:
             config = model_config.load(arguments.config, arguments.overrides)
             if arguments.show_data:
                 return show_data.show(config, arguments.show_data, Console(highlight=False, soft_wrap=True))
-            run = prepare(config, clock)
+            run = prepare(config, stack.enter_context(watched(config, clock)))
         except (ValueError, OSError) as error:
             return refuse_unless_transient(error)
         try:
@@ -143,44 +143,50 @@ def stop_signals() -> Iterator[Callable[[int], bool]]:
             signal.signal(number, handler)
 
 
-def prepare(config: Config, clock: PhaseClock | None = None) -> Run:
+def process_of(config: Config) -> ranks.Process:
+    """Return the rank of this process. Raises ValueError."""
+    return ranks.detect({f"runtime.{k}": getattr(config.runtime, k) for k in ("coordinator", "processes", "process")})
+
+
+def watched(config: Config, clock: PhaseClock) -> AbstractContextManager[watchdog.Watchdog]:
+    """Return the watchdog of this process, as a context manager: until a run has logs it reports on stderr."""
+    process, folder = process_of(config), Path(config.logging.dir) / PROCESSES
+    member = watchdog.Member(folder, process.index or 0, process.count, ranks.launcher_pid())
+    return watchdog.watching(member, config.runtime.hang_timeout, print, sys.__stderr__, clock)
+
+
+def prepare(config: Config, watch: watchdog.Watchdog | None = None) -> Run:
     """Check the request before anything is written, then restore or initialize the state.
 
-    clock: records the phases. Raises ValueError or OSError.
+    watch: of this process, which learns the phase. Raises ValueError or OSError.
     """
-    runtime = config.runtime
-    process = ranks.detect({f"runtime.{k}": getattr(runtime, k) for k in ("coordinator", "processes", "process")})
+    runtime, process = config.runtime, process_of(config)
     gpus = [] if runtime.simulate else ranks.local_gpus(process)
-    clock = clock or PhaseClock()
-    clock.at("join")
-    processes.initialize(process, gpus, runtime.join_timeout)
-    clock.at("start")
+    at = watch.at if watch else unwatched
+    at("join", 0)
+    absent = None
+    if watch:
+        watch.join_timeout = runtime.join_timeout
+        absent = partial(watchdog.absent, watch.member, watch.interval)
+    processes.initialize(process, gpus, runtime.join_timeout, absent)
+    at("start", 0)
     notes = on_all_processes(lambda: configure(config, process.count))
     requested, of_layout = auto.with_layout(config)
     notes += of_layout
     mesh, phases = on_all_processes(lambda: build(requested))
     tasks = on_all_processes(lambda: tasks_of(phases[0], mesh))
     check_same_data(phases)
-    clock.at("restore")
-    checkpoints = restore.agree(config.checkpoint)
+    at("restore", 0)
     if process.count > 1:
         hosts = processes.all_gather_text(socket.gethostname())
         notes.append(f"{process.count} processes on {len(set(hosts))} hosts (from {process.source})")
         notes += [f"warning: {text}" for text in [meshes.cross_host_warning(mesh, hosts)] if text]
-    base = adapters.new_base(requested, checkpoints)
-    if checkpoints is None or base:
-        clock.at("start")
-        state, started = resume.adapt(base, phases) if base else start(requested, phases)
-        phases, told = reference.attach(phases, state)
-        notes += started + told
-        return Run(requested, phases, mesh, state, 0, notes, None, None, {}, 0, tasks=tasks, base=base, clock=clock)
-    resumed = resume.resume(checkpoints, requested, phases)
-    phases, told = reference.attach(resumed.phases, resumed.state, resumed)
-    notes += resumed.notes + told
-    origin = resumed.start, resumed.meta, resumed.damaged
-    read = resumed.meta.data.read
-    place = resumed.position, notes, *origin, resumed.tokens, read
-    return Run(requested, phases, mesh, resumed.state, *place, tasks, resumed.meta.base, clock)
+    run = opened(Plan(requested, phases, mesh, tasks))
+    return run._replace(notes=notes + run.notes, watch=watch)
+
+
+def unwatched(phase: str, number: int) -> None:
+    """Stand in for `Watchdog.at`."""
 
 
 def tasks_of(phase: Phase, mesh: Mesh) -> Tasks | None:
@@ -189,12 +195,6 @@ def tasks_of(phase: Phase, mesh: Mesh) -> Tasks | None:
     if not config.train.tasks:
         return None
     return Tasks(config, mesh, batches.tokenizer_of(config.data) if phase.dataset.tokenizer else None)
-
-
-def start(requested: Config, phases: list[Phase]) -> tuple[State, list[str]]:
-    """Return the state before the first step, and lines for the banner. Raises ValueError or OSError."""
-    folder = model_config.folder_of(requested.checkpoint.resume)
-    return resume.start_from(folder, phases) if folder else (phases[0].step.init(), [])
 
 
 def configure(config: Config, count: int) -> list[str]:
@@ -266,7 +266,7 @@ def with_steps(config: Config, datasets: Datasets) -> Config:
             f"train.epochs={epochs:g} with a mixture: its sources end at different steps; use train.steps, or "
             "data.exhausted=end"
         )
-    rows = len(opened(config, datasets).train)
+    rows = len(dataset_of(config, datasets).train)
     return config.replace("train", steps=math.ceil(round(epochs * rows / config.data.batch_size, 6)) or 1)
 
 
@@ -276,7 +276,7 @@ def ending(config: Config, datasets: Datasets) -> Config:
     if config.train.stages or config.train.epochs is not None:
         key = "stages" if config.train.stages else "epochs"
         raise ValueError(f"data.exhausted=end with train.{key}, which says how long the run is; leave one of them out")
-    train = opened(config, datasets).train
+    train = dataset_of(config, datasets).train
     rows, batch_size = train.rows_once if config.data.parts else len(train), config.data.batch_size
     if rows < batch_size:
         raise ValueError(
@@ -286,7 +286,7 @@ def ending(config: Config, datasets: Datasets) -> Config:
     return config.replace("train", steps=min(config.train.steps, rows // batch_size))
 
 
-def opened(config: Config, datasets: Datasets) -> batches.Dataset:
+def dataset_of(config: Config, datasets: Datasets) -> batches.Dataset:
     """Return the data of a stage. datasets: those loaded so far, by source. Raises ValueError or OSError."""
     source = config.data.source
     if source not in datasets:
@@ -298,7 +298,7 @@ def opened(config: Config, datasets: Datasets) -> batches.Dataset:
 
 def build_stage(config: Config, span: Span, mesh: Mesh, datasets: Datasets) -> list[Phase]:
     """Build the step of each phase of a stage, and load its data. datasets: those loaded so far, by source."""
-    source, dataset = config.data.origin, opened(config, datasets)
+    source, dataset = config.data.origin, dataset_of(config, datasets)
     config = resolve(config, mesh.shape, dataset.vocab_size)
     capacity.check(config, mesh)
     if config.train.save_hf:

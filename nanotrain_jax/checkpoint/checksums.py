@@ -40,6 +40,12 @@ def record(root: Path, parts: Sequence[str], to: Path, index: int = 0, count: in
     _write(to / f"{index}-of-{count}.json", sums(root, names))
 
 
+def wait_for_all(to: Path, count: int, seconds: float) -> None:
+    """Wait until all processes have written the checksums of their shares. Raises TimeoutError."""
+    for index in range(count):
+        _wait(to / f"{index}-of-{count}.json", f"process {index}", seconds)
+
+
 def recorded(to: Path) -> bool:
     """True if the checksums of all processes exist."""
     names = {file.name for file in to.glob("*.json")}
@@ -64,12 +70,12 @@ def damage(root: Path, to: Path, index: int = 0, count: int = 1) -> str:
     return next((f"{name} is damaged" for name, sum in actual.items() if sum != expected[name]), "")
 
 
-def _wait(path: Path) -> None:
-    """Wait until process 0 has written a file. Raises TimeoutError."""
-    deadline = time.monotonic() + LAG
+def _wait(path: Path, writer: str = "process 0", seconds: float = LAG) -> None:
+    """Wait until another process has written a file. Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{path}, which process 0 writes, did not appear within {LAG} s")
+            raise TimeoutError(f"{path}, which {writer} writes, did not appear within {seconds:g} s")
         time.sleep(0.1)
 
 

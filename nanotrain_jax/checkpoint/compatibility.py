@@ -63,7 +63,8 @@ class Meta(BaseModel):
 
     config: resolved, as plain data; tokens: consumed so far; batch_size: sequences of the last step (both None in
     checkpoints of older versions); nvme: digest of the NVMe files. weights_only: it holds no state of an optimizer.
-    base: of adapters (train.lora), which are then the only weights in it.
+    base: of adapters (train.lora), which are then the only weights in it. losses: those of the newest
+    steps; rollbacks: their number so far (both with train.rollback).
     """
 
     model_config = ConfigDict(strict=True)
@@ -75,6 +76,8 @@ class Meta(BaseModel):
     nvme: str | None = None
     weights_only: bool = False
     base: Base | None = None
+    losses: list[float] = Field(default_factory=list)
+    rollbacks: int = Field(default=0, ge=0)
 
     @field_validator("config")
     @classmethod

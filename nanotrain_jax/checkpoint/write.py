@@ -110,14 +110,19 @@ class _Writer:
                 _remove_leftovers(self.root)
 
     def _finish(self, step: int) -> None:
-        """Wait for a checkpoint, record its checksums and remove checkpoints beyond config.keep."""
-        root = self.root
+        """Wait for a checkpoint, record its checksums and, when all processes have, remove those beyond config.keep."""
+        root, sums = self.root, self.root / directory.SUMS / str(step)
         self.files.wait_until_finished()
-        share = jax.process_index(), jax.process_count()
-        checksums.record(root, directory.parts(step), root / directory.SUMS / str(step), *share)
-        for old in directory.finished(root)[self.config.keep :] if jax.process_index() == 0 else ():
+        checksums.record(root, directory.parts(step), sums, jax.process_index(), jax.process_count())
+        checksums.wait_for_all(sums, jax.process_count(), WRITE_TIMEOUT)
+        for old in self._superfluous() if jax.process_index() == 0 else ():
             (root / str(old)).rename(root / f"{old}{REMOVED}")  # a partly removed checkpoint must not look valid
             shutil.rmtree(root / f"{old}{REMOVED}", ignore_errors=True)
+
+    def _superfluous(self) -> list[int]:
+        """Return the steps of the checkpoints that are not to be kept."""
+        for_good = self.config.keep_every
+        return [step for step in directory.finished(self.root)[self.config.keep :] if not for_good or step % for_good]
 
     def _make_room(self, need: int) -> None:
         """Remove leftovers and check the free disk space. Raises OSError."""

@@ -47,6 +47,15 @@ class BatchGrowth(Section):
     every: Positive = key(..., "steps between checks")
 
 
+class Rollback(Section):
+    """The section train.rollback: what a loss spike is (run/rollback.py), and how often to go back from one."""
+
+    deviations: float = key(6.0, "a spike is a loss so many standard deviations above the mean of the window", gt=0)
+    window: int = key(128, "steps before it whose losses count; before there are as many none is one", ge=8, le=4096)
+    not_finite: Positive = key(3, "a spike are also so many losses in a row that are not finite")
+    most: Positive = key(3, "rollbacks of a run; after one more spike it stops with exit code 1")
+
+
 class Objective(Section):
     """The section train.objective: what is learned of data.source=pairs:GLOB (models/dpo.py)."""
 
@@ -97,6 +106,11 @@ class Train(Section):
     max_skipped: Count = key(
         20, "stop, with exit code 1, after so many skipped steps in a row: their gradients were not finite; 0: never"
     )
+    rollback: Rollback | None = key(
+        None,
+        "{deviations, window, not_finite, most}: after a loss spike go back to the newest checkpoint, and never read "
+        "the batches since again; null: go on",
+    )
     save_hf: bool = key(False, "write <logging.dir>/hf at the end: a model folder of Hugging Face in precision.compute")
     log_every: Count = key(1, "steps between log lines; evaluations and the last step are always logged; 0: only these")
 
@@ -144,7 +158,11 @@ class Checkpoint(Section):
 
     dir: Path | None = key(None, "checkpoint folder; null: <logging.dir>/checkpoints")
     every: Count = key(100, "steps between checkpoints; also saves at the end and on SIGTERM or Ctrl-C; 0: never")
+    minutes: float = key(0.0, "also save after so many minutes without a save; 0: only by steps", ge=0, le=1e6)
     keep: Positive = key(3, "number of checkpoints to keep (the newest)")
+    keep_every: Count = key(
+        0, "keep checkpoints of steps that are multiples of this for good, e.g. 10000; a multiple of every; 0: none"
+    )
     asynchronous: bool = Field(
         default=True, alias="async", description="write in the background while training continues"
     )
@@ -154,6 +172,20 @@ class Checkpoint(Section):
         "weights of a model folder of Hugging Face",
     )
     verify: bool = key(True, "verify checksums before loading; if damaged, fall back to the previous checkpoint")
+
+    @property
+    def is_on(self) -> bool:
+        """True if checkpoints are saved."""
+        return bool(self.every or self.minutes)
+
+    @model_validator(mode="after")
+    def _kept(self) -> Checkpoint:
+        if self.keep_every and (not self.every or self.keep_every % self.every):
+            raise ValueError(
+                f"checkpoint.keep_every={self.keep_every} is no multiple of checkpoint.every={self.every}: such steps "
+                "need not have a checkpoint; use a multiple"
+            )
+        return self
 
 
 class Logging(Section):

@@ -28,6 +28,7 @@ def check(config: Config) -> None:
     """Raise Misfit unless what is updated, and how, fits together."""
     check_frozen(config)
     check_saved_model(config)
+    check_rollback(config)
     check_objective(config)
     check_noise_scale(config)
     check_compression(config)
@@ -66,10 +67,28 @@ def check_saved_model(config: Config) -> None:
         return
     if not config.is_decoder:
         raise Misfit("train.save_hf=true with vision or model.factory: only the decoder has a format", "leave it out")
-    if not config.checkpoint.every:
+    if not config.checkpoint.is_on:
         raise Misfit(
             "train.save_hf=true with checkpoint.every=0: the model is written from the last checkpoint",
             "use checkpoint.every above 0",
+        )
+
+
+def check_rollback(config: Config) -> None:
+    """Raise Misfit unless a run can go back to a checkpoint, on with later data, on all processes (train.rollback)."""
+    if config.train.rollback is None:
+        return
+    if not config.checkpoint.is_on:
+        raise Misfit("train.rollback with checkpoint.every=0: it goes back to a checkpoint", "use checkpoint.every=100")
+    if config.parallel.sync_every:
+        raise Misfit(
+            f"train.rollback with parallel.sync_every={config.parallel.sync_every}: each replica has a loss of its own",
+            "leave one of them out",
+        )
+    if config.data.exhausted == "end":
+        raise Misfit(
+            "train.rollback with data.exhausted=end: batches that are skipped leave too few for all steps",
+            "use data.exhausted=repeat",
         )
 
 

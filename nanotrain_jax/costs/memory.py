@@ -35,7 +35,9 @@ from nanotrain_jax.costs.counts import (
     masks_attention,
     message_bytes,
     outline,
+    padded_rows,
     rows,
+    rows_per_token,
     stage_layers,
     tokens_per_device,
     zero_devices,
@@ -105,10 +107,9 @@ def moments(config: Config) -> dict[str, Parts]:
                 the gradient of the head takes the place of the logits
     layer       of one layer's backward: `working_set`; written out, also what the backward of a last LayerNorm keeps
     buffers     gathered and in flight: weights of the head or of a layer at stage 3, float32 gradients of a layer from
-                stage 2 (of experts less: `_expert_elements`), with stages a layer's gradients in 16 bit and (without W)
-                float32, three full activations under sequence parallelism, with gather attention keys and values of all
-                tokens and their float32 gradients, the largest stacked gradient in the dtype on the wire where it is
-                reduced once per step
+                stage 2 (`_expert_buffers`), with stages a layer's gradients in 16 bit and (without W) float32, three
+                full activations under sequence parallelism, with gather attention keys and values of all tokens and
+                their float32 gradients, the largest stacked gradient as on the wire where it is reduced once per step
     """
     m, p = config.model, config.parallel
     b, D = BYTES[config.precision.compute], m.d_model
@@ -174,8 +175,8 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
     p, b = config.parallel, BYTES[config.precision.compute]
     size = _transposed_bytes(config)
     if p.zero > 1 and zero_devices(config) > 1:
-        experts, shards = _expert_elements(config)
-        size += (4 + b * (p.zero == 3)) * (layer - experts) + (8 + b) / 3 * experts - 4 * shards
+        experts, of_experts = _expert_buffers(config)
+        size += (4 + b * (p.zero == 3)) * (layer - experts) + of_experts
     if p.tensor > 1 and p.sequence_parallel:
         size += 3 * b * tokens * config.model.d_model
     if p.context > 1 and p.context_attention == "gather":  # keys and values of all tokens, and their gradients
@@ -186,16 +187,28 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
     return size
 
 
-def _expert_elements(config: Config) -> tuple[float, float]:
-    """Return the elements of a layer's experts on a device, and those of their shards.
+def _expert_buffers(config: Config) -> tuple[float, float]:
+    """Return the elements of a layer's experts on a device, and the bytes that their backward holds beside the rest.
 
-    Their three matrices are far larger than the rest of a layer. In its backward one after another has a full gradient:
-    at most two in float32 and the third in 16 bit are there, and no weights, before the first shard of them is.
+    Their three matrices are far larger than the rest of a layer. At stage 3 one after another has a full gradient: at
+    most two in float32 and the third in 16 bit are there before the first shard of them is, and the weights, unless
+    full remat has just gathered them. At stage 2 all three are there in float32 and in 16 bit. With many tokens the
+    rows before these gradients are larger: h and the gradients of h, gate and up, and two of them padded.
     """
+    p, b, experts = config.parallel, BYTES[config.precision.compute], config.model.experts
+    if not experts or p.zero < 2:
+        return 0.0, 0.0
     found = [row for row in rows(config).values() if row.has_experts]
-    sizes = [local_elements(row, config) / stage_layers(config) for row in found]
-    sharded = zip(found, sizes, strict=True)
-    return sum(sizes), sum(n / zero_devices_of(row, config) for row, n in sharded if is_sharded(row, config))
+    sizes = [(row, local_elements(row, config) / stage_layers(config)) for row in found]
+    elements = sum(n for _, n in sizes)
+    sharded = sum(n for row, n in sizes if is_sharded(row, config))
+    shards = sum(n / zero_devices_of(row, config) for row, n in sizes)
+    full = (8 + b) / 3 * elements if p.zero == 3 else (4 + b) * elements
+    if p.zero == 3 and config.memory.rematerialization.policy != "full":
+        full += b * sharded
+    tokens, F = tokens_per_device(config) / p.microbatches, config.model.d_ff / p.tensor
+    wide = b * tokens * F * (4 * rows_per_token(config) + 2 * experts.top_k * padded_rows(config))
+    return elements, max(full, wide) - (4 * shards if p.zero == 3 else 0.0)
 
 
 def _largest(config: Config) -> tuple[float, float]:
@@ -225,7 +238,8 @@ def _transposed_bytes(config: Config) -> float:
     transposed = [row for row in found if row.has_experts or row.split_dim == 0]
     if p.microbatches == 1:
         transposed = [row for row in transposed if row.part == LAYERS]
-    shards = sum(local_elements(row, config) / zero_devices_of(row, config) for row in transposed)
+    sizes = [(row, local_elements(row, config) / zero_devices_of(row, config)) for row in transposed]
+    shards = sum(n / (stage_layers(config) if row.has_experts else 1) for row, n in sizes)  # experts layer by layer
     return offload.weight_bytes(config) * shards
 
 

@@ -27,11 +27,13 @@ T = TypeVar("T")
 PIECE = 1024  # bytes of a text that processes exchange at once
 
 
-def initialize(process: Process, gpus: Sequence[int] = (), timeout: int = 300) -> None:
+def initialize(
+    process: Process, gpus: Sequence[int] = (), timeout: int = 300, absent: Callable[[], str] | None = None
+) -> None:
     """Join the other processes, if any; call before the first use of a device.
 
     gpus: see `local_gpus`. CPU devices use gloo for collectives. timeout: seconds for the rendezvous; after it this
-    process exits with code 1.
+    process exits with code 1. absent: says which processes give no sign, for that message; "": not known.
     """
     if process.count == 1:
         return
@@ -49,7 +51,12 @@ def initialize(process: Process, gpus: Sequence[int] = (), timeout: int = 300) -
             give_up(f"cannot listen at {address} ({os.strerror(error.errno)}); choose another port")
     message = f"rendezvous timeout: not all processes reached {address} within {timeout} s; "
     message += "check that all were started and can connect to this address"
-    timer = threading.Timer(timeout, give_up, [message])  # JAX itself would abort
+
+    def end() -> None:
+        missing = absent() if absent else ""
+        give_up(f"{message}; {missing}" if missing else message)
+
+    timer = threading.Timer(timeout, end)  # JAX itself would abort
     timer.daemon = True
     timer.start()
     with without_proxy(process.coordinator):

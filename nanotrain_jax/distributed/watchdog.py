@@ -28,6 +28,8 @@ MIN_TIMEOUT = 600  # seconds, where runtime.hang_timeout is not set
 TIMEOUT_STEPS = 20  # the timeout is at least this many median steps
 CHECKPOINT_FACTOR = 6  # timeouts, for a checkpoint
 START_END_FACTOR = 10  # timeouts, before the first step (compilation) and after the last (the last checkpoint)
+JOINED = 60  # seconds until processes that all have met go on, at most
+BEFORE_STEPS = ("join", "start", "restore", "compile")  # phases in their order; of step 0, or of the one resumed from
 MAX_LINES = 16  # of a report, about other processes
 WINDOW = 50  # steps in medians
 
@@ -39,7 +41,7 @@ class Heartbeat(NamedTuple):
     host: str
     pid: int
     step: int
-    phase: str  # "start", "restore", "compile", "data", "dispatch", "step" (waits), "evaluation", "checkpoint", "end"
+    phase: str  # of BEFORE_STEPS, "data", "dispatch", "step" (waits), "evaluation", "tasks", "checkpoint", "end"
     since: float  # seconds in this phase
     step_seconds: float  # median
     data_seconds: float  # median time of waiting for data: the part of a step that is this process's alone
@@ -86,6 +88,7 @@ class Watchdog:
         self.data_seconds: deque[float] = deque(maxlen=WINDOW)
         self.reported_stragglers: set[int] = set()
         self.stop = threading.Event()
+        self.join_timeout = 0.0  # seconds; `initialize` ends the process after it
 
     def at(self, phase: str, number: int) -> None:
         """Record that the loop is in this phase of step `number`; a repeated phase counts as progress."""
@@ -104,6 +107,8 @@ class Watchdog:
     def limit(self, phase: str) -> float:
         """Return the hang timeout of a phase, in seconds."""
         limit = self.timeout or max(MIN_TIMEOUT, TIMEOUT_STEPS * _median(self.step_seconds))
+        if phase == "join":
+            return max(limit, self.join_timeout) + JOINED
         if phase in ("start", "restore", "compile", "end"):
             return limit * START_END_FACTOR
         return limit * CHECKPOINT_FACTOR if phase == "checkpoint" and not self.timeout else limit
@@ -160,9 +165,7 @@ class Watchdog:
 def report(own: Heartbeat, limit: float, heartbeats: list[Heartbeat], interval: float) -> str:
     """Return the report of a hang timeout: processes without a heartbeat, then those behind, then this one."""
     silent = [h for h in heartbeats if h.silent > max(0.5 * limit, 5 * interval)]
-    behind = [
-        h for h in heartbeats if h not in silent and (h.step, h.phase == "step") < (own.step, own.phase == "step")
-    ]
+    behind = [h for h in heartbeats if h not in silent and _progress(h) < _progress(own)]
     lines = [f"error: hang timeout: no progress for {own.since:.0f} s (limit {limit:.0f} s: runtime.hang_timeout)"]
 
     def name(h: Heartbeat) -> str:
@@ -183,6 +186,22 @@ def report(own: Heartbeat, limit: float, heartbeats: list[Heartbeat], interval: 
     return "\n".join([*lines, f"  threads of process {own.process}:"])
 
 
+def _progress(h: Heartbeat) -> tuple[int, int]:
+    """Return how far a process is, to compare: before a step, in it, or waiting for the others at its end."""
+    before = BEFORE_STEPS.index(h.phase) - len(BEFORE_STEPS) if h.phase in BEFORE_STEPS else 0
+    return h.step, before or int(h.phase == "step")
+
+
+def absent(member: Member, interval: float) -> str:
+    """Return which other processes give no sign, in words; "" if the folder of heartbeats does not tell."""
+    heartbeats = read_heartbeats(member)
+    alive = {h.process for h in heartbeats if h.silent <= 5 * interval}
+    missing = [str(process) for process in range(member.processes) if process not in alive | {member.process}]
+    if not alive or not missing:
+        return ""
+    return f"no heartbeat of process {', '.join(missing[:MAX_LINES])}" + ", ..." * (len(missing) > MAX_LINES)
+
+
 def read_heartbeats(member: Member) -> list[Heartbeat]:
     """Return the last heartbeat of each process."""
     found = {}
@@ -192,6 +211,18 @@ def read_heartbeats(member: Member) -> list[Heartbeat]:
             found[process] = json.loads(path.read_text()), path.stat().st_mtime
     now = max((written for _, written in found.values()), default=0)  # by the clock of the file system, for all alike
     return [Heartbeat(**fields | {"silent": now - written}) for fields, written in found.values()]
+
+
+@contextmanager
+def reporting(watchdog: Watchdog, say: Callable[[str], None], log: TextIO) -> Iterator[Watchdog]:
+    """Let a watchdog print and log elsewhere, until the context exits."""
+    before = watchdog.say, watchdog.log
+    watchdog.say, watchdog.log = say, log
+    try:
+        yield watchdog
+    finally:
+        watchdog.say, watchdog.log = before
+        faulthandler.cancel_dump_traceback_later()  # its file is closed next; the next check sets it again
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -77,6 +78,28 @@ def statistics(queue_LS: jax.Array) -> Statistics:
     return Statistics(queue_LS[:, :E], queue_LS[:, E : 2 * E], *(queue_LS[:, i] for i in (-3, -2, -1)))
 
 
+def largest_loads(load_LE: jax.Array) -> jax.Array:
+    """load[L E] -> of the largest expert of each layer over the mean, [L]"""
+    return load_LE.max(1) / load_LE.mean(1)
+
+
+def report(top_k: int, means: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return what is logged of the means of sums over tokens. top_k: experts of a token."""
+    load_LE = means["load"]
+    tokens = load_LE.sum() / top_k  # of all layers
+    found = {
+        "load": largest_loads(load_LE).max(),
+        "router_z": means["z"] / tokens,
+        "router_entropy": means["entropy"] / tokens,
+    }
+    return found | {name: x / load_LE.sum() for name, x in means.items() if name == "dropped"}
+
+
+def loads_by_layer(means: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the largest load of each layer by name, load/0 and so on."""
+    return {f"load/{layer}": x for layer, x in enumerate(largest_loads(means["load"]))}
+
+
 def bias(bias_2E: jax.Array) -> jax.Array:
     """bias[2 E], as stored -> bias[E], float32"""
     return bias_2E.astype(jnp.float32).sum(0)
@@ -123,13 +146,6 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
         balance = experts.num * (loads / choices * found.probs_E).sum()
         return mean((experts.weight * balance + experts.z_loss * found.z.sum()) * targets / tokens)
 
-    def report(means: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        load_LE = means["load"]
-        tokens = load_LE.sum() / experts.top_k  # of all layers
-        worst = (load_LE.max(1) / load_LE.mean(1)).max()
-        found = {"load": worst, "router_z": means["z"] / tokens, "router_entropy": means["entropy"] / tokens}
-        return found | {name: x / load_LE.sum() for name, x in means.items() if name == "dropped"}
-
     def adjust(layers: Tree, measures: dict[str, jax.Array]) -> Tree:
         moved = adjusted(layers["mlp"][BIAS], measures["load"], experts.bias_rate)
         return layers | {"mlp": layers["mlp"] | {BIAS: moved}}
@@ -144,7 +160,8 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
         last=last,
         penalty=penalty if experts.adds_loss else None,
         measures=measures,
-        report=report,
+        report=partial(report, experts.top_k),
+        details=loads_by_layer,
         adjust=adjust if experts.balance == "bias" else None,
         correct=None,
         token_losses=of_x(model.token_losses),

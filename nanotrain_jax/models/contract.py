@@ -112,6 +112,7 @@ class Model:
     measures    name -> shape of further sums, float32, which `last` then returns by name as a third value, instead of
                 `correct`: steps and evaluations log their means over what it counts
     report      report(means of measures, of the whole batch) -> what is logged of them, scalars; None: the means
+    details     details(means of measures) -> further scalars that evaluations alone log. None: there are none
     adjust      adjust(layers, measures) -> layers, after an update that was not skipped: constants that follow from
                 what was measured, not from gradients. layers: this device's rows of layers; measures: those with a
                 leading dim of layers, of these rows. None: nothing is adjusted
@@ -158,6 +159,7 @@ class Model:
     of_rows: Callable[[Tree, jax.Array, Tree], jax.Array] | None = None
     measures: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] | None = None
+    details: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] | None = None
     penalty: Callable[[Tree, jax.Array], jax.Array] | None = None
     adjust: Callable[[Tree, dict[str, jax.Array]], Tree] | None = None
     decode: Decode | None = None

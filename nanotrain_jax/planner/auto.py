@@ -41,7 +41,7 @@ def _kept(config: Config, folder: Path) -> Config | None:
         return None
     chosen = choice.adopted(config, saved)
     axes, given = chosen.parallel.axes, choice.beside_auto(config)
-    differs = any(saved["parallel"][key.removeprefix("parallel.")] != value for key, value in given.items())
+    differs = any(saved["parallel"].get(key.removeprefix("parallel.")) != value for key, value in given.items())
     if differs or prod(axes.values()) != len(jax.devices()):
         return None
     try:

@@ -18,7 +18,7 @@ from nanotrain_jax.planner import search, training_stages
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate
 
 # Searched keys of parallel -> default; a layout is written without those that have it.
-DEFAULTS = {"pipe": 1, "replica": 1, "context": 1, "tensor": 1, "zero": 0, "chunks": 1, "schedule": "1f1b"}
+DEFAULTS = {"pipe": 1, "replica": 1, "expert": 1, "context": 1, "tensor": 1, "zero": 0, "chunks": 1, "schedule": "1f1b"}
 DEFAULTS |= {"microbatches": 1, "context_attention": "ring"}
 
 

@@ -17,8 +17,8 @@ from nanotrain_jax.planner.explain_traffic import traffic
 from nanotrain_jax.planner.formula import Line, Section, number
 
 # In printing order: vocabulary, positions, patch, model, encoder, query heads, kv heads, head dim, ffn or features of a
-# position, width of the scorers and their number; of a constant of a layer 1.
-DIMS = "VTPDENKHFSs1R"
+# position, width of the scorers and their number; of constants of a layer 2 and 1.
+DIMS = "2VTPDENKHFSs1R"
 
 
 def explain(e: Estimate) -> list[Section]:

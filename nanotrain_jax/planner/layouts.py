@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from itertools import product
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from nanotrain_jax.config.misfit import Misfit
@@ -33,6 +33,7 @@ class Rejection(StrEnum):
     PADDING = "more than a quarter of the layers would be padding"
     INTERLEAVED = "several chunks, with microbatches that are no multiple of the stages"
     AXES = "the given axes do not multiply to the number of GPUs"
+    EXPERT = "parallel.expert does not divide parallel.data"
 
 
 def layouts(config: Config, gpu: str, gpus: int, fixed: Mapping[str, Any], rejected: Counter[str]) -> Iterator[Config]:
@@ -64,7 +65,21 @@ def meshes(config: Config, gpu: str, gpus: int, fixed: Mapping[str, Any], reject
         if config.data.batch_size % (axes["replica"] * axes["data"]):
             rejected[Rejection.BATCH] += 1
             continue
-        yield from _with_attention(mesh, axes, fixed, rejected)
+        inside = max(hardware.find(gpu).joined // (axes["context"] * axes["tensor"]), 1)
+        sizes = options(fixed, "parallel.expert", expert_sizes(config, axes["data"], inside))
+        fitting = [size for size in sizes if axes["data"] % size == 0]
+        if not fitting:
+            rejected[Rejection.EXPERT] += 1
+        for size in fitting:
+            yield from _with_attention(mesh.replace("parallel", expert=size), axes, fixed, rejected)
+
+
+def expert_sizes(config: Config, data: int, inside: int) -> list[int]:
+    """Return the values of parallel.expert worth trying: 1; the largest, and the largest within an NVLink domain, where
+    `inside` devices of data are."""
+    experts = config.model.experts
+    sizes = divisors(gcd(data, experts.num)) if experts else [1]
+    return sorted({1, max(size for size in sizes if size <= inside), max(sizes)})
 
 
 def _with_attention(

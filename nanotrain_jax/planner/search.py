@@ -33,13 +33,14 @@ from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import divisors
 from nanotrain_jax.costs import hardware, memory
+from nanotrain_jax.parallel.mesh import AXES
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate, estimate, margin, on_hardware, verdict
 from nanotrain_jax.planner.layouts import Rejection, layouts, options
 
 POLICIES = ("none", "selective", "full")
 ONE_UNIT_PER_TICK = ("1f1b_lean", "zb_h1", "zb_h2")
 LOSS_CHUNK = 2048  # largest, tokens: enough for efficient matmuls, few logits in memory
-MESH = ("parallel.pipe", "parallel.replica", "parallel.data", "parallel.context", "parallel.tensor")
+MESH = tuple(f"parallel.{axis}" for axis in AXES)
 SEARCHED = (*MESH, "parallel.context_attention", "parallel.zero", "parallel.schedule", "parallel.chunks")
 SEARCHED += ("parallel.vocab_over_pipe", "parallel.microbatches", "memory.remat", "model.loss_chunk")
 _moments = lru_cache(maxsize=8)(memory.moments)  # a layout with loss chunks asks for those of the layout without again

@@ -133,10 +133,12 @@ def summary(config: Config, latest: dict[str, Any], bigram: float | None, number
         lines.append(f"  a bigram model    {bigram:.4f} on the same text (predicts from the previous token only)")
     if "skipped_steps" in latest:
         lines.append(f"  skipped steps     {latest['skipped_steps']} (gradients not finite)")
+    if "rollbacks" in latest:
+        lines.append(f"  rollbacks         {latest['rollbacks']} (loss spikes)")
     lines.append(f"  output            {config.logging.dir}/: loss.png, metrics.jsonl, config.yaml")
     if config.logging.tensorboard:
         lines.append(f"  TensorBoard       pip install tensorboard; tensorboard --logdir {folder}/tensorboard")
-    if config.checkpoint.every and latest_step(config.checkpoint.dir) is not None:
+    if config.checkpoint.is_on and latest_step(config.checkpoint.dir) is not None:
         resumes = "" if config.checkpoint.resume == "never" else f" (the same command resumes from step {number})"
         lines.append(f"  checkpoints       {config.checkpoint.dir}{resumes}")
         if config.data.is_chat and Path(config.logging.dir, CHAT_TEMPLATE).exists():

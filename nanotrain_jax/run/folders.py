@@ -6,10 +6,15 @@ import tempfile
 from pathlib import Path
 
 import jax
+import yaml
 
+from nanotrain_jax.checkpoint import durable
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.run import conversion
+from nanotrain_jax.config.training_stages import of_run
+from nanotrain_jax.data import batches as data
+from nanotrain_jax.run import conversion, model_config, reference
 from nanotrain_jax.run.adapter_export import Adapters
+from nanotrain_jax.run.origin import Run
 
 MODEL = "hf"  # in the folder of a run: its weights as a model folder
 
@@ -22,6 +27,32 @@ def new_folder(key: str, path: str) -> Path:
             return Path(path)
     except OSError as error:
         raise OSError(f"{key}={path!r} cannot be written to ({error.strerror}); choose another folder") from None
+
+
+def make_ready(run: Run, folder: Path) -> None:
+    """Create the folders of a run; write config.yaml and a copy of the tokenizer. Raises OSError."""
+    if run.config.checkpoint.is_on:
+        new_folder("checkpoint.dir", run.config.checkpoint.dir)
+    if jax.process_index() == 0:
+        config = of_run(run.config, run.requested)
+        durable.write(folder / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
+        for source in model_folders(run):
+            conversion.copy_files(source, folder)
+        if config.train.objective:
+            reference.keep(run.dataset, folder)
+        # The tokenizer makes the folder self-contained.
+        for name, text in (data.files_of(run.config.data) if run.dataset.tokenizer else {}).items():
+            durable.write(folder / name, text.encode())
+
+
+def model_folders(run: Run) -> list[Path]:
+    """Return the folder whose weights a run starts from, if it has the files of a model folder, which the run keeps."""
+    if run.start is None:
+        source = model_config.folder_of(run.requested.checkpoint.resume)
+    else:
+        source = run.start[0].parent if run.meta.weights_only else None
+    is_other = source is not None and source.resolve() != Path(run.config.logging.dir).resolve()
+    return [source] if is_other else []
 
 
 def save_model(folder: Path, config: Config, number: int) -> str:

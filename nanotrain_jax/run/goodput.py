@@ -34,11 +34,12 @@ class Line(BaseModel):
     first: int = Field(ge=0)  # step from which it started
     step: int = Field(ge=0)
     skipped: int = Field(ge=0)  # steps that it took and that changed nothing
+    undone: int = Field(default=0, ge=0)  # steps that it took and that a rollback undid
     seconds: dict[str, float]  # by phase
 
 
 def append(folder: Path, clock: PhaseClock, steps: Mapping[str, int]) -> None:
-    """Append a line to the file of a run. steps: first, step, skipped of `Line`. Raises OSError."""
+    """Append a line to the file of a run. steps: first, step, skipped, undone of `Line`. Raises OSError."""
     seconds = {phase: round(value, 4) for phase, value in clock.seconds().items()}
     line = {"began": clock.started, "time": clock.started + sum(seconds.values()), **steps, "seconds": seconds}
     with open(folder / FILE, "a") as file:
@@ -57,7 +58,8 @@ def read(folder: Path) -> list[Line]:
 def by_cause(lines: list[Line]) -> dict[str, float]:
     """Return the seconds of a run by cause; they sum to its wall time, from the first start to the last line.
 
-    Steps that a later start took again, and skipped ones, are taken from useful steps at the mean time of a step.
+    Steps that a later start took again, and those skipped or undone, are taken from useful steps at the mean time of a
+    step.
     """
     starts = [list(group)[-1] for _, group in groupby(lines, lambda line: line.began)]
     seconds: Counter[str] = Counter()
@@ -66,9 +68,9 @@ def by_cause(lines: list[Line]) -> dict[str, float]:
         own = Counter()
         for phase, value in start.seconds.items():
             own[CAUSES.get(phase, phase)] += value
-        each = own[USEFUL] / max(start.step - start.first, 1)
+        each = own[USEFUL] / max(start.step - start.first + start.undone, 1)
         own["repeated steps"] = again * each
-        own["skipped steps"] = min(start.skipped * each, own[USEFUL] - own["repeated steps"])
+        own["skipped steps"] = min((start.skipped + start.undone) * each, own[USEFUL] - own["repeated steps"])
         own[USEFUL] -= own["repeated steps"] + own["skipped steps"]
         own["restart"] = max(after.began - start.time, 0.0) if after else 0.0
         seconds += own

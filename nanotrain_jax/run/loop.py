@@ -3,92 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import yaml
-from jax.sharding import Mesh
 
 from nanotrain_jax.audit import hlo
-from nanotrain_jax.checkpoint import compatibility, directory, durable, lock
+from nanotrain_jax.checkpoint import lock
 from nanotrain_jax.checkpoint import write as checkpoint
-from nanotrain_jax.checkpoint.compatibility import Base
-from nanotrain_jax.config.schema import Config
-from nanotrain_jax.config.training_stages import Span, of_run
+from nanotrain_jax.config.training_stages import of_run
 from nanotrain_jax.costs import flops, hardware
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.data.mixture import Mixture
-from nanotrain_jax.distributed import ranks, watchdog
-from nanotrain_jax.distributed.phase_clock import PhaseClock
+from nanotrain_jax.distributed import watchdog
 from nanotrain_jax.distributed.processes import on_all_processes
-from nanotrain_jax.evaluation.in_training import Tasks
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.run import (
     banner,
-    conversion,
     curves,
     divergence,
     goodput,
     metrics,
-    model_config,
     profile_summary,
-    reference,
 )
-from nanotrain_jax.run.folders import MODEL, new_folder, save_model
-from nanotrain_jax.run.phases import Phase, begin, describe, is_over
+from nanotrain_jax.run.folders import MODEL, make_ready, save_model
+from nanotrain_jax.run.origin import Run, back_to_checkpoint, set_aside_damaged
+from nanotrain_jax.run.phases import begin, describe, is_over
 from nanotrain_jax.run.profiling import Profile
+from nanotrain_jax.run.rollback import Losses
+from nanotrain_jax.run.saving import Saving
 from nanotrain_jax.step import build as steps
 from nanotrain_jax.step.state import adapters_alone
-
-
-class Run(NamedTuple):
-    """A validated run, ready to start or to go on."""
-
-    requested: Config  # before `resolve`
-    phases: list[Phase]  # of stages of training: the current one, and later ones
-    mesh: Mesh
-    state: steps.State
-    position: int  # sequences of the data consumed so far
-    notes: list[str]  # lines for the banner: processes, warnings, what is resumed
-    start: tuple[Path, int] | None  # folder and step of the checkpoint resumed from
-    meta: compatibility.Meta | None  # metadata of that checkpoint
-    damaged: dict[int, str]  # step of each newer, damaged checkpoint -> what is wrong with it
-    tokens: int  # consumed so far
-    read: Mapping[str, int] = MappingProxyType({})  # sequences consumed of data that stages read before, by fingerprint
-    tasks: Tasks | None = None  # with train.tasks
-    base: Base | None = None  # of adapters, with train.lora
-    clock: PhaseClock | None = None  # of this process, with what was before
-
-    @property
-    def span(self) -> Span:
-        """The steps of the current phase."""
-        return self.phases[0].span
-
-    @property
-    def config(self) -> Config:
-        """The resolved config of the current stage."""
-        return self.phases[0].config
-
-    @property
-    def dataset(self) -> data.Dataset:
-        """The data of the current stage."""
-        return self.phases[0].dataset
-
-    @property
-    def step(self) -> steps.Step:
-        """The step of the current phase."""
-        return self.phases[0].step
-
-    @property
-    def evaluation(self) -> steps.Step:
-        """The step whose `evaluate` all phases of a stage use: the last one's, so that losses can be compared."""
-        return next(phase.step for phase in reversed(self.phases) if phase.span.name == self.span.name)
 
 
 def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], bool]) -> None:
@@ -99,10 +48,14 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
     """
     config = run.config
     on_all_processes(lambda: make_ready(run, folder))
-    locked = lock.alone("checkpoint.dir", config.checkpoint.dir) if config.checkpoint.every else nullcontext()
-    with locked, closing(on_all_processes(lambda: new_writer(run))) as writer, watching(run, writer) as watch:
-        if run.damaged and run.start[0] == Path(config.checkpoint.dir):
-            directory.set_aside(config.checkpoint.dir, run.damaged)
+    locked = lock.alone("checkpoint.dir", config.checkpoint.dir) if config.checkpoint.is_on else nullcontext()
+    with (
+        locked,
+        closing(on_all_processes(lambda: new_writer(run))) as writer,
+        watchdog.reporting(run.watch, writer.say, writer.log) as watch,
+    ):
+        watch.at("start", int(run.state.step))
+        set_aside_damaged(run)
         writer.say(banner.introduction(config, run.mesh, run.dataset, run.notes))
         if writer.active and int(run.state.step) == config.train.steps:
             writer.latest |= curves.last(folder / "metrics.jsonl", config.train.steps)
@@ -134,14 +87,29 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
 def run_phases(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[int], bool]) -> Run:
     """Run the steps of each phase that is left, until stopped; -> the run as it ends."""
     while True:
-        if not is_over(run.phases[0], int(run.state.step), run.state):
-            loop = make_loop(run)
-            loop.run_steps(stopped)
-            run = loop.after()
-        number = int(run.state.step)
-        if len(run.phases) == 1 or not is_over(run.phases[0], number, run.state) or stopped(number):
+        if not is_at_end(run):
+            run = run_phase(run, make_loop, stopped)
+        if (len(run.phases) == 1 and is_at_end(run)) or stopped(int(run.state.step)):
             return run
-        run = next_phase(run)
+        if is_at_end(run):
+            run = next_phase(run)
+
+
+def run_phase(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[int], bool]) -> Run:
+    """Run the steps of the current phase, after a loss spike again; -> the run after them, or in a phase before."""
+    loop = make_loop(run)
+    loop.run_steps(stopped)
+    run = loop.after()
+    while loop.losses.spike and run.step is loop.run.step and not is_at_end(run):
+        loop.again(run)
+        loop.run_steps(stopped)
+        run = loop.after()
+    return run
+
+
+def is_at_end(run: Run) -> bool:
+    """Return whether the current phase of a run is over."""
+    return is_over(run.phases[0], int(run.state.step), run.state)
 
 
 def next_phase(run: Run) -> Run:
@@ -152,38 +120,71 @@ def next_phase(run: Run) -> Run:
     if phase.span.name == last.span.name:
         return run
     read = {**run.read, last.dataset.fingerprint: run.position}
-    return run._replace(position=read.get(phase.dataset.fingerprint, 0), read=read, start=None)
+    losses = Losses(phase.config.train.rollback, count=run.losses.count)  # those of other data say nothing
+    return run._replace(position=read.get(phase.dataset.fingerprint, 0), read=read, start=None, losses=losses)
 
 
 class Loop:
     """The training steps of a phase, with evaluations and checkpoints between them."""
 
     def __init__(self, run: Run, folder: Path, files: Store | None, writer: metrics.Writer, watch: watchdog.Watchdog):
-        self.run, self.folder, self.files, self.writer, self.watch = run, folder, files, writer, watch
-        self.phase, self.config, self.state = run.phases[0], run.config, run.state
-        self.first = self.number = self.saved = int(run.state.step)
+        self.folder, self.files, self.writer, self.watch = folder, files, writer, watch
+        self.train_step: Callable | None = None  # compiled
         self.program: Callable[[], str] | None = None  # returns the text of the compiled step
         self.synchronize: Callable[[steps.State], steps.State] | None = None  # compiled; with parallel.sync_every
+        self.again(run)
+
+    def again(self, run: Run) -> None:
+        """Begin, or begin again, with a run in this phase."""
+        self.run, self.losses = run, run.losses
+        self.phase, self.config, self.state = run.phases[0], run.config, run.state
+        self.first = self.number = self.saved = int(run.state.step)
 
     def run_steps(self, stopped: Callable[[int], bool]) -> None:
-        """Run steps until the phase is over or until stopped(step), and save."""
+        """Run steps until the phase is over, until stopped(step) or a loss spike; save, but not after a spike."""
+        self.writer.seen, self.writer.rollbacks = self.losses.see, self.losses.count
         self.writer.tokens_per_step = self.phase.batch_size * self.config.data.seq_len
         self.writer.skipped = int(metrics.on_host({"skipped_steps": self.state.skipped})["skipped_steps"])
         self.writer.flops_per_token = flops.flops_per_token(self.config)["full"] if self.config.is_built_in else 0.0
         self.writer.mixed = self.epochs
         for line in [*describe(self.phase, self.number), *self.sources()]:
             self.writer.say(line)
-        every, train_step = self.config.checkpoint.every, self.compile()
-        with checkpoint.writing(self.config.checkpoint) if every else nullcontext() as write:
-            self.take_steps(train_step, stopped, write)
-            self.writer.write(is_last=not is_over(self.phase, self.number, self.state))
-            if every and self.number > self.saved:
+        saves, self.saving = self.config.checkpoint.is_on, Saving(self.config.checkpoint, self.number)
+        self.restore_files()
+        self.train_step = self.train_step or self.compile()
+        with checkpoint.writing(self.config.checkpoint) if saves else nullcontext() as write:
+            self.take_steps(stopped, write)
+            if not self.losses.spike:
+                self.writer.write(is_last=not is_over(self.phase, self.number, self.state))
+            if saves and self.number > self.saved and not self.losses.spike:
                 self.save(write)
             self.watch.at("end", self.number)  # leaving `writing` waits for the last checkpoint
 
     def after(self) -> Run:
-        """Return the run after the last step so far."""
+        """Return the run after the last step so far; after a loss spike, from which it goes on. Raises Diverged,
+        ValueError or OSError."""
+        if self.losses.spike:
+            return self.back()
         return self.run._replace(state=self.state, position=self.position, tokens=self.tokens)
+
+    def back(self) -> Run:
+        """Return the run as it was at its newest checkpoint, with the batch after the spike next."""
+        spike, count, most = self.losses.spike, self.losses.count + 1, self.config.train.rollback.most
+        if count > most:
+            raise divergence.Diverged(
+                f"diverged: at step {spike.step} the {spike.text}, after {most} rollbacks; the newest checkpoint is of "
+                f"step {self.saved}; lower optimizer.lr={self.config.optimizer.lr:g}, or raise train.rollback.most"
+            )
+        self.watch.at("restore", self.number)
+        self.state, last, position = None, self.number, self.position_after(spike.step)
+        run = back_to_checkpoint(self.run.plan, self.run.dataset.fingerprint, position)
+        run.losses.count, number = count, int(run.state.step)
+        self.writer.undo(last, number, run.tokens)
+        self.writer.say(
+            f"rollback {count} of at most {most}: at step {spike.step} the {spike.text}; back to step {number}, and "
+            f"past the batches of steps {number + 1} to {spike.step}: on with sequence {position:,} of the data"
+        )
+        return run
 
     @property
     def sequences(self) -> int:
@@ -218,8 +219,8 @@ class Loop:
             for name in times
         ]
 
-    def take_steps(self, train_step: Callable, stopped: Callable[[int], bool], write: checkpoint.Save | None) -> None:
-        """Run steps, evaluate and save until the phase is over or until stopped(step)."""
+    def take_steps(self, stopped: Callable[[int], bool], write: checkpoint.Save | None) -> None:
+        """Run steps, evaluate and save until the phase is over, until stopped(step) or a loss spike."""
         run, num_steps, profiled = self.run, self.run.span.last, self.config.runtime.profile_steps
         profiled = profiled and (profiled[0], min(profiled[1], num_steps))
         batches = data.batches(
@@ -228,15 +229,15 @@ class Loop:
         own = str(jax.process_index()) if jax.process_count() > 1 else ""  # processes of a host name theirs alike
         with closing(Profile(profiled, self.folder / "profile" / own, self.writer.say, self.program)) as profile:
             self.writer.start_clock()
-            while not is_over(self.phase, self.number, self.state) and not stopped(self.number):
-                self.take_step(train_step, batches, profile)
+            while not (self.losses.spike or is_over(self.phase, self.number, self.state) or stopped(self.number)):
+                self.take_step(batches, profile)
                 divergence.check(self.writer, self.config, self.number, self.saved)
                 self.between_steps(write)
             self.writer.settle()
 
     def compile(self) -> Callable:
-        """Compile the train step; with NVMe offload also initialize the files of the optimizer state."""
-        run, step, files = self.run, self.run.step, self.files
+        """Compile the train step."""
+        run, step = self.run, self.run.step
         self.watch.at("compile", self.number)
         self.writer.say("compiling the step ...")
         started = time.perf_counter()
@@ -246,14 +247,17 @@ class Loop:
         self.writer.say(f"compiled in {time.perf_counter() - started:.1f} s")
         self.program = train_step.as_text
         check_offload(run, hlo.memory(train_step)["host_bytes"])
+        return checkpointing.train(self.files, step, train_step) if self.files else train_step
+
+    def restore_files(self) -> None:
+        """With NVMe offload restore or initialize the files of the optimizer state."""
+        run, files = self.run, self.files
         if files:
             self.watch.at("restore", self.number)
-            train_step = checkpointing.train(files, step, train_step)
-            origin = checkpointing.restore(files, step, run.config, run.start, run.meta and run.meta.nvme)
+            origin = checkpointing.restore(files, run.step, run.config, run.start, run.meta and run.meta.nvme)
             self.writer.say(f"master weights and moments: {files.nbytes / 1e9:.3g} GB in {files.folder}, {origin}")
-        return train_step
 
-    def take_step(self, train_step: Callable, batches: Iterator[Any], profile: Profile) -> None:
+    def take_step(self, batches: Iterator[Any], profile: Profile) -> None:
         """Dispatch the next step; on return the metrics of the previous step are written (see metrics.py)."""
         self.number += 1
         if profile.begins(self.number):
@@ -264,7 +268,7 @@ class Loop:
             with jax.profiler.TraceAnnotation(profile_summary.INPUT):
                 batch = next(batches)
             self.watch.at("dispatch", self.number)
-            self.state, values, _ = train_step(self.state, batch)
+            self.state, values, _ = self.train_step(self.state, batch)
             if self.synchronize and self.number % self.config.parallel.sync_every == 0:
                 self.state = self.synchronize(self.state)
             self.watch.at("step", self.number)
@@ -275,15 +279,15 @@ class Loop:
 
     def between_steps(self, write: checkpoint.Save | None) -> None:
         """Evaluate and save if due; weights of a run that may be diverging do not push out those of before."""
-        train, every = self.config.train, self.config.checkpoint.every
+        train = self.config.train
         is_due = train.eval_every and (self.number % train.eval_every == 0 or self.number == self.run.span.last)
-        if is_due and (self.run.dataset.validation or self.run.tasks):
+        if is_due and (self.run.dataset.validation or self.run.plan.tasks):
             self.writer.settle()
             self.writer.write(**self.evaluate(), tasks=self.score_tasks())
             self.writer.start_clock()
-        if every and self.number % every == 0:
+        if self.saving.is_due(self.number):
             self.writer.settle()
-            if divergence.skipped_in_a_row(self.writer, self.config) < divergence.SUSPECT:
+            if divergence.skipped_in_a_row(self.writer, self.config) < divergence.SUSPECT and not self.losses.spike:
                 self.save(write)
             self.writer.start_clock()
 
@@ -313,11 +317,11 @@ class Loop:
 
     def score_tasks(self) -> dict[str, float]:
         """Return the scores of train.tasks, by name."""
-        if self.run.tasks is None:
+        if self.run.plan.tasks is None:
             return {}
         self.watch.at("tasks", self.number)
         step = self.run.step
-        return self.run.tasks.scores(step.average(step.in_layer_order(self.state).params))
+        return self.run.plan.tasks.scores(step.average(step.in_layer_order(self.state).params))
 
     def save(self, write: checkpoint.Save) -> None:
         """Save a checkpoint of the last step. Its metrics are written first: a resume does not repeat the step."""
@@ -333,36 +337,13 @@ class Loop:
             "batch_size": self.phase.batch_size,
             "nvme": files and files.seal(),
             "base": run.base and run.base.model_dump(),
+            "losses": [*self.losses.newest],
+            "rollbacks": self.losses.count,
         }
         apart = (checkpointing.arrays(files, run.step, run.config), files.nbytes) if files else ()
         write(number, adapters_alone(run.step.plan, run.step.in_layer_order(self.state)), meta, *apart)
         self.saved, self.writer.save_seconds = number, time.perf_counter() - began
-
-
-def make_ready(run: Run, folder: Path) -> None:
-    """Create the folders of a run; write config.yaml and a copy of the tokenizer. Raises OSError."""
-    if run.config.checkpoint.every:
-        new_folder("checkpoint.dir", run.config.checkpoint.dir)
-    if jax.process_index() == 0:
-        config = of_run(run.config, run.requested)
-        durable.write(folder / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
-        for source in model_folders(run):
-            conversion.copy_files(source, folder)
-        if config.train.objective:
-            reference.keep(run.dataset, folder)
-        # The tokenizer makes the folder self-contained.
-        for name, text in (data.files_of(run.config.data) if run.dataset.tokenizer else {}).items():
-            durable.write(folder / name, text.encode())
-
-
-def model_folders(run: Run) -> list[Path]:
-    """Return the folder whose weights a run starts from, if it has the files of a model folder, which the run keeps."""
-    if run.start is None:
-        source = model_config.folder_of(run.requested.checkpoint.resume)
-    else:
-        source = run.start[0].parent if run.meta.weights_only else None
-    is_other = source is not None and source.resolve() != Path(run.config.logging.dir).resolve()
-    return [source] if is_other else []
+        self.saving.saved(number)
 
 
 def new_writer(run: Run) -> metrics.Writer:
@@ -371,16 +352,8 @@ def new_writer(run: Run) -> metrics.Writer:
     peak = hardware.peak_flops(devices.flat[0].device_kind) if config.is_built_in else None
     peak = peak and peak * devices.size
     writer = metrics.Writer(of_run(config, run.requested), int(run.state.step), peak, run.tokens)
-    writer.clock_of_phases = run.clock or PhaseClock()
-    writer.clock_of_phases.at("start")
+    writer.clock_of_phases = run.watch.clock
     return writer
-
-
-def watching(run: Run, writer: metrics.Writer) -> AbstractContextManager[watchdog.Watchdog]:
-    """Return the watchdog of this process, as a context manager."""
-    folder = Path(run.config.logging.dir) / metrics.PROCESSES
-    place = watchdog.Member(folder, jax.process_index(), jax.process_count(), ranks.launcher_pid())
-    return watchdog.watching(place, run.config.runtime.hang_timeout, writer.say, writer.log, writer.clock_of_phases)
 
 
 def check_offload(run: Run, host_bytes: int) -> None:

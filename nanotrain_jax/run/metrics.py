@@ -49,6 +49,8 @@ class Writer:
         self.skipped = self.in_a_row = 0  # skipped steps: since the start, and until now
         self.taken: tuple[int, float] | None = None  # the last step that was not skipped, and its loss
         self.clock_of_phases, self.first, self.skipped_here = PhaseClock(), first_step, 0  # of this start
+        self.rollbacks = self.undone = 0  # so far; steps of this start that they undid
+        self.seen: Callable[[int, float], None] = _unseen  # called with each step and its loss
         self.save_seconds: float | None = None  # for which training waited for the last save, not yet written
         self.mixed: Callable[[int], dict[str, float]] = _nothing  # after step N: how often each source has been read
         self.active = jax.process_index() == 0
@@ -96,6 +98,7 @@ class Writer:
             number, metrics = self.pending[0], on_host(self.pending[1])
             self.pending = number, metrics
             self.losses.append(float(metrics["loss"]))
+            self.seen(number, self.losses[-1])
             skipped = int(metrics["skipped_steps"])
             self.in_a_row = self.in_a_row + 1 if skipped > self.skipped else 0
             if not self.in_a_row:
@@ -105,6 +108,15 @@ class Writer:
             now = time.perf_counter()
             self.seconds, self.steps, self.clock = self.seconds + now - self.clock, self.steps + 1, now
             self.tokens += self.tokens_per_step
+
+    def undo(self, newest: int, number: int, tokens: int) -> None:
+        """Forget the steps after step `number`, up to the newest one. tokens: consumed until step `number`."""
+        if self.pending:
+            jax.block_until_ready(self.pending[1])
+        self.pending, self.losses, self.in_a_row = None, [], 0
+        self.seconds, self.steps = 0.0, 0
+        self.tokens = self.tokens_written = tokens
+        self.rollbacks, self.undone = self.rollbacks + 1, self.undone + newest - number
 
     def write(
         self, is_last: bool = False, tasks: Mapping[str, float] = MappingProxyType({}), **evaluated: float
@@ -143,6 +155,8 @@ class Writer:
             record["mean_loss"] = mean(losses)
         if metrics["skipped_steps"]:
             record["skipped_steps"] = int(metrics["skipped_steps"])
+        if self.rollbacks:
+            record["rollbacks"] = self.rollbacks
         further = [name for name in metrics if name in ("loss_scale", "noise_scale") or name.startswith(TRAIN)]
         record |= {name: float(metrics[name]) for name in further}
         record |= {EPOCHS + name: epochs for name, epochs in self.mixed(number).items()}
@@ -170,7 +184,8 @@ class Writer:
 
     def account(self) -> None:
         """Write the time of this start so far, by phase. Raises OSError."""
-        steps = {"first": self.first, "step": self.latest["step"], "skipped": self.skipped_here}
+        steps = {"first": self.first, "step": self.latest["step"]}
+        steps |= {"skipped": self.skipped_here, "undone": self.undone}
         goodput.append(self.folder, self.clock_of_phases, steps)
 
     def _text(self, record: dict[str, Any]) -> str:
@@ -221,6 +236,10 @@ class Writer:
 
 def _nothing(number: int) -> dict[str, float]:
     return {}
+
+
+def _unseen(number: int, loss: float) -> None:
+    return None
 
 
 def _measures(record: Mapping[str, Any], prefix: str = "") -> str:

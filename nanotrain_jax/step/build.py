@@ -149,7 +149,8 @@ def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple:
         return sums
     loss, count, measures = sums
     total = count.astype(jnp.float32)
-    found = report(plan, jax.tree.map(lambda x: x / total, measures))
+    means = jax.tree.map(lambda x: x / total, measures)
+    found = report(plan, means) | (plan.model.details(means) if plan.model.details else {})
     return loss, count, jax.tree.map(lambda x: x * total, found)
 
 

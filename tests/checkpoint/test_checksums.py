@@ -105,3 +105,12 @@ def test_files_are_on_disk_before_their_checksums(folder, monkeypatch):
     assert done[first - 1 : first + 2] == [f"{sums}/files.new", f"-> {sums}/files.json", f"{sums}"]
     names = {"5", "5/d", "arrays", "arrays/5", "5/a", "5/d/b", "5/d/c", "5/empty", "arrays/5/x"}
     assert {str(folder), *(f"{folder}/{name}" for name in names)} <= {*done[:last]}
+
+
+def test_a_checkpoint_is_complete_when_all_processes_have_recorded_their_shares(folder):
+    sums = folder / "sums"
+    record(folder, 2)
+    checksums.wait_for_all(sums, 2, 0)
+    (sums / "1-of-2.json").unlink()
+    with pytest.raises(TimeoutError, match=r"1-of-2.json, which process 1 writes, did not appear within 0 s"):
+        checksums.wait_for_all(sums, 2, 0)

@@ -48,6 +48,19 @@ BAD = [
         "use memory.offload_activations=none, or leave parallel.sync_every",
     ),
     ([*APART, "parallel.grad_reduce=per_layer"], "it reduces over replicas within the backward; use parallel.grad_red"),
+    (
+        ["train.rollback={{}}", "checkpoint.every=0"],
+        "train.rollback with checkpoint.every=0: it goes back to a checkpoint",
+    ),
+    (
+        [*APART, "train.rollback={{}}"],
+        "train.rollback with parallel.sync_every=5: each replica has a loss of its own; leave",
+    ),
+    (
+        ["train.rollback={{}}", "data.exhausted=end"],
+        "batches that are skipped leave too few for all steps; use data.exh",
+    ),
+    (["train.rollback={{window: 2}}"], "train.rollback.window=2: input should be greater than or equal to 8"),
     (["parallel.compress=topk"], "parallel.compress='topk' must be none, float8, int8, topk:RATIO, randomk:RATIO (1"),
     (["parallel.compress=topk:0.0009"], "parallel.compress='topk:0.0009' must be none"),
     (["parallel.compress=randomk:1.5"], "parallel.compress='randomk:1.5' must be none"),

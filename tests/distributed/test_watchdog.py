@@ -7,9 +7,12 @@ import sys
 import time
 
 import pytest
+from command import config_file
 
 from nanotrain_jax.distributed import watchdog
 from nanotrain_jax.distributed.watchdog import Heartbeat, Member, Watchdog
+
+__all__ = ["config_file"]  # a fixture
 
 MEDIANS = dict(step_seconds=1.0, data_seconds=0.01)
 
@@ -38,6 +41,29 @@ def test_a_report_names_processes_without_heartbeat_then_those_behind():
     ]
 
 
+def test_before_the_first_step_the_process_in_the_earliest_phase_is_behind():
+    own = heartbeat(0, 10, "step")
+    others = [heartbeat(1, 0, "restore"), heartbeat(2, 9, "compile"), heartbeat(3, 10, "dispatch")]
+    lines = watchdog.report(own, 30, [own, *others], 1).splitlines()
+    assert [line.split(",")[0].strip() for line in lines[1:4]] == [
+        f"process {i} on node{i} (pid {100 + i}): behind" for i in (1, 2, 3)
+    ]
+    own = heartbeat(0, 9, "compile")
+    lines = watchdog.report(own, 30, [own, heartbeat(1, 9, "restore"), heartbeat(2, 9, "compile")], 1).splitlines()
+    assert "process 1 on node1 (pid 101): behind, step 9, phase restore for 30 s" in lines[1]
+    assert "process 0 on node0 (pid 100): reports this, step 9, phase compile" in lines[2]
+
+
+def test_processes_that_did_not_join_are_named_if_others_left_heartbeats(tmp_path):
+    members = [Member(tmp_path / "none" / "processes", i, 4, None) for i in range(4)]
+    assert watchdog.absent(members[0], 1) == ""
+    members = [Member(tmp_path, i, 4, None) for i in range(4)]
+    for member in members[:2]:
+        Watchdog(member, 60, print, sys.stderr).check()
+    faulthandler.cancel_dump_traceback_later()
+    assert watchdog.absent(members[0], 1) == "no heartbeat of process 2, 3"
+
+
 def test_a_report_on_a_thousand_processes_is_short():
     own = heartbeat(0, 18, "step", since=31)
     text = watchdog.report(own, 30, [own, *(heartbeat(i, 17, "data") for i in range(1, 1000))], 1)
@@ -55,6 +81,8 @@ def clock(monkeypatch):
 
 def test_the_default_hang_timeout_follows_the_median_step(tmp_path, clock):
     watch = Watchdog(Member(tmp_path, 0, 1, None), None, print, sys.stderr)
+    watch.join_timeout = 1000
+    assert watch.limit("join") == 1000 + watchdog.JOINED
     assert watch.limit("start") == watchdog.MIN_TIMEOUT * watchdog.START_END_FACTOR
     for step in range(1, 20):
         watch.at("data", step)
@@ -141,3 +169,20 @@ def test_a_process_ends_with_its_launcher(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == watchdog.HUNG
     assert "process 0: its launcher (pid 1) exited" in done.stderr
+
+
+@pytest.mark.long
+def test_a_hang_while_a_checkpoint_is_read_ends_the_run_with_a_report(config_file, tmp_path):
+    """The command itself, with a read that never returns."""
+    keys = str(config_file), f"logging.dir={tmp_path}/run", "train.eval_every=0", "runtime.hang_timeout=1"
+    script = (
+        "import sys, time; from nanotrain_jax import train; from nanotrain_jax.checkpoint import read; "
+        "from nanotrain_jax.distributed import watchdog; watchdog.START_END_FACTOR = 30; "
+        "read.agree = lambda config: time.sleep(600); sys.exit(train.main(['--config', *sys.argv[1:]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *keys], capture_output=True, text=True, timeout=240)
+    assert done.returncode == watchdog.HUNG
+    assert re.search(r"error: hang timeout: no progress for \d+ s \(limit 30 s: runtime.hang_timeout\)", done.stderr)
+    assert re.search(r"process 0 on \S+ \(pid \d+\): reports this, step 0, phase restore for", done.stderr)
+    assert "threads of process 0:" in done.stderr
+    assert not (tmp_path / "run").exists()

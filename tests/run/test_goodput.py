@@ -55,6 +55,11 @@ def test_steps_taken_again_skipped_and_the_time_until_the_next_start_are_not_use
     assert goodput.summary(lines).strip().startswith("goodput           31.8% of 85 s in useful steps; compile 35.3%")
 
 
+def test_steps_that_a_rollback_undid_are_not_useful():
+    undone = line(0.0, 30.0, 0, 10, 1, compile=10.0, step=15.0, restore=5.0).model_copy(update={"undone": 5})
+    assert goodput.by_cause([undone]) == {"compile": 10.0, "restore": 5.0, "useful steps": 9.0, "skipped steps": 6.0}
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"began": 1}', '{"began": NaN}', "\x00\xff"])
 def test_lines_that_cannot_be_read_are_left_out(text, tmp_path):
     good = line(0.0, 1.0, 0, 2, step=1.0)

@@ -1,0 +1,138 @@
+"""Where a run goes on: from its newest checkpoint, or from its first state. At its start, and after a rollback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from nanotrain_jax.checkpoint import compatibility, directory
+from nanotrain_jax.checkpoint import read as restore
+from nanotrain_jax.checkpoint.compatibility import Base
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.training_stages import Span
+from nanotrain_jax.data import batches as data
+from nanotrain_jax.distributed.watchdog import Watchdog
+from nanotrain_jax.evaluation.in_training import Tasks
+from nanotrain_jax.run import adapters, model_config, reference, resume
+from nanotrain_jax.run.phases import Phase
+from nanotrain_jax.run.rollback import Losses
+from nanotrain_jax.step import build as steps
+
+
+class Plan(NamedTuple):
+    """What a run is, wherever it goes on."""
+
+    requested: Config  # before `resolve`
+    phases: list[Phase]  # of all stages of training
+    mesh: Mesh
+    tasks: Tasks | None  # with train.tasks
+
+
+class Run(NamedTuple):
+    """A validated run, ready to start or to go on."""
+
+    plan: Plan
+    phases: list[Phase]  # of stages of training: the current one, and later ones
+    state: steps.State
+    position: int  # sequences of the data consumed so far
+    notes: list[str]  # lines for the banner: processes, warnings, what is resumed
+    losses: Losses  # of the newest steps
+    start: tuple[Path, int] | None = None  # folder and step of the checkpoint resumed from
+    meta: compatibility.Meta | None = None  # metadata of that checkpoint
+    damaged: Mapping[int, str] = MappingProxyType({})  # step of each newer, damaged checkpoint -> what is wrong with it
+    tokens: int = 0  # consumed so far
+    read: Mapping[str, int] = MappingProxyType({})  # sequences consumed of data that stages read before, by fingerprint
+    base: Base | None = None  # of adapters, with train.lora
+    watch: Watchdog | None = None  # of this process, since it began
+
+    @property
+    def requested(self) -> Config:
+        """The config before `resolve`."""
+        return self.plan.requested
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.plan.mesh
+
+    @property
+    def span(self) -> Span:
+        """The steps of the current phase."""
+        return self.phases[0].span
+
+    @property
+    def config(self) -> Config:
+        """The resolved config of the current stage."""
+        return self.phases[0].config
+
+    @property
+    def dataset(self) -> data.Dataset:
+        """The data of the current stage."""
+        return self.phases[0].dataset
+
+    @property
+    def step(self) -> steps.Step:
+        """The step of the current phase."""
+        return self.phases[0].step
+
+    @property
+    def evaluation(self) -> steps.Step:
+        """The step whose `evaluate` all phases of a stage use: the last one's, so that losses can be compared."""
+        return next(phase.step for phase in reversed(self.phases) if phase.span.name == self.span.name)
+
+
+def opened(plan: Plan) -> Run:
+    """Restore the newest checkpoint that checkpoint.resume says, or initialize the state. Raises ValueError or OSError,
+    on all processes."""
+    requested, phases = plan.requested, plan.phases
+    checkpoints, keys = restore.agree(requested.checkpoint), requested.train.rollback
+    base = adapters.new_base(requested, checkpoints)
+    if checkpoints is None or base:
+        state, notes = resume.adapt(base, phases) if base else first_state(requested, phases)
+        phases, told = reference.attach(phases, state)
+        return Run(plan, phases, state, 0, notes + told, Losses(keys), base=base)
+    resumed = resume.resume(checkpoints, requested, phases)
+    phases, told = reference.attach(resumed.phases, resumed.state, resumed)
+    meta = resumed.meta
+    return Run(
+        plan,
+        phases,
+        resumed.state,
+        resumed.position,
+        resumed.notes + told,
+        Losses(keys, meta.losses, meta.rollbacks),
+        resumed.start,
+        meta,
+        resumed.damaged,
+        resumed.tokens,
+        meta.data.read,
+        meta.base,
+    )
+
+
+def first_state(requested: Config, phases: list[Phase]) -> tuple[steps.State, list[str]]:
+    """Return the state before the first step, and lines for the banner. Raises ValueError or OSError."""
+    folder = model_config.folder_of(requested.checkpoint.resume)
+    return resume.start_from(folder, phases) if folder else (phases[0].step.init(), [])
+
+
+def set_aside_damaged(run: Run) -> None:
+    """Move the damaged checkpoints that a run was not resumed from away, if they are its own. Raises OSError."""
+    if run.damaged and run.start[0] == Path(run.config.checkpoint.dir):
+        directory.set_aside(run.config.checkpoint.dir, run.damaged)
+
+
+def back_to_checkpoint(plan: Plan, fingerprint: str, position: int) -> Run:
+    """Return the run as it was at its newest checkpoint, or its start, but that it reads some data from `position` on.
+
+    fingerprint: of these data. Raises ValueError or OSError, on all processes.
+    """
+    run = opened(plan)
+    set_aside_damaged(run)
+    if run.dataset.fingerprint == fingerprint:
+        return run._replace(position=position)
+    return run._replace(read={**run.read, fingerprint: position})  # the checkpoint is of the stage before
