@@ -12,11 +12,6 @@ def check_experts(config: Config) -> None:
         if p.expert > 1:
             raise Misfit(f"parallel.expert={p.expert} without model.experts: there are none to share", "use 1")
         return
-    if p.data % p.expert:
-        raise Misfit(
-            f"parallel.expert={p.expert} does not divide parallel.data={p.data}: it is a part of these devices",
-            f"use {near_divisors(p.data, p.expert)}",
-        )
     if m.experts.num % p.expert:
         raise Misfit(
             f"parallel.expert={p.expert} does not divide model.experts.num={m.experts.num}: each device has as many",

@@ -75,7 +75,7 @@ def parameter_buffers(config: Config) -> list[Buffer]:
         zero_axes = tuple(axis for axis in ZERO_AXES if axis != "expert" or not row.has_experts)
         batch = *replica, *zero_axes
         if p.zero == 0 and execution(config) is Execution.PER_LAYER:  # inside the backward; over tensor once, after it
-            add(batch, "all_reduce", Traffic.GRADIENTS, 1, in_loop)
+            add(("replica", *zero_axes), "all_reduce", Traffic.GRADIENTS, 1, in_loop)
             add(over, "all_reduce", Traffic.GRADIENTS, 1, after_loop)
             continue
         if p.zero == 0 or not is_sharded(row, config):

@@ -13,7 +13,7 @@ from nanotrain_jax.config import load
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.costs import hardware, memory
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text, slots
-from nanotrain_jax.planner import choice, search
+from nanotrain_jax.planner import choice, layouts, search
 from nanotrain_jax.planner.estimate import estimate, margin
 from nanotrain_jax.planner.step_time import link
 
@@ -123,6 +123,13 @@ def test_rejected_layouts_have_reasons():
     assert found.rejected[search.Rejection.BATCH]
     assert found.rejected["parallel.tensor is larger than an NVLink domain of 8 GPUs"]
     assert found.rejected["parallel.pipe=16 exceeds model.num_layers=8: each chunk needs a layer"]
+
+
+def test_as_many_devices_share_experts_as_divide_both():
+    mixture, dense = (load.load(ROOT / f"configs/{name}.yaml") for name in ("mixtral_8x7b", "llama3_8b"))
+    for data, inside, sizes in ((16, 8, [1, 8]), (16, 4, [1, 4, 8]), (6, 8, [1, 2]), (1, 8, [1])):
+        assert layouts.expert_sizes(mixture, data, inside) == sizes
+        assert layouts.expert_sizes(dense, data, inside) == [1]
 
 
 def test_without_a_fit_the_error_has_the_excess_and_remedies():

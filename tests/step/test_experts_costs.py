@@ -21,11 +21,10 @@ def mixture(layout, remat="none", **parallel):
     return case(layout, "llama", remat, EXPERTS, persist_below=100, **parallel)
 
 
-FIRST = [
+FIRST = [mixture("data 2 expert 2 tensor 2 pipe 2", "full", zero=3, microbatches=2)]
+MORE = [
     mixture("data 2 tensor 2 pipe 2", "full", zero=2, microbatches=2),
     mixture("data 4 expert 2", "selective", zero=3, microbatches=2),
-]
-MORE = [
     *(mixture("data 1", remat) for remat in ("none", "selective", "full", "block:2")),
     *(mixture("data 2", zero=zero) for zero in (1, 2, 3)),
     *(mixture("data 2", remat, zero=3) for remat in ("selective", "full")),
@@ -34,7 +33,6 @@ MORE = [
     mixture("pipe 2", microbatches=4, schedule="zero_bubble"),
     *(mixture("data 4 expert 2", remat) for remat in ("none", "selective", "full", "block:2")),
     *(mixture("data 4 expert 2", zero=zero) for zero in (1, 2, 3)),
-    mixture("data 2 expert 2 tensor 2 pipe 2", "full", zero=3, microbatches=2),
     mixture("replica 2 data 2 expert 2", zero=3, microbatches=2),
     mixture("pipe 2 data 2 expert 2", microbatches=4, schedule="zero_bubble"),
 ]

@@ -49,29 +49,33 @@ def with_room(chosen_TE, devices, places):
     return kept_TE
 
 
-@pytest.mark.parametrize("skew", SKEWS)
-@pytest.mark.parametrize("case", cover([(4, 1.25), (2, 2.0)], [(2, 1.0), (4, 1.0), (8, 1.25), (8, 8.0)]))
-def test_it_equals_every_expert_masked(case, skew):
+@pytest.mark.parametrize("case", cover([(4, 1.25)], [(2, 1.0), (2, 2.0), (4, 1.0), (8, 1.25), (8, 8.0)]))
+def test_it_equals_every_expert_masked(case):
     devices, capacity = case
     x, w, g = random(devices * T, D), random(E, D, F), random(devices * T, F)
-    logits = random(devices * T, E) + jnp.asarray(SKEWS[skew])[None]
     mesh, specs = meshes.make(data=1, expert=devices), (P("expert"), P("expert"), P("expert"))
     run = jax.shard_map(lambda *a: exchanged(*a, capacity), mesh=mesh, in_specs=specs, out_specs=specs[:2])
     places = exchange.places(T * K, devices, capacity)
-    chosen = np.asarray(logits >= jax.lax.top_k(logits, K)[0][:, -1:])
-    kept = np.concatenate([with_room(part, devices, places) for part in np.split(chosen, devices)])
 
-    def masked(x, logits, w):
-        gates = jax.nn.softmax(jnp.where(jnp.asarray(chosen), logits, -jnp.inf))
-        return jnp.einsum("td,edf,te->tf", x, w, jnp.where(jnp.asarray(kept), gates, 0.0))
+    def masked(x, logits, w, chosen, kept):
+        gates = jax.nn.softmax(jnp.where(chosen, logits, -jnp.inf))
+        return jnp.einsum("td,edf,te->tf", x, w, jnp.where(kept, gates, 0.0))
 
-    y, vjp, lost = jax.jit(lambda *a: jax.vjp(run, *a, has_aux=True))(x, logits, w)
-    exact, exact_vjp = jax.vjp(masked, x, logits, w)
-    for found, expected in zip((y, *vjp(g)), (exact, *exact_vjp(g)), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
-    assert int(lost.sum()) == (chosen & ~kept).sum()
-    drops = not (chosen == kept).all()
-    assert not drops if capacity >= devices else drops or skew == "balanced"
+    @jax.jit
+    def both(logits, chosen, kept):
+        y, vjp, lost = jax.vjp(run, x, logits, w, has_aux=True)
+        exact, exact_vjp = jax.vjp(lambda *a: masked(*a, chosen, kept), x, logits, w)
+        return (y, *vjp(g)), (exact, *exact_vjp(g)), lost.sum()
+
+    for skew, of_experts in SKEWS.items():
+        logits = random(devices * T, E) + jnp.asarray(of_experts)[None]
+        chosen = np.asarray(logits >= jax.lax.top_k(logits, K)[0][:, -1:])
+        kept = np.concatenate([with_room(part, devices, places) for part in np.split(chosen, devices)])
+        *results, lost = both(logits, chosen, kept)
+        for found, expected in zip(*results, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
+        assert int(lost) == (chosen & ~kept).sum()
+        assert not lost if capacity >= devices else lost or skew == "balanced"
 
 
 def test_a_buffer_has_room_for_all_rows_where_it_could_have_to():
