@@ -109,7 +109,7 @@ class Train(Section):
     rollback: Rollback | None = key(
         None,
         "{deviations, window, not_finite, most}: after a loss spike go back to the newest checkpoint, and never read "
-        "the batches since again; null: go on",
+        "the batches since again; null: continue",
     )
     save_hf: bool = key(False, "write <logging.dir>/hf at the end: a model folder of Hugging Face in precision.compute")
     log_every: Count = key(1, "steps between log lines; evaluations and the last step are always logged; 0: only these")

@@ -161,7 +161,7 @@ class Loop:
             self.watch.at("end", self.number)  # leaving `writing` waits for the last checkpoint
 
     def after(self) -> Run:
-        """Return the run after the last step so far; after a loss spike, from which it goes on. Raises Diverged,
+        """Return the run after the last step so far; after a loss spike, from where it continues. Raises Diverged,
         ValueError or OSError."""
         if self.losses.spike:
             return self.back()

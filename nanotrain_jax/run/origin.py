@@ -1,4 +1,4 @@
-"""Where a run goes on: from its newest checkpoint, or from its first state. At its start, and after a rollback."""
+"""What a run continues from: its newest checkpoint, or its first state. At its start, and after a rollback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nanotrain_jax.step import build as steps
 
 
 class Plan(NamedTuple):
-    """What a run is, wherever it goes on."""
+    """What a run is, whichever checkpoint it continues from."""
 
     requested: Config  # before `resolve`
     phases: list[Phase]  # of all stages of training
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A validated run, ready to start or to go on."""
+    """A validated run, ready to start or to continue."""
 
     plan: Plan
     phases: list[Phase]  # of stages of training: the current one, and later ones

@@ -115,7 +115,7 @@ def test_checkpoints_of_a_user_model_resume_on_another_layout(config_file, on_on
         ),
         ("test_any_model:three_layers", [], "it has 3 layers, model.num_layers=4; make them agree"),
         ("test_any_model:no_model", [], "returned NoneType; return a nanotrain_jax.Model"),
-        ("test_any_model:over_data", [], "only tensor may be used"),
+        ("test_any_model:over_data", [], "only tensor and expert may be used"),
         ("test_any_model:in_bfloat16", [], "the weight ends/embed_VD is bfloat16; use float32"),
         ("test_any_model:unused", [], "neither used_by_first nor used_by_last selects ends/head_VD"),
         ("test_any_model:without_order", [], "init ignores order"),

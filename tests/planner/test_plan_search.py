@@ -29,13 +29,14 @@ def test_an_outline_has_the_time_and_slots_of_its_schedule(name):
 
 
 def test_group_size_and_devices_per_nvlink_domain():
-    sizes = 2, 1, 4, 1, 8  # pipe, replica, data, context, tensor on 64 GPUs
+    sizes = 2, 1, 4, 1, 1, 8  # pipe, replica, data, expert, context, tensor on 64 GPUs
     assert link(("tensor",), sizes, 8) == (8, 8)
     assert link(("data",), sizes, 8) == (4, 1)
     assert link(("data", "tensor"), sizes, 8) == (32, 8)
-    assert link(("data",), (1, 1, 32, 1, 2), 8) == (32, 4)
-    assert link(("data",), (1, 1, 32, 1, 2), 72) == (32, 32)
-    assert link(("tensor",), (1, 1, 8, 1, 3), 8) == (3, 1)  # some groups of three span two hosts
+    assert link(("expert",), (1, 1, 4, 8, 1, 2), 8) == (8, 4)
+    assert link(("data",), (1, 1, 32, 1, 1, 2), 8) == (32, 4)
+    assert link(("data",), (1, 1, 32, 1, 1, 2), 72) == (32, 32)
+    assert link(("tensor",), (1, 1, 8, 1, 1, 3), 8) == (3, 1)  # some groups of three span two hosts
 
 
 def valid_layouts(config, gpus):

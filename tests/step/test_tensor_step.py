@@ -73,7 +73,8 @@ def moves_the_bytes_of_the_papers(tree):
     in_order(text)
     for c in hlo.summary(hlo.collectives(text, step.plan.mesh.shape, communication.conditional_rates(config))):
         found[c["axis"], c["op"]] += c["bytes_per_device"]
-    scalars = 20  # the loss and the gradients' norm
+    # The loss and the gradients' norm; where targets are masked their number, too.
+    scalars = 20 if config.data.attend_across_documents else 24
     if config.parallel.zero == 3 and config.parallel.microbatches > 1:
         for axes in ("data", "context", "data,context"):  # XLA:CPU gathers the ends once for all microbatches
             del theory[axes, "all_gather"], found[axes, "all_gather"]
