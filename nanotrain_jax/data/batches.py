@@ -1,12 +1,14 @@
-"""Data loading: corpus -> sequences -> grain -> global `jax.Array` batches, shuffled, sharded, exactly resumable.
+"""Data loading: corpus -> sequences -> global `jax.Array` batches, shuffled, sharded, made ahead, exactly resumable.
 
 The order of training sequences depends on (seed, position) only, so a resume just starts reading at a position.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from nanotrain_jax.data.packing import Packed
 from nanotrain_jax.data.pairs import REFERENCE, Pairs
 from nanotrain_jax.data.text_sources import tokenizer_of
 from nanotrain_jax.data.windows import Synthetic, Windows, WithDocuments
+
+AHEAD = 2  # batches
 
 
 def load(config: Data, vocab_size: int | None = None) -> Dataset:
@@ -116,48 +120,79 @@ def batches(
     ShapeDtypeStructs with sharding (`Step.batch`). token_order: positions of the tokens in a row of the batch
     (`Step.token_order`). A process reads only the rows of its own devices; the assignment of sequences to rows does not
     depend on the number of processes.
+
+    A thread makes batches, AHEAD of them before they are asked for (of a folder in a store several threads, a batch
+    each: `readers_of`). What it raises is raised here. It communicates nothing, and ends when this generator is closed.
     """
     rows = local_rows(shapes["inputs"])
-    local = share(in_order(source, shapes, seed), position, shapes["inputs"].shape[0], rows)
-    readers = readers_of(source)
-    for sequences in local.to_iter_dataset(grain.ReadOptions(readers, prefetch_buffer_size=max(4, readers))):
-        yield _to_devices(rows_of(sequences, token_order), rows, shapes)
+    share = Share(in_order(source, shapes, seed), position, shapes["inputs"].shape[0], rows)
+
+    def batch(i: int) -> dict[str, jax.Array]:
+        return _to_devices(rows_of(share[i], token_order), rows, shapes)
+
+    yield from _ahead(batch, readers_of(source))
+
+
+def _ahead(make: Callable[[int], Any], threads: int) -> Iterator[Any]:
+    """Yield make(0), make(1), ... without end; threads make AHEAD more meanwhile, one each at least."""
+    most = max(AHEAD, threads)
+    pool = ThreadPoolExecutor(threads, "batches")
+    try:
+        made = deque(pool.submit(make, i) for i in range(most))
+        for i in count(most):
+            made.append(pool.submit(make, i))
+            yield made.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def readers_of(source: Source) -> int:
-    """Return how many threads read rows: one, but of folders in a store."""
+    """Return how many threads make batches: one, but of folders in a store."""
     if isinstance(source, Mixture):
         return max(map(readers_of, source.rows.values()))
     windows = source.windows if isinstance(source, PackedDocuments) else source
     return windows.readers if isinstance(windows, Windows) else 1
 
 
-def in_order(source: Source, shapes: Any, seed: int) -> grain.MapDataset:
+def in_order(source: Source, shapes: Any, seed: int) -> Sequence[np.ndarray]:
     """Return the rows in the order of training, without end."""
     if isinstance(source, Mixture):
-        orders = [in_order(rows, shapes, seed) for rows in source.rows.values()]
-        return grain.MapDataset.source(Mixed(source, orders))
-    return grain.MapDataset.source(_examples(source, shapes)).seed(seed).shuffle().repeat(None)
+        return Mixed(source, [in_order(rows, shapes, seed) for rows in source.rows.values()])
+    return Shuffled(_examples(source, shapes), seed)
 
 
-class Rows:
-    """Random access to some rows of each batch of `size` items of `source`, starting at position: batch by batch."""
+class Shuffled:
+    """Random access to the rows of a source without end, in another order in each epoch; no order is in memory."""
 
-    def __init__(self, source: Sequence[np.ndarray], position: int, size: int, rows: np.ndarray):
-        self.source, self.position, self.size, self.rows = source, position, size, rows
+    def __init__(self, rows: Sequence[np.ndarray], seed: int):
+        self.rows, self.order = rows, grain.MapDataset.range(len(rows)).seed(seed).shuffle().repeat(None)
 
     def __len__(self) -> int:
-        num_rows = (len(self.source) - self.position) // self.size * len(self.rows)
-        return min(num_rows, sys.maxsize // 2)  # an endless source has sys.maxsize items, and grain adds to the length
+        return len(self.order)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        batch, row = divmod(int(i), len(self.rows))
-        return self.source[self.position + batch * self.size + int(self.rows[row])]
+        return self.rows[self.order[int(i)]]
 
 
-def share(source: Sequence[np.ndarray], position: int, size: int, rows: np.ndarray) -> grain.MapDataset:
-    """Return the dataset of one process: item i is the given rows of batch i, stacked."""
-    return grain.MapDataset.source(Rows(source, position, size, rows)).batch(len(rows))
+class Share:
+    """Random access to the batches of one process: item i is some rows, stacked, of batch i of `size` items of
+    `source`, starting at position."""
+
+    def __init__(self, source: Sequence[np.ndarray], position: int, size: int, rows: np.ndarray):
+        self.source, self.position, self.size, self.rows = source, position, size, rows.tolist()
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        first = self.position + i * self.size
+        return stacked([self.source[first + row] for row in self.rows])
+
+
+def stacked(rows: Sequence[np.ndarray | arrays.Row]) -> np.ndarray | arrays.Row:
+    """Return rows as one array, or of rows by name as one each."""
+    return jax.tree.map(_stack, *rows)
+
+
+def _stack(*rows: np.ndarray) -> np.ndarray:
+    return np.stack(rows)
 
 
 def local_rows(batch: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -178,8 +213,7 @@ def evaluation(
     examples = _examples(source, shapes)
     for first in range(0, len(indices), size):
         present = indices[first : first + size]
-        of_rows = [examples[present[min(row, len(present) - 1)]] for row in rows]
-        sequences = jax.tree.map(lambda *xs: np.stack(xs), *of_rows)
+        sequences = stacked([examples[present[min(row, len(present) - 1)]] for row in rows])
         batch = rows_of(sequences, token_order)
         batch["targets"] = np.where((rows < len(present))[:, None], batch["targets"], -1)
         yield _to_devices(batch, rows, shapes)

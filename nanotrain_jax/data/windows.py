@@ -51,7 +51,7 @@ class Windows:
 
     @property
     def readers(self) -> int:
-        """Threads to read rows with."""
+        """Threads to make batches with."""
         return 1
 
     @property

@@ -227,7 +227,10 @@ class Loop:
             run.dataset.train, run.step.batch, self.config.data.seed, run.position, run.step.token_order
         )
         own = str(jax.process_index()) if jax.process_count() > 1 else ""  # processes of a host name theirs alike
-        with closing(Profile(profiled, self.folder / "profile" / own, self.writer.say, self.program)) as profile:
+        with (
+            closing(batches),
+            closing(Profile(profiled, self.folder / "profile" / own, self.writer.say, self.program)) as profile,
+        ):
             self.writer.start_clock()
             while not (self.losses.spike or is_over(self.phase, self.number, self.state) or stopped(self.number)):
                 self.take_step(batches, profile)

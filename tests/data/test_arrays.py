@@ -69,9 +69,9 @@ def test_a_resume_reads_on_where_it_stopped(folder):
 
 def test_processes_read_their_rows_of_the_same_batches(folder):
     rows = load(folder).train.only(["inputs", "pictures"])
-    whole = data.share(rows, position=3, size=4, rows=np.arange(4))
+    whole = data.Share(rows, position=3, size=4, rows=np.arange(4))
     for owned in ([0, 1], [2, 3], [1]):
-        part = data.share(rows, position=3, size=4, rows=np.array(owned))
+        part = data.Share(rows, position=3, size=4, rows=np.array(owned))
         for i in range(3):
             for name, array in part[i].items():
                 np.testing.assert_array_equal(array, whole[i][name][owned])

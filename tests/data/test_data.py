@@ -155,9 +155,9 @@ def test_bigram_loss_without_the_first_tokens_of_documents():
 def test_several_processes_read_the_same_batches_as_one():
     found = corpus.build(DOCUMENTS, of_bytes())
     order = grain.MapDataset.source(data.Windows(found, np.arange(60), 16)).seed(0).shuffle().repeat(None)
-    whole = data.share(order, position=24, size=8, rows=np.arange(8))
+    whole = data.Share(order, position=24, size=8, rows=np.arange(8))
     for owners in [[0, 1, 2], [3, 4, 5, 6, 7]], [[0, 4], [1, 5], [2, 3, 6, 7]], [range(8), range(8)]:
-        parts = [data.share(order, position=24, size=8, rows=np.array(rows)) for rows in owners]
+        parts = [data.Share(order, position=24, size=8, rows=np.array(rows)) for rows in owners]
         for i in range(5):
             for rows, part in zip(owners, parts, strict=True):
                 np.testing.assert_array_equal(part[i], whole[i][list(rows)])

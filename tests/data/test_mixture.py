@@ -73,7 +73,7 @@ def test_rows_are_those_of_each_source_alone_on_any_number_of_processes_and_afte
     for position in range(0, 160, 7):
         for processes in 1, 2, 4:
             of_process = np.split(np.arange(8), processes)
-            parts = [data.share(order, position, 8, rows)[1] for rows in of_process]  # the second batch
+            parts = [data.Share(order, position, 8, rows)[1] for rows in of_process]  # the second batch
             np.testing.assert_array_equal(np.concatenate(parts), whole[position + 8 : position + 16])
 
 

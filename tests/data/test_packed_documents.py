@@ -96,7 +96,7 @@ def test_a_resume_reads_on_and_a_bigram_model_scores_the_same_targets(dataset):
     order = data.in_order(dataset.train, {"inputs": None, "targets": None, "starts": None}, seed=3)
     first = [order[i]["inputs"] for i in range(len(dataset.train))]
     assert len({row.tobytes() for row in first}) == len(first)
-    resumed = data.share(order, 8, 4, np.arange(4))[0]
+    resumed = data.Share(order, 8, 4, np.arange(4))[0]
     np.testing.assert_array_equal(resumed["inputs"], first[8:12])
     losses = [data.bigram_loss(dataset, 1000, across) for across in (False, True)]
     assert losses[0] == losses[1] == pytest.approx(np.log(8), rel=0.1)
