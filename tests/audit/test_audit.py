@@ -306,8 +306,8 @@ def test_golden_peaks_match_the_estimates():
             assert 0.9 <= ratio <= 1 + margin(config, tuple(map(int, version.split(".")))), (name(case), version)
             worst[ratio] = name(case)
     assert len(golden) == len([*CASES, TOO_LARGE, *MORE, BLACKWELL]) >= 30
-    assert worst[max(worst)] == f"{LLAMA} 8 tensor=8 data=1 batch_size=1 remat=full"  # as audit/README.md says
-    assert max(worst) <= 1.05
+    assert "pipe=4" in worst[max(worst)] and "num_layers=30" in worst[max(worst)]  # as audit/README.md says
+    assert max(worst) <= 1.035
 
 
 def test_golden_memory_decreases_with_zero_stage_and_remat():
