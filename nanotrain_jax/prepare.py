@@ -16,6 +16,7 @@ if __name__ == "__main__":
     shell.begin(finishes=True)
 
 import argparse
+import errno
 import os
 import re
 import time
@@ -37,7 +38,7 @@ from rich.progress import (
 )
 
 from nanotrain_jax.config.load import Parser, one_line, path_argument, refuse
-from nanotrain_jax.config.values import is_remote
+from nanotrain_jax.config.values import is_remote, with_message
 from nanotrain_jax.data import corpus, preparation, shard_checks, spans, stored, token_folder
 from nanotrain_jax.data.preparation import Asked, Plan, Task
 from nanotrain_jax.data.shards import DOCUMENTS, TOKENS, Finished
@@ -228,14 +229,22 @@ def carry_out(asked: argparse.Namespace, out: Path, plan: Plan, request: Asked) 
         try:
             kept = write(tasks[asked.part[0] :: asked.part[1]], asked.workers)
             header, found = preparation.finish(out, plan, request.tokenizer, request.before)
-        except (ValueError, OSError):
+        except (ValueError, OSError) as error:
             if asked.part == (0, 1):
                 preparation.give_up(out, plan)
-            raise
+            raise explained(error, out) from None
     again = [f"kept {kept:,} shards that were finished before"] * bool(kept)
     if not header:
         return [f"{out}: {len(found):,} of {len(tasks):,} shards are finished; the other parts write the rest", *again]
     return [*lines_of(out, header, found), *again]
+
+
+def explained(error: ValueError | OSError, out: Path) -> ValueError | OSError:
+    """Return an error; that of a full disk with the folder and what to do."""
+    if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return error
+    remedy = "make room and give the same command again, which keeps finished shards"
+    return with_message(error, f"--out={out} cannot be written ({error.strerror}); {remedy}")
 
 
 def write(tasks: Sequence[Task], workers: int) -> int:

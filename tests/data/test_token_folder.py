@@ -164,6 +164,7 @@ def test_on_a_full_disk_it_is_one_line_and_what_is_finished_stays(room, files, t
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     told = capsys.readouterr()
     assert told.err.count("\n") == 1
+    assert "full cannot be written (File too large); make room and give the same command again" in told.err
     assert not list(tmp_path.glob("full/*.partial"))
     assert run(*arguments) == 0
     assert ("shards that were finished before" in capsys.readouterr().out) == (room < 0)
