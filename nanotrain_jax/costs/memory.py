@@ -14,15 +14,10 @@ Bytes per device. Symbols as in costs/counts.py; x is the residual stream, B T D
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
-
-from nanotrain_jax.config.derived import fits_flash, padded_vocab
-from nanotrain_jax.config.execution import reduces_per_layer, writes_layers_out
-from nanotrain_jax.config.run_sections import Train
-from nanotrain_jax.config.schema import Config, Model, Parallel
-from nanotrain_jax.config.vision import Vision
-from nanotrain_jax.costs import compression, muon, offload, vision_memory
+from nanotrain_jax.config.derived import fits_flash
+from nanotrain_jax.config.execution import writes_layers_out
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.costs import compression, gradient_memory, muon, offload, vision_memory
 from nanotrain_jax.costs.activations import activations, layer_activations, stage_buffers, working_set
 from nanotrain_jax.costs.counts import (
     BYTES,
@@ -43,8 +38,14 @@ from nanotrain_jax.costs.counts import (
     zero_devices,
     zero_devices_of,
 )
-from nanotrain_jax.models.decoder_table import EMBEDDING, HEAD
-from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION
+from nanotrain_jax.costs.stored_parameters import (
+    frozen_elements,
+    local_parameters,
+    trained_parameters,
+    vocab_elements,
+    vocab_rows,
+)
+from nanotrain_jax.models.parameters import LAYERS
 
 Parts = dict[str, float]
 
@@ -109,46 +110,18 @@ def moments(config: Config) -> dict[str, Parts]:
     buffers     gathered and in flight: weights of the head or of a layer at stage 3, float32 gradients of a layer from
                 stage 2 (`_expert_buffers`), with stages a layer's gradients in 16 bit and (without W) float32, three
                 full activations under sequence parallelism, with gather attention keys and values of all tokens and
-                their float32 gradients, the largest stacked gradient as on the wire where it is reduced once per step
+                their float32 gradients, the largest stacked gradient as on the wire where it is reduced once per step,
+                or, of layers written out, before it is stacked
     """
-    m, p = config.model, config.parallel
-    b, D = BYTES[config.precision.compute], m.d_model
-    psi, shard = trained_parameters(config)
-    layers, sharded_layers = psi[LAYERS], shard[LAYERS]
-    tokens, L = tokens_per_device(config) / p.microbatches, stage_layers(config)
-    V = padded_vocab(m.vocab_size, p.vocab_shards) / p.vocab_shards
-    residuals = b * tokens * activations(config)
-    head = 0.0 if rows(config).get(HEAD, rows(config)[EMBEDDING]).is_frozen else 4 * V * D  # float32
-    logits = (logit_bytes(config) + b) * (m.loss_chunk or tokens) * V
-    freed = logit_bytes(config) * tokens * V if p.prefetch and not m.loss_chunk else 0.0  # logits
-    several, gathers = p.microbatches > 1 or p.pipe > 1 or p.prefetch, p.zero == 3 and zero_devices(config) > 1
-    g = message_bytes(config, 4 if several else gradient_bytes(config))
-    sums, reduced = _gradient_sums(config, psi, shard) if several else (0.0, 0.0)
-    earlier = 0.0 if p.pipe == p.microbatches == 1 else sums  # before the loss
-    current = 0.0 if p.pipe > 1 or p.prefetch else 4 * sharded_layers if p.zero > 1 else b * layers
-    once = p.zero < 2 and zero_devices(config) * (1 if p.sync_every else p.replica) > 1
-    largest, gathered = _largest(config)
-    ends = b * (psi[ENDS] + psi[VISION]) if p.zero < 2 else 4 * (shard[ENDS] + shard[VISION])
-    sent = g * sum(psi.values()) if once and p.zero == 0 and not several else 0.0  # all, in the dtype on the wire
-
-    made, of_last_norm = current, 0.0
-    if writes_layers_out(config, "gpu"):  # gradients are made as activations are freed; XLA puts off those of LayerNorm
-        made = max(0.0, current - residuals)
-        of_last_norm = 3 * b * tokens * D if m.features.centered_norms else 0.0
-
-    found: dict[str, Parts] = {
-        "loss": {"gradients": earlier + (max(0.0, head - freed) if p.pipe == 1 else 0.0), "activations": residuals}
-        | {"loss": logits}
-        | {"layer": 2 * b * tokens * D, "buffers": (b * V * D if gathers else 0.0) + _transposed_bytes(config)},
-        "backward": {"gradients": sums + made + (head if p.pipe == 1 else 0.0), "activations": residuals}
-        | {"loss": 0.0, "layer": working_set(config) + of_last_norm}
-        | {"buffers": _backward_buffers(config, local_parameters(config)[0][LAYERS] / L, tokens)},
-        "embedding": {"gradients": sums + current + ends, "activations": 0.0, "loss": 0.0, "layer": 0.0}
-        | {"buffers": _embedding_buffers(config)},
-        "update": {"gradients": reduced or (sent if sent else current + ends), "activations": 0.0}
-        | {"loss": 0.0, "layer": 0.0}
-        | {"buffers": (0.0 if sent else g * largest if once else gathered) + muon.buffers(config)},
+    residuals = BYTES[config.precision.compute] * _microbatch_tokens(config) * activations(config)
+    found = {
+        "loss": {"activations": residuals} | _of_loss(config),
+        "backward": {"activations": residuals, "loss": 0.0} | _of_backward(config, residuals),
+        "embedding": _of_embedding(config),
+        "update": _of_update(config),
     }
+    nothing = dict.fromkeys(("gradients", "activations", "loss", "layer", "buffers"), 0.0)
+    found = {moment: nothing | parts for moment, parts in found.items()}
     if config.vision:
         found = vision_memory.added(config, found)
     kept = state(config)
@@ -156,18 +129,54 @@ def moments(config: Config) -> dict[str, Parts]:
     return _with_offload(config, found) if set(offload.modes(config)) != {"none"} else found
 
 
-def _gradient_sums(config: Config, psi: Parts, shard: Parts) -> tuple[float, float]:
-    """Return the bytes of the gradients accumulated over microbatches, in the backward and in the update.
+def _of_loss(config: Config) -> Parts:
+    m, p, b = config.model, config.parallel, BYTES[config.precision.compute]
+    tokens, D, V = _microbatch_tokens(config), m.d_model, vocab_rows(config)
+    logits = (logit_bytes(config) + b) * (m.loss_chunk or tokens) * V
+    freed = logit_bytes(config) * tokens * V if p.prefetch and not m.loss_chunk else 0.0  # logits
+    sums, _ = gradient_memory.sums(config)
+    earlier = 0.0 if p.pipe == p.microbatches == 1 else sums
+    head = max(0.0, gradient_memory.of_head(config) - freed) if p.pipe == 1 else 0.0
+    gathered = b * V * D if p.zero == 3 and zero_devices(config) > 1 else 0.0
+    buffers = gathered + _transposed_bytes(config)
+    return {"gradients": earlier + head, "loss": logits, "layer": 2 * b * tokens * D, "buffers": buffers}
 
-    float32 sums, in both; where a pipeline reduces them per layer, the backward also holds the reduced gradients of
-    layers, in the dtype on the wire, and the update only those.
-    """
-    p = config.parallel
-    sums = 4 * sum((shard if p.zero > 1 else psi).values())
-    if p.pipe == 1 or not reduces_per_layer(config):
-        return sums, sums
-    reduced = gradient_bytes(config) * (shard if p.zero else psi)[LAYERS]
-    return sums + reduced, 4 * (psi[ENDS] + psi[VISION]) + reduced
+
+def _of_backward(config: Config, residuals: float) -> Parts:
+    made, of_last_norm = gradient_memory.current(config), 0.0
+    if writes_layers_out(config, "gpu"):  # gradients are made as activations are freed; XLA puts off those of LayerNorm
+        made = max(0.0, made - residuals)
+        if config.model.features.centered_norms:
+            of_last_norm = 3 * BYTES[config.precision.compute] * _microbatch_tokens(config) * config.model.d_model
+    sums, _ = gradient_memory.sums(config)
+    head = gradient_memory.of_head(config) if config.parallel.pipe == 1 else 0.0
+    layer = local_parameters(config)[0][LAYERS] / stage_layers(config)
+    buffers = _backward_buffers(config, layer, _microbatch_tokens(config))
+    return {"gradients": sums + made + head, "layer": working_set(config) + of_last_norm, "buffers": buffers}
+
+
+def _of_embedding(config: Config) -> Parts:
+    sums, _ = gradient_memory.sums(config)
+    complete = sums + gradient_memory.current(config) + gradient_memory.of_ends(config)
+    return {"gradients": complete, "buffers": _embedding_buffers(config)}
+
+
+def _of_update(config: Config) -> Parts:
+    p, several = config.parallel, gradient_memory.sums_gradients(config)
+    psi, _ = trained_parameters(config)
+    message = message_bytes(config, 4 if several else gradient_bytes(config))
+    once = p.zero < 2 and zero_devices(config) * (1 if p.sync_every else p.replica) > 1
+    largest, gathered = _largest(config)
+    if once and p.zero == 0 and not several:  # all, in the dtype on the wire
+        return {"gradients": message * sum(psi.values()), "buffers": muon.buffers(config)}
+    _, reduced = gradient_memory.sums(config)
+    gradients = reduced or gradient_memory.current(config) + gradient_memory.of_ends(config)
+    buffers = message * largest if once else max(gathered, gradient_memory.stacked(config, largest))
+    return {"gradients": gradients, "buffers": buffers + muon.buffers(config)}
+
+
+def _microbatch_tokens(config: Config) -> float:
+    return tokens_per_device(config) / config.parallel.microbatches
 
 
 def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
@@ -224,7 +233,7 @@ def _largest(config: Config) -> tuple[float, float]:
 def _embedding_buffers(config: Config) -> float:
     """Return the bytes of the embedding's float32 gradient, and of the copy that ZeRO scatters, or 8-bit messages."""
     p, copy = config.parallel, 2 * message_bytes(config, 2)
-    return (4 + copy) * _vocab_elements(config) if p.zero > 1 and p.pipe == 1 and zero_devices(config) > 1 else 0.0
+    return (4 + copy) * vocab_elements(config) if p.zero > 1 and p.pipe == 1 and zero_devices(config) > 1 else 0.0
 
 
 def _transposed_bytes(config: Config) -> float:
@@ -280,14 +289,14 @@ def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
         parts["params"] -= in_host.get("params", 0.0)
         parts["optimizer"] -= in_host.get("optimizer", 0.0) + offload.nvme_bytes(config)
         if has_host_gradients:
-            parts["gradients"] = 4 * _vocab_elements(config) if moment == "loss" and early else 0.0
+            parts["gradients"] = 4 * vocab_elements(config) if moment == "loss" and early else 0.0
             parts["loss"] = parts["loss"] if moment == "loss" else 0.0  # the head's gradient is computed at once
         if memory.offload_activations == "host" and moment in ("loss", "backward"):
             parts["activations"] -= in_host["activations"] - (2 if moment == "backward" else 0) * per_layer
         if parameters and moment == "update":
             parts["buffers"] += _update_buffers(config, parameters, layer)
         elif memory.offload_params == "host" and moment == "loss":
-            parts["buffers"] += b * (block * layer + (0 if gathers_ends else _vocab_elements(config)))
+            parts["buffers"] += b * (block * layer + (0 if gathers_ends else vocab_elements(config)))
         elif memory.offload_params == "host":
             parts["buffers"] += 2 * b * block * layer + (4 * block * layer if moment == "backward" else 0)
     return found
@@ -302,60 +311,4 @@ def _update_buffers(config: Config, parameters: list[offload.Offloaded], layer: 
     if not any(x.has_host_gradient for x in parameters):
         return of_state
     of_ends = 2 * BYTES[config.precision.compute] + (8 if p.microbatches > 1 else 4)
-    return max(of_state + 2 * layer, of_ends * _vocab_elements(config))
-
-
-def _vocab_elements(config: Config) -> float:
-    """Return the elements of the embedding, or of the head, on a tensor-parallel device."""
-    m, shards = config.model, config.parallel.vocab_shards
-    return m.d_model * padded_vocab(m.vocab_size, shards) / shards
-
-
-def local_parameters(config: Config) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the parameters on a device, part -> elements: before ZeRO (Psi), and sharded over data."""
-    return _parameters(config, freeze=())
-
-
-def frozen_elements(config: Config) -> float:
-    """Return the elements of frozen weights that a device stores."""
-    stage = 1 if config.parallel.zero == 3 else 0
-    return sum(local_parameters(config)[stage].values()) - sum(trained_parameters(config)[stage].values())
-
-
-def trained_parameters(config: Config) -> tuple[dict[str, float], dict[str, float]]:
-    """Return `local_parameters` without frozen ones."""
-    return _parameters(config, config.train.freeze)
-
-
-def _parameters(config: Config, freeze: tuple[str, ...]) -> tuple[dict[str, float], dict[str, float]]:
-    p = config.parallel
-    sizes = _Sizes(p.tensor, p.pipe, zero_devices(config), p.expert, p.persist_below, bool(p.vocab_over_pipe))
-    psi, shard = _trained_parameters(config.model, config.vision, sizes, freeze)
-    return dict(psi), dict(shard)
-
-
-class _Sizes(NamedTuple):
-    """What the parameters on a device depend on, of the keys of `Parallel`."""
-
-    tensor: int
-    pipe: int
-    data: int
-    expert: int
-    persist_below: int
-    vocab_over_pipe: bool
-
-
-@lru_cache(maxsize=4096)  # a search asks for the same values again and again
-def _trained_parameters(
-    model: Model, vision: Vision | None, sizes: _Sizes, freeze: tuple[str, ...]
-) -> tuple[dict[str, float], dict[str, float]]:
-    parallel = Parallel(**sizes._asdict())
-    config = Config(model=model, vision=vision, parallel=parallel, train=Train(freeze=freeze))
-    psi, shard = ({LAYERS: 0.0, ENDS: 0.0, VISION: 0.0} for _ in range(2))
-    for row in rows(config).values():
-        if row.is_frozen:
-            continue
-        size, part = local_elements(row, config), VISION if row.part == ENCODER else row.part
-        psi[part] += size
-        shard[part] += size / (zero_devices_of(row, config) if is_sharded(row, config) else 1)
-    return psi, shard
+    return max(of_state + 2 * layer, of_ends * vocab_elements(config))

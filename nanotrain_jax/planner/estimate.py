@@ -15,6 +15,7 @@ from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, flops, hardware, memory, offload
+from nanotrain_jax.costs.stored_parameters import frozen_elements
 from nanotrain_jax.planner.step_time import Transfer, times
 
 MEMORY_FRACTION = 0.75  # of a GPU's memory, which JAX preallocates (XLA_PYTHON_CLIENT_MEM_FRACTION)
@@ -135,7 +136,7 @@ def checkpoint_bytes(config: Config) -> float:
     optimizer += state.get("residuals", 0.0)
     params = state["params"]
     if config.train.lora:
-        params -= counts.BYTES[config.precision.compute] * memory.frozen_elements(config)
+        params -= counts.BYTES[config.precision.compute] * frozen_elements(config)
     return params / (replicas * (1 if p.zero == 3 else N)) + optimizer / (1 if p.zero else N)
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 
 from nanotrain_jax.costs import activations as costs
 from nanotrain_jax.costs import compression, counts, flops, hardware, memory, muon, offload, vision, vision_memory
+from nanotrain_jax.costs.stored_parameters import frozen_elements, trained_parameters
 from nanotrain_jax.models import vision_table
 from nanotrain_jax.models.decoder_table import table
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION, Parameter
@@ -127,14 +128,14 @@ def compute(e: Estimate) -> Section:
 def state(e: Estimate) -> Section:
     """Return the bytes of training state between steps."""
     p, n = e.config.parallel, number
-    full, shard = memory.trained_parameters(e.config)
+    full, shard = trained_parameters(e.config)
     parts, b = memory.state(e.config), offload.weight_bytes(e.config)
     psi, over = sum(full.values()), sum(shard.values())
     parts_of_psi, has_vision = [part for part in (LAYERS, ENDS, VISION) if full[part]], bool(e.config.vision)
     formula = "layers / (P t) + ends / t" + " + vision, its layers / t" * has_vision + ", of split arrays"
     shown = " + ".join(n(full[part]) for part in parts_of_psi) or "0"
     lines = [Line("Psi", formula, shown, psi, "parameters per GPU")]
-    frozen, w = memory.frozen_elements(e.config), counts.BYTES[e.config.precision.compute]
+    frozen, w = frozen_elements(e.config), counts.BYTES[e.config.precision.compute]
     if frozen:
         lines[0] = lines[0]._replace(what="Psi, of trained parameters")
     if p.zero and counts.zero_devices(e.config) > 1:

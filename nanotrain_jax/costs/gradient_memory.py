@@ -1,0 +1,66 @@
+"""Memory of gradients in closed form, in bytes per device: sums over microbatches, those of the current one, of the
+ends. For resolved configs."""
+
+from __future__ import annotations
+
+from nanotrain_jax.config.execution import reduces_per_layer, writes_layers_out
+from nanotrain_jax.config.schema import Config
+from nanotrain_jax.costs.counts import BYTES, gradient_bytes, rows, zero_devices
+from nanotrain_jax.costs.stored_parameters import trained_parameters, vocab_elements
+from nanotrain_jax.models.decoder_table import EMBEDDING, HEAD
+from nanotrain_jax.models.parameters import ENDS, LAYERS, VISION
+
+
+def sums_gradients(config: Config) -> bool:
+    """True if a step adds gradients up in float32: over microbatches, or by hand."""
+    p = config.parallel
+    return p.microbatches > 1 or p.pipe > 1 or p.prefetch
+
+
+def sums(config: Config) -> tuple[float, float]:
+    """Return the bytes of the gradients accumulated over microbatches, in the backward and in the update.
+
+    float32 sums, in both; where a pipeline reduces them per layer, the backward also holds the reduced gradients of
+    layers, in the dtype on the wire, and the update only those.
+    """
+    p = config.parallel
+    if not sums_gradients(config):
+        return 0.0, 0.0
+    psi, shard = trained_parameters(config)
+    added_up = 4 * sum((shard if p.zero > 1 else psi).values())
+    if p.pipe == 1 or not reduces_per_layer(config):
+        return added_up, added_up
+    reduced = gradient_bytes(config) * (shard if p.zero else psi)[LAYERS]
+    return added_up + reduced, 4 * (psi[ENDS] + psi[VISION]) + reduced
+
+
+def current(config: Config) -> float:
+    """Return the bytes of the gradients of layers of the current microbatch, before they are added to the sums."""
+    p = config.parallel
+    psi, shard = trained_parameters(config)
+    if p.pipe > 1 or p.prefetch:
+        return 0.0
+    return 4 * shard[LAYERS] if p.zero > 1 else BYTES[config.precision.compute] * psi[LAYERS]
+
+
+def of_ends(config: Config) -> float:
+    """Return the bytes of the gradients of embedding, head and encoder of the current microbatch."""
+    psi, shard = trained_parameters(config)
+    if config.parallel.zero > 1:
+        return 4 * (shard[ENDS] + shard[VISION])
+    return BYTES[config.precision.compute] * (psi[ENDS] + psi[VISION])
+
+
+def of_head(config: Config) -> float:
+    """Return the bytes of the head's gradient, float32."""
+    is_frozen = rows(config).get(HEAD, rows(config)[EMBEDDING]).is_frozen
+    return 0.0 if is_frozen else 4 * vocab_elements(config)
+
+
+def stacked(config: Config, largest: float) -> float:
+    """Return the bytes of the largest gradient of layers written out, while XLA concatenates those of its layers."""
+    if sums_gradients(config) or not writes_layers_out(config, "gpu"):
+        return 0.0
+    if config.parallel.zero > 1:
+        return 4 * largest / zero_devices(config)
+    return BYTES[config.precision.compute] * largest
