@@ -39,7 +39,7 @@ def engine(model, params, data=1, tensor=1):
         return jax.device_put(padded, jax.sharding.NamedSharding(mesh, spec))
 
     placed = jax.tree.map(put, params, like, specs_over_pipe_and_tensor(contract, mesh))
-    return Engine(contract, mesh, split_up(placed), np.float32)
+    return Engine(contract, mesh, split_up(contract, placed), np.float32)
 
 
 class Oracle:

@@ -14,8 +14,8 @@ PACKAGE = ROOT / "nanotrain_jax"
 # folder or a file; the longest matching prefix decides. __init__ has no layer.
 LAYERS = {
     "base": {
-        "config", "parallel.mesh", "parallel.sharding", "parallel.collectives", "parallel.xla_options", "models.ops",
-        "models.parameters", "costs.hardware", "run.shell",
+        "config", "parallel.mesh", "parallel.sharding", "parallel.transposed", "parallel.collectives",
+        "parallel.xla_options", "models.ops", "models.parameters", "costs.hardware", "run.shell",
     },
     "techniques": {"config.resolve", "parallel", "audit", "data", "checkpoint", "distributed"},
     "models": {"models"},

@@ -47,7 +47,7 @@ class Tasks:
     def scores(self, params: Tree) -> dict[str, float]:
         """Return acc as task/NAME and acc_norm as task/NAME_norm. params: stacked layers in model order."""
         engine, found = self.loaded.engine, {}
-        engine.params = split_up(fitted(self.types, params))
+        engine.params = split_up(engine.model, fitted(self.types, params))
         for name, own in self.of_task.items():
             summary = tasks.summary(samples.run(engine, own, Kept(None, self.loaded), ROWS, _nothing))
             found |= {f"{TASK}{name}": summary["acc"], f"{TASK}{name}_norm": summary["acc_norm"]}

@@ -19,6 +19,7 @@ from jax import lax
 from nanotrain_jax.evaluation.scoring import Request, Score, scores
 from nanotrain_jax.generation.engine import Engine
 from nanotrain_jax.generation.load import Loaded
+from nanotrain_jax.parallel.transposed import is_transposed, plain
 from nanotrain_jax.run import sinks
 
 Record = dict[str, Any]
@@ -105,7 +106,8 @@ def run(engine: Engine, samples: Sequence[Sample], kept: Kept, rows: int, done: 
 
 def fingerprint(params: Any) -> str:
     """Return a hash of weights that no layout, and no padding with zeros, changes."""
-    found = [np.asarray(digest(x)) for x in jax.tree.leaves(params)]
+    arrays = (plain(x) if is_transposed(x) else x for x in jax.tree.leaves(params, is_leaf=is_transposed))
+    found = [np.asarray(digest(x)) for x in arrays]
     return hashlib.sha256(np.asarray(found, "<u4").tobytes()).hexdigest()[:16]
 
 

@@ -26,6 +26,7 @@ from nanotrain_jax.generation.sampling import Sampling, choose
 from nanotrain_jax.models.contract import LAYERS, Model, Place, split_layers
 from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.sharding import layout
+from nanotrain_jax.parallel.transposed import Transposed, transposed
 from nanotrain_jax.step.build import on_mesh
 from nanotrain_jax.step.plan import specs_over_pipe_and_tensor
 
@@ -281,8 +282,11 @@ def param_specs(model: Model, mesh: Mesh) -> Tree:
     return ends | {LAYERS: [of_one] * count}
 
 
-def split_up(params: Tree) -> Tree:
-    """{..., "layers": stacked} -> {..., "layers": [weights of a layer]}; the stacks are freed one by one."""
+def split_up(model: Model, params: Tree) -> Tree:
+    """{..., "layers": stacked} -> {..., "layers": [weights of a layer]}; the stacks are freed one by one.
+
+    The result is `stored`.
+    """
     ends, layers = split_layers(params)
     stacks, tree = jax.tree.flatten(layers)
     apart = []
@@ -291,4 +295,16 @@ def split_up(params: Tree) -> Tree:
         apart.append([layer_of(stack, i) for i in range(len(stack))])
         jax.block_until_ready(apart[-1])
         stack.delete()
-    return ends | {LAYERS: [tree.unflatten(weights) for weights in zip(*apart, strict=True)]}
+    return stored(model, ends | {LAYERS: [tree.unflatten(weights) for weights in zip(*apart, strict=True)]})
+
+
+def stored(model: Model, params: Tree) -> Tree:
+    """Return weights with those matrices `Transposed` that the model names in `Decode.transposed`, on one CPU."""
+    devices = jax.tree.leaves(params)[0].devices()
+    if len(devices) > 1 or next(iter(devices)).platform != "cpu":
+        return params
+
+    def one(path: tuple, x: jax.Array) -> jax.Array | Transposed:
+        return transposed(x) if path[-1].key in model.decode.transposed else x
+
+    return jax.tree_util.tree_map_with_path(one, params)

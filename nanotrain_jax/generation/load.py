@@ -93,14 +93,15 @@ def _of_checkpoint(run: Path, tokenizer: Tokenizer, placement: Placement, folder
     types = abstract(model, config, mesh)
     if saved.train.lora:
         params = sources.on_mesh(sources.of_run(folder, step), types, None)
-        return Loaded(Engine(model, mesh, split_up(params), config.precision.compute), tokenizer, config, run, step)
+        engine = Engine(model, mesh, split_up(model, params), config.precision.compute)
+        return Loaded(engine, tokenizer, config, run, step)
     wanted = State(*[None] * len(State._fields))._replace(params=types)
 
     def is_padded(path: str) -> bool:  # layers too, if stages had different numbers of them
         return path.startswith(f"params/{LAYERS}/") or model.is_padded(path)
 
     params = restore.read_state(folder, step, wanted, is_padded).params
-    return Loaded(Engine(model, mesh, split_up(params), config.precision.compute), tokenizer, config, run, step)
+    return Loaded(Engine(model, mesh, split_up(model, params), config.precision.compute), tokenizer, config, run, step)
 
 
 def tokenizer_of(run: Path, config: Config) -> Tokenizer:
@@ -125,7 +126,7 @@ def of_folder(path: Path, placement: Placement) -> Loaded:
         )
     config, mesh, model = build(folder.model.model_dump(), placement)
     params = sources.on_mesh(folder, abstract(model, config, mesh), None)
-    return Loaded(Engine(model, mesh, split_up(params), config.precision.compute), tokenizer, config, path)
+    return Loaded(Engine(model, mesh, split_up(model, params), config.precision.compute), tokenizer, config, path)
 
 
 def build(

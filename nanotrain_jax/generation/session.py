@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from nanotrain_jax.generation.engine import CHUNKS, ENDED, SMALLEST, STRIDE, Choice, Engine, Rows, chunk_of, doubled
+from nanotrain_jax.generation.engine import ENDED, SMALLEST, STRIDE, Choice, Engine, Rows, chunk_of, doubled
 
 
 class Speed:
@@ -73,7 +73,7 @@ class Session:
 
     def _reserve(self, starts: Sequence[int], tokens: int) -> None:
         """Start empty rows with room for so many tokens."""
-        self.slots = doubled(SMALLEST, tokens + CHUNKS[-1])
+        self.slots = doubled(SMALLEST, tokens + STRIDE)
         self.rows = self.engine.empty(starts, self.slots)
 
     def _take(self, tokens_BT: np.ndarray) -> None:

@@ -88,6 +88,8 @@ class Decode(NamedTuple):
     first     first(ends, tokens[B T], place) -> x[B T D]
     layer     layer(weights of a layer, x, cache, place) -> x, the cache with these tokens
     last      last(ends, x[B T D]) -> logits[B T V], float32, of the whole vocabulary without padding
+    transposed   names of matrices that `layer` also takes `Transposed` (parallel/transposed.py): on one CPU they are
+              so, as it then reads them faster
     """
 
     cache: Callable[[int, int, jnp.dtype], dict[str, jax.ShapeDtypeStruct]]
@@ -95,6 +97,7 @@ class Decode(NamedTuple):
     first: Callable[[Tree, jax.Array, Place], jax.Array]
     layer: Callable[[Tree, jax.Array, Tree, Place], tuple[jax.Array, Tree]]
     last: Callable[[Tree, jax.Array], jax.Array]
+    transposed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

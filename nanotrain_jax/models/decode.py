@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 
 from nanotrain_jax.config.schema import Model
-from nanotrain_jax.models import contract
+from nanotrain_jax.models import contract, decoder_table
 from nanotrain_jax.models.contract import Place
 from nanotrain_jax.models.decoder_layer import Attention
 from nanotrain_jax.models.modules import Split
@@ -50,7 +50,8 @@ def build(config: Model, split: Split, graphs: tuple, ends: Callable[[Tree], nnx
 
     axes = "data" if split.axis is None else f"data,{split.axis}"
     layouts = dict.fromkeys((KEYS, VALUES), f"M/{axes} S H")
-    return contract.Decode(partial(cache_shapes, config, split), layouts, first, layer, last)
+    transposed = (decoder_table.DOWN.rpartition("/")[2],)
+    return contract.Decode(partial(cache_shapes, config, split), layouts, first, layer, last, transposed)
 
 
 def cache_shapes(config: Model, split: Split, rows: int, slots: int, dtype: jnp.dtype) -> Tree:

@@ -7,9 +7,11 @@ from conftest import cover
 from generation_models import Oracle
 from jax.sharding import PartitionSpec
 
+from nanotrain_jax.evaluation.samples import fingerprint
 from nanotrain_jax.generation.engine import ACTIVATIONS, Choice
 from nanotrain_jax.generation.sampling import Sampling
 from nanotrain_jax.generation.session import Session
+from nanotrain_jax.parallel.transposed import is_transposed
 
 GREEDY = Choice(Sampling(temperature=0.0), ())
 TOKENS, SHORTER = 40, 7  # tokens of the rows; of the second one fewer
@@ -82,6 +84,14 @@ def test_300_greedy_tokens_equal_those_without_a_cache(family, is_looped):
     Oracle(model, params).assert_greedy(prompt, found)
     assert len(set(found)) > 2
     assert (session.slots, session.shifted) == (512, False)
+
+
+def test_one_cpu_stores_tall_matrices_transposed_and_they_stay_the_same_weights():
+    model, params = generation_models.weights()
+    one, two = (generation_models.engine(model, params, data=data).params for data in (1, 2))
+    found = [[is_transposed(layer["mlp"]["down_FD"]) for layer in tree["layers"]] for tree in (one, two)]
+    assert found == [[True] * model.num_layers, [False] * model.num_layers]
+    assert fingerprint(one) == fingerprint(two)
 
 
 def test_a_text_that_fills_the_context_goes_on_with_its_last_half(llama):

@@ -25,6 +25,7 @@ from jax import lax
 
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 from nanotrain_jax.parallel.loops import with_backward
+from nanotrain_jax.parallel.transposed import Transposed, tensordot
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SMALLEST = 1e-30  # a tensor with smaller values alone is rounded to zeros
@@ -84,13 +85,13 @@ WIDE = PLAIN._replace(wide=True)
 FLOAT8 = Matmul(partial(quantize, dtype=E4M3), partial(quantize, dtype=E5M2), _scaled_tensordot)
 
 
-def multiply(matmul: Matmul, x: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
+def multiply(matmul: Matmul, x: jax.Array, w: jax.Array | Transposed, contracted: int = 1) -> jax.Array:
     """x[... K], w[K ...] -> x w, differentiable. contracted: number of dims that K stands for.
-
-    FLOAT8 stores x in 8 bits for the backward, and w as it is: stacked weights are not stored again.
+    FLOAT8 stores x in 8 bits for the backward, and w as it is: stacked weights are not stored again. PLAIN alone takes
+    w `Transposed`.
     """
     if matmul is PLAIN:
-        return jnp.tensordot(x, w, contracted)
+        return tensordot(x, w, contracted)
     axes = sorted(varying_axes(x) | varying_axes(w))
     run = with_backward(_forward, _backward, (0, 1))
     return run(matmul, contracted, as_varying(x, axes), as_varying(w, axes))
