@@ -1,5 +1,4 @@
-"""Memory of gradients in closed form, in bytes per device: sums over microbatches, those of the current one, of the
-ends. For resolved configs."""
+"""Memory of gradients in closed form, in bytes per device. For resolved configs."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from nanotrain_jax.models.parameters import ENDS, LAYERS, VISION
 
 
 def sums_gradients(config: Config) -> bool:
-    """True if a step adds gradients up in float32: over microbatches, or by hand."""
+    """Return True if a step sums gradients in float32: over microbatches, in a pipeline, or with prefetch."""
     p = config.parallel
     return p.microbatches > 1 or p.pipe > 1 or p.prefetch
 

@@ -58,7 +58,7 @@ class _Sizes(NamedTuple):
     vocab_over_pipe: bool
 
 
-@lru_cache(maxsize=4096)  # a search asks for the same values again and again
+@lru_cache(maxsize=4096)  # a search asks for the same values many times
 def _trained_parameters(
     model: Model, vision: Vision | None, sizes: _Sizes, freeze: tuple[str, ...]
 ) -> tuple[dict[str, float], dict[str, float]]:

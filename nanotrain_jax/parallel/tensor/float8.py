@@ -87,6 +87,7 @@ FLOAT8 = Matmul(partial(quantize, dtype=E4M3), partial(quantize, dtype=E5M2), _s
 
 def multiply(matmul: Matmul, x: jax.Array, w: jax.Array | Transposed, contracted: int = 1) -> jax.Array:
     """x[... K], w[K ...] -> x w, differentiable. contracted: number of dims that K stands for.
+
     FLOAT8 stores x in 8 bits for the backward, and w as it is: stacked weights are not stored again. PLAIN alone takes
     w `Transposed`.
     """
