@@ -56,10 +56,10 @@ from nanotrain_jax.planner import auto
 from nanotrain_jax.run import capacity, model_config, shell, show_data, sinks
 from nanotrain_jax.run.divergence import Diverged
 from nanotrain_jax.run.folders import new_folder
-from nanotrain_jax.run.loop import train
 from nanotrain_jax.run.metrics import PROCESSES
 from nanotrain_jax.run.origin import Plan, Run, opened
 from nanotrain_jax.run.phases import Phase
+from nanotrain_jax.run.training import train
 from nanotrain_jax.step import build as steps
 
 Datasets = dict[str | tuple[Part, ...], batches.Dataset]  # those loaded so far, by data.source
