@@ -61,7 +61,9 @@ def communication(config: Config) -> list[dict[str, Any]]:
     for op, size, what in tensor_buffers(config):
         add(("tensor",), op, size, what)
     tokens = counts.tokens_per_device(config) / p.microbatches * counts.runs(config, ENDS)
-    add(p.vocab_axes, "all_reduce", 3 * 4 * tokens, Traffic.LOSS)
+    times = 2 if counts.computes_logits_again(config) else 1
+    add(p.vocab_axes, "all_reduce", times * 3 * 4 * tokens, Traffic.LOSS)
+    add(("context",), "all_reduce", sums_of_pairs(config), Traffic.LOSS)
     for op, size, what in attention_buffers(config):
         if op == "permute":
             found["context", op, what] = size
@@ -117,6 +119,16 @@ def between_stages(config: Config) -> float:
     p = config.parallel
     x = BYTES[config.precision.compute] * counts.tokens_per_device(config) * config.model.d_model / p.microbatches
     return (x / p.tensor if p.sequence_parallel else x) + counts.router_queue_bytes(config)
+
+
+def sums_of_pairs(config: Config) -> float:
+    """Return the bytes of sums over the tokens of P pairs in each row (models/dpo.py): in each use of the ends 2 P
+    log-probabilities, 2 P numbers of targets and P gradients of margins, and once 2 P numbers of the whole batch."""
+    if not config.train.objective:
+        return 0.0
+    p, P = config.parallel, config.data.pairs_per_row
+    rows = counts.tokens_per_device(config) * p.context / config.data.seq_len
+    return 4 * P * rows * (5 * counts.runs(config, ENDS) / p.microbatches + 2)
 
 
 def router_buffers(config: Config) -> list[tuple[tuple[str, ...], float]]:
@@ -223,9 +235,10 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     Recomputation adds: `full` one all-reduce per layer (a reduce-scatter), block:n two (two pairs). With
     parallel.overlap_tensor permutes replace all but the gathers again, 2 L scatters and those of look-up and loss.
     Gradients of frozen weights do not gather inputs again, and that of a frozen embedding is not gathered.
-    The loss all-reduces 3 scalars per token. Gradients of parameters that every device of the axis stores are summed
-    over tensor where they are partial: all of them under sequence parallelism, else those of keys and values with fewer
-    heads than t. Adapters of row-parallel matrices (train.lora): `_adapter_buffers`.
+    The loss all-reduces 3 scalars per token, twice with `computes_logits_again`. Gradients of parameters that every
+    device of the axis stores are summed over tensor where they are partial: all of them under sequence parallelism,
+    else those of keys and values with fewer heads than t. Adapters of row-parallel matrices (train.lora):
+    `_adapter_buffers`.
     """
     p, L = config.parallel, counts.stage_layers(config) * counts.runs(config, LAYERS)
     ends = counts.runs(config, ENDS)

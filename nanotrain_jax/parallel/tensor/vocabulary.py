@@ -212,23 +212,28 @@ def _losses_of_tokens(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets
     return lax.scan(of_chunk, None, loss.chunks(x_BTD, targets_BT))[1].reshape(targets_BT.shape)
 
 
-def _losses_and_residuals(loss: _Loss, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _losses_of_tokens(loss, *arrays), arrays
+def _losses_and_residuals(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> tuple:
+    """The forward under differentiation. It keeps the logits of a single chunk; those of several are computed again."""
+    chunks = loss.chunks(x_BTD, targets_BT)
+    if len(chunks[0]) > 1:
+        return _losses_of_tokens(loss, x_BTD, head_VD, targets_BT), (x_BTD, head_VD, targets_BT, None)
+    losses_1c, softmax = lax.map(lambda chunk: _losses(loss, chunk[0], head_VD, chunk[1]), chunks)
+    return losses_1c.reshape(targets_BT.shape), (x_BTD, head_VD, targets_BT, softmax)
 
 
 def _gradients_of_tokens(loss: _Loss, residuals: tuple, g_BT: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     """The backward: gradients of x and head, given those of the losses of tokens."""
-    x_BTD, head_VD, targets_BT = residuals
+    x_BTD, head_VD, targets_BT, kept = residuals
     g_BT = as_varying(g_BT, loss.everywhere)
 
     def add_chunk(grad_VD: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
-        (x_cD, targets_c), g_c = chunk
-        _, softmax = _losses(loss, x_cD, head_VD, targets_c)
+        (x_cD, targets_c), g_c, softmax = chunk
+        softmax = softmax or _losses(loss, x_cD, head_VD, targets_c)[1]
         grad_cD, grad_VD = _gradients(loss, softmax, x_cD, head_VD, g_c[:, None], grad_VD)
         return grad_VD, grad_cD
 
     zeros = as_varying(jnp.zeros(head_VD.shape, jnp.float32), loss.everywhere)
-    chunks = loss.chunks(x_BTD, targets_BT), g_BT.reshape(-1, loss.chunk)
+    chunks = loss.chunks(x_BTD, targets_BT), g_BT.reshape(-1, loss.chunk), kept
     grad_VD, grad_cD = lax.scan(add_chunk, zeros, chunks)
     return grad_cD.reshape(x_BTD.shape), grad_VD.astype(head_VD.dtype), None
 
