@@ -137,8 +137,8 @@ def mlp(model, p, x):
 
 def logits(model, params, tokens):
     """A config.Model, its parameters (host arrays), tokens[B T] -> logits[B T V]."""
-    ends, stacks = in_float64(params["ends"]), [in_float64(params[name]) for name in STACKS if name in params]
-    layers = [of_row(stack, i) for stack in stacks for i in range(len(stack["norm_mlp"]["gain_D"]))]
+    ends, stacks = in_float64(params["ends"]), [in_float64(params[x]) for x in ("dense", "layers") if x in params]
+    layers = [row_of(stack, i) for stack in stacks for i in range(len(stack["norm_mlp"]["gain_D"]))]
     x = ends["embedding_VD"][tokens] * (math.sqrt(model.d_model) if model.family == "gemma3" else 1)
     if "positions_TD" in ends:
         x = x + ends["positions_TD"][: tokens.shape[1]]
@@ -148,6 +148,10 @@ def logits(model, params, tokens):
         y = mlp(model, layer["mlp"], norm(model, layer["norm_mlp"], x))
         x = x + (norm(model, layer["norm_mlp_out"], y) if model.family == "gemma3" else y)
     return norm(model, ends["norm"], x) @ ends.get("head_VD", ends["embedding_VD"]).T
+
+
+def row_of(stack, i):
+    return {module: {name: w[i] for name, w in rows.items()} for module, rows in stack.items()}
 
 
 def in_float64(tree):
