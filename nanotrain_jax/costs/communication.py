@@ -34,12 +34,11 @@ def communication(config: Config) -> list[dict[str, Any]]:
     each times (N-1)/N, over data and context; without prefetch block:n gathers layers once more, to recompute a block.
     From stage 1, gradient shards are all-reduced over replica: 2 (R-1)/R g Psi / N. In 8 bits: `on_the_wire`; with
     parallel.compress `compression.sums`; with parallel.sync_every nothing over replica, but `synchronization`.
-
     Tensor parallelism: `tensor_buffers`. Over context: `attention_buffers`. Pictures: `vision.buffers`. Muon: muon.py.
     Pipeline parallelism (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence
     parallelism), where a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
-    parallel.idle=mask: idle stages communicate as well (`counts.runs` in place of M).
-    With the vocabulary over pipe (arXiv 2411.05288) those of embedding and head are not, and `shares_of_ends`.
+    With the vocabulary over pipe (arXiv 2411.05288) those of embedding and head are not, and `shares_of_ends`. With
+    parallel.idle=mask idle stages communicate as well (`counts.runs` in place of M).
     Tied embeddings are gathered, and their gradients scattered, at both ends (ZeRO 2 and 3, `Execution.is_by_hand`).
     """
     p = config.parallel
@@ -52,7 +51,6 @@ def communication(config: Config) -> list[dict[str, Any]]:
 
     for buffer in parameter_buffers(config):
         add(buffer.axes, buffer.op, buffer.times * buffer.itemsize * buffer.elements, buffer.what)
-
     if p.compression.kind != "none" and not p.sync_every:
         for summed in compression.all_sums(config):
             add(summed.axes, summed.op, summed.bytes, Traffic.COMPRESSED)
@@ -61,7 +59,9 @@ def communication(config: Config) -> list[dict[str, Any]]:
     for op, size, what in tensor_buffers(config):
         add(("tensor",), op, size, what)
     tokens = counts.tokens_per_device(config) / p.microbatches * counts.runs(config, ENDS)
-    add(p.vocab_axes, "all_reduce", 3 * 4 * tokens, Traffic.LOSS)
+    times = 2 if counts.computes_logits_again(config) else 1
+    add(p.vocab_axes, "all_reduce", times * 3 * 4 * tokens, Traffic.LOSS)
+    add(("context",), "all_reduce", sums_of_pairs(config), Traffic.LOSS)
     for op, size, what in attention_buffers(config):
         if op == "permute":
             found["context", op, what] = size
@@ -117,6 +117,16 @@ def between_stages(config: Config) -> float:
     p = config.parallel
     x = BYTES[config.precision.compute] * counts.tokens_per_device(config) * config.model.d_model / p.microbatches
     return (x / p.tensor if p.sequence_parallel else x) + counts.router_queue_bytes(config)
+
+
+def sums_of_pairs(config: Config) -> float:
+    """Return the bytes of sums over the tokens of P pairs in each row (models/dpo.py): in each use of the ends 2 P
+    log-probabilities, 2 P numbers of targets and P gradients of margins, and once 2 P numbers of the whole batch."""
+    if not config.train.objective:
+        return 0.0
+    p, P = config.parallel, config.data.pairs_per_row
+    rows = counts.tokens_per_device(config) * p.context / config.data.seq_len
+    return 4 * P * rows * (5 * counts.runs(config, ENDS) / p.microbatches + 2)
 
 
 def router_buffers(config: Config) -> list[tuple[tuple[str, ...], float]]:
@@ -231,9 +241,10 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     Recomputation adds: `full` one all-reduce per layer (a reduce-scatter), block:n two (two pairs). With
     parallel.overlap_tensor permutes replace all but the gathers again, 2 L scatters and those of look-up and loss.
     Gradients of frozen weights do not gather inputs again, and that of a frozen embedding is not gathered.
-    The loss all-reduces 3 scalars per token. Gradients of parameters that every device of the axis stores are summed
-    over tensor where they are partial: all of them under sequence parallelism, else those of keys and values with fewer
-    heads than t. Adapters of row-parallel matrices (train.lora): `_adapter_buffers`.
+    The loss all-reduces 3 scalars per token, twice with `computes_logits_again`. Gradients of parameters that every
+    device of the axis stores are summed over tensor where they are partial: all of them under sequence parallelism,
+    else those of keys and values with fewer heads than t. Adapters of row-parallel matrices (train.lora):
+    `_adapter_buffers`.
     """
     p, (first, _) = config.parallel, counts.first_runs(config)
     L, ends = counts.stage_layers(config) * counts.runs(config, LAYERS) + first, counts.runs(config, ENDS)

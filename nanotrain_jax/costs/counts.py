@@ -294,6 +294,12 @@ def masks_attention(config: Config) -> bool:
     return (is_split and window(config) < config.data.seq_len) or keeps_documents_apart(config)
 
 
+def computes_logits_again(config: Config) -> bool:
+    """True if the backward computes logits again: an objective needs the losses of all tokens before their gradients,
+    and with model.loss_chunk no chunk's logits are kept until then."""
+    return config.train.objective is not None and config.model.loss_chunk > 0
+
+
 def computed_keys(config: Config) -> int:
     """Return for how many keys attention computes a score of each query, as if nothing hid later ones: T, or the window
     where flash attention leaves out what is before it."""

@@ -82,6 +82,7 @@ def local_flops(config: Config) -> dict[str, float]:
                                                      without flash attention
         full        2 N_layers + 4 L d T - 2 L D F   the forward without the last matmul
         block:n     2 N_layers + 4 L d T             the whole forward (`counts.last_matmuls_spared`)
+        and with train.objective and model.loss_chunk the head, as the backward computes logits again
 
     All are divided by t, except that each device computes at least one head of keys and values. With pipeline stages:
     of the stage that has the head; with the vocabulary over pipe of any, with 1/P of the head. Compute that idle stages
@@ -115,8 +116,9 @@ def local_flops(config: Config) -> dict[str, float]:
     }
     policy = config.memory.rematerialization.policy
     kept = attention if is_blockwise and policy in ("selective", "full") else 0.0
+    of_logits = flops[ENDS] if counts.computes_logits_again(config) else 0.0
     forward = {"layers": layers, "head": flops[ENDS], "attention": attention}
-    return _with_first(config, forward | {"weights": weights, "recompute": recompute[policy] - kept})
+    return _with_first(config, forward | {"weights": weights, "recompute": recompute[policy] - kept + of_logits})
 
 
 def _with_first(config: Config, found: dict[str, float]) -> dict[str, float]:

@@ -23,11 +23,12 @@ def mixture(layout, remat="none", model=EXPERTS, **parallel):
     return case(layout, "llama", remat, model, persist_below=100, **parallel)
 
 
-FIRST = [mixture("data 2 expert 2 tensor 2 pipe 2", "full", DENSE, zero=3, microbatches=2)]
+FIRST = [mixture("data 4 expert 2", "selective", DENSE, zero=3, microbatches=2)]
 MORE = [
+    mixture("data 2 expert 2 tensor 2 pipe 2", "full", DENSE, zero=3, microbatches=2),
+    mixture("data 4 expert 2", "selective", zero=3, microbatches=2),
     mixture("data 2 expert 2 tensor 2 pipe 2", "full", zero=3, microbatches=2),
     mixture("data 2 tensor 2 pipe 2", "full", zero=2, microbatches=2),
-    mixture("data 4 expert 2", "selective", zero=3, microbatches=2),
     *(mixture("data 1", remat) for remat in ("none", "selective", "full", "block:2")),
     *(mixture("data 2", zero=zero) for zero in (1, 2, 3)),
     *(mixture("data 2", remat, zero=3) for remat in ("selective", "full")),
