@@ -29,7 +29,7 @@ CASES = {  # family, keys of model, devices
     "qwen3, scaled positions": ("qwen3", {"num_kv_heads": 1, "rope_scaling": YARN}, {}),
     "data 2 tensor 2, experts": (
         "llama",
-        {"experts": {"num": 6, "top_k": 2, "d_ff": 64, "shared": 1}},
+        {"d_ff": 96, "num_layers": 3, "experts": {"num": 6, "top_k": 2, "d_ff": 64, "shared": 1, "first_dense": 1}},
         {"data": 2, "tensor": 2},
     ),
     "data 2": ("llama", {}, {"data": 2}),
