@@ -247,8 +247,5 @@ def test_a_check_needs_no_more_memory_than_a_step(parallel):
         for function in (step.digests.gradients, step.train)
     )
     of_moments = sum(math.prod(x.sharding.shard_shape(x.shape)) * 4 for x in jax.tree.leaves(step.state.opt))
-    digests = jax.tree.leaves(jax.eval_shape(step.digests.gradients, step.state, step.batch))
-    of_digests = 2 * sum(x.nbytes for x in digests)  # gathered, then one array each
-    assert (
-        of_check + of_moments <= of_step + of_digests
-    )  # the moments, which a check does not read, stay where they are
+    # The moments, which a check does not read, stay where they are; its digests take less than a hundredth of them.
+    assert of_check + 0.99 * of_moments < of_step
