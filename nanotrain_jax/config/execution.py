@@ -5,7 +5,7 @@ from enum import Enum
 from nanotrain_jax.config.schema import Config
 
 # Layers that are written out by default: compiling takes a second for each; and without ZeRO 3 XLA keeps a copy of the
-# weights of each from forward to backward, which is little up to this width.
+# weights of each from forward to backward, which is little up to this width, but not of experts.
 MOST_LAYERS, WIDEST = 48, 2048
 
 
@@ -47,7 +47,8 @@ def writes_layers_out(config: Config, platform: str) -> bool:
         return config.model.unroll
     m, memory = config.model, config.memory
     offloads = any(mode != "none" for mode in (memory.offload_optimizer, memory.offload_params))
-    fits = m.num_layers <= MOST_LAYERS and (config.parallel.zero == 3 or m.d_model <= WIDEST)
+    are_small = m.d_model <= WIDEST and m.experts is None
+    fits = m.num_layers <= MOST_LAYERS and (config.parallel.zero == 3 or are_small)
     return platform == "gpu" and fits and not offloads
 
 

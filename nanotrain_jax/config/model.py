@@ -127,8 +127,8 @@ class Model(Section):
     unroll: bool | Literal["auto"] = key(
         "auto",
         "write the loop over layers out: less memory traffic, longer to compile; auto: on GPUs, up to 48 layers, of "
-        "width 2,048 or with zero 3, without offload; never in pipelines, with parallel.prefetch or with offload of "
-        "gradients or activations",
+        "width 2,048 without experts or with zero 3, without offload; never in pipelines, with parallel.prefetch or "
+        "with offload of gradients or activations",
     )
     loss_chunk: Count = key(
         0, "compute logits and loss in chunks of this many tokens per device; 0: the whole microbatch"
