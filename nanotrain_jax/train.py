@@ -60,6 +60,7 @@ from nanotrain_jax.run.metrics import PROCESSES
 from nanotrain_jax.run.origin import Plan, Run, opened
 from nanotrain_jax.run.phases import Phase
 from nanotrain_jax.run.training import train
+from nanotrain_jax.run.verification import Corrupted
 from nanotrain_jax.step import build as steps
 
 Datasets = dict[str | tuple[Part, ...], batches.Dataset]  # those loaded so far, by data.source
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
                 train(run, folder, files, stopped)
         except OSError as error:  # e.g. a full disk; the newest finished checkpoint stays usable
             return refuse_unless_transient(error)
-        except Diverged as error:
+        except (Diverged, Corrupted) as error:
             refuse(error)
             return 1
     return 0

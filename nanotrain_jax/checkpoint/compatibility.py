@@ -64,7 +64,7 @@ class Meta(BaseModel):
     config: resolved, as plain data; tokens: consumed so far; batch_size: sequences of the last step (both None in
     checkpoints of older versions); nvme: digest of the NVMe files. weights_only: it holds no state of an optimizer.
     base: of adapters (train.lora), which are then the only weights in it. losses: those of the newest
-    steps; rollbacks: their number so far (both with train.rollback).
+    steps; rollbacks: their number so far (both with train.rollback). mismatches: checks of the hardware that failed.
     """
 
     model_config = ConfigDict(strict=True)
@@ -78,6 +78,7 @@ class Meta(BaseModel):
     base: Base | None = None
     losses: list[float] = Field(default_factory=list)
     rollbacks: int = Field(default=0, ge=0)
+    mismatches: int = Field(default=0, ge=0)
 
     @field_validator("config")
     @classmethod

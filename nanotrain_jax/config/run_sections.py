@@ -215,9 +215,26 @@ class Runtime(Section):
     )
     compile_cache: bool = key(True, "cache compiled programs in ~/.cache/nanotrain_jax; off with simulate")
     deterministic: bool = key(False, "use deterministic GPU kernels (slower)")
+    verify_every: Count = key(
+        0,
+        "steps between checks for silent errors of hardware: gradients are computed twice, and copies of arrays "
+        "compared between devices; 0: never",
+    )
+    on_mismatch: Literal["rollback", "stop"] = key(
+        "rollback", "after such a check fails: rollback: on from the newest checkpoint | stop, with exit code 1"
+    )
     profile_steps: Annotated[tuple[int, int], Pair] | None = key(
         None, "[first, last] step to profile; written to <logging.dir>/profile for TensorBoard or Perfetto"
     )
+
+    @model_validator(mode="after")
+    def _verified(self) -> Runtime:
+        if self.verify_every and not (self.deterministic or self.simulate):
+            raise ValueError(
+                f"runtime.verify_every={self.verify_every} with kernels that need not compute the same bits twice; use "
+                "runtime.deterministic=true"
+            )
+        return self
 
     @model_validator(mode="after")
     def _profile(self) -> Runtime:

@@ -29,6 +29,7 @@ def check(config: Config) -> None:
     check_frozen(config)
     check_saved_model(config)
     check_rollback(config)
+    check_verification(config)
     check_objective(config)
     check_noise_scale(config)
     check_compression(config)
@@ -89,6 +90,16 @@ def check_rollback(config: Config) -> None:
         raise Misfit(
             "train.rollback with data.exhausted=end: batches that are skipped leave too few for all steps",
             "use data.exhausted=repeat",
+        )
+
+
+def check_verification(config: Config) -> None:
+    """Raise Misfit unless a run can go back to a checkpoint after a check that failed (runtime.verify_every)."""
+    runtime = config.runtime
+    if runtime.verify_every and runtime.on_mismatch == "rollback" and not config.checkpoint.is_on:
+        raise Misfit(
+            f"runtime.verify_every={runtime.verify_every} with checkpoint.every=0: it goes back to a checkpoint",
+            "use checkpoint.every=100, or runtime.on_mismatch=stop",
         )
 
 

@@ -105,7 +105,7 @@ class Watchdog:
             self.step_began = now
         elif self.progress.phase == "data":
             self.data_seconds.append(now - self.progress.began)
-        elif phase in ("evaluation", "checkpoint"):
+        elif phase in ("evaluation", "checkpoint", "verify"):
             self.step_began = None
         self.progress = Progress(phase, number, now)
 

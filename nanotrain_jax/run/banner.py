@@ -135,6 +135,8 @@ def summary(config: Config, latest: dict[str, Any], bigram: float | None, number
         lines.append(f"  skipped steps     {latest['skipped_steps']} (gradients not finite)")
     if "rollbacks" in latest:
         lines.append(f"  rollbacks         {latest['rollbacks']} (loss spikes)")
+    if "mismatches" in latest:
+        lines.append(f"  silent errors     {latest['mismatches']} (runtime.verify_every)")
     lines.append(f"  output            {config.logging.dir}/: loss.png, metrics.jsonl, config.yaml")
     if config.logging.tensorboard:
         lines.append(f"  TensorBoard       pip install tensorboard; tensorboard --logdir {folder}/tensorboard")

@@ -21,7 +21,7 @@ USEFUL = "useful steps"
 CAUSES = {  # phase -> cause
     "join": "joining", "start": "start", "restore": "restore", "compile": "compile", "data": "data",
     "dispatch": USEFUL, "step": USEFUL, "evaluation": "evaluation", "tasks": "evaluation",
-    "checkpoint": "save", "end": "end",
+    "checkpoint": "save", "verify": "verification", "end": "end",
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ class Line(BaseModel):
     first: int = Field(ge=0)  # step from which it started
     step: int = Field(ge=0)
     skipped: int = Field(ge=0)  # steps that it took and that changed nothing
-    undone: int = Field(default=0, ge=0)  # steps that it took and that a rollback undid
+    undone: int = Field(default=0, ge=0)  # steps that it took and then went back behind
     seconds: dict[str, float]  # by phase
 
 

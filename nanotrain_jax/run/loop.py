@@ -19,10 +19,11 @@ from nanotrain_jax.distributed import watchdog
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
 from nanotrain_jax.run import divergence, metrics, profile_summary
-from nanotrain_jax.run.origin import Run, back_to_checkpoint
+from nanotrain_jax.run.origin import Run, back_to_checkpoint, reading_from
 from nanotrain_jax.run.phases import describe, is_over
 from nanotrain_jax.run.profiling import Profile
 from nanotrain_jax.run.saving import Saving
+from nanotrain_jax.run.verification import Checks, Verification
 from nanotrain_jax.step import build as steps
 from nanotrain_jax.step.state import adapters_alone
 
@@ -30,8 +31,18 @@ from nanotrain_jax.step.state import adapters_alone
 class Loop:
     """The training steps of a phase, with evaluations and checkpoints between them."""
 
-    def __init__(self, run: Run, folder: Path, files: Store | None, writer: metrics.Writer, watch: watchdog.Watchdog):
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        files: Store | None,
+        writer: metrics.Writer,
+        watch: watchdog.Watchdog,
+        verification: Verification,
+    ):
         self.folder, self.files, self.writer, self.watch = folder, files, writer, watch
+        self.verification = verification
+        self.checks: Checks | None = None  # compiled; with runtime.verify_every
         self.train_step: Callable | None = None  # compiled
         self.program: Callable[[], str] | None = None  # returns the text of the compiled step
         self.synchronize: Callable[[steps.State], steps.State] | None = None  # compiled; with parallel.sync_every
@@ -40,11 +51,17 @@ class Loop:
     def again(self, run: Run) -> None:
         """Begin, or begin again, with a run in this phase."""
         self.run, self.losses = run, run.losses
+        self.mismatch = ""  # what a check of the hardware found
         self.phase, self.config, self.state = run.phases[0], run.config, run.state
         self.first = self.number = self.saved = int(run.state.step)
 
+    @property
+    def goes_back(self) -> bool:
+        """True after a loss spike, or a check that failed: no step follows, and nothing is saved."""
+        return bool(self.losses.spike or self.mismatch)
+
     def run_steps(self, stopped: Callable[[int], bool]) -> None:
-        """Run steps until the phase is over, until stopped(step) or a loss spike; save, but not after a spike."""
+        """Run steps until the phase is over, until stopped(step) or the run goes back; save, unless it goes back."""
         self.writer.seen, self.writer.rollbacks = self.losses.see, self.losses.count
         self.writer.tokens_per_step = self.phase.batch_size * self.config.data.seq_len
         self.writer.skipped = int(metrics.on_host({"skipped_steps": self.state.skipped})["skipped_steps"])
@@ -57,15 +74,17 @@ class Loop:
         self.train_step = self.train_step or self.compile()
         with checkpoint.writing(self.config.checkpoint) if saves else nullcontext() as write:
             self.take_steps(stopped, write)
-            if not self.losses.spike:
+            if not self.goes_back:
                 self.writer.write(is_last=not is_over(self.phase, self.number, self.state))
-            if saves and self.number > self.saved and not self.losses.spike:
+            if saves and self.number > self.saved and not self.goes_back:
                 self.save(write)
             self.watch.at("end", self.number)  # leaving `writing` waits for the last checkpoint
 
     def after(self) -> Run:
-        """Return the run after the last step so far; after a loss spike, from where it continues. Raises Diverged,
-        ValueError or OSError."""
+        """Return the run after the last step so far; or from where it continues, if it goes back. Raises Diverged,
+        Corrupted, ValueError or OSError."""
+        if self.mismatch:
+            return self.back_to_intact()
         if self.losses.spike:
             return self.back()
         return self.run._replace(state=self.state, position=self.position, tokens=self.tokens)
@@ -80,13 +99,29 @@ class Loop:
             )
         self.watch.at("restore", self.number)
         self.state, last, position = None, self.number, self.position_after(spike.step)
-        run = back_to_checkpoint(self.run.plan, self.run.dataset.fingerprint, position)
+        run = reading_from(back_to_checkpoint(self.run.plan), self.run.dataset.fingerprint, position)
         run.losses.count, number = count, int(run.state.step)
         self.writer.undo(last, number, run.tokens)
         self.writer.say(
             f"rollback {count} of at most {most}: at step {spike.step} the {spike.text}; back to step {number}, and "
             f"past the batches of steps {number + 1} to {spike.step}: on with sequence {position:,} of the data"
         )
+        return run
+
+    def back_to_intact(self) -> Run:
+        """Return the run as it was at its newest checkpoint, to take the steps since then again."""
+        self.verification.count += 1
+        self.writer.mismatches = self.verification.count
+        self.verification.failed(self.number, self.mismatch, self.saved)
+        self.watch.at("restore", self.number)
+        self.state = None
+        run, fingerprint = back_to_checkpoint(self.run.plan), self.run.dataset.fingerprint
+        number = int(run.state.step)
+        if number >= self.first and run.dataset.fingerprint == fingerprint:
+            run = reading_from(run, fingerprint, self.position_after(number))  # batches skipped before stay so
+        run.losses.count = self.losses.count
+        self.writer.undo(self.number, number, run.tokens)
+        self.writer.say(f"silent error after step {self.number}: {self.mismatch}; back to step {number}, and on")
         return run
 
     @property
@@ -123,7 +158,7 @@ class Loop:
         ]
 
     def take_steps(self, stopped: Callable[[int], bool], write: checkpoint.Save | None) -> None:
-        """Run steps, evaluate and save until the phase is over, until stopped(step) or a loss spike."""
+        """Run steps, evaluate and save until the phase is over, until stopped(step) or the run goes back."""
         run, num_steps, profiled = self.run, self.run.span.last, self.config.runtime.profile_steps
         profiled = profiled and (profiled[0], min(profiled[1], num_steps))
         batches = data.batches(
@@ -135,8 +170,10 @@ class Loop:
             closing(Profile(profiled, self.folder / "profile" / own, self.writer.say, self.program)) as profile,
         ):
             self.writer.start_clock()
-            while not (self.losses.spike or is_over(self.phase, self.number, self.state) or stopped(self.number)):
+            while not (self.goes_back or is_over(self.phase, self.number, self.state) or stopped(self.number)):
                 self.take_step(batches, profile)
+                if self.mismatch:
+                    break
                 divergence.check(self.writer, self.config, self.number, self.saved)
                 self.between_steps(write)
             self.writer.settle()
@@ -152,6 +189,7 @@ class Loop:
             self.synchronize = step.synchronize.lower(step.state).compile()
         self.writer.say(f"compiled in {time.perf_counter() - started:.1f} s")
         self.program = train_step.as_text
+        self.checks = Checks(step) if self.verification.every else None
         check_offload(run, hlo.memory(train_step)["host_bytes"])
         return checkpointing.train(self.files, step, train_step) if self.files else train_step
 
@@ -164,7 +202,10 @@ class Loop:
             self.writer.say(f"master weights and moments: {files.nbytes / 1e9:.3g} GB in {files.folder}, {origin}")
 
     def take_step(self, batches: Iterator[Any], profile: Profile) -> None:
-        """Dispatch the next step; on return the metrics of the previous step are written (see metrics.py)."""
+        """Dispatch the next step; on return the metrics of the previous step are written (see metrics.py).
+
+        Before a step that is due the hardware is checked; after a check that fails the step is not taken.
+        """
         self.number += 1
         if profile.begins(self.number):
             self.writer.settle()
@@ -173,6 +214,9 @@ class Loop:
             self.watch.at("data", self.number)
             with jax.profiler.TraceAnnotation(profile_summary.INPUT):
                 batch = next(batches)
+            if self.verification.is_due(self.number) and not self.is_intact(batch):
+                self.number -= 1
+                return
             self.watch.at("dispatch", self.number)
             self.state, values, _ = self.train_step(self.state, batch)
             if self.synchronize and self.number % self.config.parallel.sync_every == 0:
@@ -196,6 +240,18 @@ class Loop:
             if divergence.skipped_in_a_row(self.writer, self.config) < divergence.SUSPECT and not self.losses.spike:
                 self.save(write)
             self.writer.start_clock()
+
+    def is_intact(self, batch: Any = None) -> bool:
+        """Compare arrays of which devices have copies, and compute the gradients of a batch, if given, twice."""
+        self.writer.settle()
+        self.watch.at("verify", self.number)
+        began = time.perf_counter()
+        self.mismatch = self.checks.copies(self.state)
+        if batch is not None and not self.mismatch:
+            self.mismatch = self.checks.gradients(self.state, batch)
+        self.writer.verified(time.perf_counter() - began)
+        self.writer.start_clock()
+        return not self.mismatch
 
     def evaluate(self) -> dict[str, float]:
         """Return val_loss, the mean per held-out target in nats; of a model that has some also further means, by name.
@@ -230,7 +286,10 @@ class Loop:
         return self.run.plan.tasks.scores(step.average(step.in_layer_order(self.state).params))
 
     def save(self, write: checkpoint.Save) -> None:
-        """Save a checkpoint of the last step. Its metrics are written first: a resume does not repeat the step."""
+        """Save a checkpoint of the last step, unless devices hold different copies of it. Its metrics are written
+        first: a resume does not repeat the step."""
+        if self.checks and not self.is_intact():
+            return
         run, files, number = self.run, self.files, self.number
         self.writer.write()
         self.watch.at("checkpoint", number)
@@ -245,6 +304,7 @@ class Loop:
             "base": run.base and run.base.model_dump(),
             "losses": [*self.losses.newest],
             "rollbacks": self.losses.count,
+            "mismatches": self.verification.count,
         }
         apart = (checkpointing.arrays(files, run.step, run.config), files.nbytes) if files else ()
         write(number, adapters_alone(run.step.plan, run.step.in_layer_order(self.state)), meta, *apart)

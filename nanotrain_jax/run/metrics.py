@@ -49,9 +49,10 @@ class Writer:
         self.skipped = self.in_a_row = 0  # skipped steps: since the start, and until now
         self.taken: tuple[int, float] | None = None  # the last step that was not skipped, and its loss
         self.clock_of_phases, self.first, self.skipped_here = PhaseClock(), first_step, 0  # of this start
-        self.rollbacks = self.undone = 0  # so far; steps of this start that they undid
+        self.rollbacks = self.mismatches = self.undone = 0  # so far; steps of this start that they undid
         self.seen: Callable[[int, float], None] = _unseen  # called with each step and its loss
         self.save_seconds: float | None = None  # for which training waited for the last save, not yet written
+        self.verify_seconds = 0.0  # of checks of the hardware since the last record
         self.mixed: Callable[[int], dict[str, float]] = _nothing  # after step N: how often each source has been read
         self.active = jax.process_index() == 0
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -109,6 +110,10 @@ class Writer:
             self.seconds, self.steps, self.clock = self.seconds + now - self.clock, self.steps + 1, now
             self.tokens += self.tokens_per_step
 
+    def verified(self, seconds: float) -> None:
+        """Add the time of a check of the hardware to the next record."""
+        self.verify_seconds += seconds
+
     def undo(self, newest: int, number: int, tokens: int) -> None:
         """Forget the steps after step `number`, up to the newest one. tokens: consumed until step `number`."""
         if self.pending:
@@ -116,7 +121,7 @@ class Writer:
         self.pending, self.losses, self.in_a_row = None, [], 0
         self.seconds, self.steps = 0.0, 0
         self.tokens = self.tokens_written = tokens
-        self.rollbacks, self.undone = self.rollbacks + 1, self.undone + newest - number
+        self.undone += newest - number
 
     def write(
         self, is_last: bool = False, tasks: Mapping[str, float] = MappingProxyType({}), **evaluated: float
@@ -151,12 +156,16 @@ class Writer:
         }
         if self.save_seconds is not None:
             record["save_seconds"], self.save_seconds = self.save_seconds, None
+        if self.verify_seconds:
+            record["verify_seconds"], self.verify_seconds = self.verify_seconds, 0.0
         if len(losses) > 1:
             record["mean_loss"] = mean(losses)
         if metrics["skipped_steps"]:
             record["skipped_steps"] = int(metrics["skipped_steps"])
         if self.rollbacks:
             record["rollbacks"] = self.rollbacks
+        if self.mismatches:
+            record["mismatches"] = self.mismatches
         further = [name for name in metrics if name in ("loss_scale", "noise_scale") or name.startswith(TRAIN)]
         record |= {name: float(metrics[name]) for name in further}
         record |= {EPOCHS + name: epochs for name, epochs in self.mixed(number).items()}

@@ -126,13 +126,16 @@ def set_aside_damaged(run: Run) -> None:
         directory.set_aside(run.config.checkpoint.dir, run.damaged)
 
 
-def back_to_checkpoint(plan: Plan, fingerprint: str, position: int) -> Run:
-    """Return the run as it was at its newest checkpoint, or its start, but that it reads some data from `position` on.
-
-    fingerprint: of these data. Raises ValueError or OSError, on all processes.
-    """
+def back_to_checkpoint(plan: Plan) -> Run:
+    """Return the run as it was at its newest checkpoint, or its start. Raises ValueError or OSError, on all
+    processes."""
     run = opened(plan)
     set_aside_damaged(run)
+    return run
+
+
+def reading_from(run: Run, fingerprint: str, position: int) -> Run:
+    """Return the run, but that it reads the data of this fingerprint from `position` on."""
     if run.dataset.fingerprint == fingerprint:
         return run._replace(position=position)
     return run._replace(read={**run.read, fingerprint: position})  # the checkpoint is of the stage before

@@ -20,13 +20,14 @@ from nanotrain_jax.run.loop import Loop
 from nanotrain_jax.run.origin import Run, set_aside_damaged
 from nanotrain_jax.run.phases import begin, is_over
 from nanotrain_jax.run.rollback import Losses
+from nanotrain_jax.run.verification import Corrupted, Verification
 
 
 def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], bool]) -> None:
     """Train until the last step or until stopped(step), save, and print a summary.
 
     A run that already took its last step only prints the summary. folder: config.logging.dir. files: the NVMe files,
-    with memory.offload_optimizer=nvme. Raises OSError (e.g. a full disk), or Diverged.
+    with memory.offload_optimizer=nvme. Raises OSError (e.g. a full disk), Diverged or Corrupted.
     """
     config = run.config
     on_all_processes(lambda: make_ready(run, folder))
@@ -42,9 +43,12 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
         if writer.active and int(run.state.step) == config.train.steps:
             writer.latest |= curves.last(folder / "metrics.jsonl", config.train.steps)
         first = int(run.state.step)
+        verification = Verification(config.runtime, run.meta.mismatches if run.meta else 0)
+        writer.mismatches = verification.count
+        rooms = {"folder": folder, "files": files, "writer": writer, "watch": watch, "verification": verification}
         try:
-            run = run_phases(run, partial(Loop, folder=folder, files=files, writer=writer, watch=watch), stopped)
-        except divergence.Diverged:
+            run = run_phases(run, partial(Loop, **rooms), stopped)
+        except (divergence.Diverged, Corrupted):
             writer.write(is_last=True)
             writer.finish(banner.title(config, run.mesh))
             raise
@@ -78,11 +82,11 @@ def run_phases(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[in
 
 
 def run_phase(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[int], bool]) -> Run:
-    """Run the steps of the current phase, after a loss spike again; -> the run after them, or in a phase before."""
+    """Run the steps of the current phase, again when it goes back; -> the run after them, or in a phase before."""
     loop = make_loop(run)
     loop.run_steps(stopped)
     run = loop.after()
-    while loop.losses.spike and run.step is loop.run.step and not is_at_end(run):
+    while loop.goes_back and run.step is loop.run.step and not is_at_end(run):
         loop.again(run)
         loop.run_steps(stopped)
         run = loop.after()

@@ -28,12 +28,12 @@ from nanotrain_jax.parallel.pipeline.executor import run_forward
 from nanotrain_jax.parallel.sharding import layout
 from nanotrain_jax.parallel.xla_options import gpu_options
 from nanotrain_jax.parallel.zero.optimizer_step import clip_by_global_norm, select
-from nanotrain_jax.step import forward
+from nanotrain_jax.step import digest, forward
 from nanotrain_jax.step import plan as plans
 from nanotrain_jax.step import state as states
 from nanotrain_jax.step.compressed import sum_kept
 from nanotrain_jax.step.encoded import NUMBER, encode_all
-from nanotrain_jax.step.gradients import GRADIENTS
+from nanotrain_jax.step.gradients import GRADIENTS, Gradients
 from nanotrain_jax.step.measures import TRAIN, report
 from nanotrain_jax.step.plan import Plan
 from nanotrain_jax.step.state import REPLICATED, State
@@ -43,6 +43,18 @@ BATCH = layout("B/replica,data,expert T/context")
 PER_REPLICA = layout("R/replica")
 ROWS = layout("B/replica,data,expert")
 STARTS = layout("B/replica,data,expert T")  # a device needs those of whole rows
+
+
+class Digests(NamedTuple):
+    """Compiled functions that change nothing; of each array they return the digests of all devices (`digest.py`).
+
+    gradients(State, batch) -> {"loss", "gradients", "sums"}: this device's part of the loss and of the gradients, and
+        the reduced gradients. Computes the gradients of a step; needs no more memory than it
+    copies(State) -> State: of arrays of which several devices have a copy, None for others
+    """
+
+    gradients: Callable[[State, Tree], Tree]
+    copies: Callable[[State], State]
 
 
 class Step(NamedTuple):
@@ -62,6 +74,7 @@ class Step(NamedTuple):
         float32 master weights
     in_stage_order(State) -> State as the other functions take it; donates its State. saved: what it needs of a
         checkpoint
+    digests: functions for checks of the hardware
     The orders differ only with several chunks per stage, or different numbers of layers: then in_layer_order returns a
     copy, else the same arrays.
 
@@ -88,15 +101,14 @@ class Step(NamedTuple):
     token_order: np.ndarray | None
     synchronize: Callable[[State], State] | None
     average: Callable[[Tree], Tree]
+    digests: Digests
     plan: Plan
 
 
 def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.Array], Pending | None]:
     """Run one step on this device's shards of state and batch."""
-    scale = state.scale.value if state.scale else 1.0
-    loss, grads, squares, measures = GRADIENTS[plan.execution](
-        plan, state.params, microbatched(plan, batch), scale / count_targets(plan, batch)
-    )
+    scale = scale_of(state)
+    loss, grads, squares, measures = gradients(plan, state, batch)
     grads = plan.zero.reduce(grads, select(state.params, plan.trainable), plan.trainable_shards)
     grads, feedback = sum_kept(plan, grads, state.feedback, state.step)
     loss, measures = all_reduce((loss, measures or {}), plan.together(plan.loss_axes))
@@ -108,6 +120,31 @@ def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.A
     if state.noise:
         after = after._replace(noise=next_noise(plan, state, squares, grads, clip.is_finite))
     return after, metrics(plan, state, after, means, clip), pending
+
+
+def scale_of(state: State) -> jax.Array | float:
+    """Return the loss scale of a step."""
+    return state.scale.value if state.scale else 1.0
+
+
+def gradients(plan: Plan, state: State, batch: Tree) -> Gradients:
+    """Return loss and gradients on this device's shards, times the loss scale (`gradients.py`)."""
+    scale = scale_of(state) / count_targets(plan, batch)
+    return GRADIENTS[plan.execution](plan, state.params, microbatched(plan, batch), scale)
+
+
+def digest_gradients(plan: Plan, state: State, batch: Tree) -> Tree:
+    """-> what `Digests.gradients` returns. Communicates what the gradients of `train` do, and the digests."""
+    if plan.outer_optimizer:
+        state = states.map_replicas(local_steps.own, state)
+    found = gradients(plan, state, batch)
+    sums = plan.zero.reduce(found.grads, select(state.params, plan.trainable), plan.trainable_shards)
+    return digest.of_devices({"loss": found.loss, "gradients": found.grads, "sums": sums})
+
+
+def digest_copies(mesh: Mesh, specs: State, state: State) -> State:
+    """-> what `Digests.copies` returns. Reads each array once. specs: of the state."""
+    return digest.of_devices(digest.shared(mesh, specs, state))
 
 
 def count_targets(plan: Plan, batch: Tree) -> jax.Array | int:
@@ -206,6 +243,8 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
     run_evaluate = on_mesh(mesh, partial(evaluate, plan), (param_specs, batch_specs), REPLICATED)
     run_of_rows = on_mesh(mesh, partial(of_rows, plan), (param_specs, batch_specs), ROWS)
     run_synchronize = on_mesh(mesh, partial(synchronize_replicas, plan), (state_specs,), state_specs)
+    run_digest = on_mesh(mesh, partial(digest_gradients, plan), (state_specs, batch_specs), REPLICATED)
+    run_digest_copies = on_mesh(mesh, partial(digest_copies, mesh, state_specs), (state_specs,), REPLICATED)
     run_average = on_mesh(mesh, average_replicas, (state_specs.params,), param_specs)
     options = compiler_options(plan)
     of_forward = options if is_offloaded(config) else None
@@ -223,6 +262,7 @@ def build(config: Config, mesh: Mesh, model: Model | None = None) -> Step:
         token_order=token_order(config),
         synchronize=jax.jit(run_synchronize, donate_argnums=0) if is_apart else None,
         average=jax.jit(run_average) if is_apart else states.unchanged,
+        digests=Digests(jax.jit(run_digest, compiler_options=options), jax.jit(run_digest_copies)),
         plan=plan,
     )
 

@@ -60,6 +60,14 @@ BAD = [
         ["train.rollback={{}}", "data.exhausted=end"],
         "batches that are skipped leave too few for all steps; use data.exh",
     ),
+    (
+        ["runtime.verify_every=10", "checkpoint.every=0"],
+        "runtime.verify_every=10 with checkpoint.every=0: it goes back to a checkpoint; use checkpoint.every=100, or",
+    ),
+    (
+        ["runtime.verify_every=10", "runtime.simulate=0"],
+        "with kernels that need not compute the same bits twice; use runtime.deterministic=true",
+    ),
     (["train.rollback={{window: 2}}"], "train.rollback.window=2: input should be greater than or equal to 8"),
     (["parallel.compress=topk"], "parallel.compress='topk' must be none, float8, int8, topk:RATIO, randomk:RATIO (1"),
     (["parallel.compress=topk:0.0009"], "parallel.compress='topk:0.0009' must be none"),
