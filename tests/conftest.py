@@ -172,7 +172,7 @@ class Expected(dict):
     def __missing__(self, key):
         family, *numbers, parts, across = key
         model = dict(
-            zip(("num_kv_heads", "num_heads", "num_layers", "tie_embeddings", "experts"), numbers, strict=True)
+            zip(("num_kv_heads", "num_heads", "num_layers", "tie_embeddings", "experts", "d_ff"), numbers, strict=True)
         )
         config, _ = resolved(small(family, model=model, parallel={"data": 1}))
         params = jax.device_get(decoder.init(config.model, config.train.seed))
@@ -185,7 +185,7 @@ def key_of(config):
     """What the oracle's result for a config depends on."""
     m, p = config.model, config.parallel
     parts = (p.replica * p.data, p.microbatches) if m.experts and m.experts.adds_loss else (1, 1)
-    numbers = m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, m.experts
+    numbers = m.num_kv_heads, m.num_heads, m.num_layers, m.tie_embeddings, m.experts, m.d_ff
     return m.family, *numbers, parts, config.data.attend_across_documents
 
 

@@ -137,17 +137,21 @@ def mlp(model, p, x):
 
 def logits(model, params, tokens):
     """A config.Model, its parameters (host arrays), tokens[B T] -> logits[B T V]."""
-    ends, layers = in_float64(params["ends"]), in_float64(params["layers"])
+    ends, stacks = in_float64(params["ends"]), [in_float64(params[x]) for x in ("dense", "layers") if x in params]
+    layers = [row_of(stack, i) for stack in stacks for i in range(len(stack["norm_mlp"]["gain_D"]))]
     x = ends["embedding_VD"][tokens] * (math.sqrt(model.d_model) if model.family == "gemma3" else 1)
     if "positions_TD" in ends:
         x = x + ends["positions_TD"][: tokens.shape[1]]
-    for i in range(model.num_layers):
-        layer = {module: {name: w[i] for name, w in rows.items()} for module, rows in layers.items()}
+    for i, layer in enumerate(layers):
         y = attention(model, layer["attention"], norm(model, layer["norm_attention"], x), is_global(model, i))
         x = x + (norm(model, layer["norm_attention_out"], y) if model.family == "gemma3" else y)
         y = mlp(model, layer["mlp"], norm(model, layer["norm_mlp"], x))
         x = x + (norm(model, layer["norm_mlp_out"], y) if model.family == "gemma3" else y)
     return norm(model, ends["norm"], x) @ ends.get("head_VD", ends["embedding_VD"]).T
+
+
+def row_of(stack, i):
+    return {module: {name: w[i] for name, w in rows.items()} for module, rows in stack.items()}
 
 
 def in_float64(tree):

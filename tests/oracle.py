@@ -2,7 +2,7 @@
 
 It imports nothing from the package; every layout is compared with it.
 
-Parameters have the package's names (a nested dict, `layers` stacked along a leading dim).
+Parameters have the package's names (a nested dict, `layers` and `dense` stacked along a leading dim).
 """
 
 from functools import partial
@@ -114,8 +114,9 @@ def run(params, tokens):
         h = norm(layer["norm_mlp"], x)
         return x + mlp(layer["mlp"], h), h @ layer["mlp"]["router_DE"] if "router_DE" in layer["mlp"] else None
 
-    layers = {key: merged(module) for key, module in params["layers"].items()}
-    x, of_routers = jax.lax.scan(one, x, layers)
+    for stack in [name for name in ("dense", "layers") if name in params]:
+        layers = {key: merged(module) for key, module in params[stack].items()}
+        x, of_routers = jax.lax.scan(one, x, layers)
     return norm(ends["norm"], x) @ ends.get("head_VD", ends["embedding_VD"]).T, of_routers
 
 

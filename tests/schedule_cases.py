@@ -14,7 +14,7 @@ from nanotrain_jax.parallel.pipeline.schedule import IDLE, SCHEDULES, Schedule, 
 EQUAL, UNEQUAL = (1, 1, 1), (1, Fraction(13, 10), Fraction(9, 10))  # F, dX, W
 CHUNKS = {"interleaved": (1, 2, 3, 4), "zero_bubble": (1, 2, 3)}
 every_schedule = pytest.mark.parametrize("name", SCHEDULES)
-hypothesis = settings(deadline=None, derandomize=True, max_examples=300)
+hypothesis = settings(deadline=None, derandomize=True, max_examples=100)
 
 
 def least(name, P):

@@ -76,6 +76,32 @@ def test_every_kind_comes_back_with_and_without_its_config(name, tmp_path, capsy
         (run / "config.json").unlink(missing_ok=True)
 
 
+def with_first_dense(folder):
+    """Give the first layer of a Qwen3-MoE an MLP in place of its experts."""
+    tensors = folders.read(folder)
+    prefix, experts = "model.layers.0.mlp.", [name for name in tensors if name.startswith("model.layers.0.mlp.")]
+    width = tensors[f"{prefix}experts.0.up_proj.weight"].shape[1]
+    numbers, dtype = np.random.default_rng(0), tensors[experts[0]].dtype
+    for name in experts:
+        del tensors[name]
+    for name, shape in {"gate_proj": (96, width), "up_proj": (96, width), "down_proj": (width, 96)}.items():
+        tensors[f"{prefix}{name}.weight"] = (0.1 * numbers.standard_normal(shape)).astype(dtype)
+    for path in folder.glob("model*safetensors*"):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors")
+    config(mlp_only_layers=[0], intermediate_size=96)(folder)
+
+
+def test_a_first_layer_without_experts_comes_back(tmp_path):
+    model, run, back = folders.folder(tmp_path / "model", "qwen3_moe", "bfloat16"), tmp_path / "run", tmp_path / "back"
+    with_first_dense(model)
+    assert convert.main(["--from", str(model), "--out", str(run)]) == 0
+    assert convert.main(["--run", str(run), "--to", str(back)]) == 0  # which compares logits
+    folders.assert_same_bits(folders.read(back), folders.read(model))
+    read = hugging_face_config.section(json.loads((back / "config.json").read_text()), "")
+    assert (read["d_ff"], read["experts"]["first_dense"]) == (96, 1)
+
+
 def header(path):
     """Return the header of a safetensors file, and its data."""
     content = path.read_bytes()

@@ -92,6 +92,7 @@ def test_a_run_with_pipeline_tensor_and_zero_3_generates_the_same_text(runs, cap
     assert printed(capsys, "--run", runs("split", *layout), *same) == expected
 
 
+@pytest.mark.long
 def test_a_run_keeps_its_tokenizer_and_may_be_moved(runs, capsys, tmp_path):
     run = runs("bpe", "parallel.data=1", f"data.tokenizer={runs(*ONE).parent}/bpe.json", "train.steps=1")
     moved = tmp_path / "moved"

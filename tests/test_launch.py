@@ -207,6 +207,7 @@ def test_a_host_without_processes_is_left_out(tmp_path):
     assert [s["CUDA_VISIBLE_DEVICES"] for s in run.log()[0]] == [env["CUDA_VISIBLE_DEVICES"]] * 2
 
 
+@pytest.mark.long
 def test_without_elastic_a_host_that_does_not_rejoin_in_time_ends_the_run(tmp_path):
     run = Launched(tmp_path, {(0, i): HANG for i in range(2)}, "--join-timeout", "3", hosts=2)
     run.wait_for_starts(2)

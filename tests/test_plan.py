@@ -127,6 +127,7 @@ def test_the_json_has_the_documented_keys(tmp_path):
     assert "compiled" not in found and "candidates" not in found
 
 
+@pytest.mark.long
 def test_the_chosen_layout_is_written_and_plans_the_same(tmp_path, capsys):
     chosen, first, again = (tmp_path / name for name in ("chosen.yaml", "first.json", "again.json"))
     config = ROOT / "configs/llama3_70b.yaml"
@@ -277,11 +278,12 @@ def test_every_config_is_planned_and_compiled_for_the_gpus_of_its_first_line(nam
 ON_CPU = [name for name in CONFIGS if cluster(name)[1] == "cpu"]
 
 
-@pytest.mark.parametrize("name", cover(["laptop_3d"], [name for name in ON_CPU if name != "laptop_3d"]))
+@pytest.mark.parametrize("name", cover([], ON_CPU))
 def test_laptop_configs_are_planned_and_compiled_for_simulated_devices(name, tmp_path):
     planned_and_compiled(name, tmp_path)
 
 
+@pytest.mark.long
 def test_fixed_keys_are_kept_and_the_written_config_is_valid(tmp_path, capsys):
     """Chunks require stages; keys incompatible with the chosen layout are not written."""
     config, chosen = ROOT / "configs/llama3_8b.yaml", tmp_path / "chosen.yaml"

@@ -57,6 +57,7 @@ def test_a_run_writes_all_documented_outputs(config_file, tmp_path, capsys):
         assert words in out
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_bitwise_the_same_losses(config_file, tmp_path):
     few = "checkpoint.every=0", "train.steps=6", "train.eval_every=3"
     for name in "a", "b":
@@ -98,6 +99,7 @@ def test_zero_on_one_data_parallel_device_works_and_is_reported(config_file, tmp
     assert "parallel.zero=3 has no effect: parallel.data and context are 1" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
 def test_float16_logs_its_loss_scale_and_warns_without_one(config_file, tmp_path, capsys):
     half = "precision.compute=float16", "train.steps=2", "checkpoint.every=0"

@@ -17,7 +17,7 @@ import tensorstore
 from nanotrain_jax.checkpoint import checksums, directory
 from nanotrain_jax.checkpoint.conversions import MASTER, PARAMS, were_apart
 from nanotrain_jax.checkpoint.read import saved_shapes
-from nanotrain_jax.models.parameters import LAYERS
+from nanotrain_jax.models.parameters import DENSE, LAYERS
 
 CHUNK = 1 << 26  # bytes of a chunk of an array outside layers
 
@@ -46,7 +46,7 @@ def create(
 
 
 def _save_args(path: str, x: np.ndarray) -> ocp.SaveArgs:
-    if not path.startswith(f"{PARAMS}{LAYERS}/"):
+    if not path.startswith((f"{PARAMS}{LAYERS}/", f"{PARAMS}{DENSE}/")):
         return ocp.SaveArgs(chunk_byte_size=CHUNK)
     return ocp.SaveArgs(chunk_byte_size=max(x.nbytes // len(x), 1), shard_axes=(0,))
 

@@ -315,7 +315,7 @@ def _weights(folder: str | Path, step: int) -> tuple[Any, Config]:
     config = load.parse(meta.config)
     if conversions.were_apart(directory.shapes(saved)):
         weights = jax.tree.map(lambda w: w.mean(-1, dtype=np.float32).astype(w.dtype), weights)
-    weights[LAYERS] = jax.tree.map(lambda w: w[: config.model.num_layers], weights[LAYERS])  # without padding
+    weights[LAYERS] = jax.tree.map(lambda w: w[: config.model.main_layers], weights[LAYERS])  # without padding
     return weights, config
 
 

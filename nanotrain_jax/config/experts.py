@@ -1,4 +1,4 @@
-"""The section model.experts of a config: a mixture of experts in place of each MLP. Needs no JAX."""
+"""The section model.experts of a config: a mixture of experts in place of MLPs. Needs no JAX."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ class Experts(Section):
     top_k: Width = key(..., "experts that a token goes to")
     d_ff: Width = key(..., "hidden size of an expert")
     shared: Count = key(0, "further experts of that size, to which every token goes")
+    first_dense: Count = key(
+        0, "the first so many layers have an MLP of model.d_ff in place of experts (DeepSeek-V2, arXiv 2405.04434)"
+    )
     router: Literal["softmax", "sigmoid"] = key("softmax", "scores of experts: softmax over them, or sigmoid of each")
     normalize: bool = key(True, "scale the scores of a token's experts to sum to 1")
     balance: Literal["loss", "bias", "none"] = key(

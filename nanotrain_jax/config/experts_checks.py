@@ -22,6 +22,9 @@ def check_experts(config: Config) -> None:
         "model.factory": m.factory and "leave one of them out",
         "vision": config.vision and "leave one of them out",
         f"train.lora.targets with {', '.join(of_mlp)}": of_mlp and "use train.lora.targets=[q, k, v, out]",
+        "parallel.vocab_over_pipe=true and first_dense": p.vocab_over_pipe
+        and m.dense_layers
+        and "use parallel.vocab_over_pipe=false",
         "precision.matmul=float8": precision.matmul == "float8" and "leave it out",
         f"precision.gather={precision.gather}": precision.gather in EIGHT_BITS and "leave it out",
         "optimizer.name=muon": config.optimizer.name == "muon" and "use optimizer.name=adamw",

@@ -89,10 +89,11 @@ class Model(Section):
     )
     d_ff: Width | None = key(
         None,
-        "MLP hidden size; null: of the family: 4 d_model (gpt2), 8/3 d_model rounded up to a multiple of 256 (llama)",
+        "MLP hidden size, with model.experts of the layers without; null: of the family: 4 d_model (gpt2), 8/3 d_model "
+        "rounded up to a multiple of 256 (llama)",
     )
     experts: Experts | None = key(
-        None, "{num, top_k, d_ff, ...}: a mixture of experts in place of each MLP (models/experts.py); null: none"
+        None, "{num, top_k, d_ff, ...}: a mixture of experts in place of MLPs (models/experts.py); null: none"
     )
     activation: families.Activation | None = key(
         None,
@@ -143,7 +144,27 @@ class Model(Section):
     @property
     def ffn_width(self) -> int:
         """How many hidden values of an MLP a token has: those of all its experts. Of a resolved model."""
-        return self.d_ff * (self.experts.top_k + self.experts.shared) if self.experts else self.d_ff
+        return self.mlp_width * (self.experts.top_k + self.experts.shared) if self.experts else self.d_ff
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden size of an MLP of the stack `layers`: of one expert. Of a resolved model."""
+        return self.experts.d_ff if self.experts else self.d_ff
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers of the stack `dense`: the first of a mixture, without experts."""
+        return self.experts.first_dense if self.experts else 0
+
+    @property
+    def main_layers(self) -> int:
+        """Layers of the stack `layers`: all others."""
+        return self.num_layers - self.dense_layers
+
+    @property
+    def dense(self) -> Model:
+        """The model with an MLP in every layer."""
+        return self.model_copy(update={"experts": None})
 
     @property
     def head_width(self) -> int:
@@ -175,10 +196,15 @@ class Model(Section):
     def _mixture(self) -> Model:
         if self.experts and not self.features.gated_mlp:
             raise ValueError(f"model.experts with model.family={self.family}: experts are gated MLPs; use llama")
-        if self.experts and self.d_ff not in (None, self.experts.d_ff):
+        if self.experts and not self.dense_layers and self.d_ff not in (None, self.experts.d_ff):
             raise ValueError(
                 f"model.d_ff={self.d_ff} with model.experts.d_ff={self.experts.d_ff}: every MLP is a mixture of "
-                "experts; leave model.d_ff out"
+                "experts; leave model.d_ff out, or set model.experts.first_dense"
+            )
+        if self.main_layers < 1:
+            raise ValueError(
+                f"model.experts.first_dense={self.dense_layers} with model.num_layers={self.num_layers}: no layer has "
+                f"experts; use at most {self.num_layers - 1}"
             )
         return self
 

@@ -40,6 +40,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
             f"use at least {tokenizer_vocab}, or remove model.vocab_size",
         )
     max_seq_len = m.max_seq_len or d.seq_len
+    d_ff = m.experts.d_ff if m.experts and not m.dense_layers else m.d_ff or m.features.default_d_ff(m.d_model)
     if d.seq_len > max_seq_len:
         raise Misfit(
             f"data.seq_len={d.seq_len} is longer than model.max_seq_len={max_seq_len}",
@@ -50,7 +51,7 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
         vocab_size=vocab,
         max_seq_len=max_seq_len,
         num_kv_heads=m.num_kv_heads or m.num_heads,
-        d_ff=m.experts.d_ff if m.experts else m.d_ff or m.features.default_d_ff(m.d_model),
+        d_ff=d_ff,
         tie_embeddings=m.features.tied_embeddings if m.tie_embeddings is None else m.tie_embeddings,
     )
     config = update_checks.with_adapters(config).replace("parallel", **Parallel.keys_of(axes))
@@ -84,7 +85,7 @@ def splits_vocab(config: Config) -> bool:
         return p.vocab_over_pipe
     tokens = d.batch_size * d.seq_len / (p.replica * p.data * p.context * p.microbatches)
     saved = 6 * m.vocab_size * m.d_model * tokens / p.tensor * (1 - 1 / p.pipe)
-    return config.is_decoder and saved >= LEAST_HEAD_FLOPS
+    return config.is_decoder and not m.dense_layers and saved >= LEAST_HEAD_FLOPS
 
 
 def check_optimizer(config: Config) -> None:
@@ -103,20 +104,31 @@ def check_optimizer(config: Config) -> None:
 
 def check_blocks(config: Config) -> None:
     """Raise Misfit unless memory.remat=block:N divides the layers of a stage (of a chunk, if interleaved)."""
-    p, size, L = config.parallel, config.memory.rematerialization.block, config.model.num_layers
+    p, size, L = config.parallel, config.memory.rematerialization.block, config.model.main_layers
     layers = -(-L // (p.pipe * p.chunks))
     if L % (p.pipe * p.chunks) and config.memory.rematerialization.policy == "block":
         raise Misfit(
-            f"memory.remat={config.memory.remat!r} with model.num_layers={L} on {p.pipe} stages x {p.chunks} chunks: "
+            f"memory.remat={config.memory.remat!r} with {_layers(config)}={L} on {p.pipe} stages x {p.chunks} chunks: "
             "stages have different numbers of layers",
             "use none, selective or full, or stages and chunks that divide the layers",
         )
+    if config.model.dense_layers % size:
+        raise Misfit(
+            f"memory.remat={config.memory.remat!r} does not divide model.experts.first_dense="
+            f"{config.model.dense_layers}",
+            "use none, selective or full",
+        )
     if layers % size:
-        name = "model.num_layers" if layers == L else "model.num_layers / (parallel.pipe x parallel.chunks)"
+        name = _layers(config) if layers == L else f"{_layers(config)} / (parallel.pipe x parallel.chunks)"
         raise Misfit(
             f"memory.remat={config.memory.remat!r} does not divide {name}={layers}",
             f"use block:{near_divisors(layers, size).replace(' or ', ' or block:')}",
         )
+
+
+def _layers(config: Config) -> str:
+    """Return what the layers that stages share are called."""
+    return "model.num_layers" + " - model.experts.first_dense" * bool(config.model.dense_layers)
 
 
 def check_batch(config: Config) -> None:
@@ -168,6 +180,7 @@ def check_tensor(config: Config) -> None:
 
     def misfits(t: int) -> list[str]:
         sizes = {"model.num_heads": N, "model.d_ff": m.d_ff} | ({tokens: T} if p.sequence_parallel else {})
+        sizes |= {"model.experts.d_ff": m.mlp_width} if m.dense_layers else {}
         problems = [f"does not divide {name}={size}" for name, size in sizes.items() if size % t]
         return problems + [f"neither divides model.num_kv_heads={K} nor is a multiple of it"] * bool(K % t and t % K)
 
@@ -297,7 +310,7 @@ def check_float8(config: Config) -> None:
 
 def check_pipe(config: Config) -> None:
     """Raise Misfit unless there is a layer for every stage and chunk, and the schedule supports them."""
-    L, p = config.model.num_layers, config.parallel
+    L, p = config.model.main_layers, config.parallel
     if p.pipe == 1:
         if p.chunks > 1:
             raise Misfit(f"parallel.chunks={p.chunks} with parallel.pipe=1 has nothing to interleave", "use 1")
@@ -306,7 +319,7 @@ def check_pipe(config: Config) -> None:
     if parts > L:
         asked = f" x parallel.chunks = {p.pipe} x {p.chunks} = {parts}" if p.chunks > 1 else f"={p.pipe}"
         raise Misfit(
-            f"parallel.pipe{asked} exceeds model.num_layers={L}: each chunk needs a layer",
+            f"parallel.pipe{asked} exceeds {_layers(config)}={L}: each chunk needs a layer",
             f"use at most {L} stages x chunks",
         )
     if p.idle == "mask" and reduces_per_layer(config):

@@ -6,12 +6,14 @@ Elements per token of a microbatch. Symbols as in costs/counts.py.
 from __future__ import annotations
 
 from nanotrain_jax.config.derived import fits_flash
+from nanotrain_jax.config.execution import execution
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import Remat
 from nanotrain_jax.costs.communication import ulysses_copies
 from nanotrain_jax.costs.counts import (
     BYTES,
     adapted,
+    first_layers,
     kept_ffn_width,
     kv_width,
     local_kv_width,
@@ -30,7 +32,8 @@ def activations(config: Config) -> float:
     m, p, remat = config.model, config.parallel, config.memory.rematerialization
     per_layer = layer_activations(config, remat)
     if p.pipe == 1:
-        return m.num_layers * per_layer
+        first = None if execution(config).is_by_hand else first_layers(config)  # by hand they are recomputed at once
+        return m.main_layers * per_layer + (activations(first) if first else 0.0)
     spare = p.idle == "mask"
     slots, (late, handed) = outline(config).slots, weight_grad_residuals(config, remat)
     in_slots = (slots["backward"] + spare) * (per_layer - late)

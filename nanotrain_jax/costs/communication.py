@@ -34,12 +34,11 @@ def communication(config: Config) -> list[dict[str, Any]]:
     each times (N-1)/N, over data and context; without prefetch block:n gathers layers once more, to recompute a block.
     From stage 1, gradient shards are all-reduced over replica: 2 (R-1)/R g Psi / N. In 8 bits: `on_the_wire`; with
     parallel.compress `compression.sums`; with parallel.sync_every nothing over replica, but `synchronization`.
-
     Tensor parallelism: `tensor_buffers`. Over context: `attention_buffers`. Pictures: `vision.buffers`. Muon: muon.py.
     Pipeline parallelism (arXiv 2104.04473, section 3.2): permute 2 w B T D per tick (B T D / t with sequence
     parallelism), where a schedule uses M C of its ticks each way; gradients of the ends are summed over stages too.
-    parallel.idle=mask: idle stages communicate as well (`counts.runs` in place of M).
-    With the vocabulary over pipe (arXiv 2411.05288) those of embedding and head are not, and `shares_of_ends`.
+    With the vocabulary over pipe (arXiv 2411.05288) those of embedding and head are not, and `shares_of_ends`. With
+    parallel.idle=mask idle stages communicate as well (`counts.runs` in place of M).
     Tied embeddings are gathered, and their gradients scattered, at both ends (ZeRO 2 and 3, `Execution.is_by_hand`).
     """
     p = config.parallel
@@ -52,7 +51,6 @@ def communication(config: Config) -> list[dict[str, Any]]:
 
     for buffer in parameter_buffers(config):
         add(buffer.axes, buffer.op, buffer.times * buffer.itemsize * buffer.elements, buffer.what)
-
     if p.compression.kind != "none" and not p.sync_every:
         for summed in compression.all_sums(config):
             add(summed.axes, summed.op, summed.bytes, Traffic.COMPRESSED)
@@ -61,7 +59,9 @@ def communication(config: Config) -> list[dict[str, Any]]:
     for op, size, what in tensor_buffers(config):
         add(("tensor",), op, size, what)
     tokens = counts.tokens_per_device(config) / p.microbatches * counts.runs(config, ENDS)
-    add(p.vocab_axes, "all_reduce", 3 * 4 * tokens, Traffic.LOSS)
+    times = 2 if counts.computes_logits_again(config) else 1
+    add(p.vocab_axes, "all_reduce", times * 3 * 4 * tokens, Traffic.LOSS)
+    add(("context",), "all_reduce", sums_of_pairs(config), Traffic.LOSS)
     for op, size, what in attention_buffers(config):
         if op == "permute":
             found["context", op, what] = size
@@ -119,6 +119,16 @@ def between_stages(config: Config) -> float:
     return (x / p.tensor if p.sequence_parallel else x) + counts.router_queue_bytes(config)
 
 
+def sums_of_pairs(config: Config) -> float:
+    """Return the bytes of sums over the tokens of P pairs in each row (models/dpo.py): in each use of the ends 2 P
+    log-probabilities, 2 P numbers of targets and P gradients of margins, and once 2 P numbers of the whole batch."""
+    if not config.train.objective:
+        return 0.0
+    p, P = config.parallel, config.data.pairs_per_row
+    rows = counts.tokens_per_device(config) * p.context / config.data.seq_len
+    return 4 * P * rows * (5 * counts.runs(config, ENDS) / p.microbatches + 2)
+
+
 def router_buffers(config: Config) -> list[tuple[tuple[str, ...], float]]:
     """Return the axes and bytes of the all-reduces of a step that balance and measure experts (models/balance.py).
 
@@ -132,7 +142,7 @@ def router_buffers(config: Config) -> list[tuple[tuple[str, ...], float]]:
     def several(*axes: str) -> tuple[str, ...]:
         return tuple(axis for axis in axes if p.axes[axis] > 1)
 
-    loads, microbatches = 4 * m.num_layers * m.experts.num, counts.runs(config, ENDS)
+    loads, microbatches = 4 * m.main_layers * m.experts.num, counts.runs(config, ENDS)
     of_loss = (loads + 4) * microbatches * m.experts.adds_loss
     stages = ("pipe",) * (execution(config) is Execution.PIPELINE)
     same = tuple(axis for axis in p.vocab_axes if axis == "pipe" or p.sequence_parallel)
@@ -142,7 +152,7 @@ def router_buffers(config: Config) -> list[tuple[tuple[str, ...], float]]:
         (same, (loads + 8.0) * microbatches),
     ]
     if p.tensor > 1 and not p.sequence_parallel:
-        rows = counts.router_queue_bytes(config) / m.num_layers * counts.stage_layers(config)
+        rows = counts.router_queue_bytes(config) / m.main_layers * counts.stage_layers(config)
         found.append((("tensor",), rows * counts.runs(config, LAYERS)))
     return found
 
@@ -188,9 +198,10 @@ def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     p, m, c = config.parallel, config.model, config.parallel.context
     if c == 1:
         return []
-    w, runs = BYTES[config.precision.compute], counts.runs(config, LAYERS) / p.microbatches
-    tokens = counts.tokens_per_device(config) * counts.stage_layers(config) * runs
-    passes = 3 if counts.repeats_communication(config) else 2
+    w, (first, _) = BYTES[config.precision.compute], counts.first_runs(config)
+    layers = counts.stage_layers(config) * counts.runs(config, LAYERS) + first
+    tokens = counts.tokens_per_device(config) / p.microbatches * layers
+    passes = attention_passes(config)
     kv = 2 * tokens * counts.local_kv_width(config)
     if p.context_attention == "ring":
         return [("permute", passes * (c - 1) * w * kv + 4 * c * kv, Traffic.ATTENTION)]
@@ -202,6 +213,13 @@ def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
         ]
     queries = 2 * tokens * counts.query_width(m) / p.tensor  # and outputs
     return [("all_to_all", passes * w * (queries + ulysses_copies(config) * kv), Traffic.HEADS)]
+
+
+def attention_passes(config: Config) -> float:
+    """Return how often attention over context communicates in a step, for each layer and microbatch."""
+    first, again = counts.first_runs(config)
+    layers = counts.stage_layers(config) * counts.runs(config, LAYERS) + first
+    return (3 if counts.repeats_communication(config) else 2) + again / layers
 
 
 def ulysses_copies(config: Config) -> float:
@@ -223,31 +241,32 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     Recomputation adds: `full` one all-reduce per layer (a reduce-scatter), block:n two (two pairs). With
     parallel.overlap_tensor permutes replace all but the gathers again, 2 L scatters and those of look-up and loss.
     Gradients of frozen weights do not gather inputs again, and that of a frozen embedding is not gathered.
-    The loss all-reduces 3 scalars per token. Gradients of parameters that every device of the axis stores are summed
-    over tensor where they are partial: all of them under sequence parallelism, else those of keys and values with fewer
-    heads than t. Adapters of row-parallel matrices (train.lora): `_adapter_buffers`.
+    The loss all-reduces 3 scalars per token, twice with `computes_logits_again`. Gradients of parameters that every
+    device of the axis stores are summed over tensor where they are partial: all of them under sequence parallelism,
+    else those of keys and values with fewer heads than t. Adapters of row-parallel matrices (train.lora):
+    `_adapter_buffers`.
     """
-    p, L = config.parallel, counts.stage_layers(config) * counts.runs(config, LAYERS)
-    ends = counts.runs(config, ENDS)
+    p, (first, _) = config.parallel, counts.first_runs(config)
+    L, ends = counts.stage_layers(config) * counts.runs(config, LAYERS) + first, counts.runs(config, ENDS)
     tokens = counts.tokens_per_device(config) / p.microbatches
     activations = BYTES[config.precision.compute] * tokens * config.model.d_model
     of_adapters = _adapter_buffers(config, L * BYTES[config.precision.compute] * tokens)
     gathers, scatters = tensor_passes(config)
-    of_ends = ends_gathered(config) * ends
+    of_ends, scattered = ends_gathered(config) * ends, ends_scattered(config) * ends
     if not p.sequence_parallel:
-        return [("all_reduce", (gathers * L + 2 * ends) * activations, Traffic.ACTIVATIONS), *of_adapters]
+        return [("all_reduce", (gathers * L + scattered) * activations, Traffic.ACTIVATIONS), *of_adapters]
     if p.tensor > 1 and p.overlap_tensor:
         is_full = config.memory.rematerialization.policy == "full"
         of_layer, regathers = gathers + scatters, 0 if is_full else regathered_inputs(config)
         return [
             ("permute", (of_layer - regathers - 2) * L * activations, Traffic.ACTIVATIONS),
             ("all_gather", (regathers * L + of_ends) * activations, Traffic.REGATHERED_ACTIVATIONS),
-            ("reduce_scatter", (2 * L + 2 * ends) * activations, Traffic.ACTIVATIONS),
+            ("reduce_scatter", (2 * L + scattered) * activations, Traffic.ACTIVATIONS),
             *of_adapters,
         ]
     return [
         ("all_gather", (gathers * L + of_ends) * activations, Traffic.REGATHERED_ACTIVATIONS),
-        ("reduce_scatter", (scatters * L + 2 * ends) * activations, Traffic.ACTIVATIONS),
+        ("reduce_scatter", (scatters * L + scattered) * activations, Traffic.ACTIVATIONS),
         *of_adapters,
     ]
 
@@ -276,22 +295,32 @@ def tensor_passes(config: Config) -> tuple[float, float]:
     inputs = regathered_inputs(config)
     of_full = 2 if config.model.features.norms_after else 1  # reductions over tensor that a norm needs
     recomputed = {"none": 0, "selective": 0, "full": of_full, "block": 2 - counts.last_matmuls_spared(config)}[policy]
+    first, again = counts.first_runs(config)
+    share = again / (counts.stage_layers(config) * counts.runs(config, LAYERS) + first)  # of the layers, once more
+    recomputed += share * (2 - (config.model.dense_layers == 1 and not config.model.features.norms_after))
     if not config.parallel.sequence_parallel:
         return 4 + recomputed, 0
-    return 4 + (2 + inputs if policy == "block" else 2 if policy == "full" else inputs), 4 + recomputed
+    gathers = 2 + inputs if policy == "block" else 2 if policy == "full" else inputs
+    return 4 + gathers + 2 * share, 4 + recomputed
 
 
 def regathered_inputs(config: Config) -> int:
     """Return how many matmul inputs of a layer the backward gathers again, for gradients of weights: those of attention
     and of the MLP, unless the weights that they enter are frozen."""
-    entering = {path: row for path, row in counts.rows(config).items() if row.is_matmul and row.layout.startswith("D ")}
-    return len({path.rpartition("/")[0] for path, row in entering.items() if not row.is_frozen})
+    trained = {path: row for path, row in counts.rows(config).items() if row.part == LAYERS and not row.is_frozen}
+    entering = [path for path, row in trained.items() if row.is_matmul and row.layout.startswith("D ")]
+    return len({path.rpartition("/")[0] for path in entering})
 
 
 def ends_gathered(config: Config) -> int:
     """Return how often sequence parallelism gathers activations at both ends: for the loss, and for the gradient of the
     embedding, unless that is frozen."""
     return 1 if counts.rows(config)[EMBEDDING].is_frozen else 2
+
+
+def ends_scattered(config: Config) -> int:
+    """Return the same of sums over tensor: of the look-up of embeddings, and of the gradient of the loss."""
+    return 2 + counts.looks_up_again(config)
 
 
 def conditional_rates(config: Config) -> dict[str, Fraction]:

@@ -25,9 +25,9 @@ import numpy as np
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import Execution, execution, writes_layers_out
 from nanotrain_jax.config.schema import EIGHT_BITS, Config, Model
-from nanotrain_jax.models import vision_table
+from nanotrain_jax.models import decoder_table, vision_table
 from nanotrain_jax.models.decoder_table import frozen_table, table
-from nanotrain_jax.models.parameters import ENCODER, LAYERS, Parameter, Table
+from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, Parameter, Table
 from nanotrain_jax.parallel.context.packed_attention import num_parts
 from nanotrain_jax.parallel.expert.exchange import places
 from nanotrain_jax.parallel.expert.grouped_matmul import rows_of_a_round
@@ -55,7 +55,7 @@ def message_bytes(config: Config, plain: float) -> float:
 
 def parameters(model: Model) -> int:
     """Return the number of parameters: tied embeddings once, without padding."""
-    return sum(row.size * _layers(row, model) for row in table(model).values())
+    return sum(row.size * decoder_table.layers_of(model, row) for row in table(model).values())
 
 
 def all_parameters(config: Config) -> int:
@@ -66,20 +66,23 @@ def all_parameters(config: Config) -> int:
 def matmul_parameters(model: Model) -> int:
     """Return the number of parameters that multiply a token: with the head, without look-ups, biases and norms; of
     experts those that it goes to."""
-    return sum(int(row.size * row.share) * _layers(row, model) for row in table(model).values() if row.is_matmul)
+    matmuls = [row for row in table(model).values() if row.is_matmul]
+    return sum(int(row.size * row.share) * decoder_table.layers_of(model, row) for row in matmuls)
 
 
 def frozen_matmul_parameters(config: Config) -> int:
     """Return how many of `matmul_parameters` train.freeze freezes."""
     marked = frozen_table(config.model, 1, 1, config.train.freeze).values()
-    return sum(int(x.size * x.share) * _layers(x, config.model) for x in marked if x.is_matmul and x.is_frozen)
+    frozen = [row for row in marked if row.is_matmul and row.is_frozen]
+    return sum(int(row.size * row.share) * decoder_table.layers_of(config.model, row) for row in frozen)
 
 
 def frozen_parameters(config: Config) -> int:
     """Return how many of `all_parameters` train.freeze freezes."""
     marked = frozen_table(config.model, 1, 1, config.train.freeze).values()
     of_vision = [row.size * layers_of(row, config) for row in _vision_rows(config).values() if row.is_frozen]
-    return sum(row.size * _layers(row, config.model) for row in marked if row.is_frozen) + sum(of_vision)
+    of_decoder = [row.size * decoder_table.layers_of(config.model, row) for row in marked if row.is_frozen]
+    return sum(of_decoder) + sum(of_vision)
 
 
 def query_width(model: Model) -> int:
@@ -101,7 +104,7 @@ def rows(config: Config) -> Table:
 
 def adapted(config: Config) -> tuple[int, int]:
     """Return how many matrices of a layer have an adapter (train.lora): column-parallel and row-parallel ones."""
-    of_inputs = [row for row in rows(config).values() if row.init == "adapter"]
+    of_inputs = [row for row in rows(config).values() if row.init == "adapter" and row.part == LAYERS]
     columns = sum(row.layout.startswith("D ") for row in of_inputs)
     return columns, len(of_inputs) - columns
 
@@ -122,19 +125,47 @@ def layers_of(parameter: Parameter, config: Config) -> int:
     """Return the number of layers in a device's stack of a row; 1 if it is not stacked."""
     if parameter.part == ENCODER:
         return config.vision.num_layers
-    return stage_layers(config) if parameter.part == LAYERS else 1
+    return stage_layers(config) if parameter.part == LAYERS else decoder_table.layers_of(config.model, parameter)
 
 
 def stage_layers(config: Config) -> int:
-    """Return L, the layers that a pipeline stage stores: of the stage that has most; the others pad."""
+    """Return L, the layers that a pipeline stage stores: of the stage that has most; the others pad. Without those of
+    `first_layers`, which every stage stores."""
     p = config.parallel
-    return p.chunks * -(-config.model.num_layers // (p.pipe * p.chunks))
+    return p.chunks * -(-config.model.main_layers // (p.pipe * p.chunks))
+
+
+def first_layers(config: Config) -> Config | None:
+    """Return a config of the first, dense layers of a mixture alone, of which the closed forms of layers hold, as they
+    run before the first stage's; None if there are none."""
+    m = config.model
+    if not m.dense_layers:
+        return None
+    one = config.replace("model", experts=None, num_layers=m.dense_layers, unroll=writes_layers_out(config, "gpu"))
+    return one.replace("parallel", pipe=1, chunks=1, schedule="1f1b", prefetch=False, expert=1)
+
+
+def first_runs(config: Config) -> tuple[float, float]:
+    """Return how often a device runs a layer of `first_layers` in a step, and how often its forward once more.
+
+    Where the backward is written by hand it starts from their input; of a single layer that remat recomputes anyway
+    nothing uses that forward.
+    """
+    count = config.model.dense_layers
+    layers = count * runs(config, ENDS)
+    is_used = count > 1 or not config.memory.rematerialization.recomputes_layers
+    return layers, layers * (execution(config).is_by_hand and is_used)
+
+
+def looks_up_again(config: Config) -> bool:
+    """True if the backward looks embeddings up once more: the input of `first_layers` where it is written by hand."""
+    return config.model.dense_layers > 0 and execution(config).is_by_hand
 
 
 def layers_of_chunks(config: Config) -> np.ndarray:
     """Return the number of layers of each chunk of each stage, [C P]."""
     p = config.parallel
-    return schedule.layers_of_chunks(p.pipe, p.chunks, config.model.num_layers, loss_load(config))
+    return schedule.layers_of_chunks(p.pipe, p.chunks, config.model.main_layers, loss_load(config))
 
 
 def loss_load(config: Config) -> float:
@@ -147,7 +178,7 @@ def loss_load(config: Config) -> float:
         return 0.0
     matmuls = [row for row in table(m).values() if row.is_matmul]
     layer = sum(row.size * row.share for row in matmuls if row.part == LAYERS)
-    return sum(row.size for row in matmuls if row.part != LAYERS) / layer
+    return sum(row.size for row in matmuls if row.part == ENDS) / layer
 
 
 def is_sharded(parameter: Parameter, config: Config) -> bool:
@@ -195,19 +226,19 @@ def rows_per_token(config: Config) -> float:
 def kept_ffn_width(config: Config) -> float:
     """Return how many hidden values of an MLP a device keeps for a token, over tensor: of experts of all their rows."""
     m = config.model
-    return m.d_ff * (rows_per_token(config) + m.experts.shared) if m.experts else m.d_ff
+    return m.mlp_width * (rows_per_token(config) + m.experts.shared) if m.experts else m.d_ff
 
 
 def computed_ffn_width(config: Config) -> float:
     """Return how many hidden values of an MLP a device computes for a token, over tensor: of experts with padding."""
     m = config.model
-    return m.d_ff * (m.experts.top_k * padded_rows(config) + m.experts.shared) if m.experts else m.d_ff
+    return m.mlp_width * (m.experts.top_k * padded_rows(config) + m.experts.shared) if m.experts else m.d_ff
 
 
 def router_queue_bytes(config: Config) -> int:
     """Return the bytes of what layers pass on of their routers, beside x (models/balance.py); 0 without experts."""
     m = config.model
-    return 4 * m.num_layers * (2 * m.experts.num + 3) if m.experts else 0
+    return 4 * m.main_layers * (2 * m.experts.num + 3) if m.experts else 0
 
 
 def devices(config: Config) -> int:
@@ -261,6 +292,12 @@ def masks_attention(config: Config) -> bool:
     """True if attention takes a mask: of documents or, over context or where layers differ, of a window."""
     is_split = config.parallel.context > 1 or config.model.features.has_local_layers
     return (is_split and window(config) < config.data.seq_len) or keeps_documents_apart(config)
+
+
+def computes_logits_again(config: Config) -> bool:
+    """True if the backward computes logits again: an objective needs the losses of all tokens before their gradients,
+    and with model.loss_chunk no chunk's logits are kept until then."""
+    return config.train.objective is not None and config.model.loss_chunk > 0
 
 
 def computed_keys(config: Config) -> int:
@@ -329,7 +366,3 @@ def runs(config: Config, part: str) -> float:
         return p.microbatches
     ticks = outline(config).ticks
     return ticks / p.chunks if part == LAYERS else ticks
-
-
-def _layers(parameter: Parameter, model: Model) -> int:
-    return model.num_layers if parameter.part == LAYERS else 1

@@ -82,6 +82,7 @@ def local_flops(config: Config) -> dict[str, float]:
                                                      without flash attention
         full        2 N_layers + 4 L d T - 2 L D F   the forward without the last matmul
         block:n     2 N_layers + 4 L d T             the whole forward (`counts.last_matmuls_spared`)
+        and with train.objective and model.loss_chunk the head, as the backward computes logits again
 
     All are divided by t, except that each device computes at least one head of keys and values. With pipeline stages:
     of the stage that has the head; with the vocabulary over pipe of any, with 1/P of the head. Compute that idle stages
@@ -98,7 +99,7 @@ def local_flops(config: Config) -> dict[str, float]:
     copies, flops = {LAYERS: L, ENDS: 1}, {LAYERS: 0.0, ENDS: 0.0}
     weights = down = 0.0
     for path, row in counts.rows(config).items():
-        if row.is_matmul:
+        if row.is_matmul and row.part in copies:
             of_row = 2 * row.size * copies[row.part] * computed_share(path, row, config)
             flops[row.part] += of_row
             weights += 0.0 if row.is_frozen else of_row
@@ -115,5 +116,23 @@ def local_flops(config: Config) -> dict[str, float]:
     }
     policy = config.memory.rematerialization.policy
     kept = attention if is_blockwise and policy in ("selective", "full") else 0.0
+    of_logits = flops[ENDS] if counts.computes_logits_again(config) else 0.0
     forward = {"layers": layers, "head": flops[ENDS], "attention": attention}
-    return forward | {"weights": weights, "recompute": recompute[policy] - kept}
+    return _with_first(config, forward | {"weights": weights, "recompute": recompute[policy] - kept + of_logits})
+
+
+def _with_first(config: Config, found: dict[str, float]) -> dict[str, float]:
+    """Add the first, dense layers of a mixture to `local_flops`, with their further forwards (`counts.first_runs`): of
+    a single layer without its last matmul."""
+    first = counts.first_layers(config)
+    if first is None:
+        return found
+    _, again = counts.first_runs(config)
+    alone = local_flops(first) | {"head": 0.0}
+    matmuls = {path: row for path, row in counts.rows(first).items() if row.is_matmul}
+    executed = {path: 2 * row.size * computed_share(path, row, first) for path, row in matmuls.items()}
+    alone["weights"] -= sum(executed[path] for path, row in matmuls.items() if row.part == ENDS and not row.is_frozen)
+    if again:
+        last = executed[DOWN] if config.model.dense_layers == 1 and not config.model.features.norms_after else 0.0
+        alone["recompute"] += alone["layers"] + alone["attention"] - last
+    return {part: size + alone[part] for part, size in found.items()}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from nanotrain_jax.config.execution import reduces_per_layer, writes_layers_out
+from nanotrain_jax.config.execution import execution, reduces_per_layer, writes_layers_out
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.counts import BYTES, gradient_bytes, rows, zero_devices
 from nanotrain_jax.costs.stored_parameters import trained_parameters, vocab_elements
 from nanotrain_jax.models.decoder_table import EMBEDDING, HEAD
-from nanotrain_jax.models.parameters import ENDS, LAYERS, VISION
+from nanotrain_jax.models.parameters import DENSE, ENDS, LAYERS, VISION
 
 
 def sums_gradients(config: Config) -> bool:
@@ -30,7 +30,7 @@ def sums(config: Config) -> tuple[float, float]:
     if p.pipe == 1 or not reduces_per_layer(config):
         return added_up, added_up
     reduced = gradient_bytes(config) * (shard if p.zero else psi)[LAYERS]
-    return added_up + reduced, 4 * (psi[ENDS] + psi[VISION]) + reduced
+    return added_up + reduced, 4 * _outside(config, psi) + reduced
 
 
 def current(config: Config) -> float:
@@ -39,15 +39,21 @@ def current(config: Config) -> float:
     psi, shard = trained_parameters(config)
     if p.pipe > 1 or p.prefetch:
         return 0.0
-    return 4 * shard[LAYERS] if p.zero > 1 else BYTES[config.precision.compute] * psi[LAYERS]
+    size = shard if p.zero > 1 else psi
+    return (4 if p.zero > 1 else BYTES[config.precision.compute]) * (size[LAYERS] + size[DENSE])
 
 
 def of_ends(config: Config) -> float:
-    """Return the bytes of the gradients of embedding, head and encoder of the current microbatch."""
+    """Return the bytes of the gradients of embedding, head and encoder of the current microbatch (`_outside`)."""
     psi, shard = trained_parameters(config)
     if config.parallel.zero > 1:
-        return 4 * (shard[ENDS] + shard[VISION])
-    return BYTES[config.precision.compute] * (psi[ENDS] + psi[VISION])
+        return 4 * _outside(config, shard)
+    return BYTES[config.precision.compute] * _outside(config, psi)
+
+
+def _outside(config: Config, sizes: dict[str, float]) -> float:
+    """Return the elements outside the loop over layers; where that is written by hand the first, dense ones are too."""
+    return sizes[ENDS] + sizes[VISION] + sizes[DENSE] * execution(config).is_by_hand
 
 
 def of_head(config: Config) -> float:

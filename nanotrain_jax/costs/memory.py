@@ -15,13 +15,14 @@ Bytes per device. Symbols as in costs/counts.py; x is the residual stream, B T D
 from __future__ import annotations
 
 from nanotrain_jax.config.derived import fits_flash
-from nanotrain_jax.config.execution import writes_layers_out
+from nanotrain_jax.config.execution import execution, writes_layers_out
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import compression, gradient_memory, muon, offload, vision_memory
 from nanotrain_jax.costs.activations import activations, layer_activations, stage_buffers, working_set
 from nanotrain_jax.costs.counts import (
     BYTES,
     attention_parts,
+    first_layers,
     gradient_bytes,
     is_sharded,
     local_elements,
@@ -152,7 +153,17 @@ def _of_backward(config: Config, residuals: float) -> Parts:
     head = gradient_memory.of_head(config) if config.parallel.pipe == 1 else 0.0
     layer = local_parameters(config)[0][LAYERS] / stage_layers(config)
     buffers = _backward_buffers(config, layer, _microbatch_tokens(config))
-    return {"gradients": sums + made + head, "layer": working_set(config) + of_last_norm, "buffers": buffers}
+    working = max(working_set(config), _of_first(config))
+    return {"gradients": sums + made + head, "layer": working + of_last_norm, "buffers": buffers}
+
+
+def _of_first(config: Config) -> float:
+    """Return `working_set` of the first, dense layers of a mixture; written by hand, with all that they keep."""
+    first = first_layers(config)
+    if first is None:
+        return 0.0
+    kept = activations(first) if execution(config).is_by_hand else 0.0
+    return working_set(first) + BYTES[config.precision.compute] * _microbatch_tokens(config) * kept
 
 
 def _of_embedding(config: Config) -> Parts:
@@ -215,7 +226,7 @@ def _expert_buffers(config: Config) -> tuple[float, float]:
     full = (8 + b) / 3 * elements if p.zero == 3 else (4 + b) * elements
     if p.zero == 3 and config.memory.rematerialization.policy != "full":
         full += b * sharded
-    tokens, F = tokens_per_device(config) / p.microbatches, config.model.d_ff / p.tensor
+    tokens, F = tokens_per_device(config) / p.microbatches, config.model.mlp_width / p.tensor
     wide = b * tokens * F * (4 * rows_per_token(config) + 2 * experts.top_k * padded_rows(config))
     return elements, max(full, wide) - (4 * shards if p.zero == 3 else 0.0)
 
@@ -246,7 +257,7 @@ def _transposed_bytes(config: Config) -> float:
     found = [row for row in rows(config).values() if taken[row.has_experts] and is_sharded(row, config)]
     transposed = [row for row in found if row.has_experts or row.split_dim == 0]
     if p.microbatches == 1:
-        transposed = [row for row in transposed if row.part == LAYERS]
+        transposed = [row for row in transposed if row.is_stacked]
     sizes = [(row, local_elements(row, config) / zero_devices_of(row, config)) for row in transposed]
     shards = sum(n / (stage_layers(config) if row.has_experts else 1) for row, n in sizes)  # experts layer by layer
     return offload.weight_bytes(config) * shards

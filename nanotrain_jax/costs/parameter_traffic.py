@@ -14,10 +14,12 @@ from nanotrain_jax.costs import vision
 from nanotrain_jax.costs.counts import (
     BYTES,
     encodes,
+    first_runs,
     gradient_bytes,
     is_sharded,
     last_matmuls_spared,
     local_elements,
+    looks_up_again,
     rows,
     runs,
     stage_layers,
@@ -25,7 +27,7 @@ from nanotrain_jax.costs.counts import (
 )
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.decoder_table import DOWN, EMBEDDING
-from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION, Parameter
+from nanotrain_jax.models.parameters import DENSE, ENCODER, ENDS, LAYERS, VISION, Parameter
 from nanotrain_jax.parallel.collectives import buckets
 from nanotrain_jax.parallel.gradients import quantization
 from nanotrain_jax.parallel.mesh import ZERO_AXES
@@ -64,10 +66,12 @@ def parameter_buffers(config: Config) -> list[Buffer]:
             buffers.extend(on_the_wire(plain, row, arrays, config))
 
     replica = ("replica",) if p.compression.kind == "none" else ()  # else costs/compression.py
-    arrays_of = {LAYERS: arrays_of_layers(config), ENCODER: arrays_of_encoder(config)}
+    arrays_of = {LAYERS: arrays_of_layers(config)}
+    arrays_of |= {DENSE: arrays_of_stack(config, config.model.dense_layers)}
+    arrays_of |= {ENCODER: arrays_of_stack(config, config.vision.num_layers if config.vision else 1)}
     for path, row in rows(config).items():
         in_loop, after_loop = arrays_of.get(row.part, (1, 1))
-        is_of_decoder = row.part in (LAYERS, ENDS)
+        is_of_decoder = row.part in (LAYERS, DENSE, ENDS)
         partial = row.is_partial or (row.split_dim is None and p.sequence_parallel and is_of_decoder)
         is_replicated = row.part != LAYERS and not (row.is_padded and p.vocab_over_pipe)
         stages = ("pipe",) if is_replicated else ()
@@ -106,12 +110,13 @@ def passes(path: str, row: Parameter, config: Config) -> float:
     """Return how often ZeRO 3 gathers a parameter for each of its `uses`: ends once, layers for the backward again, and
     once more to recompute a block (not those that are gathered ahead, nor what recomputation spares)."""
     if not row.is_stacked:
-        return 1
+        return 1 + (path == EMBEDDING and looks_up_again(config))
+    again = row.part == DENSE and first_runs(config)[1] > 0
     if row.part == ENCODER and not vision.has_backward(config, vision.LAYERS):
         return 1
     if config.memory.rematerialization.policy != "block" or (config.parallel.prefetch and row.part == LAYERS):
-        return 2
-    return 3 - (last_matmuls_spared(config) if path == DOWN and _is_gathered_alone(path, config) else 0)
+        return 2 + again
+    return 3 + again - (last_matmuls_spared(config) if path == DOWN and _is_gathered_alone(path, config) else 0)
 
 
 def _is_gathered_alone(path: str, config: Config) -> bool:
@@ -139,10 +144,10 @@ def arrays_of_layers(config: Config) -> tuple[int, int]:
     return rows if p.zero > 1 or per_layer else 1, rows if is_pipeline and per_layer else 1
 
 
-def arrays_of_encoder(config: Config) -> tuple[int, int]:
-    """Return the same of the encoder of pictures, which JAX differentiates as a loop over its layers everywhere."""
+def arrays_of_stack(config: Config, layers: int) -> tuple[int, int]:
+    """Return the same of a further stack of layers, which JAX differentiates as a loop over them everywhere."""
     is_in_loop = config.parallel.zero > 1 or execution(config) is Execution.PER_LAYER
-    return config.vision.num_layers if config.vision and is_in_loop else 1, 1
+    return layers if is_in_loop else 1, 1
 
 
 def on_the_wire(buffer: Buffer, row: Parameter, arrays: int, config: Config) -> list[Buffer]:

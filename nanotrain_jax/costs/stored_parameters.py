@@ -10,7 +10,7 @@ from nanotrain_jax.config.run_sections import Train
 from nanotrain_jax.config.schema import Config, Model, Parallel
 from nanotrain_jax.config.vision import Vision
 from nanotrain_jax.costs.counts import is_sharded, local_elements, rows, zero_devices, zero_devices_of
-from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION
+from nanotrain_jax.models.parameters import DENSE, ENCODER, ENDS, LAYERS, VISION
 
 
 def vocab_rows(config: Config) -> float:
@@ -64,7 +64,7 @@ def _trained_parameters(
 ) -> tuple[dict[str, float], dict[str, float]]:
     parallel = Parallel(**sizes._asdict())
     config = Config(model=model, vision=vision, parallel=parallel, train=Train(freeze=freeze))
-    psi, shard = ({LAYERS: 0.0, ENDS: 0.0, VISION: 0.0} for _ in range(2))
+    psi, shard = ({LAYERS: 0.0, DENSE: 0.0, ENDS: 0.0, VISION: 0.0} for _ in range(2))
     for row in rows(config).values():
         if row.is_frozen:
             continue

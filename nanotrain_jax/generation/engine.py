@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -83,7 +84,7 @@ def scored(model: Model, ends: Tree, x_BTD: jax.Array, next_BT: jax.Array, at: j
 
 
 def block(model: Model, layers: Sequence[Tree], x: jax.Array, caches: Sequence[Tree], place: Place) -> tuple:
-    """Run x[B T D] through layers -> x, their caches with these tokens."""
+    """Run x[B T D] through layers, alike or not -> x, their caches with these tokens."""
     after = []
     for weights, cache in zip(layers, caches, strict=True):
         x, cache = model.decode.layer(weights, x, cache, place)
@@ -118,8 +119,8 @@ def loop(model: Model, choice: Choice, params: Tree, caches: list, rows: Rows) -
 class Engine:
     """A model on a mesh that continues rows of tokens.
 
-    params: {..., "layers": [weights of a layer]} on the mesh (`split_up`). dtype: of the caches. Rows come in multiples
-    of `multiple`.
+    params: {..., "layers": [weights of a layer]} on the mesh (`split_up`), those of further stacks first. dtype: of the
+    caches. Rows come in multiples of `multiple`.
     """
 
     def __init__(self, model: Model, mesh: Mesh, params: Tree, dtype: jnp.dtype):
@@ -135,13 +136,20 @@ class Engine:
         self.first = self._jit(model.decode.first, (end_specs, TOKENS, PLACE), ACTIVATIONS)
         embedded_in = end_specs, self.row_specs
         self.embedded = self._jit(partial(embedded, model), embedded_in, ACTIVATIONS)
-        self.size = max(size for size in range(1, BLOCK + 1) if len(self.layer_specs) % size == 0)
-        outputs = ACTIVATIONS, [self.cache_specs] * self.size
-        inputs = self.layer_specs[: self.size], *outputs, PLACE
-        self.block = self._jit(partial(block, model), inputs, outputs, donate=(1, 2))
+        self.programs: dict[Any, Callable] = {}
+        self.blocks = [(own, self._block(own)) for own in blocks(self.layer_specs)]
         scores_in = end_specs, ACTIVATIONS, TOKENS, PartitionSpec()
         self.scored = self._jit(partial(scored, model), scores_in, (TOKENS, TOKENS))
-        self.programs: dict[Any, Callable] = {}
+
+    def _block(self, own: slice) -> Callable:
+        """Return the compiled function of some layers; blocks that are alike have the same."""
+        specs = self.layer_specs[own]
+        key = str(specs)
+        if key not in self.programs:
+            outputs = ACTIVATIONS, [self.cache_specs] * len(specs)
+            run = partial(block, self.model)
+            self.programs[key] = self._jit(run, (specs, *outputs, PLACE), outputs, donate=(1, 2))
+        return self.programs[key]
 
     def _jit(self, function: Callable, inputs: Tree, outputs: Tree, donate: Sequence[int] = ()) -> Callable:
         return jax.jit(on_mesh(self.mesh, function, inputs, outputs), donate_argnums=donate)
@@ -205,9 +213,8 @@ class Engine:
         """Return the output of the last layer, x[B T D], and the caches with these tokens."""
         _, layers = split_layers(self.params)
         caches = []
-        for at in range(0, len(layers), self.size):
-            own = slice(at, at + self.size)
-            x, after = self.block(layers[own], x, rows.caches[own], rows.place)
+        for own, run in self.blocks:
+            x, after = run(layers[own], x, rows.caches[own], rows.place)
             caches += jax.block_until_ready(after) if self.waits else after
         return x, caches
 
@@ -276,10 +283,30 @@ def padded(types: Tree, arrays: Tree) -> Tree:
 
 def param_specs(model: Model, mesh: Mesh) -> Tree:
     """Return PartitionSpecs of weights whose layers are apart: {..., "layers": [of a layer]}."""
-    ends, layers = split_layers(specs_over_pipe_and_tensor(model, mesh))
-    of_one = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), layers)
-    count = len(jax.tree.leaves(split_layers(model.shapes)[1])[0])
-    return ends | {LAYERS: [of_one] * count}
+    return apart(model, specs_over_pipe_and_tensor(model, mesh), lambda spec: PartitionSpec(*spec[1:]))
+
+
+def apart(model: Model, tree: Tree, of_layer: Callable) -> Tree:
+    """A tree like the weights -> {..., "layers": [of a layer]}, the stacks in the order in which they run.
+
+    of_layer(leaf of a stack) -> of a layer.
+    """
+    stacks, layers = (*model.stacks, LAYERS), []
+    for stack in stacks:
+        count = len(jax.tree.leaves(model.shapes[stack])[0])
+        layers += [jax.tree.map(of_layer, tree[stack])] * count
+    return {key: part for key, part in tree.items() if key not in stacks} | {LAYERS: layers}
+
+
+def blocks(layers: Sequence[Tree]) -> list[slice]:
+    """Return the layers of each program: as many as divide those that are alike, at most `BLOCK`."""
+    found, at = [], 0
+    for _, alike in groupby(layers, str):
+        count = len(list(alike))
+        size = max(size for size in range(1, BLOCK + 1) if count % size == 0)
+        found += [slice(start, start + size) for start in range(at, at + count, size)]
+        at += count
+    return found
 
 
 def split_up(model: Model, params: Tree) -> Tree:
@@ -287,15 +314,21 @@ def split_up(model: Model, params: Tree) -> Tree:
 
     The result is `stored`.
     """
-    ends, layers = split_layers(params)
-    stacks, tree = jax.tree.flatten(layers)
-    apart = []
-    while stacks:
-        stack = stacks.pop(0)
-        apart.append([layer_of(stack, i) for i in range(len(stack))])
-        jax.block_until_ready(apart[-1])
-        stack.delete()
-    return stored(model, ends | {LAYERS: [tree.unflatten(weights) for weights in zip(*apart, strict=True)]})
+    names = *model.stacks, LAYERS
+    layers = [weights for name in names for weights in _split_stack(params[name])]
+    ends = {key: part for key, part in params.items() if key not in names}
+    return stored(model, ends | {LAYERS: layers})
+
+
+def _split_stack(stack: Tree) -> list[Tree]:
+    arrays, tree = jax.tree.flatten(stack)
+    of_layers = []
+    while arrays:
+        array = arrays.pop(0)
+        of_layers.append([layer_of(array, i) for i in range(len(array))])
+        jax.block_until_ready(of_layers[-1])
+        array.delete()
+    return [tree.unflatten(weights) for weights in zip(*of_layers, strict=True)]
 
 
 def stored(model: Model, params: Tree) -> Tree:

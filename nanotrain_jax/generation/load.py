@@ -23,9 +23,9 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.data import batches
 from nanotrain_jax.data.tokenizer import TOKENIZER, Tokenizer
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
-from nanotrain_jax.generation.engine import Engine, split_up
+from nanotrain_jax.generation.engine import Engine, apart, split_up
 from nanotrain_jax.models import factory
-from nanotrain_jax.models.contract import LAYERS, Model, split_layers
+from nanotrain_jax.models.contract import LAYERS, Model
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.run import hugging_face, sources
@@ -161,11 +161,14 @@ def most_shards(section: Mapping[str, Any], devices: int) -> int:
     """Return the most devices that can share the heads and widths of a model."""
     if section.get("factory"):
         return 1
-    heads, ffn = section["num_heads"], section["d_ff"]
+    heads, widths = section["num_heads"], [section["d_ff"]]
+    if section.get("experts"):
+        widths.append(section["experts"]["d_ff"])
     kv = section.get("num_kv_heads") or heads
 
     def fits(tensor: int) -> bool:
-        return devices % tensor == 0 and heads % tensor == 0 and ffn % tensor == 0 and not (kv % tensor and tensor % kv)
+        is_whole = all(size % tensor == 0 for size in (devices, heads, *widths))
+        return is_whole and not (kv % tensor and tensor % kv)
 
     return max(filter(fits, range(1, devices + 1)))
 
@@ -180,16 +183,14 @@ def abstract(model: Model, config: Config, mesh: Mesh) -> Tree:
     return jax.tree.map(place, model.shapes, specs_over_pipe_and_tensor(model, mesh))
 
 
-def split_types(types: Tree) -> Tree:
+def split_types(model: Model, types: Tree) -> Tree:
     """Types of weights -> those of `engine.split_up`, for programs that are only compiled."""
-    ends, layers = split_layers(types)
-    count = len(jax.tree.leaves(layers)[0])
 
     def of_one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = PartitionSpec(*x.sharding.spec[1:])
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=NamedSharding(x.sharding.mesh, spec))
 
-    return ends | {LAYERS: [jax.tree.map(of_one, layers)] * count}
+    return apart(model, types, of_one)
 
 
 def generation_config(folder: Path) -> dict[str, Any]:

@@ -95,9 +95,9 @@ def report(top_k: int, means: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return found | {name: x / load_LE.sum() for name, x in means.items() if name == "dropped"}
 
 
-def loads_by_layer(means: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return the largest load of each layer by name, load/0 and so on."""
-    return {f"load/{layer}": x for layer, x in enumerate(largest_loads(means["load"]))}
+def loads_by_layer(first: int, means: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the largest load of each layer by name, load/0 and so on. first: number of the first with experts."""
+    return {f"load/{layer}": x for layer, x in enumerate(largest_loads(means["load"]), first)}
 
 
 def bias(bias_2E: jax.Array) -> jax.Array:
@@ -114,7 +114,7 @@ def adjusted(bias_L2E: jax.Array, load_LE: jax.Array, rate: float) -> jax.Array:
 
 def build(model: Model, config: Config, layer: Callable) -> Model:
     """Return a decoder whose layers are layer(weights, x, batch) -> x, row. model: of x alone."""
-    experts, L, p = config.model.experts, config.model.num_layers, config.parallel
+    experts, L, p = config.model.experts, config.model.main_layers, config.parallel
     same_axes = [axis for axis in p.vocab_axes if axis == "pipe" or p.sequence_parallel]  # devices have the same rows
     measures = {"load": (L, experts.num), "z": (), "entropy": ()} | ({"dropped": ()} if p.expert > 1 else {})
 
@@ -161,7 +161,7 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
         penalty=penalty if experts.adds_loss else None,
         measures=measures,
         report=partial(report, experts.top_k),
-        details=loads_by_layer,
+        details=partial(loads_by_layer, experts.first_dense),
         adjust=adjust if experts.balance == "bias" else None,
         correct=None,
         token_losses=of_x(model.token_losses),

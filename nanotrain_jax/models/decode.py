@@ -37,7 +37,7 @@ def build(config: Model, split: Split, graphs: tuple, ends: Callable[[Tree], nnx
         return ends(weights).embed_at(tokens_BT, place.positions(tokens_BT.shape[1]))
 
     def layer(weights: Tree, x_BTD: jax.Array, cache: Tree, place: Place) -> tuple[jax.Array, Tree]:
-        module = nnx.merge(graphs.layer, weights)
+        module = nnx.merge(graphs.of_layer(weights), weights)
         y_BTD, cache = attend(module.attention, module.norm_attention(x_BTD), cache, place)
         return module.after_attention(x_BTD, y_BTD)[0], cache
 

@@ -10,7 +10,8 @@
 Names: B batch, T tokens, S key tokens, D model, F ffn, N query heads, K kv heads, H head dim, V vocab, L layers.
 models/decoder_layer.py has the modules of a layer. A module has the parameters that models/decoder_table.py lists under
 its path, with their layouts and initial values.
-Weights under `layers` have an additional leading dim L in storage; inside the scan each layer has its own slice.
+Weights under `layers` have an additional leading dim L in storage; inside the scan each layer has its own slice. So
+have those under `dense`, the first layers of a mixture, which have no experts.
 
 Matmuls run in the dtype of their weights; norms, softmax, rotary angles and loss in float32.
 
@@ -38,10 +39,10 @@ from nanotrain_jax.config.execution import writes_layers_out
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.models import balance, contract, decode, decoder_table
-from nanotrain_jax.models.decoder_layer import Layer, Norm
+from nanotrain_jax.models.decoder_layer import Layer, Norm, is_local, stacked
 from nanotrain_jax.models.modules import ONE_DEVICE, Split, fill
 from nanotrain_jax.models.ops import add, project
-from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, VOCAB, under
+from nanotrain_jax.models.parameters import DENSE, ENDS, LAYERS, TENSOR, VOCAB, under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import own_shard, position
 from nanotrain_jax.parallel.sharding import Rules
@@ -143,33 +144,22 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split = ONE_DEVICE, order: Sequence[int] | None = None):
         self.ends = Ends(config, rngs, split)
-
-        @nnx.split_rngs(splits=config.num_layers)
-        def stack(rngs: nnx.Rngs) -> Layer:
-            if order is not None:
-                rngs = jax.tree.map(lambda keys: keys[jnp.asarray(order)], rngs)
-            return nnx.vmap(lambda rngs: Layer(config, rngs, split), in_axes=0, out_axes=0)(rngs)
-
-        self.layers = stack(rngs)
-        if config.features.has_local_layers:
-            self.layers.attention.is_local_1 = nnx.Param(is_local(config, order))
+        if config.dense_layers:
+            self.dense = stacked(config.dense, rngs, split, range(config.dense_layers))
+        self.layers = stacked(config, rngs, split, range(config.dense_layers, config.num_layers), order)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        layer, weights = nnx.split(self.layers)
-
-        def run(x_BTD: jax.Array, weights: nnx.State) -> jax.Array:
-            return nnx.merge(layer, weights)(x_BTD, len(tokens_BT))[0]
-
-        x_BTD = remat.scan(run, self.ends.embed(tokens_BT), weights, remat.Policy())
+        x_BTD = self.ends.embed(tokens_BT)
+        for stack in [self.dense, self.layers] if hasattr(self, "dense") else [self.layers]:
+            layer, weights = nnx.split(stack)
+            run = partial(run_layer, layer, len(tokens_BT))
+            x_BTD = remat.scan(run, x_BTD, weights, remat.Policy())
         return self.ends.logits(x_BTD)
 
 
-def is_local(config: Model, order: Sequence[int] | jax.Array | None) -> jax.Array | None:
-    """Return for each row of the stacked weights 1 if its layer has a window, else 0, [L 1]; None: layers are alike."""
-    if not config.features.has_local_layers:
-        return None
-    flags_L = jnp.asarray([float(config.features.is_local(layer)) for layer in range(config.num_layers)])
-    return (flags_L if order is None else flags_L[jnp.asarray(order)])[:, None]
+def run_layer(layer: nnx.GraphDef, sequences: int, x_BTD: jax.Array, weights: nnx.State) -> jax.Array:
+    """x[B T D] -> x[B T D] by a layer with these weights. sequences: as of `Attention`."""
+    return nnx.merge(layer, weights)(x_BTD, sequences)[0]
 
 
 class Graphs(NamedTuple):
@@ -177,6 +167,11 @@ class Graphs(NamedTuple):
 
     ends: nnx.GraphDef
     layer: nnx.GraphDef
+    dense: nnx.GraphDef | None  # of the first layers without experts, if there are some
+
+    def of_layer(self, weights: dict) -> nnx.GraphDef:
+        """Return that of the layer with these weights."""
+        return self.dense if self.dense and decoder_table.ROUTER not in weights["mlp"] else self.layer
 
 
 def random_numbers(seed: int) -> nnx.Rngs:
@@ -201,7 +196,9 @@ def init(
         return nnx.to_pure_dict(nnx.state(Decoder(config, rngs, split, order), nnx.Param))
     ends = nnx.to_pure_dict(nnx.state(Ends(config, rngs, split), nnx.Param))
 
-    @nnx.split_rngs(splits=config.num_layers)
+    main = range(config.dense_layers, config.num_layers)
+
+    @nnx.split_rngs(splits=len(main))
     def stack(rngs: nnx.Rngs) -> dict:
         graph, keys = nnx.split(rngs)
         if order is not None:
@@ -214,9 +211,13 @@ def init(
                 weights["attention"][decoder_table.IS_LOCAL] = is_local_1
             return put(weights)
 
-        return jax.lax.map(init_layer, (keys, is_local(config, order)))
+        return jax.lax.map(init_layer, (keys, is_local(config, main, order)))
 
-    return {ENDS: ends, LAYERS: stack(rngs)}
+    first = {}
+    if config.dense_layers:
+        dense = stacked(config.dense, rngs, split, range(config.dense_layers))
+        first[DENSE] = nnx.to_pure_dict(nnx.state(dense, nnx.Param))
+    return {ENDS: ends, **first, LAYERS: stack(rngs)}
 
 
 def abstract(config: Model, split: Split = ONE_DEVICE) -> tuple[Graphs, dict]:
@@ -225,7 +226,8 @@ def abstract(config: Model, split: Split = ONE_DEVICE) -> tuple[Graphs, dict]:
     Allocates nothing.
     """
     decoder = nnx.eval_shape(lambda: Decoder(config, random_numbers(0), split))
-    graphs = Graphs(nnx.split(decoder.ends)[0], nnx.split(decoder.layers)[0])
+    dense = nnx.split(decoder.dense)[0] if config.dense_layers else None
+    graphs = Graphs(nnx.split(decoder.ends)[0], nnx.split(decoder.layers)[0], dense)
     return graphs, nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
 
 
@@ -245,7 +247,7 @@ def rules(config: Model, split: Split) -> Rules:
     """
     axis = f"/{split.axis}" if split.axis else ""
     vocab_axes = "/" + ",".join(split.vocab_axes) if split.vocab_axes else ""
-    lead = {ENDS: "", LAYERS: "L "}
+    lead = {ENDS: "", LAYERS: "L ", DENSE: "L "}
     rows = decoder_table.table(config, split.size, split.vocab_shards).items()
     layouts = ((path, lead[row.part] + row.layout) for path, row in rows)
     return Rules([(path, layout.replace(TENSOR, axis).replace(VOCAB, vocab_axes)) for path, layout in layouts])
@@ -354,13 +356,14 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
         return nnx.merge(graphs.ends, shapes[ENDS] | weights[ENDS])
 
     def first(weights: dict, batch: dict, run: Callable) -> jax.Array:
-        return merged(weights).embed(batch["inputs"], batch.get("starts"))
+        x_BTD = merged(weights).embed(batch["inputs"], batch.get("starts"))
+        return run(DENSE, jax.named_scope("layer")(partial(layer, batch=batch)), x_BTD) if graphs.dense else x_BTD
 
-    def run_layer(weights: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array | None]:
-        return nnx.merge(graphs.layer, weights)(x_BTD, len(batch["inputs"]), batch.get("starts"))
+    def routed(weights: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array | None]:
+        return nnx.merge(graphs.of_layer(weights), weights)(x_BTD, len(batch["inputs"]), batch.get("starts"))
 
     def layer(weights: dict, x_BTD: jax.Array, batch: dict) -> jax.Array:
-        return run_layer(weights, x_BTD, batch)[0]
+        return routed(weights, x_BTD, batch)[0]
 
     def last(weights: dict, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
         return merged(weights).loss(x_BTD, batch["targets"])
@@ -377,6 +380,7 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
         layer=layer,
         last=last,
         rules=rules(decoder, split),
+        stacks=(DENSE,) * bool(graphs.dense),
         used_by_first=partial(used_by, "first"),
         used_by_last=partial(used_by, "last"),
         is_decayed=is_decayed,
@@ -390,4 +394,4 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
         token_losses=token_losses,
         decode=decode.build(decoder, split, graphs, merged),
     )
-    return balance.build(model, config, run_layer) if decoder.experts else model
+    return balance.build(model, config, routed) if decoder.experts else model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -213,3 +214,28 @@ class Layer(nnx.Module):
             x_BTD = remat.name(x_BTD + y_BTD, "attention_out")
         y_BTD, of_router = self.mlp(self.norm_mlp(x_BTD))
         return x_BTD + (self.norm_mlp_out(y_BTD) if self.norms_after else y_BTD), of_router
+
+
+def stacked(
+    config: Model, rngs: nnx.Rngs, split: Split, layers: range, order: Sequence[int] | jax.Array | None = None
+) -> Layer:
+    """Return layers of these numbers, stacked. order: as of `Decoder`, counted from the first of them."""
+
+    @nnx.split_rngs(splits=len(layers))
+    def stack(rngs: nnx.Rngs) -> Layer:
+        if order is not None:
+            rngs = jax.tree.map(lambda keys: keys[jnp.asarray(order)], rngs)
+        return nnx.vmap(lambda rngs: Layer(config, rngs, split), in_axes=0, out_axes=0)(rngs)
+
+    made = stack(rngs)
+    if config.features.has_local_layers:
+        made.attention.is_local_1 = nnx.Param(is_local(config, layers, order))
+    return made
+
+
+def is_local(config: Model, layers: range, order: Sequence[int] | jax.Array | None) -> jax.Array | None:
+    """Return for each row of the stacked weights 1 if its layer has a window, else 0, [L 1]; None: layers are alike."""
+    if not config.features.has_local_layers:
+        return None
+    flags_L = jnp.asarray([float(config.features.is_local(layer)) for layer in layers])
+    return (flags_L if order is None else flags_L[jnp.asarray(order)])[:, None]

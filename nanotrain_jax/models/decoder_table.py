@@ -15,7 +15,7 @@ from nanotrain_jax.config.experts import Experts
 from nanotrain_jax.config.families import FAMILIES, Family
 from nanotrain_jax.config.model import Matrix
 from nanotrain_jax.config.schema import Model
-from nanotrain_jax.models.parameters import ENDS, LAYERS, TENSOR, VOCAB, Parameter, Table, Use
+from nanotrain_jax.models.parameters import DENSE, ENDS, LAYERS, TENSOR, VOCAB, Parameter, Table, Use
 
 STD = 0.02
 
@@ -24,6 +24,7 @@ NORM_ATTENTION, NORM_MLP, NORM_LAST = f"{LAYERS}/norm_attention", f"{LAYERS}/nor
 NORM_ATTENTION_OUT, NORM_MLP_OUT = f"{LAYERS}/norm_attention_out", f"{LAYERS}/norm_mlp_out"
 DOWN = f"{MLP}/down_FD"
 IS_LOCAL = "is_local_1"  # of attention: 1 in layers with a window
+ROUTER = "router_DE"
 BIAS = "bias_2E"  # of a router, with balance=bias: the sum of two, as a 16-bit number would lose small steps
 EMBEDDING, POSITIONS, HEAD = f"{ENDS}/embedding_VD", f"{ENDS}/positions_TD", f"{ENDS}/head_VD"
 
@@ -72,7 +73,20 @@ def inventory(family: Family, is_tied: bool, num_layers: int = 1, experts: Exper
         table[POSITIONS] = Parameter("T D", used="first", std=STD, decay=False)
     if not is_tied:
         table[HEAD] = _weight("V/vocab D", used="last", is_padded=True)
+    if experts and experts.first_dense:
+        dense = inventory(family, is_tied, num_layers).items()
+        table |= {of_dense(path): row._replace(used="dense") for path, row in dense if row.part == LAYERS}
     return table
+
+
+def of_dense(path: str) -> str:
+    """Return the path of an array of `layers` in the stack `dense`."""
+    return path.replace(LAYERS, DENSE, 1)
+
+
+def layers_of(model: Model, row: Parameter) -> int:
+    """Return the number of layers in the stack of a row of the decoder; 1 if it is not stacked."""
+    return {LAYERS: model.main_layers, DENSE: model.dense_layers}.get(row.part, 1)
 
 
 def _mlp(family: Family, residual: float) -> Table:
@@ -85,7 +99,7 @@ def _mixture(experts: Experts, residual: float) -> Table:
     gradients: that of the router is a partial sum."""
     routed = partial(_weight, share=experts.top_k / experts.num)
     table = {
-        f"{MLP}/router_DE": _weight("D E", is_partial=True),
+        f"{MLP}/{ROUTER}": _weight("D E", is_partial=True),
         f"{MLP}/up_EDF": routed("E/expert D F/tensor"),
         f"{MLP}/gate_EDF": routed("E/expert D F/tensor"),
         f"{MLP}/down_EFD": routed("E/expert F/tensor D", std=residual),
@@ -113,8 +127,9 @@ def adapters(rows: Table, targets: Sequence[str]) -> Table:
     own outputs with B alone, so the gradient of a replicated A is a partial sum.
     """
     added = {}
-    for target in targets:
-        path = next((path for path in rows if re.search(rf"/{target}_[A-Z]+$", path)), None)
+    pairs = [(stack, target) for stack in (LAYERS, DENSE) for target in targets]
+    for stack, target in pairs:
+        path = next((path for path in rows if re.match(rf"{stack}/.*/{target}_[A-Z]+$", path)), None)
         if path is None:
             continue
         folder, row = path.rpartition("/")[0], rows[path]
@@ -151,15 +166,17 @@ def table(model: Model, tensor: int = 1, vocab_shards: int = 1) -> Table:
     sizes = {"D": model.d_model, "F": model.d_ff, "N": model.num_heads, "K": K, "H": H, "V": V, "T": model.max_seq_len}
     sizes |= {"1": 1, "2": 2, "R": model.lora.rank if model.lora else 0}
     if model.experts:
-        sizes |= {"E": model.experts.num, "S": model.experts.shared * model.d_ff}
+        sizes |= {"E": model.experts.num, "S": model.experts.shared * model.mlp_width}
+    widths = {LAYERS: {"F": model.mlp_width}}
 
     def sized(row: Parameter) -> Parameter:
+        dims = sizes | widths.get(row.part, {})
         is_partial = row.is_partial and tensor > (K if TENSOR in row.layout else 1)
         layout = row.layout.replace(TENSOR, "") if is_partial or tensor == 1 else row.layout
         return row._replace(
             layout=layout.replace(VOCAB, "") if vocab_shards == 1 else layout,
             is_partial=is_partial,
-            shape=tuple(sizes[word.partition("/")[0]] for word in row.layout.split()),
+            shape=tuple(dims[word.partition("/")[0]] for word in row.layout.split()),
             padding=V - model.vocab_size if row.is_padded else 0,
         )
 

@@ -61,7 +61,7 @@ class Experts(nnx.Module):
         x_BTD = tensor.enter(x_BTD, self.split.axis, self.split.sequence_parallel)
         x_TD = x_BTD.reshape(-1, x_BTD.shape[-1])
         with jax.named_scope("router"):
-            logits_TE = x_TD.astype(jnp.float32) @ weights["router_DE"].astype(jnp.float32)
+            logits_TE = x_TD.astype(jnp.float32) @ weights[decoder_table.ROUTER].astype(jnp.float32)
             logits_TE = remat.name(logits_TE, "router")
             bias_2E = weights.get(decoder_table.BIAS)
             bias_E = None if bias_2E is None else balance.bias(bias_2E)

@@ -13,7 +13,7 @@ from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import decoder_table as ours
 from nanotrain_jax.models import hugging_face_config
 from nanotrain_jax.models.hugging_face_kinds import KINDS, Tensor
-from nanotrain_jax.models.parameters import Table
+from nanotrain_jax.models.parameters import DENSE, ENDS, LAYERS, Table
 
 COUNT, EXPERT = "*", "{expert}"
 STRIP = 64  # elements
@@ -26,7 +26,8 @@ FEATURES = (
     "centered_norms", "learned_positions", "gated_mlp", "activation", "biases", "qkv_bias", "qk_norm", "norms_after",
     "gains_from_one", "scaled_embeddings",
 )  # fmt: skip
-EXPERTS = "num", "top_k", "d_ff", "shared", "router", "normalize"  # keys of model.experts, likewise
+EXPERTS = "num", "top_k", "d_ff", "shared", "first_dense", "router", "normalize"  # keys of model.experts, likewise
+STACKS = ENDS, DENSE, LAYERS
 Shapes = Mapping[str, tuple[int, ...]]  # name -> shape
 
 
@@ -80,7 +81,7 @@ def kind_of(model: Model, model_type: str | None = None) -> str:
 def _misfit(kind: str, model: Model) -> str | None:
     """Say why a model_type cannot hold a resolved model; None: it can."""
     table = ours.table(model)
-    rows = [row for row in KINDS[kind].tensors if table.keys() >= {*row.paths}]
+    rows = [row for stack in STACKS for row in _rows(kind, model, stack)]
     missing = sorted(_stored_paths(model) - {path for row in rows for path in row.paths})
     unequal = [row.name.format("N") for row in rows if len({table[path].shape for path in row.paths}) > 1]
     if missing or unequal:
@@ -118,16 +119,29 @@ def constants(model: Model) -> dict[tuple[str, int], np.ndarray]:
     if not model.features.has_local_layers:
         return {}
     path = f"{ours.ATTENTION}/{ours.IS_LOCAL}"
-    return {(path, i): np.full(1, model.features.is_local(i), np.float32) for i in range(model.num_layers)}
+    found = {}
+    for i in range(model.num_layers):
+        place = (ours.of_dense(path), i) if i < model.dense_layers else (path, i - model.dense_layers)
+        found[place] = np.full(1, model.features.is_local(i), np.float32)
+    return found
 
 
 def inventory(kind: str, model: Model) -> list[Stored]:
     """Return every tensor of a resolved model that a kind can hold, ends first, then layer by layer."""
-    table = ours.table(model)
-    rows = [row for row in KINDS[kind].tensors if table.keys() >= {*row.paths}]
-    ends = [_stored(row, table, None) for row in rows if "{}" not in row.name]
-    layers = [_stored(row, table, layer) for layer in range(model.num_layers) for row in rows if "{}" in row.name]
-    return ends + layers
+    table, of_stacks = ours.table(model), {stack: _rows(kind, model, stack) for stack in STACKS}
+    stored = [_stored(row, table, None) for row in of_stacks[ENDS]]
+    for i in range(model.num_layers):
+        stack, layer = (DENSE, i) if i < model.dense_layers else (LAYERS, i - model.dense_layers)
+        stored += [_stored(row._replace(name=row.name.format(i)), table, layer) for row in of_stacks[stack]]
+    return stored
+
+
+def _rows(kind: str, model: Model, stack: str) -> list[Tensor]:
+    """Return the tensors of the ends, or of a layer of a stack, with the paths of our arrays there."""
+    table, rows = ours.table(model), KINDS[kind].tensors
+    if stack == DENSE:
+        rows = [row._replace(paths=tuple(map(ours.of_dense, row.paths))) for row in rows]
+    return [row for row in rows if table.keys() >= {*row.paths} and table[row.paths[0]].part == stack]
 
 
 def _stored(row: Tensor, table: Table, layer: int | None) -> Stored:
@@ -135,7 +149,7 @@ def _stored(row: Tensor, table: Table, layer: int | None) -> Stored:
     words = tuple(word.partition("/")[0] for word in first.layout.split())
     groups = tuple(tuple((a or b).split()) for a, b in re.findall(r"\(([^)]*)\)|(\S+)", row.dims))
     sizes = dict(zip(words, first.shape, strict=True)) | {COUNT: len(row.paths)}
-    return Stored(row.name.format(layer), row.paths, layer, groups, words, sizes)
+    return Stored(row.name, row.paths, layer, groups, words, sizes)
 
 
 def located(kind: str, model: Model, have: Shapes, origin: str) -> tuple[list[Stored], str | None]:

@@ -49,6 +49,7 @@ def section(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
         keys |= {} if value is None else {key: value}
     if kind.experts:
         keys["experts"] = {key: config.get(theirs, kind.defaults.get(theirs)) for theirs, key in kind.experts.items()}
+        keys |= _dense(kind, config, keys["experts"], origin)
     sizes = keys.get("head_dim"), keys["num_heads"], keys["d_model"]
     if all(isinstance(size, int) for size in sizes) and sizes[0] * sizes[1] == sizes[2]:
         del keys["head_dim"]
@@ -57,6 +58,17 @@ def section(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
         value = config.get("query_pre_attn_scalar", kind.defaults["query_pre_attn_scalar"])
         _check("query_pre_attn_scalar", value, [head], origin)
     return keys | _rope_scaling(kind, config, origin) | _windows(kind, config, origin)
+
+
+def _dense(kind: Kind, config: Mapping[str, Any], experts: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Return experts and d_ff of the section model, if layers of a mixture may have an MLP in place of experts."""
+    if "mlp_only_layers" not in kind.defaults:
+        return {}
+    layers = config.get("mlp_only_layers") or []
+    if layers != [*range(len(layers))]:
+        raise ValueError(f"{origin}: mlp_only_layers={layers!r}: not supported; only the first layers may be, in order")
+    d_ff = config.get("intermediate_size", kind.defaults["intermediate_size"]) if layers else experts["d_ff"]
+    return {"experts": {**experts, "first_dense": len(layers)}, "d_ff": d_ff}
 
 
 def _kind(config: Mapping[str, Any], origin: str) -> Kind:
@@ -197,7 +209,10 @@ def as_json(name: str, model: Model, dtype: str, base: Mapping[str, Any]) -> dic
     keys = {theirs: getattr(model, key) for theirs, key in kind.keys.items()}
     if kind.experts:
         keys |= {theirs: getattr(model.experts, key) for theirs, key in kind.experts.items()}
-        other.setdefault("intermediate_size", model.ffn_width)  # of MLPs, which qwen3_moe asks for and does not use
+        other.setdefault("intermediate_size", model.ffn_width)  # which qwen3_moe asks for, if no layer has an MLP too
+    if "mlp_only_layers" in kind.defaults:
+        keys["mlp_only_layers"] = [*range(model.dense_layers)]
+        keys |= {"intermediate_size": model.d_ff} if model.dense_layers else {}
     if "head_dim" in keys:
         keys["head_dim"] = model.head_width
     if "rope_local_base_freq" in keys:

@@ -177,8 +177,8 @@ KINDS: dict[str, Kind] = {
     "qwen3_moe": QWEN2._replace(
         family="qwen3",
         architecture="Qwen3MoeForCausalLM",
-        tensors=(*WITHOUT_MLP, *_experts("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj"))),
-        keys={key: name for key, name in LLAMA.keys.items() if name != "d_ff"} | {"moe_intermediate_size": "d_ff"},
+        tensors=(*LLAMA_TENSORS, *_experts("mlp.gate", "mlp.experts", ("gate_proj", "up_proj", "down_proj"))),
+        keys={key: name for key, name in LLAMA.keys.items() if name != "d_ff"},
         experts={
             "num_experts": "num",
             "num_experts_per_tok": "top_k",
@@ -187,8 +187,8 @@ KINDS: dict[str, Kind] = {
         },
         defaults=QWEN2.defaults
         | {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
-        | {"norm_topk_prob": False},
-        fixed=ROTARY_FIXED | {"attention_bias": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        | {"norm_topk_prob": False, "mlp_only_layers": None, "intermediate_size": 6144},
+        fixed=ROTARY_FIXED | {"attention_bias": (False,), "decoder_sparse_step": (1,)},
     ),
     "gemma3_text": LLAMA._replace(
         family="gemma3",

@@ -8,6 +8,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 ENDS, LAYERS = "ends", "layers"  # top-level keys of a parameter tree; arrays of layers are stacked
+DENSE = "dense"  # beside them, stacked too: the first layers of a mixture, which have no experts
 VISION, ENCODER = "vision", "encoder"  # beside them with the section vision; arrays of the encoder are stacked
 TENSOR = "/tensor"  # marks the dim of a layout that is sharded over the tensor axis
 VOCAB = "/vocab"  # marks the vocabulary, sharded over the axes of `Parallel.vocab_axes`
@@ -15,15 +16,15 @@ EXPERT = "/expert"  # marks the experts, sharded over the axis expert
 
 CONSTANTS = "is_local", "balance"  # initial values of arrays that have no gradient
 
-Use = Literal["layer", "first", "last", "both", "encode", "encoder"]
+Use = Literal["layer", "dense", "first", "last", "both", "encode", "encoder"]
 
 
 class Parameter(NamedTuple):
     """One array of a model; in a stack of layers, the array of one layer."""
 
     layout: str  # a word for each dim, after a slash the mesh axis that shards it: "D N/tensor H"
-    used: Use = "layer"  # in each layer; before the first layer, after the last one, or both; to encode a picture,
-    # in each layer of its encoder
+    used: Use = "layer"  # in each layer; in each of the first, dense ones; before all layers, after them, or both; to
+    # encode a picture, in each layer of its encoder
     init: Literal["normal", "zeros", "ones", "is_local", "balance", "adapter"] = "normal"
     # is_local: 1 in layers with a window, else 0; balance: zeros, adjusted without a gradient; adapter: normal
     # with variance 1 / (3 D), D inputs, from a stream of random numbers of its own
@@ -39,14 +40,14 @@ class Parameter(NamedTuple):
     is_frozen: bool = False  # True: it has no gradient; of train.freeze, or a constant of the model
 
     @property
-    def part(self) -> Literal["ends", "layers", "vision", "encoder"]:
+    def part(self) -> Literal["ends", "layers", "dense", "vision", "encoder"]:
         """Top-level key of the parameter tree."""
-        return {"layer": LAYERS, "encode": VISION, "encoder": ENCODER}.get(self.used, ENDS)
+        return {"layer": LAYERS, "dense": DENSE, "encode": VISION, "encoder": ENCODER}.get(self.used, ENDS)
 
     @property
     def is_stacked(self) -> bool:
         """True if the tree has a stack of such arrays, one per layer."""
-        return self.part in (LAYERS, ENCODER)
+        return self.part in (LAYERS, DENSE, ENCODER)
 
     @property
     def size(self) -> int:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+from nanotrain_jax.config.execution import execution
 from nanotrain_jax.costs import activations as costs
 from nanotrain_jax.costs import compression, counts, flops, hardware, memory, muon, offload, vision, vision_memory
 from nanotrain_jax.costs.stored_parameters import frozen_elements, trained_parameters
 from nanotrain_jax.models import vision_table
 from nanotrain_jax.models.decoder_table import table
-from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, VISION, Parameter
+from nanotrain_jax.models.parameters import DENSE, ENCODER, ENDS, LAYERS, VISION, Parameter
 from nanotrain_jax.planner.estimate import Estimate
 from nanotrain_jax.planner.explain_traffic import traffic
 from nanotrain_jax.planner.formula import Line, Section, number
@@ -37,19 +38,28 @@ def parameters(e: Estimate) -> Section:
     vectors = _counted("norms and biases, per layer", [row for row in of_layers if not row.is_matmul])
     ends = _counted("ends (before and after the layers)", [row for row in rows if row.part == ENDS])
     head = _counted("head", [row for row in rows if row.part == ENDS and row.is_matmul])
-    decoder = f"{m.num_layers} x ({n(matmuls.value)} + {n(vectors.value)}) + {n(ends.value)}"
-    total = Line("total", "L (matmuls + norms and biases) + ends", decoder, counts.parameters(m), "parameters")
-    lines = [matmuls, vectors, ends, total]
+    decoder = f"{m.main_layers} x ({n(matmuls.value)} + {n(vectors.value)}) + {n(ends.value)}"
+    formula, lines = "L (matmuls + norms and biases) + ends", [matmuls, vectors, ends]
+    of_dense = [row for row in rows if row.part == DENSE]
+    dense = _counted("matmuls, per layer without experts", [row for row in of_dense if row.is_matmul])
+    if of_dense:
+        others = _counted("its norms and biases", [row for row in of_dense if not row.is_matmul])
+        formula = f"{formula} + K (matmuls and norms without experts)"
+        decoder = f"{decoder} + {m.dense_layers} x ({n(dense.value)} + {n(others.value)})"
+        lines += [dense, others]
+    lines.append(Line("total", formula, decoder, counts.parameters(m), "parameters"))
     per_layer, values = "matmuls", n(matmuls.value)
     if m.experts:
         left, of_them = m.experts.num - m.experts.top_k, [row for row in of_layers if row.share < 1]
-        sizes = f"{len(of_them)} x {left} x {n(m.d_model)} x {n(m.d_ff)}"
+        sizes = f"{len(of_them)} x {left} x {n(m.d_model)} x {n(m.mlp_width)}"
         count = sum(row.size * (1 - row.share) for row in of_them)
         lines.append(
             Line("experts that a token does not go to", f"{len(of_them)} (E - k) D F", sizes, count, "parameters")
         )
         per_layer, values = "(matmuls - other experts)", f"({values} - {n(count)})"
-    formula, numbers = f"L {per_layer} + {head.formula}", f"{m.num_layers} x {values} + {head.numbers}"
+    formula, numbers = f"L {per_layer} + {head.formula}", f"{m.main_layers} x {values} + {head.numbers}"
+    if of_dense:
+        formula, numbers = f"{formula} + K without experts", f"{numbers} + {m.dense_layers} x {n(dense.value)}"
     multiplied = "N, parameters that multiply every token"
     lines.append(Line(multiplied, formula, numbers, counts.matmul_parameters(m), "parameters"))
     if e.config.vision:
@@ -131,7 +141,7 @@ def state(e: Estimate) -> Section:
     full, shard = trained_parameters(e.config)
     parts, b = memory.state(e.config), offload.weight_bytes(e.config)
     psi, over = sum(full.values()), sum(shard.values())
-    parts_of_psi, has_vision = [part for part in (LAYERS, ENDS, VISION) if full[part]], bool(e.config.vision)
+    parts_of_psi, has_vision = [part for part in (LAYERS, DENSE, ENDS, VISION) if full[part]], bool(e.config.vision)
     formula = "layers / (P t) + ends / t" + " + vision, its layers / t" * has_vision + ", of split arrays"
     shown = " + ".join(n(full[part]) for part in parts_of_psi) or "0"
     lines = [Line("Psi", formula, shown, psi, "parameters per GPU")]
@@ -177,8 +187,10 @@ def activations(e: Estimate) -> Section:
         formula, shown = f"{formula} + logits of the router", f"{shown} + {n(costs.router_width(c, remat))}"
     lines = [Line(f"per layer and token (remat {remat})", formula, shown, layer, "elements")]
     if p.pipe == 1:
-        shown = f"{c.model.num_layers} x {n(layer)}"
-        lines.append(Line("all layers", "L layers", shown, stored, "elements per token"))
+        formula, shown, first = "L layers", f"{c.model.main_layers} x {n(layer)}", counts.first_layers(c)
+        if first and not execution(c).is_by_hand:
+            formula, shown = f"{formula} + without experts", f"{shown} + {n(costs.activations(first))}"
+        lines.append(Line("all layers", formula, shown, stored, "elements per token"))
     else:
         slots = counts.outline(c).slots
         late, handed = costs.weight_grad_residuals(c, remat)

@@ -32,7 +32,7 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     """Return the full buffers of a transfer as formula and numbers: b bytes of activations, w weights, g gradients."""
     c, m, p, n = e.config, e.config.model, e.config.parallel, number
     b, tokens = counts.BYTES[c.precision.compute], counts.tokens_per_device(c)
-    L, M = counts.stage_layers(c), p.microbatches
+    L, M = counts.stage_layers(c) + m.dense_layers, p.microbatches
     if t.what in (Traffic.ATTENTION, Traffic.HEADS):
         return attention_buffers(e, t)
     if t.what is Traffic.BETWEEN_STAGES:
@@ -54,7 +54,7 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     if t.what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS):
         gathers, scatters = communication.tensor_passes(c)
         passes = scatters if t.op == "reduce_scatter" else gathers
-        ends = communication.ends_gathered(c) if t.op == "all_gather" else 2
+        ends = communication.ends_gathered(c) if t.op == "all_gather" else communication.ends_scattered(c)
         return f"b B T D ({passes} L + {ends})", f"{b} x {n(tokens)} x {n(m.d_model)} x ({passes} x {L} + {ends})"
     if t.what is Traffic.ADAPTERS:
         (_, times), R = counts.adapted(c), m.lora.rank
@@ -96,9 +96,9 @@ def of_pictures(e: Estimate, t: Transfer) -> tuple[str, str]:
 def attention_buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
     """Return the full buffers of attention over context; of a ring, the bytes sent. KH: of a tensor-parallel device."""
     c, p, n = e.config, e.config.parallel, number
-    b, L, size = counts.BYTES[c.precision.compute], counts.stage_layers(c), p.context
+    b, L, size = counts.BYTES[c.precision.compute], counts.stage_layers(c) + c.model.dense_layers, p.context
     tokens, width = n(counts.tokens_per_device(c)), n(counts.local_kv_width(c))
-    passes = 3 if counts.repeats_communication(c) else 2
+    passes = n(communication.attention_passes(c))
     if t.op == "permute":
         shown = f"2 x {L} x {tokens} x {width} x ({passes} x ({size} - 1) x {b} + 4 x {size})"
         return f"2 L B T KH ({passes} (c - 1) b + 4 c)", shown

@@ -51,7 +51,7 @@ def layouts_of_mesh(mesh: Config, fixed: Mapping[str, Any], rejected: Counter[st
     for zero, schedule, chunks in zero_and_schedules(mesh, fixed):
         keys = {"zero": zero, "schedule": schedule, "chunks": chunks, "vocab_over_pipe": split_ends}
         layout = mesh.replace("parallel", **keys)
-        if counts.stage_layers(layout) * mesh.parallel.pipe > (1 + MOST_PADDING) * mesh.model.num_layers:
+        if counts.stage_layers(layout) * mesh.parallel.pipe > (1 + MOST_PADDING) * mesh.model.main_layers:
             rejected[Rejection.PADDING] += 1
         else:
             yield layout

@@ -191,14 +191,15 @@ def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Trans
     the copies between devices and hosts."""
     p = config.parallel
     M = p.microbatches
-    (F, B, W), ends = layers_time(config, gpu), ends_time(config, gpu)
-    compute = M * (F + B + W + sum(ends))
+    (F, B, W), first, ends = layers_time(config, gpu), first_time(config, gpu), ends_time(config, gpu)
+    compute = M * (F + B + W + sum(first) + sum(ends))
     moved = transfers(config, gpu, compute)
     per_microbatch = {t: t.exposed / M for t in moved if t.when == "microbatch"}
     forward = sum(seconds * _forward_share(config, t) for t, seconds in per_microbatch.items())
     busy = total = compute + M * sum(per_microbatch.values())
     if p.pipe > 1:
-        total = schedule_time(config, (F + forward, B + sum(per_microbatch.values()) - forward, W), ends)
+        layers = F + forward, B + sum(per_microbatch.values()) - forward, W
+        total = schedule_time(config, layers, first, ends)
     by_axis: dict[str, float] = {}
     for t in moved:
         by_axis[t.axis] = by_axis.get(t.axis, 0.0) + t.exposed
@@ -209,11 +210,14 @@ def times(config: Config, gpu: Gpu) -> tuple[dict[str, float], float, list[Trans
     return {what: s for what, s in seconds.items() if s > 0}, 1 - busy / total, moved, copied
 
 
-def schedule_time(config: Config, layers: tuple[float, float, float], ends: tuple[float, float]) -> float:
+def schedule_time(
+    config: Config, layers: tuple[float, float, float], first: tuple[float, float], ends: tuple[float, float]
+) -> float:
     """Return the seconds of all ticks of a pipeline schedule, each as long as its busiest stage.
 
-    layers: F, B and W of one microbatch on a stage with most layers. ends: F and B of the loss, on the last stage; with
-    the vocabulary over pipe on each stage, once for each microbatch.
+    layers: F, B and W of one microbatch on a stage with most layers. first: F and B of `first_time`, on the first
+    stage. ends: F and B of the loss, on the last stage; with the vocabulary over pipe on each stage, once for each
+    microbatch.
     """
     p, table = config.parallel, counts.outline(config)
     F, B, W = layers
@@ -221,9 +225,9 @@ def schedule_time(config: Config, layers: tuple[float, float, float], ends: tupl
     if p.vocab_over_pipe:
         of_ends = p.microbatches * (sum(ends) + ENDS_TICK)
     else:
-        of_chunks = counts.layers_of_chunks(config)
-        last = float(of_chunks[:, -1].sum() / counts.stage_layers(config))  # layers of the last stage
-        F, B = max(F, last * F + ends[0]), max(B, last * B + ends[1])
+        shares = counts.layers_of_chunks(config).sum(0) / counts.stage_layers(config)  # of layers, by stage
+        of_ends_of_stages = (shares[0], first), (shares[-1], ends)
+        F, B = (max(x, *(float(s) * x + e[i] for s, e in of_ends_of_stages)) for i, x in enumerate((F, B)))
     if p.idle == "skip":
         return table.time(F / p.chunks, B / p.chunks, W / p.chunks) + table.ticks * TICK + of_ends
     in_tick = (F + B + max(table.weights, 1) * W) / p.chunks + TICK  # every stage computes in every tick
@@ -298,6 +302,16 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
         forward, B = forward + 4 * COLLECTIVE, B + 6 * COLLECTIVE
     forward, B = (seconds + stacks_time(config, gpu) for seconds in (forward, B))
     return L * forward, L * B, L * (inner + down) * flops.trained_share(config, LAYERS)
+
+
+def first_time(config: Config, gpu: Gpu) -> tuple[float, float]:
+    """Return F and B, with W, of one microbatch through the first, dense layers of a mixture, in seconds; the backward
+    by hand recomputes F (`counts.first_runs`)."""
+    first = counts.first_layers(config)
+    if first is None:
+        return 0.0, 0.0
+    (F, B, W), (_, again) = layers_time(first, gpu), counts.first_runs(config)
+    return F, B + W + (F if again else 0.0)
 
 
 def stacks_time(config: Config, gpu: Gpu) -> float:

@@ -31,7 +31,7 @@ from nanotrain_jax.data.tokenizer import Tokenizer
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.models import decoder, hugging_face, hugging_face_config
 from nanotrain_jax.models.hugging_face import Stored
-from nanotrain_jax.models.parameters import ENDS, LAYERS
+from nanotrain_jax.models.parameters import DENSE, ENDS, LAYERS
 from nanotrain_jax.run import sources
 from nanotrain_jax.run.hugging_face import Folder, opened
 from nanotrain_jax.run.model_config import CONFIG, ONE_DEVICE, TOKENIZER
@@ -271,7 +271,7 @@ def logits(model: Model, read: Read, tokens_T: np.ndarray) -> np.ndarray:
     model = model.model_copy(update={"attention": "xla"})
     graphs, shapes = decoder.abstract(model)
 
-    def weights(part: str, layer: int | None) -> Any:
+    def weights(part: str, layer: int | None = None) -> Any:
         def one(path: tuple, _: Any) -> jax.Array:
             return jnp.asarray(read("/".join([part, *(key.key for key in path)]), layer).astype(np.float32))
 
@@ -279,12 +279,13 @@ def logits(model: Model, read: Read, tokens_T: np.ndarray) -> np.ndarray:
 
     @jax.jit
     def run(weights: Any, x_1TD: jax.Array) -> jax.Array:
-        return nnx.merge(graphs.layer, weights)(x_1TD, 1)[0]
+        return nnx.merge(graphs.of_layer(weights), weights)(x_1TD, 1)[0]
 
-    ends = nnx.merge(graphs.ends, weights(ENDS, None))
+    ends = nnx.merge(graphs.ends, weights(ENDS))
     x_1TD = ends.embed(jnp.asarray(tokens_T, jnp.int32)[None])
-    for layer in range(model.num_layers):
-        x_1TD = run(weights(LAYERS, layer), x_1TD)
+    for stack, count in {DENSE: model.dense_layers, LAYERS: model.main_layers}.items():
+        for layer in range(count):
+            x_1TD = run(weights(stack, layer), x_1TD)
     return np.asarray(ends.logits(x_1TD)[0])
 
 

@@ -51,8 +51,9 @@ class Folder:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Path -> shape of each of our arrays, layers stacked."""
-        table = hugging_face.ours.table(self.model)
-        return {path: (self.model.num_layers,) * row.is_stacked + row.shape for path, row in table.items()}
+        model, ours = self.model, hugging_face.ours
+        table = ours.table(model).items()
+        return {path: (ours.layers_of(model, row),) * row.is_stacked + row.shape for path, row in table}
 
 
 def opened(path: Path) -> Folder:

@@ -22,7 +22,7 @@ from nanotrain_jax.checkpoint.compatibility import Base
 from nanotrain_jax.config import load as configs
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.models import decoder_table
-from nanotrain_jax.models.parameters import LAYERS
+from nanotrain_jax.models.parameters import DENSE
 from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.run import hugging_face
 
@@ -108,8 +108,10 @@ def on_mesh(source: Source, like: Tree, order: np.ndarray | None) -> Tree:
     order: the layer of each row of a stack; None: model order. Rows of padding are zero. The host holds one
     block of one array at a time; a block that several devices of this process have is read once.
     """
-    order = np.arange(source.model.num_layers) if order is None else order
-    rows = {path: row.shape[0] for path, row in decoder_table.table(source.model).items() if not row.is_stacked}
+    order = np.arange(source.model.main_layers) if order is None else order
+    table = decoder_table.table(source.model)
+    rows = {path: row.shape[0] for path, row in table.items() if not row.is_stacked}
+    rows |= {path: np.arange(source.model.dense_layers) for path, row in table.items() if row.part == DENSE}
 
     def array(path: tuple, x: jax.ShapeDtypeStruct) -> jax.Array:
         name, owners = directory.path_name(path), defaultdict(list)
@@ -128,12 +130,13 @@ def on_mesh(source: Source, like: Tree, order: np.ndarray | None) -> Tree:
 
 
 def _block(source: Source, path: str, index: Index, order: np.ndarray | int) -> np.ndarray:
-    """Read a block of an array; rows beyond those of the source are zero. order: of layers, or the number of rows."""
+    """Read a block of an array; rows beyond those of the source are zero. order: of its layers, or where it is not
+    stacked the number of rows."""
     block = np.zeros([s.stop - s.start for s in index], source.dtype)
     rows, inner = index[0], index[1:]
-    if path.startswith(f"{LAYERS}/"):
-        layers = enumerate(order[rows])
-        for row, layer in [(row, int(layer)) for row, layer in layers if layer < source.model.num_layers]:
+    if isinstance(order, np.ndarray):
+        count = source.model.dense_layers if path.startswith(f"{DENSE}/") else source.model.main_layers
+        for row, layer in [(row, int(layer)) for row, layer in enumerate(order[rows]) if layer < count]:
             block[row] = source.read(path, layer, inner)
         return block
     stop = min(rows.stop, order)

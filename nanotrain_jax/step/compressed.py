@@ -52,7 +52,7 @@ def init(plan: Plan, params: Tree, in_model_order: bool = False) -> Feedback | N
 
 def bases(plan: Plan, params: Tree, order: np.ndarray | None) -> Tree:
     """Return the random bases from which low-rank sums start, the same in every layout. order: of rows of layers."""
-    rank, L = plan.compression.rank, plan.config.model.num_layers
+    rank, L = plan.compression.rank, plan.config.model.main_layers
     structure = jax.tree.structure(params)
     keys = jax.random.split(jax.random.key(plan.config.train.seed), structure.num_leaves)
 

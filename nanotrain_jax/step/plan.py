@@ -46,7 +46,7 @@ class Plan:
     specs        PartitionSpecs over pipe, tensor and expert; ZeRO adds its axes (`zero.storage`)
     shards       how ZeRO shards each array, communication settings
     layer_order  the layer of each row of the stacked weights; None: model order. Rows of padding, where stages have
-                 different numbers of layers, have numbers from num_layers on (`schedule.row_order`)
+                 different numbers of layers, have numbers from main_layers on (`schedule.row_order`)
     outer_optimizer   of parallel.sync_every (DiLoCo, arXiv 2311.08105); None: replicas step together
     trainable    False for frozen arrays (train.freeze): they have neither gradients nor optimizer state
     in_step      True for arrays that the step updates
@@ -136,7 +136,7 @@ class Plan:
     @property
     def is_layer(self) -> np.ndarray | None:
         """False for rows of layers that are padding, of each stage [P n]; None: there are none."""
-        p, L = self.config.parallel, self.config.model.num_layers
+        p, L = self.config.parallel, self.config.model.main_layers
         if self.layer_order is None or len(self.layer_order) == L:
             return None
         return (self.layer_order < L).reshape(p.pipe, -1)
@@ -211,7 +211,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
             written_out=writes_layers_out(config, mesh.devices.flat[0].platform),
             ahead=layers_ahead(config),
         ),
-        layer_order=order if p.chunks > 1 or len(order) > config.model.num_layers else None,
+        layer_order=order if p.chunks > 1 or len(order) > config.model.main_layers else None,
         host_memory=host_memory(config, is_large),
         trainable=trainable,
         in_step=jax.tree.map(lambda trainable, in_files: trainable and not in_files, trainable, in_files),
@@ -308,7 +308,7 @@ def host_memory(config: Config, is_large: Tree) -> HostMemory:
 def layers_of_rows(config: Config) -> np.ndarray:
     """Return the layer of each row of the stacked weights: the chunks of a stage are adjacent."""
     p = config.parallel
-    return row_order(p.pipe, p.chunks, config.model.num_layers, counts.loss_load(config))
+    return row_order(p.pipe, p.chunks, config.model.main_layers, counts.loss_load(config))
 
 
 def with_rows(shapes: Tree, rows: int) -> Tree:

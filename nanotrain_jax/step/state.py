@@ -47,7 +47,7 @@ def init(plan: Plan) -> State:
     """
     order = plan.layer_order
     if order is not None:  # rows of padding have the weights of the last layer, which nothing uses
-        order = np.minimum(order, plan.config.model.num_layers - 1)
+        order = np.minimum(order, plan.config.model.main_layers - 1)
     return with_weights(plan, partial(plan.model.init, plan.config.train.seed, order))
 
 
@@ -95,7 +95,7 @@ def continued(plan: Plan, before: State) -> State:
 def weights_like(plan: Plan) -> Tree:
     """Return the shapes and shardings of float32 weights for `from_weights`: those of the state that it makes of them,
     so that it needs no memory beside it."""
-    rows = plan.config.model.num_layers if plan.layer_order is None else len(plan.layer_order)
+    rows = plan.config.model.main_layers if plan.layer_order is None else len(plan.layer_order)
     params, master = plan.zero.storage(plan.specs, plan.shards.cuts)
     is_stored = stored_dtype(plan) == jnp.float32
     specs, on_host = (params, plan.host_memory.params) if is_stored else (master, plan.host_memory.optimizer)

@@ -47,7 +47,7 @@ def adjusted(plan: Plan, params: Tree, measures: dict[str, jax.Array], is_finite
     """Return parameters after `Model.adjust`. measures: of the whole batch; is_finite: False for a skipped step."""
     if plan.model.adjust is None:
         return params
-    P, L = plan.config.parallel.pipe, plan.config.model.num_layers
+    P, L = plan.config.parallel.pipe, plan.config.model.main_layers
     layers = jnp.minimum(jnp.arange(L) if plan.layer_order is None else jnp.asarray(plan.layer_order), L - 1)
     rows = layers.reshape(P, -1)[position("pipe")] if P > 1 else layers
     shapes = plan.model.measures

@@ -88,7 +88,7 @@ def compiled(section: dict, devices: Sequence[jax.Device], rows: int, slots: int
     section |= {"vocab_size": section["vocab_size"], "max_seq_len": max(slots, section["max_seq_len"] or slots)}
     resolved, mesh, model = models.build(section, models.Placement(dtype="bfloat16"), devices)
     types = models.abstract(model, resolved, mesh)
-    engine = Engine(model, mesh, models.split_types(types), jnp.bfloat16)
+    engine = Engine(model, mesh, models.split_types(model, types), jnp.bfloat16)
     caches = [engine.cache_types(rows, slots)] * len(engine.layer_specs)
 
     def put(shape: tuple, spec) -> jax.ShapeDtypeStruct:

@@ -269,14 +269,20 @@ def test_prefetch_has_equal_bytes(layout):
 @pytest.mark.long
 @needs_cuda_compiler
 def test_memory_of_a_device_falls_as_one_over_context():
-    """But for a constant: a gathered layer, the gradient of the head, a chunk of logits."""
+    """But for a constant, that of the closed form: a gathered layer, the gradient of the head, a chunk of logits."""
     config, others = str(ROOT / "configs" / f"{LLAMA_128K}.yaml"), ["data.batch_size=2", "parallel.microbatches=2"]
     loaded = {c: request.load(config, [f"parallel.context={c}", *others]) for c in (8, 16, 32)}
     peaks = {c: script.audit(size, "h100", c)["compiled"]["peak_bytes"] for c, size in loaded.items()}
-    falling = (peaks[8] - peaks[32]) / (1 / 8 - 1 / 32)  # bytes times context
-    constant = peaks[8] - falling / 8
+    falling, constant = _fitted(peaks)
     assert peaks[16] == pytest.approx(constant + falling / 16, rel=0.03)
-    assert 0 < constant < 0.12 * peaks[8]
+    estimates = {c: estimate(on_gpus(size, c, "h100"), "h100").peak_bytes for c, size in loaded.items()}
+    assert constant == pytest.approx(_fitted(estimates)[1], abs=0.03 * peaks[8])
+
+
+def _fitted(peaks):
+    """Return a and b of the line a / context + b through the peaks at 8 and 32."""
+    falling = (peaks[8] - peaks[32]) / (1 / 8 - 1 / 32)
+    return falling, peaks[8] - falling / 8
 
 
 @needs_cuda_compiler

@@ -179,6 +179,7 @@ def test_the_same_layout_and_stages_restore_bitwise(tmp_path):
     same(restored(tmp_path, step), jax.device_get(state))
 
 
+@pytest.mark.long
 def test_losses_are_the_mean_over_replicas(config_file, tmp_path):
     one_step = "train.steps=1", "train.eval_every=0"
     assert main(config_file, *APART, *one_step, f"logging.dir={tmp_path}/apart") == 0

@@ -12,6 +12,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from conftest import cover
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -192,9 +193,10 @@ def wrong_options():
     yield "prepare", "text.txt"
 
 
-def test_hundreds_of_bad_requests_are_each_reported_in_one_line(here):
+@pytest.mark.parametrize("every", cover([4], [1], str))
+def test_hundreds_of_bad_requests_are_each_reported_in_one_line(every, here):
     requests, wrong = [*wrong_values(), *wrong_paths(), *wrong_options()], []
-    for command, *arguments in requests:
+    for command, *arguments in requests[::every]:
         try:
             code, told = here.ask(command, *arguments)
             hold(code, told)

@@ -139,6 +139,23 @@ BAD = [
     ([*EXPERTS, "parallel={{expert: -1}}"], "parallel.expert=-1: must be at least 1"),
     (["parallel={{data: 8, expert: 2}}"], "parallel.expert=2 without model.experts: there are none to share; use 1"),
     ([*EXPERTS, "model.d_ff=24"], "model.d_ff=24 with model.experts.d_ff=16: every MLP is a mixture of experts"),
+    (
+        [*EXPERTS, "model.experts.first_dense=2", "model.num_layers=2"],
+        "first_dense=2 with model.num_layers=2: no layer",
+    ),
+    (
+        [
+            *EXPERTS,
+            "model.experts.first_dense=1",
+            "model.num_layers=4",
+            "parallel={{data: 1, pipe: 2, vocab_over_pipe: true}}",
+        ],
+        "model.experts with parallel.vocab_over_pipe=true and first_dense: not supported",
+    ),
+    (
+        [*EXPERTS, "model.experts.first_dense=1", "memory.remat=block:3", "model.num_layers=4"],
+        "does not divide model.ex",
+    ),
     ([*EXPERTS, "model.family=gpt2"], "model.experts with model.family=gpt2: experts are gated MLPs; use llama"),
     ([*EXPERTS, "optimizer.name=muon"], "model.experts with optimizer.name=muon: not supported for a mixture of"),
     ([*EXPERTS, "memory.offload_optimizer=host"], "memory.offload_optimizer=host: not supported for a mixture of"),

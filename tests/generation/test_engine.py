@@ -29,7 +29,7 @@ CASES = {  # family, keys of model, devices
     "qwen3, scaled positions": ("qwen3", {"num_kv_heads": 1, "rope_scaling": YARN}, {}),
     "data 2 tensor 2, experts": (
         "llama",
-        {"experts": {"num": 6, "top_k": 2, "d_ff": 64, "shared": 1}},
+        {"d_ff": 96, "num_layers": 3, "experts": {"num": 6, "top_k": 2, "d_ff": 64, "shared": 1, "first_dense": 1}},
         {"data": 2, "tensor": 2},
     ),
     "data 2": ("llama", {}, {"data": 2}),
@@ -37,7 +37,8 @@ CASES = {  # family, keys of model, devices
     "tensor 4, fewer key heads, gpt2": ("gpt2", {"num_kv_heads": 2, "num_heads": 4}, {"tensor": 4}),
     "data 2 tensor 2, gemma3": ("gemma3", {"num_layers": 2, "sliding_window": 7}, {"data": 2, "tensor": 2}),
 }
-LATER = "llama", "data 2"  # more texts of a llama are below, and of the other cases each has more
+# More texts of a llama and GPT-2 are below, and of the other cases each has more.
+LATER = "llama", "gpt2", "data 2", "gemma3, local and global layers", "data 2 tensor 2, experts"
 
 
 @pytest.mark.parametrize("name", cover([name for name in CASES if name not in LATER], LATER))

@@ -182,6 +182,7 @@ def test_commands_that_need_our_decoder_say_so(config_file, capsys):
     assert "gives a model without decode" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_model_with_decode_generates_what_it_computes_without_a_cache(config_file, capsys):
     keys = (
         "model.factory=plain_model:with_decode",

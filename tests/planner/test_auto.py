@@ -48,6 +48,7 @@ def test_the_line_of_yaml_stands_for_the_layout():
     assert resolve(adopted, axes, vocab) == resolve(load.parse(typed), axes, vocab)
 
 
+@pytest.mark.long
 def test_a_run_writes_its_layout_and_a_resume_keeps_it_until_the_devices_change(config_file, tmp_path, capsys):
     def run(*overrides):
         assert (

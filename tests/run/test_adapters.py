@@ -137,8 +137,12 @@ def equals_the_run(tmp_path, file, run):
 @pytest.mark.parametrize(
     "layout",
     cover(
-        [{"tensor": 2, "pipe": 3, "microbatches": 3}],
-        [{"data": 4, "zero": 3, "persist_below": 1}, {"pipe": 3, "schedule": "interleaved", "chunks": 1}],
+        [],
+        [
+            {"tensor": 2, "pipe": 3, "microbatches": 3},
+            {"data": 4, "zero": 3, "persist_below": 1},
+            {"pipe": 3, "schedule": "interleaved", "chunks": 1},
+        ],
     ),
 )
 def test_a_run_resumes_adapters_with_their_base_on_any_layout(layout, words, tmp_path, capsys):

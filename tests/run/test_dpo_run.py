@@ -64,6 +64,7 @@ def of_training_pairs(config_file, folder):
     return jax.tree.map(lambda *xs: float(sum(xs)), *sums)
 
 
+@pytest.mark.long
 def test_a_run_begins_at_log_2_ranks_pairs_right_and_resumes_bitwise(config_file, tmp_path, capsys):
     assert main(config_file, tmp_path / "whole") == 0
     told = capsys.readouterr().out

@@ -31,6 +31,7 @@ def config_file(tmp_path):
     return path
 
 
+@pytest.mark.long
 def test_a_mixture_logs_its_validation_sets_and_resumes_bitwise(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/whole", "logging.tensorboard=true") == 0
     told = capsys.readouterr().out

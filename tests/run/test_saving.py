@@ -58,6 +58,7 @@ def test_processes_ask_process_0_for_the_time_a_few_times_for_each_save(clock, m
     assert next(answers, None) is None
 
 
+@pytest.mark.long
 def test_a_run_saves_by_the_clock_alone_and_keeps_every_nth_for_good(config_file, tmp_path, capsys):
     keys = "train.steps=12", "train.eval_every=0"
     by_time = "checkpoint.every=0", "checkpoint.minutes=1.0e-6", "checkpoint.keep=4"

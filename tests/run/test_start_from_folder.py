@@ -99,7 +99,7 @@ def test_state_in_host_memory_starts_from_a_folder(tmp_path):
     folders.assert_same_bits(exported(tmp_path, run), folders.tensors("llama", "bfloat16"))
 
 
-@pytest.mark.parametrize("by_way_of_a_run", cover([True], [False], str))
+@pytest.mark.parametrize("by_way_of_a_run", cover([], [True, False], str))
 def test_a_step_that_changes_nothing_gives_the_same_bits_of_bfloat16(by_way_of_a_run, tmp_path, capsys):
     """The command trains with float32 master weights; also from a converted run, and with its state in files."""
     model, run = folders.folder(tmp_path / "model", "gpt2", "bfloat16"), tmp_path / "run"

@@ -40,7 +40,7 @@ def run(config_file, folder, *overrides):
 
 
 @jax.numpy_dtype_promotion("standard")
-@pytest.mark.parametrize("layout", cover(["float32 shards"], ["float32", "16 bit", "host"]))
+@pytest.mark.parametrize("layout", cover([], ["float32 shards", "float32", "16 bit", "host"]))
 def test_a_run_of_stages_resumes_bitwise_at_any_step(config_file, tmp_path, layout, capsys):
     (tmp_path / "other.txt").write_text("".join(f"other text, line {i}\n" for i in range(900)))
     stages = STAGES.replace("^ends/]", f"^ends/], data: 'text:{tmp_path}/other.txt'")  # then back to the first data

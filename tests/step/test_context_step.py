@@ -32,7 +32,7 @@ def tree(case, **memory):
 
 
 GATHER, ULYSSES = {"context_attention": "gather"}, {"context_attention": "ulysses"}
-# Ring and Ulysses, which is in the default run, as ring is in test_documents.py; gather is there too.
+# Ring and Ulysses, which is in the default run, as ring is in test_families_step.py.
 COVER = [
     split("data 2 context 4", "llama", 2, "selective", zero=3, microbatches=2),
     split("context 2 tensor 4", "llama", 2, "selective", zero=1, sequence_parallel=False, microbatches=2, **ULYSSES),

@@ -1,5 +1,6 @@
 """DPO: loss and gradients of a plain oracle in every kind of layout, the reference row by row, and what it learns."""
 
+from collections import Counter
 from functools import lru_cache
 
 import chex
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import GRADS, built, cover, padded, resolved, small, starting_from
+from conftest import GRADS, built, compiled_text, cover, padded, resolved, small, starting_from
 
+from nanotrain_jax.audit import hlo
+from nanotrain_jax.costs import communication, flops
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.data.corpus import Corpus
 from nanotrain_jax.data.examples import Examples
@@ -117,6 +120,7 @@ LAYOUTS = {
     "interleaved": ("llama", {"pipe": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 1, "idle": "mask"}),
     "ring": ("llama", {"data": 2, "context": 2, "microbatches": 2}),
     "ulysses": ("llama", {"context": 2, "tensor": 2, "context_attention": "ulysses"}),
+    "ulysses, microbatches": ("llama", {"data": 2, "context": 2, "context_attention": "ulysses", "microbatches": 2}),
 }
 FIRST = ("tensor, ZeRO 3",)
 
@@ -147,3 +151,24 @@ def test_loss_gradients_and_scores_are_those_of_the_paper(name):
     moments = jax.device_get(step.in_layer_order(state).opt.moments[0].mu)
     found = jax.tree.map(lambda m: m / (1 - oracle.B1), moments)
     chex.assert_trees_all_close(found, padded(grads, found), **GRADS)
+
+
+PIPES = "pipe, vocabulary over it", "pipe", "zero bubble"
+SCALARS = 128  # bytes: losses, numbers of pairs, accuracies, margins, the norm of the gradients
+
+
+@pytest.mark.parametrize(
+    "name", cover(["tensor, ZeRO 3"], ["one device", "data 2 tensor 2", "ulysses", "ulysses, microbatches", *PIPES])
+)
+def test_flops_and_bytes_equal_the_closed_forms(name):
+    family, parallel = LAYOUTS[name]
+    config, mesh = resolved(tree(family, **parallel))
+    text, rates = compiled_text(built(tree(family, **parallel))), communication.conditional_rates(config)
+    assert hlo.matmul_flops(text, rates) == pytest.approx(flops.step_flops(config), rel=1e-9)
+    theory, found = Counter(), Counter()
+    for row in communication.communication(config):
+        theory[row["axis"], row["op"]] += row["bytes_per_device"]
+    for row in hlo.summary(hlo.collectives(text, mesh.shape, rates)):
+        found[row["axis"], row["op"]] += row["bytes_per_device"]
+    for key in theory.keys() | found.keys():
+        assert found[key] == pytest.approx(theory[key], abs=SCALARS), key

@@ -14,17 +14,21 @@ from nanotrain_jax.models import decoder
 from nanotrain_jax.step import build as steps
 
 EXPERTS = {"experts": {"num": 8, "top_k": 2, "d_ff": 64, "shared": 1}}
+DENSE = {"num_layers": 4, "d_ff": 96, "experts": EXPERTS["experts"] | {"first_dense": 2}}
+ONE = DENSE | {"num_layers": 3, "experts": EXPERTS["experts"] | {"first_dense": 1}}
 SCALARS = 64  # bytes: loss, norm of the gradients
 
 
-def mixture(layout, remat="none", **parallel):
-    return case(layout, "llama", remat, EXPERTS, persist_below=100, **parallel)
+def mixture(layout, remat="none", model=EXPERTS, **parallel):
+    return case(layout, "llama", remat, model, persist_below=100, **parallel)
 
 
-FIRST = [mixture("data 2 expert 2 tensor 2 pipe 2", "full", zero=3, microbatches=2)]
+FIRST = [mixture("data 4 expert 2", "selective", DENSE, zero=3, microbatches=2)]
 MORE = [
-    mixture("data 2 tensor 2 pipe 2", "full", zero=2, microbatches=2),
+    mixture("data 2 expert 2 tensor 2 pipe 2", "full", DENSE, zero=3, microbatches=2),
     mixture("data 4 expert 2", "selective", zero=3, microbatches=2),
+    mixture("data 2 expert 2 tensor 2 pipe 2", "full", zero=3, microbatches=2),
+    mixture("data 2 tensor 2 pipe 2", "full", zero=2, microbatches=2),
     *(mixture("data 1", remat) for remat in ("none", "selective", "full", "block:2")),
     *(mixture("data 2", zero=zero) for zero in (1, 2, 3)),
     *(mixture("data 2", remat, zero=3) for remat in ("selective", "full")),
@@ -35,6 +39,24 @@ MORE = [
     *(mixture("data 4 expert 2", zero=zero) for zero in (1, 2, 3)),
     mixture("replica 2 data 2 expert 2", zero=3, microbatches=2),
     mixture("pipe 2 data 2 expert 2", microbatches=4, schedule="zero_bubble"),
+    *(mixture("data 4 expert 2", remat, DENSE) for remat in ("none", "selective", "full", "block:2")),
+    *(mixture("data 4 expert 2", model=DENSE, zero=zero) for zero in (1, 2)),
+    mixture("data 4 expert 2", "block:2", DENSE, zero=3, microbatches=2),
+    mixture("data 2 tensor 2", "full", DENSE, grad_reduce="per_layer"),
+    mixture("tensor 2", model=DENSE, sequence_parallel=False),
+    mixture("context 2 data 2", model=DENSE, context_attention="ulysses"),
+    mixture("data 2 pipe 2", model=DENSE, zero=2, microbatches=4, schedule="zero_bubble"),
+    mixture("data 2 context 2 pipe 2", model=DENSE, context_attention="ulysses", microbatches=2),
+    mixture("data 2 tensor 2 pipe 2", "selective", DENSE, sequence_parallel=False, microbatches=2),
+    mixture(
+        "data 2 tensor 2 pipe 2",
+        "full",
+        ONE,
+        zero=3,
+        microbatches=2,
+    ),
+    mixture("data 2", model=DENSE, zero=3, prefetch=True, microbatches=2),
+    mixture("data 2 pipe 2", "block:2", DENSE | {"num_layers": 6}, zero=3, microbatches=2),
 ]
 
 

@@ -36,8 +36,6 @@ def test_the_estimator_finds_the_noise_scale_of_a_known_gaussian():
 LAYOUTS = [
     case("data 4 tensor 2", zero=2, microbatches=2),
     case("pipe 2 data 2", zero=3, microbatches=4, schedule="zero_bubble"),
-]
-MORE = [
     case("data 4", zero=0, microbatches=2),
     case("data 1", microbatches=8),
     case("data 2 replica 2 tensor 2", zero=1, microbatches=2, sequence_parallel=False),
@@ -84,7 +82,7 @@ def squared_norm(params, rows):
     return sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradients(params, rows)["layers"]) if g.ndim > 2)
 
 
-@pytest.mark.parametrize("layout", cover(LAYOUTS[1:], LAYOUTS[:1] + MORE, str))
+@pytest.mark.parametrize("layout", cover([], LAYOUTS, str))
 def test_every_layout_measures_the_same(layout, expected):
     noise, metric = averages(layout)
     np.testing.assert_allclose(noise.relative_trace, expected.relative_trace, rtol=1e-5)

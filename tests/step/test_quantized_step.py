@@ -76,6 +76,7 @@ def test_gradients_are_near_the_oracle_and_move_the_bytes_of_the_closed_form(cas
     moves_the_bytes_of_the_papers(tree(case, kind))
 
 
+@pytest.mark.long
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
 def test_gathers_of_int8_move_the_bytes_of_the_closed_form_and_change_losses_little():
     losses, moved = [], {}

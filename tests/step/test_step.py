@@ -150,6 +150,7 @@ def test_the_same_seed_gives_the_same_parameters_on_every_mesh():
     jax.tree.map(np.testing.assert_array_equal, padded(first, third), third)
 
 
+@pytest.mark.long
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_bfloat16_gradients_are_close_to_float32_also_for_long_sums(family):

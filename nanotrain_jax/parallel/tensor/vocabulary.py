@@ -182,8 +182,8 @@ def _sum_and_gradients(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, target
         total, grad_VD = sums
         x_cD, targets_c = chunk
         losses_c, softmax = _losses(loss, x_cD, head_VD, targets_c)
-        grad_cD, grad_of_chunk_VD = _gradients(loss, softmax, x_cD, head_VD, _gradient_scale(x_cD.dtype))
-        return (total + losses_c.sum(), grad_VD + grad_of_chunk_VD), grad_cD
+        grad_cD, grad_VD = _gradients(loss, softmax, x_cD, head_VD, _gradient_scale(x_cD.dtype), grad_VD)
+        return (total + losses_c.sum(), grad_VD), grad_cD
 
     sums = loss.zero(), as_varying(jnp.zeros(head_VD.shape, jnp.float32), loss.everywhere)
     (total, grad_VD), grad_cD = lax.scan(add_chunk, sums, loss.chunks(x_BTD, targets_BT))
@@ -212,23 +212,28 @@ def _losses_of_tokens(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets
     return lax.scan(of_chunk, None, loss.chunks(x_BTD, targets_BT))[1].reshape(targets_BT.shape)
 
 
-def _losses_and_residuals(loss: _Loss, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _losses_of_tokens(loss, *arrays), arrays
+def _losses_and_residuals(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array) -> tuple:
+    """The forward under differentiation. It keeps the logits of a single chunk; those of several are computed again."""
+    chunks = loss.chunks(x_BTD, targets_BT)
+    if len(chunks[0]) > 1:
+        return _losses_of_tokens(loss, x_BTD, head_VD, targets_BT), (x_BTD, head_VD, targets_BT, None)
+    losses_1c, softmax = lax.map(lambda chunk: _losses(loss, chunk[0], head_VD, chunk[1]), chunks)
+    return losses_1c.reshape(targets_BT.shape), (x_BTD, head_VD, targets_BT, softmax)
 
 
 def _gradients_of_tokens(loss: _Loss, residuals: tuple, g_BT: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     """The backward: gradients of x and head, given those of the losses of tokens."""
-    x_BTD, head_VD, targets_BT = residuals
+    x_BTD, head_VD, targets_BT, kept = residuals
     g_BT = as_varying(g_BT, loss.everywhere)
 
     def add_chunk(grad_VD: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
-        (x_cD, targets_c), g_c = chunk
-        _, softmax = _losses(loss, x_cD, head_VD, targets_c)
-        grad_cD, grad_of_chunk_VD = _gradients(loss, softmax, x_cD, head_VD, g_c[:, None])
-        return grad_VD + grad_of_chunk_VD, grad_cD
+        (x_cD, targets_c), g_c, softmax = chunk
+        softmax = softmax or _losses(loss, x_cD, head_VD, targets_c)[1]
+        grad_cD, grad_VD = _gradients(loss, softmax, x_cD, head_VD, g_c[:, None], grad_VD)
+        return grad_VD, grad_cD
 
     zeros = as_varying(jnp.zeros(head_VD.shape, jnp.float32), loss.everywhere)
-    chunks = loss.chunks(x_BTD, targets_BT), g_BT.reshape(-1, loss.chunk)
+    chunks = loss.chunks(x_BTD, targets_BT), g_BT.reshape(-1, loss.chunk), kept
     grad_VD, grad_cD = lax.scan(add_chunk, zeros, chunks)
     return grad_cD.reshape(x_BTD.shape), grad_VD.astype(head_VD.dtype), None
 
@@ -290,11 +295,17 @@ def maximum_and_sum(x_cV: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _gradients(
-    loss: _Loss, softmax: _Softmax, x_cD: jax.Array, head_VD: jax.Array, scale: jax.Array | float
+    loss: _Loss,
+    softmax: _Softmax,
+    x_cD: jax.Array,
+    head_VD: jax.Array,
+    scale: jax.Array | float,
+    sum_VD: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """-> gradients of a chunk's summed losses with respect to x[c D] and head[V/tensor D], times scale.
+    """-> gradient of a chunk's summed losses with respect to x[c D], and sum_VD plus that with respect to head[V/tensor
+    D], both times scale.
 
-    scale: one number, or one for each token [c 1].
+    scale: one number, or one for each token [c 1]. sum_VD: of earlier chunks, float32; the matmul adds to it in place.
     """
     logits_cV = softmax.logits_cV
     slope_c = jnp.where(softmax.counts_c, 1 + 2 * loss.z_loss * softmax.log_z_c, 0.0)
@@ -302,6 +313,6 @@ def _gradients(
     exp_cV = jnp.exp(logits_cV.astype(jnp.float32) - softmax.top_c[:, None])  # less log z would lose digits
     g_cV = (slope_c / softmax.sum_c)[:, None] * exp_cV - jnp.where(hit_cV, 1.0, 0.0)
     g_cV = (scale * g_cV).astype(x_cD.dtype)
-    grad_VD = jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=jnp.float32)
+    sum_VD = sum_VD + jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=jnp.float32)
     grad_cD = jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype)
-    return lax.optimization_barrier((grad_cD, grad_VD))  # both at once: else XLA may keep g for the backward of layers
+    return lax.optimization_barrier((grad_cD, sum_VD))  # both at once: else XLA may keep g for the backward of layers

@@ -131,7 +131,7 @@ def test_initial_weights_are_the_same_and_small_arrays_stay_on_the_device():
 PIPED = {"data": 2, "zero": 3, "pipe": 2, "microbatches": 2}
 
 
-@pytest.mark.parametrize("parallel", cover([{"data": 4, "zero": 3}], [PIPED], lambda parallel: str(len(parallel))))
+@pytest.mark.parametrize("parallel", cover([], [{"data": 4, "zero": 3}, PIPED], lambda parallel: str(len(parallel))))
 def test_evaluation_is_the_same_with_offloaded_weights(parallel):
     losses = []
     for mode in "params", None:
@@ -141,6 +141,7 @@ def test_evaluation_is_the_same_with_offloaded_weights(parallel):
     equal(*losses)
 
 
+@pytest.mark.long
 def test_a_skipped_step_leaves_host_memory_unchanged():
     config, mesh = resolved(tree("params", "none", {"data": 4, "zero": 3, "microbatches": 2}, "llama"))
     step = steps.build(config, mesh)
@@ -195,6 +196,7 @@ def test_a_checkpoint_of_one_mode_resumes_in_another(modes, text_files, tmp_path
     assert two == one
 
 
+@pytest.mark.long
 def test_a_run_warns_once_if_devices_have_no_separate_memory(tmp_path, capsys):
     arguments = ["--config", str(ROOT / "configs" / "quickstart.yaml"), f"logging.dir={tmp_path}", "train.steps=1"]
     arguments += ["data.source=synthetic", "model.vocab_size=64", "runtime.simulate=8", "model.num_layers=2"]

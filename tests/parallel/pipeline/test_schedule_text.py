@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from schedule_cases import GOOD, any_schedule, hypothesis, order
 
@@ -107,7 +107,7 @@ def check_mark(schedule, message):
     assert "\n".join(grid) == schedule_text.draw(schedule)
 
 
-@settings(hypothesis, max_examples=1000)
+@hypothesis
 @given(damaged())
 def test_a_damaged_table_raises_unless_it_is_still_valid(case):
     schedule, how = case

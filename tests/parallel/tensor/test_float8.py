@@ -103,6 +103,7 @@ def test_matrices_are_gathered_in_bytes_and_vectors_as_they_are():
     assert sum(c.bytes for c in found) == 7 / 8 * (64 * 32 + 32 * 128 + scales + gain)
 
 
+@pytest.mark.long
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
 @pytest.mark.parametrize(
     ("parallel", "remat"),
