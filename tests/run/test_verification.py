@@ -36,7 +36,7 @@ LAYOUTS = {
     "nvme": (["memory.offload_optimizer=nvme", "memory.nvme_dir={run}_nvme", "parallel.persist_below=64"], 2, "data 2"),
     "replicas": (["parallel.replica=2", "parallel.data=2", "parallel.sync_every=5"], 3, "replica 1, data 1"),
     "phases": (
-        ["train.batch_schedule=[{steps: 6, batch_size: 8}]", "data.batch_size=16", "parallel.microbatches=2"],
+        ["train.batch_schedule=[{steps: 4, batch_size: 8}]", "data.batch_size=16", "parallel.microbatches=2"],
         2,
         "data 2",
     ),
