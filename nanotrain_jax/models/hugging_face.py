@@ -80,6 +80,8 @@ def kind_of(model: Model, model_type: str | None = None) -> str:
 
 def _misfit(kind: str, model: Model) -> str | None:
     """Say why a model_type cannot hold a resolved model; None: it can."""
+    if KINDS[kind].experts and not model.experts:
+        return "its layers are mixtures of experts"
     table = ours.table(model)
     rows = [row for stack in STACKS for row in _rows(kind, model, stack)]
     missing = sorted(_stored_paths(model) - {path for row in rows for path in row.paths})
