@@ -33,6 +33,7 @@ def values_of(numbers):
 APART = "parallel.replica=2", "parallel.data=4", "parallel.sync_every=20"
 HOST = "memory.offload_optimizer=host"
 FROZEN = "train.stages=[]", "train.freeze=[^ends/, ^layers/, ^encoder/]"
+PAIRS = "train.objective={kind: dpo}", "data.source=pairs:none", "model.vocab_size=128256", "parallel.zero=0"
 EXPLAINED = [(name, []) for name in CONFIGS] + [
     *((name, ["model.vocab_size=50", *more]) for name in PICTURES for more in ([], FROZEN)),
     ("vision_language_74b", ["parallel.zero=3", "memory.remat=block:8", "parallel.sequence_parallel=false"]),
@@ -64,6 +65,7 @@ EXPLAINED = [(name, []) for name in CONFIGS] + [
     ("llama3_8b", ["parallel.replica=2", "parallel.data=4", "precision.grad_reduce=int8", "precision.gather=float8"]),
     ("llama3_8b", ["parallel.zero=0", "precision.grad_reduce=float8"]),
     ("moe_laptop", ["parallel.expert=4"]),
+    ("llama3_8b", [*PAIRS, "model.loss_chunk=1024", "parallel.context=2", "parallel.tensor=4", "parallel.data=1"]),
     ("llama3_8b", ["train.freeze=[/mlp/, ^ends/]"]),
     ("llama3_8b", ["train.freeze=[^layers/]", "parallel.tensor=2", "parallel.data=4", HOST]),
     ("llama3_8b", ["parallel.pipe=2", "parallel.data=4", "parallel.zero=3", "model.tie_embeddings=true", HOST]),

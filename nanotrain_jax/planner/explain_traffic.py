@@ -72,8 +72,12 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
         return "loads of L E experts, of microbatches and the step", n(size)
     if t.what is Traffic.EXPERTS:
         return exchanged_rows(e)
+    if t.what is Traffic.LOSS and t.axis == "context":  # of DPO
+        sequences, pairs = tokens * p.context / c.data.seq_len, c.data.pairs_per_row
+        return "7 x 4 P B", f"7 x 4 x {pairs} x {n(sequences)}"
     if t.what is Traffic.LOSS:
-        return "3 x 4 B T", f"3 x 4 x {n(tokens)}"
+        again = "2 x " * counts.computes_logits_again(c)
+        return f"{again}3 x 4 B T", f"{again}3 x 4 x {n(tokens)}"
     return of_parameters(e, t)
 
 
