@@ -167,7 +167,7 @@ def test_an_evaluation_keeps_two_batches_in_flight(monkeypatch):
     run.evaluation.evaluate = evaluate
     run.state.step = 0
     run.dataset.validation = [("", None, 1.0)]
-    assert loop.Loop(run, None, None, None, mock.Mock(), None).evaluate() == {"val_loss": 2.0}
+    assert loop.Loop(run, None, None, mock.Mock(), None).evaluate() == {"val_loss": 2.0}
     assert (len(most), max(most)) == (100, 2)
 
 

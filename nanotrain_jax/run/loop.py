@@ -34,13 +34,12 @@ class Loop:
     def __init__(
         self,
         run: Run,
-        folder: Path,
         files: Store | None,
         writer: metrics.Writer,
         watch: watchdog.Watchdog,
         verification: Verification,
     ):
-        self.folder, self.files, self.writer, self.watch = folder, files, writer, watch
+        self.files, self.writer, self.watch = files, writer, watch
         self.verification = verification
         self.checks: Checks | None = None  # compiled; with runtime.verify_every
         self.train_step: Callable | None = None  # compiled
@@ -164,10 +163,11 @@ class Loop:
         batches = data.batches(
             run.dataset.train, run.step.batch, self.config.data.seed, run.position, run.step.token_order
         )
+        folder = Path(self.config.logging.dir) / "profile"
         own = str(jax.process_index()) if jax.process_count() > 1 else ""  # processes of a host name theirs alike
         with (
             closing(batches),
-            closing(Profile(profiled, self.folder / "profile" / own, self.writer.say, self.program)) as profile,
+            closing(Profile(profiled, folder / own, self.writer.say, self.program)) as profile,
         ):
             self.writer.start_clock()
             while not (self.goes_back or is_over(self.phase, self.number, self.state) or stopped(self.number)):

@@ -45,7 +45,7 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
         first = int(run.state.step)
         verification = Verification(config.runtime, run.meta.mismatches if run.meta else 0)
         writer.mismatches = verification.count
-        rooms = {"folder": folder, "files": files, "writer": writer, "watch": watch, "verification": verification}
+        rooms = {"files": files, "writer": writer, "watch": watch, "verification": verification}
         try:
             run = run_phases(run, partial(Loop, **rooms), stopped)
         except (divergence.Diverged, Corrupted):

@@ -1,4 +1,4 @@
-"""Silent errors of hardware: a flipped bit is found, its device named, and the run goes on as if it had not been."""
+"""Silent errors of hardware: a flipped bit is found, its device named, and the run ends as if it had not been."""
 
 import math
 

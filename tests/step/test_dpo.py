@@ -1,6 +1,5 @@
 """DPO: loss and gradients of a plain oracle in every kind of layout, the reference row by row, and what it learns."""
 
-from collections import Counter
 from functools import lru_cache
 
 import chex
@@ -9,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import GRADS, built, compiled_text, cover, padded, resolved, small, starting_from
+from closed_forms import has_flops_and_bytes_of_the_closed_forms
+from conftest import GRADS, built, cover, padded, resolved, small, starting_from
 
-from nanotrain_jax.audit import hlo
-from nanotrain_jax.costs import communication, flops
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.data.corpus import Corpus
 from nanotrain_jax.data.examples import Examples
@@ -162,13 +160,4 @@ SCALARS = 128  # bytes: losses, numbers of pairs, accuracies, margins, the norm 
 )
 def test_flops_and_bytes_equal_the_closed_forms(name):
     family, parallel = LAYOUTS[name]
-    config, mesh = resolved(tree(family, **parallel))
-    text, rates = compiled_text(built(tree(family, **parallel))), communication.conditional_rates(config)
-    assert hlo.matmul_flops(text, rates) == pytest.approx(flops.step_flops(config), rel=1e-9)
-    theory, found = Counter(), Counter()
-    for row in communication.communication(config):
-        theory[row["axis"], row["op"]] += row["bytes_per_device"]
-    for row in hlo.summary(hlo.collectives(text, mesh.shape, rates)):
-        found[row["axis"], row["op"]] += row["bytes_per_device"]
-    for key in theory.keys() | found.keys():
-        assert found[key] == pytest.approx(theory[key], abs=SCALARS), key
+    has_flops_and_bytes_of_the_closed_forms(built(tree(family, **parallel)), SCALARS)
