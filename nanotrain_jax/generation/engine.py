@@ -12,7 +12,7 @@ layers there are (CPUs, where a call costs little beside a layer; and everywhere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -254,10 +254,11 @@ class Engine:
         return rows._replace(caches=[longer(cache) for cache in rows.caches])
 
 
-@jax.jit
-def layer_of(stack: jax.Array, index: jax.Array) -> jax.Array:
-    """x[L ...] -> x[...], of one layer"""
-    return lax.dynamic_index_in_dim(stack, index, keepdims=False)
+@partial(jax.jit, static_argnames="inputs")
+def layer_of(stack: jax.Array, index: jax.Array, inputs: int | None = None) -> jax.Array | Transposed:
+    """x[L ...] -> x[...], of one layer. inputs: as of `transposed`, to store it so; None: as it is"""
+    weights = lax.dynamic_index_in_dim(stack, index, keepdims=False)
+    return weights if inputs is None else transposed(weights, inputs)
 
 
 def chunk_of(tokens: int) -> int:
@@ -312,32 +313,23 @@ def blocks(layers: Sequence[Tree]) -> list[slice]:
 def split_up(model: Model, params: Tree) -> Tree:
     """{..., "layers": stacked} -> {..., "layers": [weights of a layer]}; the stacks are freed one by one.
 
-    The result is `stored`.
+    On one CPU the matrices that the model names in `Decode.transposed` are stored so, in float32: XLA:CPU converts
+    those of 16 bits first, and is the slower so.
     """
-    names = *model.stacks, LAYERS
-    layers = [weights for name in names for weights in _split_stack(params[name])]
-    ends = {key: part for key, part in params.items() if key not in names}
-    return stored(model, ends | {LAYERS: layers})
+    names, some = (*model.stacks, LAYERS), jax.tree.leaves(params)[0]
+    on_one_cpu = len(some.devices()) == 1 and next(iter(some.devices())).platform == "cpu"
+    inputs = model.decode.transposed if on_one_cpu and some.dtype == jnp.float32 else {}
+    layers = [weights for name in names for weights in _split_stack(params[name], inputs)]
+    return {key: part for key, part in params.items() if key not in names} | {LAYERS: layers}
 
 
-def _split_stack(stack: Tree) -> list[Tree]:
-    arrays, tree = jax.tree.flatten(stack)
+def _split_stack(stack: Tree, inputs: Mapping[str, int]) -> list[Tree]:
+    """inputs: name of a matrix -> how many of its dims, for those to be stored `Transposed`."""
+    arrays, tree = jax.tree_util.tree_flatten_with_path(stack)
     of_layers = []
     while arrays:
-        array = arrays.pop(0)
-        of_layers.append([layer_of(array, i) for i in range(len(array))])
+        path, array = arrays.pop(0)
+        of_layers.append([layer_of(array, i, inputs.get(path[-1].key)) for i in range(len(array))])
         jax.block_until_ready(of_layers[-1])
         array.delete()
     return [tree.unflatten(weights) for weights in zip(*of_layers, strict=True)]
-
-
-def stored(model: Model, params: Tree) -> Tree:
-    """Return weights with those matrices `Transposed` that the model names in `Decode.transposed`, on one CPU."""
-    devices = jax.tree.leaves(params)[0].devices()
-    if len(devices) > 1 or next(iter(devices)).platform != "cpu":
-        return params
-
-    def one(path: tuple, x: jax.Array) -> jax.Array | Transposed:
-        return transposed(x) if path[-1].key in model.decode.transposed else x
-
-    return jax.tree_util.tree_map_with_path(one, params)

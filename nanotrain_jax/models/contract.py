@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -88,8 +89,8 @@ class Decode(NamedTuple):
     first     first(ends, tokens[B T], place) -> x[B T D]
     layer     layer(weights of a layer, x, cache, place) -> x, the cache with these tokens
     last      last(ends, x[B T D]) -> logits[B T V], float32, of the whole vocabulary without padding
-    transposed   names of matrices that `layer` also takes `Transposed` (parallel/transposed.py): on one CPU they are
-              so, as it then reads them faster
+    transposed   matrices that `layer` also takes `Transposed` (parallel/transposed.py), as it is given them on one CPU,
+              which then reads them faster: name -> how many of its dims, the first ones, are summed over
     """
 
     cache: Callable[[int, int, jnp.dtype], dict[str, jax.ShapeDtypeStruct]]
@@ -97,7 +98,7 @@ class Decode(NamedTuple):
     first: Callable[[Tree, jax.Array, Place], jax.Array]
     layer: Callable[[Tree, jax.Array, Tree, Place], tuple[jax.Array, Tree]]
     last: Callable[[Tree, jax.Array], jax.Array]
-    transposed: tuple[str, ...] = ()
+    transposed: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,10 +1,10 @@
 """Measure decoding: tokens/s beside the bandwidth of memory, or compiled for GPUs the bytes per token beside the least.
 
-    python scripts/measure/decode.py --hf FOLDER | --run DIR [--batches 1,8] [--repeats 5]
+    python scripts/measure/decode.py --hf FOLDER | --run DIR [--batches 1,8] [--tokens 8,100,1000] [--repeats 5]
     python scripts/measure/decode.py --config llama3_8b --gpu h100 --gpus 8 [--batches 2] [--slots 8192]
 
-A step must read every weight but the embedding once, and the caches. Timings are the least of several, side by side
-with a sum over 400 MB in the same run. Compiled programs are those that `generate` runs.
+A step must read every weight but the embedding once, and the caches, whose slots double as texts grow. Timings are the
+least of several, side by side with a sum over 400 MB in the same run. Compiled programs are those that `generate` runs.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.collectives import Tree
 
 GREEDY = Choice(Sampling(temperature=0.0), ())
-PROMPT = 8  # tokens
+PROMPT = 8  # tokens, again and again
 SUMMED = 100_000_000  # float32 numbers
 
 
@@ -49,16 +50,16 @@ def needed_bytes(engine: Engine) -> int:
     return local_bytes(engine.params) - local_bytes(unread)
 
 
-def timed(engine: Engine, context: int, batches: list[int], repeats: int) -> dict:
-    """Time steps of each batch size on this machine, and a sum -> figures."""
+def timed(engine: Engine, context: int, cases: list[tuple[int, int]], repeats: int) -> dict:
+    """Time steps of so many rows after so many tokens on this machine, and a sum -> figures."""
     numbers = jnp.ones(SUMMED, jnp.float32)
     total = jax.jit(jnp.sum)
-    sessions = {rows: Session(engine, GREEDY, context) for rows in batches}
-    for rows, session in sessions.items():
-        session.feed([list(range(1, PROMPT + 1))] * rows)
+    sessions = {case: Session(engine, GREEDY, context) for case in cases}
+    for (rows, tokens), session in sessions.items():
+        session.feed([[1 + i % PROMPT for i in range(tokens)]] * rows)
     seconds: dict = {}
 
-    def measure(name: str, work) -> None:
+    def measure(name: Any, work) -> None:
         started = time.perf_counter()
         jax.block_until_ready(work())
         seconds[name] = min(seconds.get(name, np.inf), time.perf_counter() - started)
@@ -69,18 +70,20 @@ def timed(engine: Engine, context: int, batches: list[int], repeats: int) -> dic
 
     for _ in range(repeats + 1):  # the first compiles
         measure("sum", lambda: total(numbers))
-        for rows, session in sessions.items():
-            session.rows = session.rows._replace(place=session.rows.place._replace(slot=jnp.int32(PROMPT)))
-            measure(f"{rows}", partial(steps, session))
+        for (rows, tokens), session in sessions.items():
+            session.rows = session.rows._replace(place=session.rows.place._replace(slot=jnp.int32(tokens)))
+            measure((rows, tokens), partial(steps, session))
     bandwidth = numbers.nbytes / seconds["sum"]
-    out = {"bandwidth": bandwidth, "needed_bytes": needed_bytes(engine), "tokens_per_s": {}}
-    for rows in batches:
-        step = seconds[f"{rows}"] / STRIDE
-        out["tokens_per_s"][rows] = rows / step
-        share = out["needed_bytes"] / step / bandwidth
-        print(f"batch {rows}: {rows / step:,.1f} tokens/s, {step * 1e3:.1f} ms a step, {share:.0%} of the bandwidth")
-    print(f"a sum reads {bandwidth / 1e9:.1f} GB/s; a step needs {out['needed_bytes'] / 1e9:.3f} GB of weights")
-    return out
+    print(f"a sum reads {bandwidth / 1e9:.1f} GB/s; a step reads {needed_bytes(engine) / 1e9:.3f} GB of weights")
+    found = []
+    for (rows, tokens), session in sessions.items():
+        step, needed = seconds[rows, tokens] / STRIDE, needed_bytes(engine) + local_bytes(session.rows.caches)
+        found.append({"rows": rows, "tokens": tokens, "step_s": step, "bytes": needed, "tokens_per_s": rows / step})
+        print(
+            f"{rows} rows after {tokens} tokens: {rows / step:,.1f} tokens/s, {step * 1e3:.1f} ms a step, "
+            f"{needed / step / bandwidth:.0%} of the bandwidth for weights and caches"
+        )
+    return {"bandwidth": bandwidth, "steps": found}
 
 
 def compiled(section: dict, devices: Sequence[jax.Device], rows: int, slots: int) -> dict:
@@ -114,6 +117,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=at_least(1), default=1, help="number of GPUs (default: 1)")
     parser.add_argument("--slots", type=at_least(1), default=8192, help="slots of the caches (default: 8192)")
     parser.add_argument("--batches", help="rows, with commas (default: 1,8; compiled: 2)")
+    parser.add_argument("--tokens", default="8", help="tokens in the caches, with commas (default: 8)")
     parser.add_argument(
         "--repeats", type=at_least(1), default=5, help="timings, of which the least counts (default: 5)"
     )
@@ -128,7 +132,8 @@ def figures(options: argparse.Namespace) -> dict:
     batches = [int(rows) for rows in (options.batches or ("2" if options.config else "1,8")).split(",")]
     if options.config is None:
         loaded = generate.load(options)
-        return timed(loaded.engine, loaded.context, batches, options.repeats)
+        cases = [(rows, int(tokens)) for rows in batches for tokens in options.tokens.split(",")]
+        return timed(loaded.engine, loaded.context, cases, options.repeats)
     section, devices = load(options.config).model.model_dump(), compile_only(options.gpu, options.gpus)
     found = {rows: compiled(section, devices, rows, options.slots) for rows in batches}
     for rows, of_rows in found.items():

@@ -87,10 +87,10 @@ def test_300_greedy_tokens_equal_those_without_a_cache(family, is_looped):
     assert (session.slots, session.shifted) == (512, False)
 
 
-def test_one_cpu_stores_tall_matrices_transposed_and_they_stay_the_same_weights():
+def test_one_cpu_stores_matrices_transposed_and_they_stay_the_same_weights():
     model, params = generation_models.weights()
     one, two = (generation_models.engine(model, params, data=data).params for data in (1, 2))
-    found = [[is_transposed(layer["mlp"]["down_FD"]) for layer in tree["layers"]] for tree in (one, two)]
+    found = [[is_transposed(layer["attention"]["out_NHD"]) for layer in tree["layers"]] for tree in (one, two)]
     assert found == [[True] * model.num_layers, [False] * model.num_layers]
     assert fingerprint(one) == fingerprint(two)
 
