@@ -17,7 +17,7 @@ LAYERS = {
         "config", "parallel.mesh", "parallel.sharding", "parallel.transposed", "parallel.collectives",
         "parallel.xla_options", "models.ops", "models.parameters", "costs.hardware", "run.shell",
     },
-    "techniques": {"config.resolve", "parallel", "audit", "data", "checkpoint", "distributed"},
+    "techniques": {"config.resolve", "config.layout_checks", "parallel", "audit", "data", "checkpoint", "distributed"},
     "models": {"models"},
     "step": {"step", "nvme", "costs", "run", "generation", "evaluation"},
     "commands": {

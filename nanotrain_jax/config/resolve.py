@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping
 
-from nanotrain_jax.config import update_checks
-from nanotrain_jax.config.derived import fits_flash
-from nanotrain_jax.config.execution import Execution, casts_at_use, execution, reduces_per_layer
+from nanotrain_jax.config import layout_checks, update_checks
+from nanotrain_jax.config.execution import Execution, casts_at_use, execution
 from nanotrain_jax.config.experts_checks import check_experts
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import EIGHT_BITS, Config, Parallel
 from nanotrain_jax.config.training_stages import Span, of_phase, phases
-from nanotrain_jax.config.values import SCHEDULE_CELLS, Remat, divisors, near_divisors, near_multiples
-from nanotrain_jax.parallel.pipeline import schedule_text
+from nanotrain_jax.config.values import Remat, near_divisors, near_multiples
 
 # FLOPs of the head that parallel.vocab_over_pipe takes off the last stage, per microbatch and device, from which it is
 # faster: about 0.2 ms on an H100, assumed (not measured) for the three branches and two collectives that a tick adds.
@@ -58,13 +56,9 @@ def resolve(config: Config, axes: Mapping[str, int], tokenizer_vocab: int | None
     if config.memory.rematerialization == Remat("block", 1):
         config = config.replace("memory", remat=str(Remat("full")))
     config = config.replace("parallel", vocab_over_pipe=splits_vocab(config))
-    check_context(config)
-    if config.model.factory is None:
-        check_tensor(config)
-        check_ulysses(config)
-        check_documents(config)
+    layout_checks.check_tokens_and_widths(config)
     check_float8(config)
-    check_pipe(config)
+    layout_checks.check_pipe(config)
     check_offload(config)
     update_checks.check(config)
     check_experts(config)
@@ -105,10 +99,10 @@ def check_optimizer(config: Config) -> None:
 def check_blocks(config: Config) -> None:
     """Raise Misfit unless memory.remat=block:N divides the layers of a stage (of a chunk, if interleaved)."""
     p, size, L = config.parallel, config.memory.rematerialization.block, config.model.main_layers
-    layers = -(-L // (p.pipe * p.chunks))
+    layers, name = -(-L // (p.pipe * p.chunks)), layout_checks.name_of_layers(config)
     if L % (p.pipe * p.chunks) and config.memory.rematerialization.policy == "block":
         raise Misfit(
-            f"memory.remat={config.memory.remat!r} with {_layers(config)}={L} on {p.pipe} stages x {p.chunks} chunks: "
+            f"memory.remat={config.memory.remat!r} with {name}={L} on {p.pipe} stages x {p.chunks} chunks: "
             "stages have different numbers of layers",
             "use none, selective or full, or stages and chunks that divide the layers",
         )
@@ -119,16 +113,11 @@ def check_blocks(config: Config) -> None:
             "use none, selective or full",
         )
     if layers % size:
-        name = _layers(config) if layers == L else f"{_layers(config)} / (parallel.pipe x parallel.chunks)"
+        share = name if layers == L else f"{name} / (parallel.pipe x parallel.chunks)"
         raise Misfit(
-            f"memory.remat={config.memory.remat!r} does not divide {name}={layers}",
+            f"memory.remat={config.memory.remat!r} does not divide {share}={layers}",
             f"use block:{near_divisors(layers, size).replace(' or ', ' or block:')}",
         )
-
-
-def _layers(config: Config) -> str:
-    """Return what the layers that stages share are called."""
-    return "model.num_layers" + " - model.experts.first_dense" * bool(config.model.dense_layers)
 
 
 def check_batch(config: Config) -> None:
@@ -172,100 +161,6 @@ def check_phases(config: Config, axes: Mapping[str, int]) -> None:
             raise Misfit(f"{key}: with a batch of {span.batch_size}: {error}", reason=error.reason) from None
 
 
-def check_tensor(config: Config) -> None:
-    """Raise Misfit unless parallel.tensor divides heads, d_ff and (with sequence parallelism) the sequence."""
-    m, p, T = config.model, config.parallel, config.data.seq_len // config.parallel.context
-    N, K = m.num_heads, m.num_kv_heads
-    tokens = "data.seq_len" if p.context == 1 else "data.seq_len / parallel.context"
-
-    def misfits(t: int) -> list[str]:
-        sizes = {"model.num_heads": N, "model.d_ff": m.d_ff} | ({tokens: T} if p.sequence_parallel else {})
-        sizes |= {"model.experts.d_ff": m.mlp_width} if m.dense_layers else {}
-        problems = [f"does not divide {name}={size}" for name, size in sizes.items() if size % t]
-        return problems + [f"neither divides model.num_kv_heads={K} nor is a multiple of it"] * bool(K % t and t % K)
-
-    problems = misfits(p.tensor)
-    if p.tensor > 1 and p.overlap_tensor:
-        check_overlap(config)
-    if problems:
-        problem = " and ".join(problems)
-        *smaller, largest = (str(t) for t in divisors(N) if not misfits(t))
-        remedy = (", ".join(smaller) + " or " if smaller else "") + largest
-        if p.sequence_parallel and T % p.tensor:
-            remedy += ", another data.seq_len, or parallel.sequence_parallel=false"
-        key = f"parallel.tensor={p.tensor}"
-        raise Misfit(f"{key} {problem}", f"use {remedy}", f"{key} {problems[0]}")
-
-
-def check_overlap(config: Config) -> None:
-    """Raise Misfit unless activations can travel around the tensor axis in hops."""
-    p = config.parallel
-    if not p.sequence_parallel:
-        raise Misfit(
-            "parallel.overlap_tensor=true with parallel.sequence_parallel=false: an all-reduce has no hops",
-            "use parallel.sequence_parallel=true",
-        )
-    if p.pipe > 1 and p.idle == "skip":
-        raise Misfit(
-            f"parallel.overlap_tensor=true with parallel.pipe={p.pipe} and parallel.idle=skip: a ring needs all "
-            "devices in a permute, and idle stages skip it",
-            "use parallel.idle=mask, or parallel.overlap_tensor=false",
-        )
-
-
-def check_context(config: Config) -> None:
-    """Raise Misfit unless parallel.context divides the sequence, and all its devices take part in the attention."""
-    p, T = config.parallel, config.data.seq_len
-    if p.context == 1:
-        return
-    kind = f"parallel.context_attention={p.context_attention}"
-    chunks = p.context * (2 if p.is_blockwise else 1)
-    if T % chunks:
-        raise Misfit(
-            f"data.seq_len={T} with parallel.context={p.context} and {kind}: not a multiple of {chunks}",
-            f"use data.seq_len={near_multiples(T, chunks)}",
-        )
-    if p.context_attention == "ring" and p.pipe > 1 and p.idle == "skip":
-        raise Misfit(
-            f"{kind} with parallel.pipe={p.pipe} and parallel.idle=skip: a ring needs all devices in a permute, and "
-            "idle stages skip it",
-            "use parallel.context_attention=gather or ulysses, or parallel.idle=mask",
-        )
-
-
-def check_ulysses(config: Config) -> None:
-    """Raise Misfit unless ulysses can divide the heads of a tensor-parallel device over parallel.context."""
-    m, p = config.model, config.parallel
-    if p.context == 1 or p.context_attention != "ulysses":
-        return
-    N, K = m.num_heads // p.tensor, max(1, m.num_kv_heads // p.tensor)
-    works = [c for c in divisors(N) if c > 1 and (K % c == 0 or c % K == 0)]
-    if p.context in works:
-        return
-    per_device = " on a tensor-parallel device" if p.tensor > 1 else ""
-    smaller = f"parallel.context={' or '.join(map(str, works))}, or " if works else ""
-    raise Misfit(
-        f"parallel.context={p.context} with parallel.context_attention=ulysses: must divide the {N} query heads"
-        f"{per_device}, and divide the {K} key heads or be a multiple of them",
-        f"use {smaller}parallel.context_attention=ring",
-    )
-
-
-def check_documents(config: Config) -> None:
-    """Raise Misfit for conversations with pictures, and for rows of an odd number of tokens, which flash attention with
-    a mask cannot cut in two."""
-    if config.vision and config.data.is_chat:
-        raise Misfit(f"data.source={config.data.source!r} with vision: its rows have no pictures", "use arrays:DIR")
-    d, window = config.data, config.model.sliding_window if config.parallel.context > 1 else None
-    is_masked = window or not d.attend_across_documents
-    if d.seq_len % 2 and is_masked and fits_flash(config.model, config.precision.compute):
-        key = f"model.sliding_window={window} over context" if window else "data.attend_across_documents=false"
-        raise Misfit(
-            f"data.seq_len={d.seq_len} with {key}: flash attention cuts rows in two",
-            f"use data.seq_len={d.seq_len + 1}, or model.attention=xla",
-        )
-
-
 def check_float8(config: Config) -> None:
     """Raise Misfit unless the matmuls of layers can run in float8, and weights can be gathered in 8 bits."""
     m, p, precision = config.model, config.parallel, config.precision
@@ -306,44 +201,6 @@ def check_float8(config: Config) -> None:
             f"precision.matmul=float8: {odd}, {sizes[odd]}, must be a multiple of 16",
             f"use {-(-sizes[odd] // 16) * 16}",
         )
-
-
-def check_pipe(config: Config) -> None:
-    """Raise Misfit unless there is a layer for every stage and chunk, and the schedule supports them."""
-    L, p = config.model.main_layers, config.parallel
-    if p.pipe == 1:
-        if p.chunks > 1:
-            raise Misfit(f"parallel.chunks={p.chunks} with parallel.pipe=1 has nothing to interleave", "use 1")
-        return
-    parts = p.pipe * p.chunks
-    if parts > L:
-        asked = f" x parallel.chunks = {p.pipe} x {p.chunks} = {parts}" if p.chunks > 1 else f"={p.pipe}"
-        raise Misfit(
-            f"parallel.pipe{asked} exceeds {_layers(config)}={L}: each chunk needs a layer",
-            f"use at most {L} stages x chunks",
-        )
-    if p.idle == "mask" and reduces_per_layer(config):
-        raise Misfit(
-            f"parallel.grad_reduce=per_layer with parallel.pipe={p.pipe} and parallel.idle=mask: idle stages would "
-            "reduce as well",
-            "use parallel.idle=skip",
-        )
-    cells = (p.microbatches * p.chunks + parts + p.pipe) * p.pipe
-    if cells > SCHEDULE_CELLS:
-        raise Misfit(
-            f"a schedule of {cells} entries (ticks x stages) is more than {SCHEDULE_CELLS}",
-            f"use less than parallel.microbatches={p.microbatches}, parallel.pipe={p.pipe} or "
-            f"parallel.chunks={p.chunks}",
-            f"more than {SCHEDULE_CELLS:,} entries (ticks x stages) in a schedule",
-        )
-    try:
-        # Cached: a search repeats it.
-        schedule_text.outline(p.schedule, p.pipe, p.microbatches, p.chunks, p.vocab_over_pipe)
-    except ValueError as error:
-        raise Misfit(
-            f"parallel.schedule={error} (parallel.microbatches, parallel.pipe, parallel.chunks)",
-            reason=f"parallel.schedule={p.schedule} does not support these microbatches, stages and chunks",
-        ) from None
 
 
 def check_offload(config: Config) -> None:

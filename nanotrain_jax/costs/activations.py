@@ -13,16 +13,14 @@ from nanotrain_jax.costs.communication import ulysses_copies
 from nanotrain_jax.costs.counts import (
     BYTES,
     adapted,
-    first_layers,
-    kept_ffn_width,
     kv_width,
     local_kv_width,
     outline,
-    padded_rows,
     query_width,
     stage_layers,
     tokens_per_device,
 )
+from nanotrain_jax.costs.mixture import first_layers, kept_ffn_width, padded_rows
 
 NO_REMAT = Remat("none")
 

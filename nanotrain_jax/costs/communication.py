@@ -13,7 +13,7 @@ from typing import Any
 
 from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config, Parallel
-from nanotrain_jax.costs import compression, counts, muon, vision
+from nanotrain_jax.costs import compression, counts, mixture, muon, vision
 from nanotrain_jax.costs.counts import BYTES
 from nanotrain_jax.costs.parameter_traffic import parameter_buffers, sharded_elements
 from nanotrain_jax.costs.traffic import Traffic
@@ -116,7 +116,7 @@ def between_stages(config: Config) -> float:
     """Return the bytes of the activation that a stage sends to the next, of one microbatch."""
     p = config.parallel
     x = BYTES[config.precision.compute] * counts.tokens_per_device(config) * config.model.d_model / p.microbatches
-    return (x / p.tensor if p.sequence_parallel else x) + counts.router_queue_bytes(config)
+    return (x / p.tensor if p.sequence_parallel else x) + mixture.router_queue_bytes(config)
 
 
 def sums_of_pairs(config: Config) -> float:
@@ -152,7 +152,7 @@ def router_buffers(config: Config) -> list[tuple[tuple[str, ...], float]]:
         (same, (loads + 8.0) * microbatches),
     ]
     if p.tensor > 1 and not p.sequence_parallel:
-        rows = counts.router_queue_bytes(config) / m.main_layers * counts.stage_layers(config)
+        rows = mixture.router_queue_bytes(config) / m.main_layers * counts.stage_layers(config)
         found.append((("tensor",), rows * counts.runs(config, LAYERS)))
     return found
 
@@ -164,7 +164,7 @@ def exchanged_bytes(config: Config) -> float:
     gradients of weights: 5 times; with block:n the forward's twice more. Beside each row its gate, float32, there and
     its gradient back, and 4 bytes per expert: how many rows.
     """
-    m, rows = config.model, counts.exchanged_rows(config)
+    m, rows = config.model, mixture.exchanged_rows(config)
     if not rows:
         return 0.0
     again = config.memory.rematerialization.policy == "block"
@@ -198,7 +198,7 @@ def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     p, m, c = config.parallel, config.model, config.parallel.context
     if c == 1:
         return []
-    w, (first, _) = BYTES[config.precision.compute], counts.first_runs(config)
+    w, (first, _) = BYTES[config.precision.compute], mixture.first_runs(config)
     layers = counts.stage_layers(config) * counts.runs(config, LAYERS) + first
     tokens = counts.tokens_per_device(config) / p.microbatches * layers
     passes = attention_passes(config)
@@ -217,7 +217,7 @@ def attention_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
 
 def attention_passes(config: Config) -> float:
     """Return how often attention over context communicates in a step, for each layer and microbatch."""
-    first, again = counts.first_runs(config)
+    first, again = mixture.first_runs(config)
     layers = counts.stage_layers(config) * counts.runs(config, LAYERS) + first
     return (3 if counts.repeats_communication(config) else 2) + again / layers
 
@@ -246,7 +246,7 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     else those of keys and values with fewer heads than t. Adapters of row-parallel matrices (train.lora):
     `_adapter_buffers`.
     """
-    p, (first, _) = config.parallel, counts.first_runs(config)
+    p, (first, _) = config.parallel, mixture.first_runs(config)
     L, ends = counts.stage_layers(config) * counts.runs(config, LAYERS) + first, counts.runs(config, ENDS)
     tokens = counts.tokens_per_device(config) / p.microbatches
     activations = BYTES[config.precision.compute] * tokens * config.model.d_model
@@ -295,7 +295,7 @@ def tensor_passes(config: Config) -> tuple[float, float]:
     inputs = regathered_inputs(config)
     of_full = 2 if config.model.features.norms_after else 1  # reductions over tensor that a norm needs
     recomputed = {"none": 0, "selective": 0, "full": of_full, "block": 2 - counts.last_matmuls_spared(config)}[policy]
-    first, again = counts.first_runs(config)
+    first, again = mixture.first_runs(config)
     share = again / (counts.stage_layers(config) * counts.runs(config, LAYERS) + first)  # of the layers, once more
     recomputed += share * (2 - (config.model.dense_layers == 1 and not config.model.features.norms_after))
     if not config.parallel.sequence_parallel:
@@ -320,7 +320,7 @@ def ends_gathered(config: Config) -> int:
 
 def ends_scattered(config: Config) -> int:
     """Return the same of sums over tensor: of the look-up of embeddings, and of the gradient of the loss."""
-    return 2 + counts.looks_up_again(config)
+    return 2 + mixture.looks_up_again(config)
 
 
 def conditional_rates(config: Config) -> dict[str, Fraction]:

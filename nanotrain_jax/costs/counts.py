@@ -29,8 +29,6 @@ from nanotrain_jax.models import decoder_table, vision_table
 from nanotrain_jax.models.decoder_table import frozen_table, table
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, Parameter, Table
 from nanotrain_jax.parallel.context.packed_attention import num_parts
-from nanotrain_jax.parallel.expert.exchange import places
-from nanotrain_jax.parallel.expert.grouped_matmul import rows_of_a_round
 from nanotrain_jax.parallel.gradients import quantization
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 
@@ -135,33 +133,6 @@ def stage_layers(config: Config) -> int:
     return p.chunks * -(-config.model.main_layers // (p.pipe * p.chunks))
 
 
-def first_layers(config: Config) -> Config | None:
-    """Return a config of the first, dense layers of a mixture alone, of which the closed forms of layers hold, as they
-    run before the first stage's; None if there are none."""
-    m = config.model
-    if not m.dense_layers:
-        return None
-    one = config.replace("model", experts=None, num_layers=m.dense_layers, unroll=writes_layers_out(config, "gpu"))
-    return one.replace("parallel", pipe=1, chunks=1, schedule="1f1b", prefetch=False, expert=1)
-
-
-def first_runs(config: Config) -> tuple[float, float]:
-    """Return how often a device runs a layer of `first_layers` in a step, and how often its forward once more.
-
-    Where the backward is written by hand it starts from their input; of a single layer that remat recomputes anyway
-    nothing uses that forward.
-    """
-    count = config.model.dense_layers
-    layers = count * runs(config, ENDS)
-    is_used = count > 1 or not config.memory.rematerialization.recomputes_layers
-    return layers, layers * (execution(config).is_by_hand and is_used)
-
-
-def looks_up_again(config: Config) -> bool:
-    """True if the backward looks embeddings up once more: the input of `first_layers` where it is written by hand."""
-    return config.model.dense_layers > 0 and execution(config).is_by_hand
-
-
 def layers_of_chunks(config: Config) -> np.ndarray:
     """Return the number of layers of each chunk of each stage, [C P]."""
     p = config.parallel
@@ -196,49 +167,6 @@ def local_rows(parameter: Parameter, config: Config) -> int:
         return first // (p.vocab_shards if parameter.is_padded else p.tensor)
     is_first_sharded = p.zero and is_sharded(parameter, config) and first % N == 0
     return first // N if is_first_sharded else first
-
-
-def padded_rows(config: Config) -> float:
-    """Return how many rows a grouped matmul of experts multiplies for each that it has, while none needs more than one
-    round (parallel/expert/grouped_matmul.py): a little above 1.25."""
-    count, rows = config.model.experts.num // config.parallel.expert, expert_rows(config)
-    return rows_of_a_round(rows, count, exchanged_rows(config) or rows) * count / rows
-
-
-def expert_rows(config: Config) -> int:
-    """Return the rows that a device's experts get of a microbatch where they are balanced: top_k for each token."""
-    return int(tokens_per_device(config) / config.parallel.microbatches) * config.model.experts.top_k
-
-
-def exchanged_rows(config: Config) -> int:
-    """Return the places of the buffer in which rows travel to the devices of their experts, of a microbatch; 0 if each
-    device has all experts."""
-    p, experts = config.parallel, config.model.experts
-    return p.expert * places(expert_rows(config), p.expert, experts.capacity) if experts and p.expert > 1 else 0
-
-
-def rows_per_token(config: Config) -> float:
-    """Return how many rows of experts a device keeps for each of its tokens: top_k, or places of the exchange."""
-    tokens = tokens_per_device(config) / config.parallel.microbatches
-    return exchanged_rows(config) / tokens or config.model.experts.top_k
-
-
-def kept_ffn_width(config: Config) -> float:
-    """Return how many hidden values of an MLP a device keeps for a token, over tensor: of experts of all their rows."""
-    m = config.model
-    return m.mlp_width * (rows_per_token(config) + m.experts.shared) if m.experts else m.d_ff
-
-
-def computed_ffn_width(config: Config) -> float:
-    """Return how many hidden values of an MLP a device computes for a token, over tensor: of experts with padding."""
-    m = config.model
-    return m.mlp_width * (m.experts.top_k * padded_rows(config) + m.experts.shared) if m.experts else m.d_ff
-
-
-def router_queue_bytes(config: Config) -> int:
-    """Return the bytes of what layers pass on of their routers, beside x (models/balance.py); 0 without experts."""
-    m = config.model
-    return 4 * m.main_layers * (2 * m.experts.num + 3) if m.experts else 0
 
 
 def devices(config: Config) -> int:

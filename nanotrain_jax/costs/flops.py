@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import counts, muon, vision
+from nanotrain_jax.costs import counts, mixture, muon, vision
 from nanotrain_jax.models.decoder_table import ATTENTION, DOWN, MLP
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, Parameter
 
@@ -59,7 +59,7 @@ def computed_share(path: str, row: Parameter, config: Config) -> float:
     """
     p = config.parallel
     if row.has_experts:
-        return row.share * counts.padded_rows(config) / p.tensor
+        return row.share * mixture.padded_rows(config) / p.tensor
     if row.split_dim is not None:
         return 1 / (p.vocab_shards if row.is_padded else p.tensor)
     if row.is_partial and "K" in row.layout.split() and row.init != "adapter":
@@ -122,12 +122,12 @@ def local_flops(config: Config) -> dict[str, float]:
 
 
 def _with_first(config: Config, found: dict[str, float]) -> dict[str, float]:
-    """Add the first, dense layers of a mixture to `local_flops`, with their further forwards (`counts.first_runs`): of
+    """Add the first, dense layers of a mixture to `local_flops`, with their further forwards (`mixture.first_runs`): of
     a single layer without its last matmul."""
-    first = counts.first_layers(config)
+    first = mixture.first_layers(config)
     if first is None:
         return found
-    _, again = counts.first_runs(config)
+    _, again = mixture.first_runs(config)
     alone = local_flops(first) | {"head": 0.0}
     matmuls = {path: row for path, row in counts.rows(first).items() if row.is_matmul}
     executed = {path: 2 * row.size * computed_share(path, row, first) for path, row in matmuls.items()}

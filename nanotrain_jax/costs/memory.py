@@ -22,7 +22,6 @@ from nanotrain_jax.costs.activations import activations, layer_activations, stag
 from nanotrain_jax.costs.counts import (
     BYTES,
     attention_parts,
-    first_layers,
     gradient_bytes,
     is_sharded,
     local_elements,
@@ -31,14 +30,13 @@ from nanotrain_jax.costs.counts import (
     masks_attention,
     message_bytes,
     outline,
-    padded_rows,
     rows,
-    rows_per_token,
     stage_layers,
     tokens_per_device,
     zero_devices,
     zero_devices_of,
 )
+from nanotrain_jax.costs.mixture import first_layers, padded_rows, rows_per_token
 from nanotrain_jax.costs.stored_parameters import (
     frozen_elements,
     local_parameters,

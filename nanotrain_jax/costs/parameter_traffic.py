@@ -14,17 +14,16 @@ from nanotrain_jax.costs import vision
 from nanotrain_jax.costs.counts import (
     BYTES,
     encodes,
-    first_runs,
     gradient_bytes,
     is_sharded,
     last_matmuls_spared,
     local_elements,
-    looks_up_again,
     rows,
     runs,
     stage_layers,
     zero_devices_of,
 )
+from nanotrain_jax.costs.mixture import first_runs, looks_up_again
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.decoder_table import DOWN, EMBEDDING
 from nanotrain_jax.models.parameters import DENSE, ENCODER, ENDS, LAYERS, VISION, Parameter

@@ -314,7 +314,7 @@ def split_up(model: Model, params: Tree) -> Tree:
     """{..., "layers": stacked} -> {..., "layers": [weights of a layer]}; the stacks are freed one by one.
 
     On one CPU the matrices that the model names in `Decode.transposed` are stored so, in float32: XLA:CPU converts
-    those of 16 bits first, and is the slower so.
+    those of 16 bits first, and is slower with them transposed.
     """
     names, some = (*model.stacks, LAYERS), jax.tree.leaves(params)[0]
     on_one_cpu = len(some.devices()) == 1 and next(iter(some.devices())).platform == "cpu"

@@ -1,8 +1,8 @@
 """A matrix that is stored as its transpose, for matmuls that are bound by reading it.
 
-Of few rows, x[B I] w[I O], XLA:CPU reads w once, at the speed of memory, if it computes w^T[O I] x^T[I B]: of x w it
-packs w anew into blocks of its cache, and of one row with results that others consume it makes plain loops. A transpose
-in the program would copy w for each token.
+Of few rows, x[B I] w[I O], XLA:CPU reads w once, at the speed of memory, if it computes w^T[O I] x^T[I B]. Of x w it
+copies w into packed blocks first, and of one row whose result other operations use it makes plain loops. A transpose in
+the program would copy w for each token.
 """
 
 from __future__ import annotations

@@ -9,7 +9,18 @@ from collections import Counter
 
 from nanotrain_jax.config.execution import execution
 from nanotrain_jax.costs import activations as costs
-from nanotrain_jax.costs import compression, counts, flops, hardware, memory, muon, offload, vision, vision_memory
+from nanotrain_jax.costs import (
+    compression,
+    counts,
+    flops,
+    hardware,
+    memory,
+    mixture,
+    muon,
+    offload,
+    vision,
+    vision_memory,
+)
 from nanotrain_jax.costs.stored_parameters import frozen_elements, trained_parameters
 from nanotrain_jax.models import vision_table
 from nanotrain_jax.models.decoder_table import table
@@ -187,7 +198,7 @@ def activations(e: Estimate) -> Section:
         formula, shown = f"{formula} + logits of the router", f"{shown} + {n(costs.router_width(c, remat))}"
     lines = [Line(f"per layer and token (remat {remat})", formula, shown, layer, "elements")]
     if p.pipe == 1:
-        formula, shown, first = "L layers", f"{c.model.main_layers} x {n(layer)}", counts.first_layers(c)
+        formula, shown, first = "L layers", f"{c.model.main_layers} x {n(layer)}", mixture.first_layers(c)
         if first and not execution(c).is_by_hand:
             formula, shown = f"{formula} + without experts", f"{shown} + {n(costs.activations(first))}"
         lines.append(Line("all layers", formula, shown, stored, "elements per token"))

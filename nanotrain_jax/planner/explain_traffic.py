@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from nanotrain_jax.config.schema import EIGHT_BITS
-from nanotrain_jax.costs import communication, compression, counts, muon, vision
+from nanotrain_jax.costs import communication, compression, counts, mixture, muon, vision
 from nanotrain_jax.costs.parameter_traffic import parameter_buffers, sharded_elements
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.parameters import LAYERS
@@ -37,7 +37,7 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
         return attention_buffers(e, t)
     if t.what is Traffic.BETWEEN_STAGES:
         split, ticks = p.tensor if p.sequence_parallel else 1, counts.outline(c).ticks
-        of_x, queue = f"{b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}", counts.router_queue_bytes(c)
+        of_x, queue = f"{b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}", mixture.router_queue_bytes(c)
         formula = "b B T D / M" + " / t" * (split > 1)
         if queue:
             return f"2 ticks ({formula} + routers)", f"2 x {ticks} x ({of_x} + {n(queue)})"
@@ -46,7 +46,7 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
         split, times = p.tensor if p.sequence_parallel else 1, communication.shares_of_ends(c)
         each = times // M if times in (3 * M, 4 * M) else times // counts.outline(c).ticks
         shown = f"{each} x {times // each} x {b} x {n(tokens)} / {M} x {n(m.d_model)} / {split}"
-        often, queue = "M" if times == each * M else "ticks", counts.router_queue_bytes(c)
+        often, queue = "M" if times == each * M else "ticks", mixture.router_queue_bytes(c)
         if queue:
             formula = f"{each} {often} (b B T D / M" + " / t" * (split > 1) + " + routers)"
             return formula, f"({shown} + {each} x {times // each} x {n(queue)})"
@@ -121,7 +121,7 @@ def exchanged_rows(e: Estimate) -> tuple[str, str]:
     b, again = counts.BYTES[c.precision.compute], c.memory.rematerialization.policy == "block"
     times = 5 + 2 * again - again * counts.last_matmuls_spared(c)
     layers = counts.stage_layers(c) * counts.runs(c, LAYERS)
-    rows = f"{n(counts.exchanged_rows(c))} x ({n(times)} x {b} x {n(c.model.d_model)} + {4 * (3 + again)})"
+    rows = f"{n(mixture.exchanged_rows(c))} x ({n(times)} x {b} x {n(c.model.d_model)} + {4 * (3 + again)})"
     formula = f"L M (S ({n(times)} b D + {4 * (3 + again)}) + {4 * (2 + again)} E)"
     return formula, f"{n(layers)} x ({rows} + {4 * (2 + again)} x {c.model.experts.num})"
 

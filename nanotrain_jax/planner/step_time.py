@@ -25,7 +25,7 @@ import numpy as np
 from nanotrain_jax.config.derived import fits_flash, padded_vocab
 from nanotrain_jax.config.execution import execution, writes_layers_out
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import activations, communication, counts, flops, hbm, memory, muon, offload, vision
+from nanotrain_jax.costs import activations, communication, counts, flops, hbm, memory, mixture, muon, offload, vision
 from nanotrain_jax.costs.hardware import Gpu
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS
@@ -268,7 +268,7 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     """Return F, B and W of one microbatch through a stage's layers in seconds, without communication."""
     m, p = config.model, config.parallel
     t, n, b = p.tensor, counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
-    D, Q, L, F = m.d_model, counts.query_width(m), counts.stage_layers(config), counts.computed_ffn_width(config)
+    D, Q, L, F = m.d_model, counts.query_width(m), counts.stage_layers(config), mixture.computed_ffn_width(config)
     K, num_up = counts.kv_width(m) * max(1, t / m.num_kv_heads), 1 + m.features.gated_mlp
     faster = FLOAT8 if config.precision.matmul == "float8" else 1.0
 
@@ -306,11 +306,11 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
 
 def first_time(config: Config, gpu: Gpu) -> tuple[float, float]:
     """Return F and B, with W, of one microbatch through the first, dense layers of a mixture, in seconds; the backward
-    by hand recomputes F (`counts.first_runs`)."""
-    first = counts.first_layers(config)
+    by hand recomputes F (`mixture.first_runs`)."""
+    first = mixture.first_layers(config)
     if first is None:
         return 0.0, 0.0
-    (F, B, W), (_, again) = layers_time(first, gpu), counts.first_runs(config)
+    (F, B, W), (_, again) = layers_time(first, gpu), mixture.first_runs(config)
     return F, B + W + (F if again else 0.0)
 
 

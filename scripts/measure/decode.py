@@ -34,7 +34,7 @@ from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.collectives import Tree
 
 GREEDY = Choice(Sampling(temperature=0.0), ())
-PROMPT = 8  # tokens, again and again
+PROMPT = 8  # different tokens, repeated
 SUMMED = 100_000_000  # float32 numbers
 
 

@@ -309,6 +309,7 @@ def error_of(arguments, capsys):
     return capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_an_unusable_folder_is_one_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
     ours, nvme_on = tmp_path / "disk", "memory.offload_optimizer=nvme"

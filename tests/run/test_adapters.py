@@ -223,6 +223,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 def test_adapters_refuse_another_base_in_one_line(words, tmp_path, capsys):
     model, run = trained(tmp_path, words, train={"steps": 2})
     file = config_file(tmp_path, words, f"hf:{model}", train={"lora": None, "steps": 2})

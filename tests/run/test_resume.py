@@ -276,6 +276,7 @@ def test_no_readable_checkpoint_is_reported_in_one_line_and_moves_nothing(config
     assert sorted(path.name for path in folder.glob("[0-9]*")) == ["10", "5"]
 
 
+@pytest.mark.long
 def test_tokens_of_an_older_checkpoint_follow_from_its_position(config_file, tmp_path, capsys):
     run = config_file, f"logging.dir={tmp_path}/run", "train.eval_every=0"
     resumes(capsys, *run, "train.steps=5")

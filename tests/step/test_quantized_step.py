@@ -10,6 +10,7 @@ from conftest import (
     built,
     compiled_text,
     cover,
+    in_words,
     key_of,
     on_devices,
     padded,
@@ -96,7 +97,8 @@ def test_gathers_of_int8_move_the_bytes_of_the_closed_form_and_change_losses_lit
     assert moved["bfloat16"] - moved["int8"] == pytest.approx(3 / 4 * elements * (4 - BYTES))
 
 
-@pytest.mark.parametrize("case", cover([(3, "float8")], [(1, "int8"), (0, "float8"), (2, "int8")]))
+@pytest.mark.long  # as without quantization: tests/step/test_step.py
+@pytest.mark.parametrize("case", [(3, "float8"), (1, "int8"), (0, "float8"), (2, "int8")], ids=in_words)
 def test_a_step_whose_gradients_are_not_finite_is_skipped(case):
     zero, kind = case
     config, mesh = resolved(

@@ -13,9 +13,9 @@ from nanotrain_jax.config.execution import writes_layers_out
 OUT = {"unroll": True}
 COVER = [
     case("data 2 tensor 2", "llama", "full", OUT, zero=3, microbatches=1, persist_below=64),
-    case("data 2", "gpt2", "none", OUT, zero=0, microbatches=1, grad_reduce="per_layer"),
 ]
 MORE = [
+    case("data 2", "gpt2", "none", OUT, zero=0, microbatches=1, grad_reduce="per_layer"),
     case("data 2", "gpt2", "block:2", OUT | {"num_layers": 4}, zero=0, microbatches=2),
     case("data 1", "llama", "none", OUT, microbatches=1),
     case("data 2", "llama", "none", OUT, zero=3, microbatches=2, persist_below=64),
