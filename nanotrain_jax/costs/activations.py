@@ -66,12 +66,12 @@ def layer_activations(config: Config, remat: Remat) -> float:
 
     over t tensor-parallel devices; with sequence parallelism all of it over t (table 2 of the paper). `none` also keeps
     a float32 softmax statistic per head, or without flash attention the scores: in bytes (4 + b) T + 8 per head, 4 T at
-    ZeRO-3, (9 + b) T with pipeline stages (b bytes of the compute dtype). With grouped-query attention XLA keeps about
-    4 T (8 T) more than the program asks for. With model.qk_norm `none` keeps queries and keys also before their norm,
-    but not at ZeRO-3. Norms after attention and MLP keep their inputs. A mixture of experts keeps the logits of its
-    router in float32 where it keeps gate and up of the experts of a token. `none` and selective keep x A of adapters
-    (train.lora). At 2 bytes and t = 1 the first row is 32 d: the
-    paper's 34 d without its two dropout masks.
+    ZeRO-3 without prefetch, (9 + b) T with pipeline stages (b bytes of the compute dtype). With grouped-query attention
+    XLA keeps about 4 T (8 T) more than the program asks for. With model.qk_norm `none` keeps queries and keys also
+    before their norm, but not at ZeRO-3 without prefetch. Norms after attention and MLP keep their inputs. A mixture of
+    experts keeps the logits of its router in float32 where it keeps gate and up of the experts of a token. `none` and
+    selective keep x A of adapters (train.lora). At 2 bytes and t = 1 the first row is 32 d: the paper's 34 d without
+    its two dropout masks.
     """
     like_x, inner = layer_widths(config, remat)
     split_x = config.parallel.tensor if config.parallel.sequence_parallel else 1
@@ -102,7 +102,7 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
     matmuls = query_width(m) + 2 * kv_width(m) * max(1, t / m.num_kv_heads) + up  # at least one key head per device
     T, per_head = config.data.seq_len, 4
     if scores and not p.is_blockwise and not fits_flash(m, config.precision.compute):
-        per_head = 4 * T if p.zero == 3 else (9 + b) * T if p.pipe > 1 else (4 + b) * T + 8
+        per_head = 4 * T if recomputes_from_matmuls(config) else (9 + b) * T if p.pipe > 1 else (4 + b) * T + 8
         if m.num_kv_heads < m.num_heads:
             per_head += (8 if p.pipe > 1 else 4) * T
     attention = query_width(m) + m.num_heads / b * per_head
@@ -110,7 +110,7 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
         like_x, inner = 1 / remat.block, (_communicated_widths(config) if remat.policy == "full" else 0)
     elif remat.policy == "selective":
         like_x, inner = 2 + m.features.norms_after, matmuls + _communicated_widths(config)
-    elif p.zero == 3:
+    elif recomputes_from_matmuls(config):
         like_x, inner = 2 + m.features.norms_after, matmuls + attention
     elif m.experts:  # which compute what they multiply with w_down again
         like_x, inner = 4 + 2 * m.features.norms_after, matmuls + attention + normed_width(config)
@@ -120,6 +120,12 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
             matmuls + attention + kept_ffn_width(config) + normed_width(config),
         )
     return like_x * m.d_model, inner
+
+
+def recomputes_from_matmuls(config: Config) -> bool:
+    """True if `none` keeps the outputs of matmuls and attention alone: at ZeRO-3 where layers gather their weights
+    again, not where a loop gathers them ahead."""
+    return config.parallel.zero == 3 and not config.parallel.prefetch
 
 
 def normed_width(config: Config) -> float:
@@ -159,7 +165,7 @@ def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
     grads = 2 * D + (Q + 2 * K + (1 + m.features.gated_mlp) * kept_ffn_width(config)) / t
     from_forward = 0.0
     if remat == NO_REMAT:
-        from_forward = out_input if p.zero == 3 else inputs + out_input
+        from_forward = out_input if recomputes_from_matmuls(config) else inputs + out_input
     return from_forward, inputs + out_input - from_forward + grads
 
 

@@ -33,6 +33,12 @@ def sums(config: Config) -> tuple[float, float]:
     return added_up + reduced, 4 * _outside(config, psi) + reduced
 
 
+def earlier(config: Config) -> float:
+    """Return the bytes of the sums of gradients that are there before the first backward of the last microbatch."""
+    p = config.parallel
+    return 0.0 if p.pipe == p.microbatches == 1 else sums(config)[0]
+
+
 def current(config: Config) -> float:
     """Return the bytes of the gradients of layers of the current microbatch, before they are added to the sums."""
     p = config.parallel

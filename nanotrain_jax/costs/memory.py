@@ -105,16 +105,17 @@ def moments(config: Config) -> dict[str, Parts]:
                 stage buffers (parallel/pipeline/slots.py, `buffers`)
     loss        logits and their gradient, of all tokens or of model.loss_chunk, over t; with prefetch, without chunks,
                 the gradient of the head takes the place of the logits
-    layer       of one layer's backward: `working_set`; written out, also what the backward of a last LayerNorm keeps
-    buffers     gathered and in flight: weights of the head or of a layer at stage 3, float32 gradients of a layer from
-                stage 2 (`_expert_buffers`), with stages a layer's gradients in 16 bit and (without W) float32, three
-                full activations under sequence parallelism, with gather attention keys and values of all tokens and
-                their float32 gradients, the largest stacked gradient as on the wire where it is reduced once per step,
-                or, of layers written out, before it is stacked
+    layer       of one layer's backward: `working_set`; written out, also what the backward of a last LayerNorm keeps;
+                with prefetch, in the loss, what the last layer stores, before it is in the stack of all
+    buffers     gathered and in flight: weights of the head or of a layer (with prefetch both) at stage 3, float32
+                gradients of a layer from stage 2 (`_expert_buffers`), with stages a layer's gradients in 16 bit and
+                (without W) float32, three full activations under sequence parallelism, with gather attention keys and
+                values of all tokens and their float32 gradients, the largest stacked gradient as on the wire where it
+                is reduced once per step, or, of layers written out, before it is stacked
     """
     residuals = BYTES[config.precision.compute] * _microbatch_tokens(config) * activations(config)
     found = {
-        "loss": {"activations": residuals} | _of_loss(config),
+        "loss": {"activations": residuals} | _of_loss(config, residuals),
         "backward": {"activations": residuals, "loss": 0.0} | _of_backward(config, residuals),
         "embedding": _of_embedding(config),
         "update": _of_update(config),
@@ -128,17 +129,20 @@ def moments(config: Config) -> dict[str, Parts]:
     return _with_offload(config, found) if set(offload.modes(config)) != {"none"} else found
 
 
-def _of_loss(config: Config) -> Parts:
+def _of_loss(config: Config, residuals: float) -> Parts:
     m, p, b = config.model, config.parallel, BYTES[config.precision.compute]
     tokens, D, V = _microbatch_tokens(config), m.d_model, vocab_rows(config)
     logits = (logit_bytes(config) + b) * (m.loss_chunk or tokens) * V
     freed = logit_bytes(config) * tokens * V if p.prefetch and not m.loss_chunk else 0.0  # logits
-    sums, _ = gradient_memory.sums(config)
-    earlier = 0.0 if p.pipe == p.microbatches == 1 else sums
     head = max(0.0, gradient_memory.of_head(config) - freed) if p.pipe == 1 else 0.0
-    gathered = b * V * D if p.zero == 3 and zero_devices(config) > 1 else 0.0
-    buffers = gathered + _transposed_bytes(config)
-    return {"gradients": earlier + head, "loss": logits, "layer": 2 * b * tokens * D, "buffers": buffers}
+    gradients, layer = gradient_memory.earlier(config) + head, 2 * b * tokens * D
+    buffers = _transposed_bytes(config)
+    if p.zero == 3 and zero_devices(config) > 1:
+        buffers += b * V * D
+        if p.prefetch and p.pipe == 1:  # the backward of the last layer begins
+            buffers += b * local_parameters(config)[0][LAYERS] / m.num_layers
+            layer += residuals / m.num_layers
+    return {"gradients": gradients, "loss": logits, "layer": layer, "buffers": buffers}
 
 
 def _of_backward(config: Config, residuals: float) -> Parts:
@@ -147,12 +151,23 @@ def _of_backward(config: Config, residuals: float) -> Parts:
         made = max(0.0, made - residuals)
         if config.model.features.centered_norms:
             of_last_norm = 3 * BYTES[config.precision.compute] * _microbatch_tokens(config) * config.model.d_model
-    sums, _ = gradient_memory.sums(config)
-    head = gradient_memory.of_head(config) if config.parallel.pipe == 1 else 0.0
     layer = local_parameters(config)[0][LAYERS] / stage_layers(config)
     buffers = _backward_buffers(config, layer, _microbatch_tokens(config))
     working = max(working_set(config), _of_first(config))
-    return {"gradients": sums + made + head, "layer": working + of_last_norm, "buffers": buffers}
+    return {"gradients": _of_first_backward(config) + made, "layer": working + of_last_norm, "buffers": buffers}
+
+
+def _of_first_backward(config: Config) -> float:
+    """Return the bytes of gradients beside those of layers just made: sums and the head's. With prefetch XLA multiplies
+    that by the weight of a token (`cross_entropy`) after the first backward, if this recomputes nothing before: then it
+    is there twice, the second in the dtype on the wire, and the sums of layers are not needed yet."""
+    p, (sums, _) = config.parallel, gradient_memory.sums(config)
+    if p.pipe > 1:
+        return sums
+    head = gradient_memory.of_head(config)
+    if not p.prefetch or config.memory.rematerialization.recomputes_layers:
+        return sums + head
+    return max(sums, gradient_memory.earlier(config) + head * (1 + gradient_bytes(config) / 4))
 
 
 def _of_first(config: Config) -> float:

@@ -28,8 +28,10 @@ def not_hidden(config):
     return (N - 1) / N * (2 * embedding + (2 + 2 * gradient) * layer)
 
 
-TWO = ["memory.remat=selective", "parallel.microbatches=2", "data.batch_size=16"]
-TOO_LOW = "the program peaks in the backward, with the head's gradient there twice: 9.0% above the estimate, not 5%"
+TWO = [
+    ["memory.remat=selective", "parallel.microbatches=2", "data.batch_size=16"],
+    ["memory.remat=none", "parallel.microbatches=2", "data.batch_size=16"],
+]
 
 
 @needs_cuda_compiler
@@ -41,7 +43,7 @@ TOO_LOW = "the program peaks in the backward, with the head's gradient there twi
             [["memory.remat=full", "parallel.microbatches=1", "data.batch_size=8", "precision.grad_reduce=bfloat16"]],
             str,
         ),
-        pytest.param(TWO, id=str(TWO), marks=[pytest.mark.long, pytest.mark.xfail(strict=True, reason=TOO_LOW)]),
+        *(pytest.param(keys, id=str(keys), marks=pytest.mark.long) for keys in TWO),
     ],
 )
 def test_all_but_the_ends_is_behind_matmuls_at_the_bytes_of_the_closed_form(overrides):
