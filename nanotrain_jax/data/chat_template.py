@@ -1,28 +1,28 @@
 """Chat templates: conversations as the text that a model is trained on (Jinja, as in Hugging Face model folders).
 
-Generation and training render with this file. Templates come with models from strangers: they run sandboxed, and can
-change nothing. `{% generation %} ... {% endgeneration %}` in a template marks what the assistant says.
+Generation and training render with this file. Templates come with models from strangers: they run sandboxed, in a
+process of little memory and time (render.py), and can change nothing. `{% generation %} ... {% endgeneration %}` in a
+template marks what the assistant says.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from subprocess import DEVNULL, PIPE, Popen
+from threading import Lock
+from typing import Any, NamedTuple
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from nanotrain_jax.data import render
+from nanotrain_jax.data.render import BEGIN, END
 from nanotrain_jax.data.tokenizer import CHAT_TEMPLATE, NAMES_END, parse_json
 
-BEGIN, END = "\ufdd0", "\ufdd1"  # around what is marked; Unicode has no characters there, so no text has them
 OF_TRAINING = datetime(2024, 7, 26)  # for strftime_now: data are the same on every day
 Message = Mapping[str, Any]  # role, content
 Span = tuple[int, int]  # characters of a text: first, last + 1
@@ -51,15 +51,14 @@ class Template(NamedTuple):
 
     def marked(self, messages: Sequence[Message], is_asked: bool = False) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the spans that `{% generation %}` marks. Raises ValueError."""
-        date = self.date or datetime.now()
-        variables = {"tools": None, "strftime_now": date.strftime, **self.tokens}
-        try:
-            text = _compiled(self.source).render(messages=messages, add_generation_prompt=is_asked, **variables)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the chat template of {self.origin} is damaged ({error}); mend it") from None
-        except Exception as error:  # templates raise anything
-            raise ValueError(f"the chat template of {self.origin} refuses the conversation: {error}") from None
-        return _spans(text)
+        variables = {"tools": None, **self.tokens, "messages": messages, "add_generation_prompt": is_asked}
+        date = (self.date or datetime.now()).isoformat()
+        answer = RENDERER.ask({"source": self.source, "variables": variables, "date": date})
+        if "damaged" in answer:
+            raise ValueError(f"the chat template of {self.origin} is damaged ({answer['damaged']}); mend it")
+        if "refused" in answer:
+            raise ValueError(f"the chat template of {self.origin} refuses the conversation: {answer['refused']}")
+        return _spans(answer["text"])
 
 
 def of_folder(folder: Path) -> Template:
@@ -90,28 +89,34 @@ def of_files(files: Mapping[str, str], origin: str) -> Template | None:
     return Template(source, {name: text for name, text in tokens.items() if text is not None}, origin)
 
 
-class _Generation(Extension):
-    """`{% generation %}`: renders what is in it, between BEGIN and END."""
+class Renderer:
+    """A process that renders templates (render.py), started with the first and again after one that ended it."""
 
-    tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
+    def __init__(self, megabytes: int = 1024, seconds: int = 10, longest: int = 2**24):
+        """Limits of a request: memory, CPU time, characters of the text."""
+        self.limits, self.seconds, self.process, self.lock = (megabytes, seconds, longest), seconds, None, Lock()
 
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+    def ask(self, request: Mapping[str, Any]) -> dict[str, str]:
+        """Return the answer to a request: `text`, or why there is none, `damaged` or `refused`."""
+        with self.lock:
+            process, self.process = self.process, None  # what an interrupt leaves without an answer is not used again
+            if process is None or process.poll() is not None:
+                command = [sys.executable, "-P", render.__file__, *map(str, self.limits)]
+                process = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(request, default=str) + "\n")
+                process.stdin.flush()
+            line = process.stdout.readline()
+            if not line.endswith("\n"):
+                code = process.wait()
+                is_late = code == -signal.SIGPROF
+                late, ended = f"it takes more than {self.seconds} s", f"it ended its process (exit code {code})"
+                return {"refused": late if is_late else ended}
+            self.process = process
+            return json.loads(line)
 
-    def _marked(self, caller: Callable[[], str]) -> str:
-        return BEGIN + caller() + END
 
-
-@lru_cache(maxsize=8)
-def _compiled(source: str) -> jinja2.Template:
-    """Raises jinja2.TemplateSyntaxError."""
-    extensions = ["jinja2.ext.loopcontrols", _Generation]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _as_json
-    environment.globals |= {"raise_exception": _refuse}
-    return environment.from_string(source)
+RENDERER = Renderer()
 
 
 def _spans(text: str) -> tuple[str, list[Span]]:
@@ -132,11 +137,3 @@ def _text(token: Any) -> str | None:
     """Return the text of a special token: a string, or an object with it as `content`."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
-
-
-def _as_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

@@ -7,10 +7,11 @@ from itertools import pairwise
 import first_format
 import numpy as np
 import pytest
+from conftest import cover
 
 from nanotrain_jax.checkpoint.safetensors import INDEX, SINGLE, Tensors
 from nanotrain_jax.config import load
-from nanotrain_jax.data import arrays, corpus, tokenizer
+from nanotrain_jax.data import arrays, chat_template, corpus, tokenizer
 from nanotrain_jax.data.chat_template import Template
 
 MARK = "ran"  # a file that code would make
@@ -112,3 +113,35 @@ def test_a_chat_template_runs_no_python_and_reads_no_files(source, tmp_path):
     template = Template(source, {"PLACE": str(tmp_path / MARK)}, "a stranger")
     assert "the chat template of a stranger refuses" in refused(template.render, [{"role": "user", "content": "x"}])
     assert not (tmp_path / MARK).exists()
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLED = "{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+RECURSION = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}"
+GREEDY = {  # takes too much: template -> what the line says
+    "{{ 'a' * 10 ** 10 }}": "it takes too much memory",
+    "{{ [0] * 10 ** 10 }}": "it takes too much memory",
+    DOUBLED: "it takes too much memory",
+    "{{ '%9999999999d' % 1 }}": "refuses",
+    "{{ '{:9999999999}'.format(1) }}": "it takes too much memory",
+    "{{ 'a' | center(10 ** 10) }}": "it takes too much memory",
+    "{{ [1] | batch(10 ** 10, 0) | list }}": "it takes too much memory",
+    "{{ 'a' * 2 ** 25 }}": "its text has 33,554,432 characters, of at most 16,777,216",
+    "{{ raise_exception('a\n' * 10 ** 6) }}": "refuses the conversation: a a",
+    LOOPS: "it takes more than 2 s",
+    RECURSION: "it takes more than 2 s",
+    "{{ 7 ** (10 ** 9) }}": "it takes more than 2 s",
+}
+
+
+FAST = [DOUBLED, LOOPS]
+
+
+@pytest.mark.parametrize("source", cover(FAST, [source for source in GREEDY if source not in FAST]))
+def test_a_chat_template_that_takes_too_much_is_refused_and_the_next_is_not(source, monkeypatch):
+    monkeypatch.setattr(chat_template, "RENDERER", chat_template.Renderer(megabytes=256, seconds=2))
+    said = refused(Template(source, {}, "a stranger").render, [])
+    assert "the chat template of a stranger refuses" in said
+    assert GREEDY[source] in said
+    assert len(said) < 1000
+    assert Template("{{ messages[0] }}", {}, "a friend").render(["x"]) == "x"
