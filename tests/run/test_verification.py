@@ -110,13 +110,24 @@ def flip_gradient(monkeypatch, device, at):
     monkeypatch.setattr(loop, "Checks", Checks)
 
 
-def continues_as_undisturbed(config_file, tmp_path, layout, found, capsys):
-    """The run that found an error in an array, on a device, equals one without checks or errors."""
+FLIPS = {"params": (flip_weights, "of equal copies"), "gradients": (flip_gradient, "computed twice")}
+CASES = [(name, of) for of in FLIPS for name in LAYOUTS if of == "gradients" or name not in COPIES_APART]
+FAST = [("data", "params"), ("tensor", "gradients")]
+
+
+@pytest.mark.parametrize("case", cover(FAST, [case for case in CASES if case not in FAST]))
+def test_a_flipped_bit_is_found_and_undone(case, config_file, tmp_path, monkeypatch, capsys):
+    """The run equals one without checks or errors."""
+    name, of = case
+    layout, device, place = LAYOUTS[name]
+    flip, check = FLIPS[of]
+    with monkeypatch.context() as patch:
+        flip(patch, device, at=7)
+        run(config_file, tmp_path / "run", *layout)
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if line.startswith("silent error after ")]
-    prefix, place = found
-    assert line.startswith(f"silent error after step 7: {prefix}/")
-    assert line.endswith(f" differs on process 0, local device {place}; back to step 5, and on")
+    assert line.startswith(f"silent error after step 7: {check}, {of}/")
+    assert line.endswith(f" differs on process 0, local device {device} ({place}); back to step 5, and on")
     assert "  silent errors     1 (runtime.verify_every)" in out
     run(config_file, tmp_path / "other", *layout, "runtime.verify_every=0")
     same(saved_state(tmp_path / "run"), saved_state(tmp_path / "other"))
@@ -126,26 +137,6 @@ def continues_as_undisturbed(config_file, tmp_path, layout, found, capsys):
     line = goodput.read(tmp_path / "run")[-1]
     assert line.undone == 2
     assert 0 < goodput.by_cause([line])["verification"] < line.time - line.began
-
-
-@pytest.mark.parametrize("case", cover(["data"], [name for name in LAYOUTS if name not in ("data", *COPIES_APART)]))
-def test_a_flipped_bit_of_weights_is_found_and_undone(case, config_file, tmp_path, monkeypatch, capsys):
-    layout, device, place = LAYOUTS[case]
-    with monkeypatch.context() as patch:
-        flip_weights(patch, device, at=7)
-        run(config_file, tmp_path / "run", *layout)
-    found = "of equal copies, params", f"{device} ({place})"
-    continues_as_undisturbed(config_file, tmp_path, layout, found, capsys)
-
-
-@pytest.mark.parametrize("case", cover(["tensor"], [name for name in LAYOUTS if name != "tensor"]))
-def test_a_flipped_bit_of_a_gradient_is_found_and_undone(case, config_file, tmp_path, monkeypatch, capsys):
-    layout, device, place = LAYOUTS[case]
-    with monkeypatch.context() as patch:
-        flip_gradient(patch, device, at=7)
-        run(config_file, tmp_path / "run", *layout)
-    found = "computed twice, gradients", f"{device} ({place})"
-    continues_as_undisturbed(config_file, tmp_path, layout, found, capsys)
 
 
 @pytest.mark.parametrize("case", cover([], LAYOUTS))
