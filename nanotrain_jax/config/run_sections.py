@@ -223,6 +223,10 @@ class Runtime(Section):
     on_mismatch: Literal["rollback", "stop"] = key(
         "rollback", "after such a check fails: rollback: on from the newest checkpoint | stop, with exit code 1"
     )
+    time_devices_every: Count = key(
+        0,
+        "steps between timings of matmuls on each device alone; one above 1.2 times the median is named; 0: never",
+    )
     profile_steps: Annotated[tuple[int, int], Pair] | None = key(
         None, "[first, last] step to profile; written to <logging.dir>/profile for TensorBoard or Perfetto"
     )

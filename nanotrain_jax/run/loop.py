@@ -18,7 +18,7 @@ from nanotrain_jax.data.mixture import Mixture
 from nanotrain_jax.distributed import watchdog
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
-from nanotrain_jax.run import divergence, metrics, profile_summary
+from nanotrain_jax.run import device_speed, divergence, metrics, profile_summary
 from nanotrain_jax.run.origin import Run, back_to_checkpoint, reading_from
 from nanotrain_jax.run.phases import describe, is_over
 from nanotrain_jax.run.profiling import Profile
@@ -228,8 +228,11 @@ class Loop:
         profile.after(self.number)
 
     def between_steps(self, write: checkpoint.Save | None) -> None:
-        """Evaluate and save if due; weights of a run that may be diverging do not push out those of before."""
-        train = self.config.train
+        """Time devices, evaluate and save if due; weights of a run that may be diverging do not push out those of
+        before."""
+        train, every = self.config.train, self.config.runtime.time_devices_every
+        if every and self.number % every == 0:
+            self.time_devices()
         is_due = train.eval_every and (self.number % train.eval_every == 0 or self.number == self.run.span.last)
         if is_due and (self.run.dataset.validation or self.run.plan.tasks):
             self.writer.settle()
@@ -252,6 +255,16 @@ class Loop:
         self.writer.verified(time.perf_counter() - began)
         self.writer.start_clock()
         return not self.mismatch
+
+    def time_devices(self) -> None:
+        """Time matmuls on each device, and name the slowest if it is slow."""
+        self.writer.settle()
+        self.watch.at("verify", self.number)
+        slow = device_speed.slowest(device_speed.of_all(self.run.mesh))
+        if slow:
+            self.writer.slow = {"slow_device": slow.device, "slow_device_ratio": slow.ratio}
+            self.writer.say(f"slow device after step {self.number}: {device_speed.described(slow, self.run.mesh)}")
+        self.writer.start_clock()
 
     def evaluate(self) -> dict[str, float]:
         """Return val_loss, the mean per held-out target in nats; of a model that has some also further means, by name.

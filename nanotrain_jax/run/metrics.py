@@ -53,6 +53,7 @@ class Writer:
         self.seen: Callable[[int, float], None] = _unseen  # called with each step and its loss
         self.save_seconds: float | None = None  # for which training waited for the last save, not yet written
         self.verify_seconds = 0.0  # of checks of the hardware since the last record
+        self.slow: dict[str, float] = {}  # the slowest device, if a timing since the last record found it slow
         self.mixed: Callable[[int], dict[str, float]] = _nothing  # after step N: how often each source has been read
         self.active = jax.process_index() == 0
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -158,6 +159,7 @@ class Writer:
             record["save_seconds"], self.save_seconds = self.save_seconds, None
         if self.verify_seconds:
             record["verify_seconds"], self.verify_seconds = self.verify_seconds, 0.0
+        record, self.slow = record | self.slow, {}
         if len(losses) > 1:
             record["mean_loss"] = mean(losses)
         if metrics["skipped_steps"]:
