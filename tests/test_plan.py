@@ -267,11 +267,7 @@ def planned_and_compiled(name, tmp_path):
 # The default run of tests/audit/test_audit.py compiles layouts of most of the others.
 ON_GPUS = [name for name in CONFIGS if cluster(name)[1] != "cpu"]
 BY_COMMAND = ["llama3_8b_1gpu"]
-TOO_LOW = "the program holds inputs and outputs of an exchange more often than the estimate: 10.4% above it, not 10%"
-BY_COMMAND_LATER = [
-    *[pytest.param(name, marks=pytest.mark.long) for name in ON_GPUS if name not in [*BY_COMMAND, "moe_671b"]],
-    pytest.param("moe_671b", marks=[pytest.mark.long, pytest.mark.xfail(strict=True, reason=TOO_LOW)]),
-]
+BY_COMMAND_LATER = [pytest.param(name, marks=pytest.mark.long) for name in ON_GPUS if name not in BY_COMMAND]
 
 
 @needs_cuda_compiler

@@ -20,7 +20,7 @@ from nanotrain_jax.costs.counts import (
     stage_layers,
     tokens_per_device,
 )
-from nanotrain_jax.costs.mixture import first_layers, kept_ffn_width, padded_rows
+from nanotrain_jax.costs.mixture import first_layers, kept_ffn_width, padded_rows, rows_per_token
 
 NO_REMAT = Remat("none")
 
@@ -187,6 +187,7 @@ def working_set(config: Config) -> float:
     tokens, split_x = tokens_per_device(config) / p.microbatches, p.tensor if p.sequence_parallel else 1
     like_x, inner = layer_widths(config.replace("parallel", zero=0), NO_REMAT, scores=False)
     size = b * tokens * ((like_x + 8 * config.model.d_model) / split_x + inner / p.tensor)
-    if config.model.experts:  # rows of the experts of a token, their gradients, and both padded
-        size += 2 * b * tokens * config.model.experts.top_k * config.model.d_model * (1 + padded_rows(config))
+    if config.model.experts:  # rows of the experts of a token, their gradients, and both padded; of an exchange twice
+        wide = rows_per_token(config) + config.model.experts.top_k * padded_rows(config)
+        size += 2 * (1 + (p.expert > 1)) * b * tokens * config.model.d_model * wide
     return size + tokens * (score_bytes(config) + (block - 1) * b * layer_activations(config, NO_REMAT))
