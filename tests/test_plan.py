@@ -15,6 +15,7 @@ from nanotrain_jax import plan
 from nanotrain_jax.audit import topology
 from nanotrain_jax.config import load
 from nanotrain_jax.planner import choice, explain, search
+from nanotrain_jax.planner.compiled import compile_step
 from nanotrain_jax.planner.estimate import estimate, on_gpus
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -267,6 +268,7 @@ def planned_and_compiled(name, tmp_path):
 # The default run of tests/audit/test_audit.py compiles layouts of most of the others.
 ON_GPUS = [name for name in CONFIGS if cluster(name)[1] != "cpu"]
 BY_COMMAND = ["llama3_8b_1gpu"]
+MIXTURES = ["mixtral_8x7b", "moe_16b", "moe_671b"]
 BY_COMMAND_LATER = [pytest.param(name, marks=pytest.mark.long) for name in ON_GPUS if name not in BY_COMMAND]
 
 
@@ -274,8 +276,21 @@ BY_COMMAND_LATER = [pytest.param(name, marks=pytest.mark.long) for name in ON_GP
 @pytest.mark.parametrize("name", BY_COMMAND + BY_COMMAND_LATER)
 def test_every_config_is_planned_and_compiled_for_the_gpus_of_its_first_line(name, tmp_path):
     ratios = planned_and_compiled(name, tmp_path)["ratios"]
-    assert ratios["peak_bytes"] == pytest.approx(1, abs=0.1)
+    assert ratios["peak_bytes"] == pytest.approx(1, abs=0.05 if name in MIXTURES else 0.1)
     assert ratios["wire_bytes"] == pytest.approx(1, abs=0.01)
+
+
+ONE_STAGE = ["parallel.pipe=1", "parallel.schedule=1f1b", "parallel.chunks=1", "parallel.data=8"]
+
+
+@needs_cuda_compiler
+@pytest.mark.long
+@pytest.mark.parametrize("layers, gpus, expert", [(4, 32, 4), (2, 8, 1)])
+def test_peaks_of_mixtures_in_a_scan_at_zero_1(layers, gpus, expert):
+    keys = [*ONE_STAGE, "parallel.zero=1", f"parallel.expert={expert}", f"model.num_layers={layers}"]
+    config = on_gpus(load.load(str(ROOT / "configs/mixtral_8x7b.yaml"), keys), gpus, "h100")
+    ratio = compile_step(config, "h100")["peak_bytes"] / estimate(config, "h100").peak_bytes
+    assert ratio == pytest.approx(1, abs=0.05)
 
 
 ON_CPU = [name for name in CONFIGS if cluster(name)[1] == "cpu"]

@@ -210,6 +210,8 @@ def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
     if p.zero > 1 and zero_devices(config) > 1:
         experts, of_experts = _expert_buffers(config)
         size += (4 + b * (p.zero == 3)) * (layer - experts) + of_experts
+    else:
+        size += _wide_rows(config)
     if p.tensor > 1 and p.sequence_parallel:
         size += 3 * b * tokens * config.model.d_model
     if p.context > 1 and p.context_attention == "gather":  # keys and values of all tokens, and their gradients
@@ -226,7 +228,7 @@ def _expert_buffers(config: Config) -> tuple[float, float]:
     Their three matrices are far larger than the rest of a layer. At stage 3 one after another has a full gradient: at
     most two in float32 and the third in 16 bit are there before the first shard of them is, and the weights, unless
     full remat has just gathered them. At stage 2 all three are there in float32 and in 16 bit. With many tokens the
-    rows before these gradients are larger: h and the gradients of h, gate and up, and two of them padded.
+    rows before these gradients are larger (`_wide_rows`).
     """
     p, b, experts = config.parallel, BYTES[config.precision.compute], config.model.experts
     if not experts or p.zero < 2:
@@ -239,9 +241,17 @@ def _expert_buffers(config: Config) -> tuple[float, float]:
     full = (8 + b) / 3 * elements if p.zero == 3 else (4 + b) * elements
     if p.zero == 3 and config.memory.rematerialization.policy != "full":
         full += b * sharded
-    tokens, F = tokens_per_device(config) / p.microbatches, config.model.mlp_width / p.tensor
-    wide = b * tokens * F * (4 * rows_per_token(config) + 2 * experts.top_k * padded_rows(config))
-    return elements, max(full, wide) - (4 * shards if p.zero == 3 else 0.0)
+    return elements, max(full, _wide_rows(config)) - (4 * shards if p.zero == 3 else 0.0)
+
+
+def _wide_rows(config: Config) -> float:
+    """Return the bytes of rows as wide as an expert in its backward: h and the gradients of h, gate and up, and two of
+    them padded."""
+    experts, tokens = config.model.experts, _microbatch_tokens(config)
+    if not experts:
+        return 0.0
+    each = BYTES[config.precision.compute] * tokens * config.model.mlp_width / config.parallel.tensor
+    return each * (4 * rows_per_token(config) + 2 * experts.top_k * padded_rows(config))
 
 
 def _largest(config: Config) -> tuple[float, float]:
