@@ -293,6 +293,30 @@ def test_peaks_of_mixtures_in_a_scan_at_zero_1(layers, gpus, expert):
     assert ratio == pytest.approx(1, abs=0.05)
 
 
+IN_STAGES = [
+    "parallel.pipe=2",
+    "parallel.data=4",
+    "parallel.microbatches=4",
+    "model.num_layers=8",
+    "data.batch_size=16",
+]
+PREFETCH = ["parallel.zero=3", "parallel.prefetch=true"]
+BLOCKS = [
+    [*IN_STAGES, "parallel.zero=1", "memory.remat=block:2"],
+    [*IN_STAGES, *PREFETCH, "memory.remat=block:2"],
+    [*PREFETCH, "parallel.microbatches=2", "model.num_layers=12", "data.batch_size=16", "memory.remat=block:3"],
+]
+
+
+@needs_cuda_compiler
+@pytest.mark.long
+@pytest.mark.parametrize("keys", BLOCKS, ids=str)
+def test_peaks_of_blocks_in_loops_written_by_hand(keys):
+    config = on_gpus(load.load(str(ROOT / "configs/llama3_8b.yaml"), keys), 8, "h100")
+    ratio = compile_step(config, "h100")["peak_bytes"] / estimate(config, "h100").peak_bytes
+    assert ratio == pytest.approx(1, abs=0.05)
+
+
 ON_CPU = [name for name in CONFIGS if cluster(name)[1] == "cpu"]
 
 

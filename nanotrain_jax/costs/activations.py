@@ -6,7 +6,7 @@ Elements per token of a microbatch. Symbols as in costs/counts.py.
 from __future__ import annotations
 
 from nanotrain_jax.config.derived import fits_flash
-from nanotrain_jax.config.execution import execution
+from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import Remat
 from nanotrain_jax.costs.communication import ulysses_copies
@@ -190,4 +190,12 @@ def working_set(config: Config) -> float:
     if config.model.experts:  # rows of the experts of a token, their gradients, and both padded; of an exchange twice
         wide = rows_per_token(config) + config.model.experts.top_k * padded_rows(config)
         size += 2 * (1 + (p.expert > 1)) * b * tokens * config.model.d_model * wide
-    return size + tokens * (score_bytes(config) + (block - 1) * b * layer_activations(config, NO_REMAT))
+    kept = block_by_hand(config) or block - 1
+    return size + tokens * (score_bytes(config) + kept * b * layer_activations(config, NO_REMAT))
+
+
+def block_by_hand(config: Config) -> int:
+    """Return n of block:n in a pipeline's loop, whose backward has the activations of all n layers beside those of the
+    one that it differentiates; else 0."""
+    remat = config.memory.rematerialization
+    return remat.block if remat.policy == "block" and execution(config) is Execution.PIPELINE else 0

@@ -18,7 +18,7 @@ from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import execution, writes_layers_out
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import compression, gradient_memory, muon, offload, vision_memory
-from nanotrain_jax.costs.activations import activations, layer_activations, stage_buffers, working_set
+from nanotrain_jax.costs.activations import activations, block_by_hand, layer_activations, stage_buffers, working_set
 from nanotrain_jax.costs.counts import (
     BYTES,
     attention_parts,
@@ -36,7 +36,7 @@ from nanotrain_jax.costs.counts import (
     zero_devices,
     zero_devices_of,
 )
-from nanotrain_jax.costs.mixture import first_layers, padded_rows, rows_per_token
+from nanotrain_jax.costs.mixture import expert_buffers, first_layers, wide_rows
 from nanotrain_jax.costs.stored_parameters import (
     frozen_elements,
     local_parameters,
@@ -108,7 +108,7 @@ def moments(config: Config) -> dict[str, Parts]:
     layer       of one layer's backward: `working_set`; written out, also what the backward of a last LayerNorm keeps;
                 with prefetch, in the loss, what the last layer stores, before it is in the stack of all
     buffers     gathered and in flight: weights of the head or of a layer (with prefetch both) at stage 3, float32
-                gradients of a layer from stage 2 (`_expert_buffers`), with stages a layer's gradients in 16 bit and
+                gradients of a layer from stage 2 (`expert_buffers`), with stages a layer's gradients in 16 bit and
                 (without W) float32, three full activations under sequence parallelism, with gather attention keys and
                 values of all tokens and their float32 gradients, the largest stacked gradient as on the wire where it
                 is reduced once per step, or, of layers written out, before it is stacked
@@ -204,54 +204,29 @@ def _microbatch_tokens(config: Config) -> float:
 
 
 def _backward_buffers(config: Config, layer: float, tokens: float) -> float:
-    """Return the bytes gathered or in flight in the backward. layer: its elements; tokens: of a microbatch."""
+    """Return the bytes gathered or in flight in the backward. layer: its elements; tokens: of a microbatch.
+
+    With block:n in a loop written by hand, the weights that a block's backward stacks; with prefetch also its gathered
+    ones, and those of the next.
+    """
     p, b = config.parallel, BYTES[config.precision.compute]
-    size = _transposed_bytes(config)
-    if p.zero > 1 and zero_devices(config) > 1:
-        experts, of_experts = _expert_buffers(config)
+    block = block_by_hand(config)
+    fetches_block = p.prefetch and block > 0
+    size = _transposed_bytes(config) + (3 if fetches_block else 1) * b * block * layer  # weights of a block
+    if p.zero > 1 and zero_devices(config) > 1 and not fetches_block:
+        experts, of_experts = expert_buffers(config)
         size += (4 + b * (p.zero == 3)) * (layer - experts) + of_experts
     else:
-        size += _wide_rows(config)
+        size += wide_rows(config)
     if p.tensor > 1 and p.sequence_parallel:
         size += 3 * b * tokens * config.model.d_model
     if p.context > 1 and p.context_attention == "gather":  # keys and values of all tokens, and their gradients
         size += (b + 4) * 2 * p.context * tokens * local_kv_width(config)
     size += _mask_bytes(config, tokens)
-    if p.pipe > 1:  # a layer's gradients before accumulation; where B computes them, XLA keeps a float32 copy too
-        size += (b if outline(config).weights else b + 4) * layer
+    if p.pipe > 1 or fetches_block:  # gradients before accumulation; of those that B computes a float32 copy too
+        made = max(block, 1) if p.zero < 2 or fetches_block else 1  # layers
+        size += (b if outline(config).weights else b + 4) * made * layer
     return size
-
-
-def _expert_buffers(config: Config) -> tuple[float, float]:
-    """Return the elements of a layer's experts on a device, and the bytes that their backward holds beside the rest.
-
-    Their three matrices are far larger than the rest of a layer. At stage 3 one after another has a full gradient: at
-    most two in float32 and the third in 16 bit are there before the first shard of them is, and the weights, unless
-    full remat has just gathered them. At stage 2 all three are there in float32 and in 16 bit. With many tokens the
-    rows before these gradients are larger (`_wide_rows`).
-    """
-    p, b, experts = config.parallel, BYTES[config.precision.compute], config.model.experts
-    if not experts or p.zero < 2:
-        return 0.0, 0.0
-    found = [row for row in rows(config).values() if row.has_experts]
-    sizes = [(row, local_elements(row, config) / stage_layers(config)) for row in found]
-    elements = sum(n for _, n in sizes)
-    sharded = sum(n for row, n in sizes if is_sharded(row, config))
-    shards = sum(n / zero_devices_of(row, config) for row, n in sizes)
-    full = (8 + b) / 3 * elements if p.zero == 3 else (4 + b) * elements
-    if p.zero == 3 and config.memory.rematerialization.policy != "full":
-        full += b * sharded
-    return elements, max(full, _wide_rows(config)) - (4 * shards if p.zero == 3 else 0.0)
-
-
-def _wide_rows(config: Config) -> float:
-    """Return the bytes of rows as wide as an expert in its backward: h and the gradients of h, gate and up, and two of
-    them padded."""
-    experts, tokens = config.model.experts, _microbatch_tokens(config)
-    if not experts:
-        return 0.0
-    each = BYTES[config.precision.compute] * tokens * config.model.mlp_width / config.parallel.tensor
-    return each * (4 * rows_per_token(config) + 2 * experts.top_k * padded_rows(config))
 
 
 def _largest(config: Config) -> tuple[float, float]:

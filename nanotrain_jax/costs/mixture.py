@@ -2,7 +2,16 @@
 
 from nanotrain_jax.config.execution import execution, writes_layers_out
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs.counts import runs, tokens_per_device
+from nanotrain_jax.costs.counts import (
+    BYTES,
+    is_sharded,
+    local_elements,
+    rows,
+    runs,
+    stage_layers,
+    tokens_per_device,
+    zero_devices_of,
+)
 from nanotrain_jax.models.parameters import ENDS
 from nanotrain_jax.parallel.expert.exchange import places
 from nanotrain_jax.parallel.expert.grouped_matmul import rows_of_a_round
@@ -76,3 +85,35 @@ def router_queue_bytes(config: Config) -> int:
     """Return the bytes of what layers pass on of their routers, beside x (models/balance.py); 0 without experts."""
     m = config.model
     return 4 * m.main_layers * (2 * m.experts.num + 3) if m.experts else 0
+
+
+def expert_buffers(config: Config) -> tuple[float, float]:
+    """Return the elements of a layer's experts on a device, and the bytes that their backward holds beside the rest.
+
+    Their three matrices are far larger than the rest of a layer. At stage 3 one after another has a full gradient: at
+    most two in float32 and the third in 16 bit are there before the first shard of them is, and the weights, unless
+    full remat has just gathered them. At stage 2 all three are there in float32 and in 16 bit. With many tokens the
+    rows before these gradients are larger (`wide_rows`).
+    """
+    p, b, experts = config.parallel, BYTES[config.precision.compute], config.model.experts
+    if not experts or p.zero < 2:
+        return 0.0, 0.0
+    found = [row for row in rows(config).values() if row.has_experts]
+    sizes = [(row, local_elements(row, config) / stage_layers(config)) for row in found]
+    elements = sum(n for _, n in sizes)
+    sharded = sum(n for row, n in sizes if is_sharded(row, config))
+    shards = sum(n / zero_devices_of(row, config) for row, n in sizes)
+    full = (8 + b) / 3 * elements if p.zero == 3 else (4 + b) * elements
+    if p.zero == 3 and config.memory.rematerialization.policy != "full":
+        full += b * sharded
+    return elements, max(full, wide_rows(config)) - (4 * shards if p.zero == 3 else 0.0)
+
+
+def wide_rows(config: Config) -> float:
+    """Return the bytes of rows as wide as an expert in its backward: h and the gradients of h, gate and up, and two of
+    them padded."""
+    experts, tokens = config.model.experts, tokens_per_device(config) / config.parallel.microbatches
+    if not experts:
+        return 0.0
+    each = BYTES[config.precision.compute] * tokens * config.model.mlp_width / config.parallel.tensor
+    return each * (4 * rows_per_token(config) + 2 * experts.top_k * padded_rows(config))

@@ -1,4 +1,4 @@
-"""Slow devices (runtime.time_devices_every): a matmul on each device alone, without communication, now and then.
+"""Slow devices (runtime.time_devices_every): a matmul on each device alone, without communication, every so many steps.
 
 In a step all devices wait for the slowest, so the time of a step names none (Megatron-LM's straggler detector and
 NVIDIA's resiliency extension time parts of a step that have no collectives, for the same reason).
