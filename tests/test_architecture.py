@@ -15,7 +15,7 @@ PACKAGE = ROOT / "nanotrain_jax"
 LAYERS = {
     "base": {
         "config", "parallel.mesh", "parallel.sharding", "parallel.transposed", "parallel.collectives",
-        "parallel.xla_options", "models.ops", "models.parameters", "costs.hardware", "run.shell",
+        "parallel.xla_options", "kernels", "models.ops", "models.parameters", "costs.hardware", "run.shell",
     },
     "techniques": {"config.resolve", "config.layout_checks", "parallel", "audit", "data", "checkpoint", "distributed"},
     "models": {"models"},

@@ -124,6 +124,9 @@ class Model(Section):
     attention: Literal["auto", "xla", "cudnn"] = key(
         "auto", "attention kernel; auto: cuDNN flash attention for 16-bit dtypes on a GPU, else xla"
     )
+    norm_kernel: Literal["xla", "pallas"] = key(
+        "xla", "backward of norms before attention and MLP; pallas: one kernel of ours on GPUs, which reads x once"
+    )
     unroll: bool | Literal["auto"] = key(
         "auto",
         "write the loop over layers out: less memory traffic, longer to compile; auto: on GPUs, up to 48 layers, of "

@@ -15,7 +15,7 @@ from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import decoder_table, lora
 from nanotrain_jax.models.experts import Experts
 from nanotrain_jax.models.modules import Split, fill
-from nanotrain_jax.models.ops import Rope, activated, add, complete, gated, normalize, rotate
+from nanotrain_jax.models.ops import Rope, activated, add, complete, gated, normalize, normalize_beside, rotate
 from nanotrain_jax.models.parameters import under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import position
@@ -39,13 +39,24 @@ class Norm(nnx.Module):
     """x[B T D] -> x[B T D], normalized over D in float32: RMSNorm (arXiv 1910.07467), LayerNorm (arXiv 1607.06450)."""
 
     def __init__(self, config: Model, path: str):
-        self.eps, self.features = config.norm_eps, config.features
+        self.eps, self.features, self.kernel = config.norm_eps, config.features, config.norm_kernel
         fill(self, under(decoder_table.table(config), path))
 
     @jax.named_scope("norm")
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return normalize(x_BTD, *self.weights(), self.eps)
+
+    @jax.named_scope("norm")
+    def beside(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x[B T D] -> x, for the residual stream, and x normalized."""
+        if self.kernel == "xla":
+            return x_BTD, self(x_BTD)
+        return normalize_beside(x_BTD, *self.weights(), self.eps)
+
+    def weights(self) -> tuple[jax.Array, jax.Array | None]:
+        """Return gain[D], bias[D] or None."""
         bias_D = self.bias_D[...] if self.features.centered_norms else None
-        return normalize(x_BTD, _gain(self.gain_D[...], self.features), bias_D, self.eps)
+        return _gain(self.gain_D[...], self.features), bias_D
 
 
 class Attention(nnx.Module):
@@ -203,7 +214,8 @@ class Layer(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        return self.after_attention(x_BTD, self.attention(self.norm_attention(x_BTD), sequences, starts_BT))
+        x_BTD, normalized_BTD = self.norm_attention.beside(x_BTD)
+        return self.after_attention(x_BTD, self.attention(normalized_BTD, sequences, starts_BT))
 
     def after_attention(self, x_BTD: jax.Array, y_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """x[B T D], what attention returns y[B T D] -> x[B T D], the output of the layer; what `balance.row` returns of
@@ -212,7 +224,8 @@ class Layer(nnx.Module):
             x_BTD = x_BTD + self.norm_attention_out(y_BTD)
         else:  # the sum: without it, the backward would add again, in each kernel of the next norm
             x_BTD = remat.name(x_BTD + y_BTD, "attention_out")
-        y_BTD, of_router = self.mlp(self.norm_mlp(x_BTD))
+        x_BTD, normalized_BTD = self.norm_mlp.beside(x_BTD)
+        y_BTD, of_router = self.mlp(normalized_BTD)
         return x_BTD + (self.norm_mlp_out(y_BTD) if self.norms_after else y_BTD), of_router
 
 

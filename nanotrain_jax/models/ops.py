@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.config.model import RopeScaling
+from nanotrain_jax.kernels import norms
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 
 # Cheap functions save only their inputs for the backward, as fused kernels do. Otherwise each intermediate of a norm or
@@ -83,6 +84,41 @@ _layer_norm.defvjp(
     lambda x_BTD, gain_D, bias_D, eps: (_layer_norm(x_BTD, gain_D, bias_D, eps), (x_BTD, gain_D, bias_D)),
     _layer_norm_backward,
 )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _beside(x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array | None, eps: float) -> tuple[jax.Array, jax.Array]:
+    return x_BTD, normalize(x_BTD, gain_D, bias_D, eps)
+
+
+def normalize_beside(
+    x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array | None, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """x[B T D] -> x, normalize(x). On GPUs one kernel makes the gradient of x of those of both (`kernels/norms.py`)."""
+    return _beside(x_BTD, *as_varying((gain_D, bias_D), sorted(varying_axes(x_BTD))), eps)
+
+
+def _beside_backward(eps: float, saved: tuple, grads: tuple[jax.Array, jax.Array]) -> tuple:
+    x_BTD, gain_D, bias_D = saved
+
+    def by_xla(x_BTD: jax.Array, gain_D: jax.Array, residual_BTD: jax.Array, g_BTD: jax.Array) -> tuple:
+        if bias_D is None:
+            of_x, of_gain, of_bias = *_rms_norm_backward(eps, (x_BTD, gain_D), g_BTD), None
+        else:
+            of_x, of_gain, of_bias = _layer_norm_backward(eps, (x_BTD, gain_D, bias_D), g_BTD)
+        return residual_BTD + of_x, of_gain, of_bias
+
+    def by_kernel(x_BTD: jax.Array, gain_D: jax.Array, residual_BTD: jax.Array, g_BTD: jax.Array) -> tuple:
+        x, residual, g = (y_BTD.reshape(-1, len(gain_D)) for y_BTD in (x_BTD, residual_BTD, g_BTD))
+        of_x, of_gain, of_bias = norms.backward(x, gain_D, g, residual, norms.Norm(eps, centered=bias_D is not None))
+        of_bias = None if bias_D is None else of_bias.astype(bias_D.dtype)
+        return of_x.reshape(x_BTD.shape), of_gain.astype(gain_D.dtype), of_bias
+
+    on_gpus = by_kernel if x_BTD.size <= norms.MAX_SIZE else by_xla
+    return lax.platform_dependent(x_BTD, gain_D, *grads, cuda=on_gpus, default=by_xla)
+
+
+_beside.defvjp(lambda x, gain, bias, eps: (_beside(x, gain, bias, eps), (x, gain, bias)), _beside_backward)
 
 
 ACTIVATIONS = {

@@ -102,6 +102,10 @@ def hbm(folder):
     """What a layer and the parts of a step read and write in device memory, compiled: tests/audit/test_traffic.py."""
     rows, names = [], {"gpt2_124m": "GPT-2 124M, 2 microbatches of 32, remat none"}
     names["llama3_8b"] = "Llama-3-8B, 1 microbatch of 2, remat full"
+    names |= {
+        f"{key} with norms by our kernel": f"the same {name.split(',')[0]}, `norm_kernel=pallas`"
+        for key, name in names.items()
+    }
     for name, versions in golden("hbm").items():
         for version, row in versions.items():
             parts = [beside_the_least(row, key) for key in row if key.endswith("minimum_bytes")]

@@ -110,6 +110,8 @@ SHARDED = ("parallel.data=2", "parallel.zero=3", "parallel.persist_below=0")
 PIPE = ("parallel.pipe=2", "parallel.microbatches=4")
 STAGES = {
     PLAIN: choice(beside=""),
+    "norms by our kernel": choice("model.norm_kernel=pallas"),
+    "norms by our kernel, parity": check(*BFLOAT16, "model.norm_kernel=pallas"),
     "layers in a loop": choice("model.unroll=false"),
     "logits in float32": choice("precision.logits=float32"),
     "float32": check(),

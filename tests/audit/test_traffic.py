@@ -21,7 +21,9 @@ from nanotrain_jax.planner.estimate import on_gpus
 
 JAX = "{}.{}".format(*jax.__version_info__)
 GOLDEN = ROOT / "tests" / "golden" / "hbm.json"
+KERNEL = " with norms by our kernel"
 CASES = {"gpt2_124m": ["parallel.zero=1"], "llama3_8b": ["parallel.zero=3"]}
+CASES |= {name + KERNEL: [*overrides, "model.norm_kernel=pallas"] for name, overrides in CASES.items()}
 SIZES = "bytes", "minimum_bytes"
 ROWS, SIZE = 4096, 1024
 ARRAY = 4 * ROWS * SIZE  # bytes
@@ -101,9 +103,10 @@ def test_the_least_bytes_of_loss_and_update():
 
 
 def compiled(name):
-    overrides = [*LAYOUTS.get(name, []), *CASES[name]]
+    model = name.removesuffix(KERNEL)
+    overrides = [*LAYOUTS.get(model, []), *CASES[name]]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # the defaults of users
-        config = on_gpus(request.load(str(ROOT / "configs" / f"{name}.yaml"), overrides), 8, "h100")
+        config = on_gpus(request.load(str(ROOT / "configs" / f"{model}.yaml"), overrides), 8, "h100")
         found = compile_step(config, "h100")["hbm"]
     assert sum(part["bytes"] for part in found["parts"]) == found["bytes"]
     assert all(part["bytes"] >= part.get("minimum_bytes", 0) for part in found["parts"])
@@ -113,13 +116,22 @@ def compiled(name):
 
 
 @needs_cuda_compiler
-@pytest.mark.parametrize("name", cover(["gpt2_124m"], ["llama3_8b"], str))
+@pytest.mark.parametrize("name", cover(["gpt2_124m"], [name for name in CASES if name != "gpt2_124m"], str))
 def test_a_layer_of_the_real_step_reads_and_writes_what_it_did(name):
     found, golden = compiled(name), json.loads(GOLDEN.read_text())[name]
     assert found["layer_bytes"] >= found["layer_minimum_bytes"]
     if JAX in golden:
         for key, value in golden[JAX].items():
             assert found[key] == pytest.approx(value, rel=0.01), key
+
+
+@pytest.mark.parametrize("version", ["0.10", "0.12"])
+@pytest.mark.parametrize("name", ["gpt2_124m", "llama3_8b"])
+def test_norms_by_our_kernel_read_less_in_fewer_kernels(name, version):
+    golden = json.loads(GOLDEN.read_text())
+    by_xla, by_kernel = golden[name][version], golden[name + KERNEL][version]
+    assert by_kernel["layers_bytes"] < 0.97 * by_xla["layers_bytes"]
+    assert by_kernel["step_kernels"] < 0.95 * by_xla["step_kernels"]
 
 
 if __name__ == "__main__":
