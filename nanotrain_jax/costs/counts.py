@@ -27,7 +27,7 @@ from nanotrain_jax.config.execution import Execution, execution, writes_layers_o
 from nanotrain_jax.config.schema import EIGHT_BITS, Config, Model
 from nanotrain_jax.models import decoder_table, vision_table
 from nanotrain_jax.models.decoder_table import frozen_table, table
-from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, Parameter, Table
+from nanotrain_jax.models.parameters import DENSE, ENCODER, ENDS, LAYERS, Parameter, Table
 from nanotrain_jax.parallel.context.packed_attention import num_parts
 from nanotrain_jax.parallel.gradients import quantization
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
@@ -136,20 +136,33 @@ def stage_layers(config: Config) -> int:
 def layers_of_chunks(config: Config) -> np.ndarray:
     """Return the number of layers of each chunk of each stage, [C P]."""
     p = config.parallel
-    return schedule.layers_of_chunks(p.pipe, p.chunks, config.model.main_layers, loss_load(config))
+    return schedule.layers_of_chunks(p.pipe, p.chunks, config.model.main_layers, *loads_of_ends(config))
 
 
-def loss_load(config: Config) -> float:
-    """Return the time of the loss in layers, on the last stage, which then has fewer where layers are uneven.
+def loads_of_ends(config: Config) -> tuple[float, float]:
+    """Return the times in layers of the loss, on the last stage, and of the first, dense layers of a mixture, on the
+    first: these stages then have fewer layers, where they are uneven. By parameters that multiply a token.
 
-    0 where it is split over all stages, and for models without a parameter table.
+    Dense layers may run one forward more (`runs_first_again`): 4 passes for the 3 of a layer, or 5 for 4 if its
+    backward recomputes it. 0 where ends are split over all stages, and for models without a parameter table.
     """
     m = config.model
     if config.parallel.vocab_over_pipe or not config.is_decoder:
-        return 0.0
+        return 0.0, 0.0
     matmuls = [row for row in table(m).values() if row.is_matmul]
-    layer = sum(row.size * row.share for row in matmuls if row.part == LAYERS)
-    return sum(row.size for row in matmuls if row.part == ENDS) / layer
+
+    def used(part: str) -> float:
+        return sum(row.size * row.share for row in matmuls if row.part == part)
+
+    passes = 3 + config.memory.rematerialization.recomputes_layers
+    first = m.dense_layers * used(DENSE) * (passes + runs_first_again(config)) / passes
+    return used(ENDS) / used(LAYERS), first / used(LAYERS)
+
+
+def runs_first_again(config: Config) -> bool:
+    """True if a backward written by hand, which starts from the input of the first, dense layers of a mixture, runs
+    their forward once more: of a single layer that remat recomputes anyway nothing uses it."""
+    return config.model.dense_layers > 1 or not config.memory.rematerialization.recomputes_layers
 
 
 def is_sharded(parameter: Parameter, config: Config) -> bool:

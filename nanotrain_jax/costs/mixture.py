@@ -8,6 +8,7 @@ from nanotrain_jax.costs.counts import (
     local_elements,
     rows,
     runs,
+    runs_first_again,
     stage_layers,
     tokens_per_device,
     zero_devices_of,
@@ -28,15 +29,9 @@ def first_layers(config: Config) -> Config | None:
 
 
 def first_runs(config: Config) -> tuple[float, float]:
-    """Return how often a device runs a layer of `first_layers` in a step, and how often its forward once more.
-
-    Where the backward is written by hand it starts from their input; of a single layer that remat recomputes anyway
-    nothing uses that forward.
-    """
-    count = config.model.dense_layers
-    layers = count * runs(config, ENDS)
-    is_used = count > 1 or not config.memory.rematerialization.recomputes_layers
-    return layers, layers * (execution(config).is_by_hand and is_used)
+    """Return how often a device runs a layer of `first_layers` in a step, and how often its forward once more."""
+    layers = config.model.dense_layers * runs(config, ENDS)
+    return layers, layers * (execution(config).is_by_hand and runs_first_again(config))
 
 
 def looks_up_again(config: Config) -> bool:

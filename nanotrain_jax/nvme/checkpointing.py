@@ -34,7 +34,7 @@ def store(config: Config, step: Step) -> Store:
             "are smaller and stay on the device; use a smaller parallel.persist_below"
         )
     plain = config.to_dict()
-    layout = {key: plain[key] for key in ("parallel", "precision")}
+    layout = {key: plain[key] for key in ("parallel", "precision")} | {"layers": layers_of_rows(config).tolist()}
     return Store(config.memory.nvme_dir, shapes, compatibility.of_weights(config), layout)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from nanotrain_jax.config.execution import execution
+from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import activations as costs
 from nanotrain_jax.costs import (
     compression,
@@ -267,6 +268,7 @@ def bubble(e: Estimate) -> Section:
         ideal = (P - 1) / (C * M)
         numbers = f"({P} - 1) / ({C} x {M})"
         lines.append(Line("bubble / ideal time", "(P - 1) / (C M)", numbers, ideal, "(published)"))
+    lines += [_busiest(e.config)] if any(counts.loads_of_ends(e.config)) else []
     idle = e.seconds.get("bubble", 0.0)
     busy = idle / e.bubble_fraction - idle if e.bubble_fraction else 0.0
     if idle:
@@ -274,6 +276,17 @@ def bubble(e: Estimate) -> Section:
         what = "bubble / schedule time (modelled, with the head and the latency of ticks)"
         lines.append(Line(what, "idle / (busy + idle)", numbers, e.bubble_fraction, ""))
     return Section("Pipeline bubble", "Narayanan et al. 2021 (arXiv 2104.04473, section 2.2)", lines)
+
+
+def _busiest(config: Config) -> Line:
+    """Return the work of the chunk of layers that has most, for which all stages wait in a tick."""
+    layers, (loss, first) = counts.layers_of_chunks(config).ravel(), counts.loads_of_ends(config)
+    ends = [0.0] * len(layers)
+    ends[0], ends[-1] = first, loss
+    busiest = (layers + ends).argmax()
+    numbers = f"{layers[busiest]} + {ends[busiest]!r}"
+    what, formula = "the busiest chunk", "its layers + the dense layers of a mixture before them, or the loss"
+    return Line(what, formula, numbers, layers[busiest] + ends[busiest], "layers")
 
 
 def speed(e: Estimate) -> Section:

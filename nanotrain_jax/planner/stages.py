@@ -56,11 +56,13 @@ def tick_flops(text: str, config: Config) -> np.ndarray:
     average = layers.sum() / p.pipe / layers.max()  # of a stage, over the largest chunk
     F, B, W = (average * of_part[part] for part in ("forward", "backward", "weight"))
     loss = of_part["last"] * (p.pipe if p.vocab_over_pipe else 1)
-    return schedule_text.stage_times(schedule, F, B, W, layers, loss).astype(float)
+    ends = schedule_text.Ends(of_part["first_forward"], of_part["first_backward"], loss)
+    return schedule_text.stage_times(schedule, F, B, W, layers, ends).astype(float)
 
 
 def part_flops(text: str, config: Config) -> dict[str, float]:
-    """Return the matmul FLOPs of one execution of each part of a tick: F, B without the loss, W, the loss."""
+    """Return the matmul FLOPs of one execution of each part of a tick: F, B and W of layers, what the first stage runs
+    before them in its F and after them in its B (dense layers of a mixture), the loss."""
     schedule = counts.outline(config)
     nothing = dict.fromkeys(communication.conditional_rates(config), 0) | {"accumulate": 1, "layer": 1}
 
@@ -68,11 +70,12 @@ def part_flops(text: str, config: Config) -> dict[str, float]:
         return hlo.matmul_flops(text, nothing | dict.fromkeys(parts, 1)) / schedule.ticks
 
     outside = in_every_tick()  # of ticks; encoders that `first` runs, say
-    backward = in_every_tick("backward")
-    with_loss = in_every_tick("backward", "last")
+    forward, backward = in_every_tick("forward"), in_every_tick("backward")
     return {
-        "forward": in_every_tick("forward") - outside,
+        "forward": forward - outside,
         "backward": backward - outside,
         "weight": (in_every_tick("weight") - outside) / max(1, schedule.weights),
-        "last": with_loss - backward,
+        "first_forward": in_every_tick("forward", "first") - forward,
+        "first_backward": in_every_tick("backward", "first") - backward,
+        "last": in_every_tick("backward", "last") - backward,
     }

@@ -308,7 +308,7 @@ def host_memory(config: Config, is_large: Tree) -> HostMemory:
 def layers_of_rows(config: Config) -> np.ndarray:
     """Return the layer of each row of the stacked weights: the chunks of a stage are adjacent."""
     p = config.parallel
-    return row_order(p.pipe, p.chunks, config.model.main_layers, counts.loss_load(config))
+    return row_order(p.pipe, p.chunks, config.model.main_layers, *counts.loads_of_ends(config))
 
 
 def with_rows(shapes: Tree, rows: int) -> Tree:

@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT, needs_cuda_compiler
 
 from nanotrain_jax.config import load
-from nanotrain_jax.costs import counts, flops
+from nanotrain_jax.costs import counts, flops, mixture
 from nanotrain_jax.planner.compiled import compile_step
 from nanotrain_jax.planner.estimate import on_gpus
 
@@ -75,6 +75,30 @@ def test_with_layers_that_stages_do_not_divide_a_stage_computes_its_own():
     *others, last = compiled("model.num_layers=30", ON_LAST_STAGE)[1]["stages"]["flops"]
     assert [round(8 * x / others[0], 3) for x in others] == [8, 8, 8]
     assert last < others[0]  # 6 layers and the loss
+
+
+MOE = ["model.num_layers=29", "model.experts.first_dense=3", "parallel.pipe=4", "parallel.data=2", "parallel.expert=2"]
+MOE += ["parallel.vocab_over_pipe=false", "parallel.microbatches=32", "data.batch_size=64"]
+
+
+@pytest.mark.long
+@needs_cuda_compiler
+def test_a_first_stage_with_dense_layers_has_fewer_of_a_mixture(monkeypatch):
+    config = on_gpus(load.load(str(ROOT / "configs" / "moe_16b.yaml"), MOE), 8, "h100")
+    found = compile_step(config, "h100")["stages"]
+    assert counts.layers_of_chunks(config).tolist() == [[5, 7, 7, 7]]
+    first, second, third, last = found["flops"]
+    of_layer, dense = second / 7, first - 5 * second / 7
+    assert third == second and last > second
+    of_dense = flops.local_flops(mixture.first_layers(config))
+    passes = 4 * (of_dense["layers"] + of_dense["attention"]) * counts.tokens_per_device(config)
+    assert dense == pytest.approx(passes, rel=1e-3)
+    assert dense == pytest.approx(counts.loads_of_ends(config)[1] * of_layer, rel=0.15)  # experts multiply padding
+    assert found["lockstep_flops"] == pytest.approx(max(first, last) * (32 + 3) / 32, rel=0.05)
+    loss, _ = counts.loads_of_ends(config)
+    monkeypatch.setattr(counts, "loads_of_ends", lambda config: (loss, 0.0))
+    assert counts.layers_of_chunks(config).tolist() == [[7, 7, 7, 5]]
+    assert compile_step(config, "h100")["stages"]["lockstep_flops"] > 1.08 * found["lockstep_flops"]
 
 
 @pytest.mark.long

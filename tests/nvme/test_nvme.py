@@ -16,6 +16,7 @@ from conftest import ROOT, STATE, cover, needs_cuda_compiler, on_devices, random
 
 from nanotrain_jax import train
 from nanotrain_jax.config import load
+from nanotrain_jax.costs import counts
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as nvme
 from nanotrain_jax.planner.compiled import compile_step, ratios
@@ -162,6 +163,19 @@ def test_files_of_another_layer_order_are_not_reused(tmp_path):
         digest = files.seal()
     chunks = stages | {"schedule": "interleaved", "chunks": 2}
     other, *_ = files_and_step(tree(chunks, tmp_path / "disk", model=four))
+    assert other.files == files.files
+    assert not other.matches(digest)
+
+
+def test_files_of_another_number_of_layers_on_each_stage_are_not_reused(tmp_path, monkeypatch):
+    asked = tree({"pipe": 2, "microbatches": 2}, tmp_path / "disk", model={"num_layers": 5})
+    files, step, config = files_and_step(asked)
+    with nvme.opened(files):
+        checkpointing.restore(files, step, config, None, None)
+        digest = files.seal()
+    assert files_and_step(asked)[0].matches(digest)
+    monkeypatch.setattr(counts, "loads_of_ends", lambda config: (0.0, 9.0))
+    other, *_ = files_and_step(asked)
     assert other.files == files.files
     assert not other.matches(digest)
 

@@ -11,6 +11,7 @@ SHARED = {"experts": {"num": 8, "top_k": 3, "d_ff": 64, "shared": 1, "router": "
 SHARED["experts"] |= {"balance_weight": oracle.BALANCE, "z_loss": oracle.Z}
 
 DENSE = {"num_layers": 4, "d_ff": 96, "experts": SHARED["experts"] | {"first_dense": 2}}
+MANY_DENSE = {"num_layers": 9, "d_ff": 96, "experts": SHARED["experts"] | {"first_dense": 4}}
 
 CASES = [
     case("data 2 tensor 2 pipe 2", model=DENSE, zero=3, microbatches=2, persist_below=64),
@@ -34,6 +35,8 @@ CASES = [
     case("pipe 2 data 2", model=DENSE, schedule="zero_bubble", microbatches=4, zero=2),
     case("pipe 2 data 2", model=DENSE, schedule="1f1b", microbatches=4, grad_reduce="per_layer"),
     case("pipe 2", model=DENSE, idle="mask", microbatches=2),
+    case("pipe 4", model=MANY_DENSE, microbatches=4),  # the first stage has no layer of the mixture
+    case("pipe 2 data 2", model=MANY_DENSE, schedule="zero_bubble", microbatches=4, zero=3),
 ]
 
 

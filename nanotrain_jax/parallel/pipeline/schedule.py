@@ -201,13 +201,13 @@ def layer_order(schedule: Schedule, layers: int) -> np.ndarray:
     return row_order(schedule.stages, schedule.chunks, layers)
 
 
-def row_order(stages: int, chunks: int, layers: int, loss: float = 0.0) -> np.ndarray:
+def row_order(stages: int, chunks: int, layers: int, loss: float = 0.0, first: float = 0.0) -> np.ndarray:
     """-> order[rows]: the layer of each row of the stacked weights, for any schedule with these stages and chunks.
 
     Every chunk has as many rows. Where it has fewer layers (`layers_of_chunks`), its last rows are padding: order has
     layers, layers + 1, ... for them.
     """
-    counts = layers_of_chunks(stages, chunks, layers, loss)
+    counts = layers_of_chunks(stages, chunks, layers, loss, first)
     end = counts.cumsum().reshape(chunks, stages, 1)
     row = np.arange(counts.max())
     order = end - counts[..., None] + row
@@ -216,16 +216,19 @@ def row_order(stages: int, chunks: int, layers: int, loss: float = 0.0) -> np.nd
     return order.swapaxes(0, 1).ravel()
 
 
-def layers_of_chunks(stages: int, chunks: int, layers: int, loss: float = 0.0) -> np.ndarray:
+def layers_of_chunks(stages: int, chunks: int, layers: int, loss: float = 0.0, first: float = 0.0) -> np.ndarray:
     """Return the number of layers of each chunk of each stage, [C P]; stages and chunks need not divide layers.
 
     All chunks have the same number n, except that the busiest chunk loses a layer until the sum is right; of equally
-    busy ones the last. No chunk has more than without padding. loss: time of the loss on the last stage, in layers.
+    busy ones the last. No chunk has more than without padding. loss, first: times of the loss on the last stage, and of
+    what the first runs before its layers, in layers.
     """
     counts = np.full(stages * chunks, -(-layers // (stages * chunks)))
-    load = counts + np.where(np.arange(counts.size) == counts.size - 1, loss, 0.0)
+    load = counts.astype(float)
+    load[0] += first
+    load[-1] += loss
     for _ in range(counts.sum() - layers):
-        busiest = counts.size - 1 - load[::-1].argmax()
+        busiest = counts.size - 1 - np.where(counts > 0, load, 0.0)[::-1].argmax()
         counts[busiest] -= 1
         load[busiest] -= 1
     return counts.reshape(chunks, stages)

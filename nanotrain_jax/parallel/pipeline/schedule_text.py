@@ -22,6 +22,18 @@ from nanotrain_jax.parallel.pipeline.slots import end_units, slots, ticks_of
 Time = int | float | Fraction
 
 
+class Ends(NamedTuple):
+    """Times of both ends of a model, of one microbatch: on the first stage in its first F and its last B, and the loss,
+    in the B of the last stage."""
+
+    first_forward: Time = 0
+    first_backward: Time = 0
+    loss: Time = 0
+
+
+NO_ENDS = Ends()
+
+
 class Stats(NamedTuple):
     """The costs of a schedule."""
 
@@ -163,15 +175,15 @@ def _rows(what: str, shapes: Sequence[tuple]) -> int:
 
 
 def stats(
-    schedule: Schedule, F: Time = 1, dX: Time = 1, W: Time = 1, layers: np.ndarray | None = None, loss: Time = 0
+    schedule: Schedule, F: Time = 1, dX: Time = 1, W: Time = 1, layers: np.ndarray | None = None, ends: Ends = NO_ENDS
 ) -> Stats:
-    """Compute the costs of a schedule. Times, layers and loss: as of `stage_times`; exact in integers and Fractions.
+    """Compute the costs of a schedule. Times, layers and ends: as of `stage_times`; exact in integers and Fractions.
 
     Raises ValueError if the schedule has no backward.
     """
     if not (schedule.backward != IDLE).any():
         raise ValueError("a schedule without a backward has no bubble; pass a training schedule")
-    times = stage_times(schedule, F, dX, W, layers, loss)
+    times = stage_times(schedule, F, dX, W, layers, ends)
     length = times.max(1)
     counts = _counts(schedule)
     bubbles = []
@@ -197,13 +209,13 @@ def stats(
 
 
 def stage_times(
-    schedule: Schedule, F: Time, dX: Time, W: Time, layers: np.ndarray | None = None, loss: Time = 0
+    schedule: Schedule, F: Time, dX: Time, W: Time, layers: np.ndarray | None = None, ends: Ends = NO_ENDS
 ) -> np.ndarray:
     """Return the time of each stage's work in each tick, [ticks P], as Python numbers.
 
     F, dX, W: of the average stage, for one microbatch through all of its chunks. layers[C P]: the number of layers of
-    each chunk of each stage; None: equal. loss: of a microbatch, in the B of the last stage; with split ends each stage
-    computes 1/P of it, in a tick of its own.
+    each chunk of each stage; None: equal. ends: with split ends each stage computes 1/P of the loss, in a tick of its
+    own, and nothing before the layers.
     """
     C, M, P = schedule.chunks, schedule.microbatches, schedule.stages
     shares, stage = _chunk_shares(schedule, layers), np.arange(P)
@@ -216,9 +228,11 @@ def stage_times(
     for k in range(schedule.weight.shape[-1]):
         times = times + of_units(schedule.weight[..., k], W)
     if schedule.split_ends:
-        return times + np.where(end_units(schedule).loss == IDLE, 0, Fraction(1, P) * loss)[:, None]
+        return times + np.where(end_units(schedule).loss == IDLE, 0, Fraction(1, P) * ends.loss)[:, None]
+    begins, finishes = ((table != IDLE) & (table < M) & (stage == 0) for table in (schedule.forward, schedule.backward))
     has_loss = (schedule.backward >= (C - 1) * M) & (stage == P - 1)
-    return times + np.where(has_loss, loss, 0)
+    of_ends = (begins, ends.first_forward), (finishes, ends.first_backward), (has_loss, ends.loss)
+    return times + sum(np.where(is_there, time, 0) for is_there, time in of_ends)
 
 
 def _chunk_shares(schedule: Schedule, layers: np.ndarray | None) -> np.ndarray:

@@ -24,6 +24,7 @@ from nanotrain_jax.parallel.pipeline.slots import end_units
 from nanotrain_jax.parallel.tensor import vocabulary
 
 LOSS = Fraction(4, 5)
+ONLY_LOSS = schedule_text.Ends(loss=LOSS)
 
 
 def sizes(name):
@@ -50,8 +51,8 @@ def test_all_stages_have_the_units_of_the_ends_in_the_same_ticks_and_the_tables_
 def test_split_ends_take_the_time_of_the_layers_and_of_one_share_of_the_loss(name, costs):
     for stages, M, C in sizes(name):
         plain = schedule_text.stats(made(name, stages, M, C), *costs)
-        split = schedule_text.stats(made(name, stages, M, C, split_ends=True), *costs, loss=LOSS)
-        last = schedule_text.stats(made(name, stages, M, C), *costs, loss=LOSS)
+        split = schedule_text.stats(made(name, stages, M, C, split_ends=True), *costs, ends=ONLY_LOSS)
+        last = schedule_text.stats(made(name, stages, M, C), *costs, ends=ONLY_LOSS)
         late = costs[2] if name == "zero_bubble" and 3 * stages - 2 > M else 0  # at most: a W that finds no idle tick
         assert 0 <= split.time - plain.time - M * LOSS / stages <= late
         assert split.time < last.time + late
@@ -65,20 +66,25 @@ def test_a_loss_in_the_same_tick_as_its_forward_is_no_schedule_for_split_ends():
 
 
 @pytest.mark.parametrize(
-    ("stages", "chunks", "layers", "loss", "counts"),
+    ("stages", "chunks", "layers", "ends", "counts"),
     [
-        (4, 1, 32, 1.7, [[8, 8, 8, 8]]),  # even layers stay even
-        (4, 1, 31, 1.7, [[8, 8, 8, 7]]),
-        (4, 1, 30, 1.7, [[8, 8, 8, 6]]),
-        (4, 1, 30, 0.0, [[8, 8, 7, 7]]),
-        (4, 1, 30, 0.5, [[8, 8, 7, 7]]),
-        (3, 1, 10, 0.0, [[4, 3, 3]]),
-        (2, 2, 7, 0.0, [[2, 2], [2, 1]]),
-        (4, 1, 5, 0.0, [[2, 1, 1, 1]]),
+        (4, 1, 32, (1.7,), [[8, 8, 8, 8]]),  # even layers stay even
+        (4, 1, 31, (1.7,), [[8, 8, 8, 7]]),
+        (4, 1, 30, (1.7,), [[8, 8, 8, 6]]),
+        (4, 1, 30, (), [[8, 8, 7, 7]]),
+        (4, 1, 30, (0.5,), [[8, 8, 7, 7]]),
+        (4, 1, 5, (5.0,), [[2, 2, 1, 0]]),  # no chunk has less than none
+        (3, 1, 10, (), [[4, 3, 3]]),
+        (2, 2, 7, (), [[2, 2], [2, 1]]),
+        (4, 1, 5, (), [[2, 1, 1, 1]]),
+        (4, 1, 58, (1.4, 3.7), [[13, 15, 15, 15]]),
+        (4, 1, 57, (2.4, 1.9), [[14, 15, 15, 13]]),
+        (2, 2, 13, (0.0, 9.0), [[1, 4], [4, 4]]),
     ],
 )
-def test_the_busiest_chunk_loses_layers_first(stages, chunks, layers, loss, counts):
-    assert layers_of_chunks(stages, chunks, layers, loss).tolist() == counts
+def test_the_busiest_chunk_loses_layers_first(stages, chunks, layers, ends, counts):
+    """ends: times of the loss, and of what the first stage runs before its layers."""
+    assert layers_of_chunks(stages, chunks, layers, *ends).tolist() == counts
 
 
 def test_rows_of_every_chunk_are_its_layers_in_order_and_padding_comes_last():
@@ -95,6 +101,16 @@ def test_a_tick_lasts_as_long_as_the_stage_with_most_layers():
     stats = schedule_text.stats(table, *EQUAL, layers=[[2, 1]])  # F and B of 1.5 layers take 1 and 2
     assert stats.time == Fraction(4, 3) + 2 + 4 + Fraction(8, 3) + Fraction(8, 3)  # F, FB of stage 1, FB, B, B
     assert stats.bubble_fraction == pytest.approx(1 - 9 / float(stats.time))
+
+
+def test_what_the_first_stage_runs_before_its_layers_is_in_its_ticks_of_the_first_chunk():
+    table = schedules.make("interleaved", 2, 2, 2)
+    ends = schedule_text.Ends(first_forward=3, first_backward=5, loss=7)
+    plain, found = (schedule_text.stage_times(table, *EQUAL, ends=e) for e in (schedule_text.Ends(), ends))
+    added = found - plain
+    is_first = (table.forward >= 0) & (table.forward < 2), (table.backward >= 0) & (table.backward < 2)
+    assert added[:, 0].tolist() == (3 * is_first[0] + 5 * is_first[1])[:, 0].tolist()
+    assert added[:, 1].tolist() == (7 * (table.backward >= 2))[:, 1].tolist()
 
 
 def embed(ends, tokens):
