@@ -17,7 +17,7 @@ from nanotrain_jax.costs import compression, counts, mixture, muon, vision
 from nanotrain_jax.costs.counts import BYTES
 from nanotrain_jax.costs.parameter_traffic import parameter_buffers, sharded_elements
 from nanotrain_jax.costs.traffic import Traffic
-from nanotrain_jax.models.decoder_table import EMBEDDING
+from nanotrain_jax.models.decoder_table import EMBEDDING, MLP
 from nanotrain_jax.models.parameters import ENDS, LAYERS
 from nanotrain_jax.parallel.mesh import BATCH_AXES, ZERO_AXES
 
@@ -161,15 +161,18 @@ def exchanged_bytes(config: Config) -> float:
     """Return the bytes of the buffers that travel over expert in a step (parallel/expert/exchange.py), of all layers.
 
     Rows of w D bytes to their experts and back, in the forward and in the backward, to their experts once more for the
-    gradients of weights: 5 times; with block:n the forward's twice more. Beside each row its gate, float32, there and
-    its gradient back, and 4 bytes per expert: how many rows.
+    gradients of gate and up, or if full remat computes these again: 5 times; with block:n the forward's twice more.
+    Beside each row its gate, float32, there and its gradient back, and 4 bytes per expert: how many rows.
     """
     m, rows = config.model, mixture.exchanged_rows(config)
     if not rows:
         return 0.0
-    again = config.memory.rematerialization.policy == "block"
+    policy = config.memory.rematerialization.policy
+    trains = any(not counts.rows(config)[f"{MLP}/{name}_EDF"].is_frozen for name in ("gate", "up"))
+    again = policy == "block"
     back = 1 - counts.last_matmuls_spared(config) if again else 0  # of the block's recomputation
-    of_row = (5 + again + back) * BYTES[config.precision.compute] * m.d_model + 4 * (3 + again)
+    times = 4 + (trains or policy == "full") + again + back
+    of_row = times * BYTES[config.precision.compute] * m.d_model + 4 * (3 + again)
     layers = counts.stage_layers(config) * counts.runs(config, LAYERS)
     return layers * (rows * of_row + 4 * m.experts.num * (2 + again))
 
@@ -273,13 +276,13 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
 
 def _adapter_buffers(config: Config, of_column: float) -> list[tuple[str, float, Traffic]]:
     """Return the same for adapters of row-parallel matrices: x A of width R is reduced in the forward, once more where
-    `full` and block:n recompute it, and with sequence parallelism its gradient is gathered. of_column: bytes of one
-    column, of all tokens and layers."""
+    `full`, block:n or the backward of dense layers recompute it, and with sequence parallelism its gradient is
+    gathered. of_column: bytes of one column, of all tokens and layers."""
     if not config.model.lora:
         return []
     _, count = counts.adapted(config)
     size = count * config.model.lora.rank * of_column
-    reductions = 2 if config.memory.rematerialization.recomputes_layers else 1
+    reductions = 1 + config.memory.rematerialization.recomputes_layers + _forwards_more(config)
     if not config.parallel.sequence_parallel:
         return [("all_reduce", reductions * size, Traffic.ADAPTERS)]
     return [("all_gather", size, Traffic.ADAPTERS), ("reduce_scatter", reductions * size, Traffic.ADAPTERS)]
@@ -295,13 +298,19 @@ def tensor_passes(config: Config) -> tuple[float, float]:
     inputs = regathered_inputs(config)
     of_full = 2 if config.model.features.norms_after else 1  # reductions over tensor that a norm needs
     recomputed = {"none": 0, "selective": 0, "full": of_full, "block": 2 - counts.last_matmuls_spared(config)}[policy]
-    first, again = mixture.first_runs(config)
-    share = again / (counts.stage_layers(config) * counts.runs(config, LAYERS) + first)  # of the layers, once more
+    share = _forwards_more(config)
     recomputed += share * (2 - (config.model.dense_layers == 1 and not config.model.features.norms_after))
     if not config.parallel.sequence_parallel:
         return 4 + recomputed, 0
     gathers = 2 + inputs if policy == "block" else 2 if policy == "full" else inputs
     return 4 + gathers + 2 * share, 4 + recomputed
+
+
+def _forwards_more(config: Config) -> float:
+    """Return the share of layers whose forward runs once more: of the dense ones of a mixture (`mixture.first_runs`),
+    among all that a device runs."""
+    first, again = mixture.first_runs(config)
+    return again / (counts.stage_layers(config) * counts.runs(config, LAYERS) + first)
 
 
 def regathered_inputs(config: Config) -> int:

@@ -78,21 +78,19 @@ def test_gradients_are_clipped_by_the_norm_of_all():
 MODEL = "model.d_ff=null", "model.experts={num: 8, top_k: 2, d_ff: 32, capacity: 8, balance: bias}"
 
 
+def run_of(config_file, tmp_path, *model):
+    """Return a function that trains name up to a step with some keys."""
+
+    def train(name, steps, *keys):
+        folder = f"logging.dir={tmp_path}/{name}"
+        assert main(config_file, folder, f"train.steps={steps}", "train.eval_every=5", *model, *keys) == 0
+
+    return train
+
+
 @pytest.mark.long
 def test_a_run_resumes_bitwise_and_on_other_devices_per_expert(config_file, tmp_path, capsys):
-    def train(name, steps, *keys):
-        assert (
-            main(
-                config_file,
-                f"logging.dir={tmp_path}/{name}",
-                f"train.steps={steps}",
-                "train.eval_every=5",
-                *MODEL,
-                *keys,
-            )
-            == 0
-        )
-
+    train = run_of(config_file, tmp_path, *MODEL)
     shares = "parallel.data=8", "parallel.expert=4", "parallel.zero=3", "parallel.persist_below=64"
     train("whole", 10, *shares)
     train("parts", 5, *shares)
@@ -105,3 +103,23 @@ def test_a_run_resumes_bitwise_and_on_other_devices_per_expert(config_file, tmp_
     np.testing.assert_allclose([others[i] for i in (5, 10)], [whole[i] for i in (5, 10)], **LOSS)
     for record in records(tmp_path / "whole"):
         assert record["train_dropped"] == record.get("dropped", 0) == 0 and math.isfinite(record["train_load"])
+
+
+FIRST_DENSE = "model.d_ff=48", "model.num_layers=6", "data.batch_size=16"
+FIRST_DENSE += ("model.experts={num: 8, top_k: 2, d_ff: 32, capacity: 8, balance: bias, first_dense: 3}",)
+
+
+@pytest.mark.long
+def test_a_run_with_dense_layers_first_resumes_on_other_layouts(config_file, tmp_path):
+    """Dense layers are a stack of their own; on two stages the first has fewer layers than rows."""
+    train = run_of(config_file, tmp_path, *FIRST_DENSE)
+    shared = "parallel.data=4", "parallel.tensor=2", "parallel.expert=2", "parallel.zero=3", "parallel.persist_below=64"
+    train("whole", 15, *shared)
+    train("parts", 5, *shared)
+    train("others", 5, *shared)
+    train("parts", 15, *shared)
+    same(saved_state(tmp_path / "whole"), saved_state(tmp_path / "parts"))
+    train("others", 10, "parallel.pipe=2", "parallel.data=2", "parallel.zero=1", "parallel.microbatches=4")
+    train("others", 15, "parallel.data=8")
+    whole, others = (losses(tmp_path / name) for name in ("whole", "others"))
+    np.testing.assert_allclose([others[i] for i in (5, 10, 15)], [whole[i] for i in (5, 10, 15)], **LOSS)
