@@ -75,7 +75,7 @@ def test_it_equals_every_expert_masked(case):
         for found, expected in zip(*results, strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
         assert int(lost) == (chosen & ~kept).sum()
-        assert not lost if capacity >= devices else lost or skew == "balanced"
+        assert not lost if capacity >= devices else lost or skew != "all to few"  # others may be even over devices
 
 
 def test_a_buffer_has_room_for_all_rows_where_it_could_have_to():
