@@ -35,7 +35,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
 
-from nanotrain_jax.checkpoint import lock
+from nanotrain_jax.checkpoint import compatibility, lock
 from nanotrain_jax.config import training_stages
 from nanotrain_jax.config.load import Parser, at_least, describe, refuse
 from nanotrain_jax.config.mixture import Part
@@ -49,7 +49,7 @@ from nanotrain_jax.distributed.processes import on_all_processes, raise_on_all
 from nanotrain_jax.distributed.ranks import STOPS
 from nanotrain_jax.evaluation.in_training import Tasks
 from nanotrain_jax.models import hugging_face
-from nanotrain_jax.nvme import checkpointing
+from nanotrain_jax.nvme import checkpointing, folders
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import auto
@@ -321,9 +321,12 @@ def files_of(run: Run) -> Iterator[stores.Store | None]:
     if run.config.memory.offload_optimizer != "nvme":
         yield None
         return
-    folder = new_folder("memory.nvme_dir", run.config.memory.nvme_dir)
-    with lock.alone("memory.nvme_dir", folder), stores.opened(checkpointing.store(run.config, run.step)) as files:
-        yield files
+    nvme_dir, model = run.config.memory.nvme_dir, compatibility.of_weights(run.config)
+    on_all_processes(lambda: new_folder(folders.KEY, folders.of_process(nvme_dir)))
+    with folders.locked(nvme_dir, model):
+        store = on_all_processes(lambda: checkpointing.store(run.config, run.step))
+        with stores.opened(store) as files:
+            yield files
 
 
 if __name__ == "__main__":

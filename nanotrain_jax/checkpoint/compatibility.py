@@ -62,8 +62,8 @@ class Meta(BaseModel):
     """Metadata of a checkpoint.
 
     config: resolved, as plain data; tokens: consumed so far; batch_size: sequences of the last step (both None in
-    checkpoints of older versions); nvme: digest of the NVMe files. weights_only: it holds no state of an optimizer.
-    base: of adapters (train.lora), which are then the only weights in it. losses: those of the newest
+    checkpoints of older versions); nvme: digest of the NVMe files of each process. weights_only: it holds no state of
+    an optimizer. base: of adapters (train.lora), which are then the only weights in it. losses: those of the newest
     steps; rollbacks: their number so far (both with train.rollback). mismatches: checks of the hardware that failed.
     """
 
@@ -73,7 +73,7 @@ class Meta(BaseModel):
     data: Position
     tokens: int | None = Field(default=None, ge=0)
     batch_size: int | None = Field(default=None, ge=1)
-    nvme: str | None = None
+    nvme: list[str] | str | None = None  # a string in those of older versions
     weights_only: bool = False
     base: Base | None = None
     losses: list[float] = Field(default_factory=list)
@@ -95,6 +95,11 @@ class Meta(BaseModel):
     def seq_len(self) -> int:
         """Sequence length of the run that saved it."""
         return self.config["data"]["seq_len"]
+
+    @property
+    def nvme_digests(self) -> list[str]:
+        """Digests of the NVMe files of each process."""
+        return [self.nvme] if isinstance(self.nvme, str) else self.nvme or []
 
     @property
     def tokens_seen(self) -> int:

@@ -91,7 +91,7 @@ def _of_replicas(wanted: jax.ShapeDtypeStruct, replicas: tuple[int, ...]) -> jax
 def convert(path: str, x: jax.Array, wanted: jax.ShapeDtypeStruct, was_apart: bool = False) -> jax.Array:
     """Return the array of the state from that of its `source`. Each device computes its own part: moves nothing."""
     is_apart = _has_replicas(wanted)
-    if x.shape == wanted.shape and not isinstance(wanted.sharding, NamedSharding):  # as read, for files
+    if x.shape == wanted.shape and x.sharding == wanted.sharding:
         return x
 
     def change(x: jax.Array) -> jax.Array:
@@ -107,9 +107,8 @@ def convert(path: str, x: jax.Array, wanted: jax.ShapeDtypeStruct, was_apart: bo
 
 def zeros(wanted: jax.ShapeDtypeStruct) -> jax.Array:
     """Return an array of zeros, in the layout of wanted."""
-    if not isinstance(wanted.sharding, NamedSharding):  # in the memory of the host, for files
-        return jax.device_put(np.zeros(wanted.shape, wanted.dtype), wanted.sharding)
-    return jnp.zeros(wanted.shape, wanted.dtype, device=wanted.sharding)
+    shape = wanted.sharding.shard_shape(wanted.shape)
+    return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda _: np.zeros(shape, wanted.dtype))
 
 
 def _has_replicas(wanted: jax.ShapeDtypeStruct) -> bool:

@@ -1,4 +1,4 @@
-"""Lock a folder, so that two runs never write to the same one."""
+"""Lock a folder, so that two runs never write to the same one: one that all processes share, or one of a process."""
 
 from __future__ import annotations
 
@@ -21,21 +21,12 @@ def alone(key: str, folder: str | Path) -> Iterator[None]:
 
     Raises OSError, naming the key, if another run holds it, or if the folder is not shared by all processes.
     """
-    path, index = Path(folder) / f".{key}.lock", jax.process_index()
+    path, index = file_of(key, folder), jax.process_index()
     token = all_gather_text(uuid.uuid4().hex)[0]
     with ExitStack() as stack:
 
         def acquire() -> None:
-            lock = stack.enter_context(open(path, "a"))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, however it ends
-            except BlockingIOError:
-                raise OSError(f"{folder} is in use by another run; stop it, or choose another {key}") from None
-            except OSError as error:
-                text = (
-                    f"{folder} cannot be locked ({error.strerror}); mount its file system with locking (Lustre: flock)"
-                )
-                raise OSError(f"{text}, or choose another {key}") from None
+            stack.enter_context(held(key, folder))
             path.write_text(token)
 
         def check_shared() -> None:
@@ -49,3 +40,22 @@ def alone(key: str, folder: str | Path) -> Iterator[None]:
         on_all_processes(acquire if index == 0 else lambda: None)
         on_all_processes(check_shared)
         yield
+
+
+@contextmanager
+def held(key: str, folder: str | Path) -> Iterator[None]:
+    """Hold an exclusive lock on a folder in this process. Raises OSError, naming the key, if another one holds it."""
+    with open(file_of(key, folder), "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the process ends, however it ends
+        except BlockingIOError:
+            raise OSError(f"{folder} is in use by another run; stop it, or choose another {key}") from None
+        except OSError as error:
+            text = f"{folder} cannot be locked ({error.strerror}); mount its file system with locking (Lustre: flock)"
+            raise OSError(f"{text}, or choose another {key}") from None
+        yield
+
+
+def file_of(key: str, folder: str | Path) -> Path:
+    """Return the file that is locked."""
+    return Path(folder) / f".{key}.lock"

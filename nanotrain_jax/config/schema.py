@@ -209,7 +209,11 @@ class Memory(Section):
     offload_activations: Literal["none", "host"] = key(
         "none", "offload the residuals that remat=selective, full or block:N saves to host memory until the backward"
     )
-    nvme_dir: Path | None = key(None, "offload_optimizer=nvme: folder on a fast local disk, used by one run at a time")
+    nvme_dir: Path | None = key(
+        None,
+        "offload_optimizer=nvme: folder on a fast local disk, used by one run at a time; several processes have a "
+        "folder each below it",
+    )
 
     @property
     def rematerialization(self) -> Remat:

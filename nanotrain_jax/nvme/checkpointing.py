@@ -1,32 +1,35 @@
 """Training with optimizer state on NVMe: connects the step, the files and checkpoints.
 
-nvme/update.py defines subgroups and their update, nvme/store.py their files. Checkpoints hold full arrays in layer
-order, as without NVMe: either kind of run resumes from the other's checkpoints.
+nvme/update.py defines subgroups and their update, nvme/store.py the files of a process. Checkpoints hold full arrays in
+layer order, as without NVMe: either kind of run resumes from the other's checkpoints, with any number of processes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from nanotrain_jax.checkpoint import compatibility, read
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.distributed.processes import all_gather_text, on_all_processes
+from nanotrain_jax.nvme import folders
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.nvme.store import Store
-from nanotrain_jax.nvme.update import Group, groups, lower
+from nanotrain_jax.nvme.update import groups, lower
 from nanotrain_jax.parallel.collectives import Tree
-from nanotrain_jax.parallel.offload.host_offload import HOST
+from nanotrain_jax.parallel.offload.host_offload import HOST, named_sharding
 from nanotrain_jax.parallel.zero.optimizer_step import merge, select
 from nanotrain_jax.step.build import Step
 from nanotrain_jax.step.plan import layers_of_rows
-from nanotrain_jax.step.state import State
+from nanotrain_jax.step.state import State, orders
 from nanotrain_jax.step.update import Pending
 
 
 def store(config: Config, step: Step) -> Store:
-    """Return the store of a resolved config; creates no files. Raises OSError or ValueError (see `Store`)."""
+    """Return this process's store of a resolved config; creates no files. Raises OSError or ValueError (`Store`)."""
     shapes = {name: stores.GroupShape(group.state, group.num_subgroups) for name, group in groups(step.plan).items()}
     if not shapes:
         raise ValueError(
@@ -35,24 +38,35 @@ def store(config: Config, step: Step) -> Store:
         )
     plain = config.to_dict()
     layout = {key: plain[key] for key in ("parallel", "precision")} | {"layers": layers_of_rows(config).tolist()}
-    return Store(config.memory.nvme_dir, shapes, compatibility.of_weights(config), layout)
+    folder, others = folders.of_process(config.memory.nvme_dir), folders.others(config.memory.nvme_dir)
+    return Store(folder, shapes, compatibility.of_weights(config), layout, others)
 
 
-def restore(files: Store, step: Step, config: Config, start: tuple[Path, int] | None, digest: str | None) -> str:
-    """Restore the files from a checkpoint, or initialize them; -> a phrase for the log. Raises OSError.
+def restore(files: Store, step: Step, start: tuple[Path, int] | None, digests: Sequence[str]) -> str:
+    """Restore the files from a checkpoint, or initialize them; -> a phrase for the log. Raises OSError, on all
+    processes, each of which restores its own.
 
-    start: folder and step of the checkpoint (None: initialize). digest: of the files, as in the checkpoint.
+    start: folder and step of the checkpoint (None: initialize). digests: of the files of each process, as in the
+    checkpoint.
     """
-    if start and files.matches(digest):
-        return "reused (checksums match the checkpoint)"
+    is_reused = bool(start and files.matches(digests))
     damage = f" ({stores.MANIFEST} is invalid)" * files.has_invalid_manifest
-    files.allocate()
+    on_all_processes(unchanged if is_reused else files.allocate)
     if start is None:
         _initialize(files, step)
-    else:
-        _rebuild(files, step, config, start)
-    files.flush()
+    on_all_processes(partial(_rebuild, files, step, start) if start and not is_reused else files.flush)
+    if is_reused:
+        return "reused (checksums match the checkpoint)"
     return f"rebuilt from the checkpoint{damage}" if start else "initialized"
+
+
+def unchanged() -> None:
+    """Leave the files as they are."""
+
+
+def seal(files: Store) -> list[str]:
+    """Seal the files of all processes; -> the digest of each, for the checkpoint. Raises OSError, on all processes."""
+    return all_gather_text(on_all_processes(files.seal))
 
 
 def _initialize(files: Store, step: Step) -> None:
@@ -61,10 +75,49 @@ def _initialize(files: Store, step: Step) -> None:
             files.put(name, i, group.init(np.int32(i)))
 
 
-def _rebuild(files: Store, step: Step, config: Config, start: tuple[Path, int]) -> None:
+def _rebuild(files: Store, step: Step, start: tuple[Path, int]) -> None:
+    """Write the files of this process from a checkpoint, without waiting for others: reads what it needs."""
     for name, group in groups(step.plan).items():
-        for leaf, abstract in enumerate(_one_leaf_each(step, group)):
-            files.write_stacked(name, leaf, _read_checkpoint(step, abstract, *start)[_rows(name, config)])
+        for leaf, x in enumerate(jax.tree.leaves(group.state)):
+            _rebuild_array(files, step, (name, leaf), x.sharding, start)
+    files.flush()
+
+
+def _rebuild_array(
+    files: Store, step: Step, array: tuple[str, int], sharding: NamedSharding, start: tuple[Path, int]
+) -> None:
+    """Write a stacked array, a leaf of a group: read one copy of each shard at a time, of all layers if the rows of a
+    shard are not adjacent in the checkpoint."""
+    name, leaf = array
+    order = step.plan.layer_order if name == "layers" else None
+    dims = slice(order is not None, None)  # those of which this process reads its part only
+    blocks = files.blocks(name, leaf)
+    left = {block.device for block in blocks.values()}
+    while left:
+        first = min(left, key=lambda device: device.id)
+        x = _read_checkpoint(step, _abstract(step, name, leaf, one_copy(sharding, first, order is not None)), *start)
+        places = sharding.addressable_devices_indices_map(x.shape)
+        shards = {str(shard.index[dims]): shard.data for shard in x.addressable_shards}
+        found = {device for device in left if str(places[device][dims]) in shards}
+        for device in found:
+            values = np.asarray(shards[str(places[device][dims])])
+            rows = slice(None) if order is None else order[places[device][0]]
+            files.write_rows(name, blocks[device], values[rows])
+        left -= found
+
+
+def one_copy(sharding: NamedSharding, device: jax.Device, has_all_rows: bool = False) -> NamedSharding:
+    """Return a sharding like this one, in host memory, but with one copy of each shard; `device` has its own.
+
+    has_all_rows: the first dim is not sharded.
+    """
+    mesh = sharding.mesh
+    spec = PartitionSpec(None, *sharding.spec[1:]) if has_all_rows else sharding.spec
+    used = {axis for axes in spec if axes for axis in ((axes,) if isinstance(axes, str) else axes)}
+    (place,) = np.argwhere(mesh.devices == device)
+    index = [slice(None) if axis in used else slice(i, i + 1) for axis, i in zip(mesh.axis_names, place, strict=True)]
+    mesh = Mesh(mesh.devices[tuple(index)], mesh.axis_names, axis_types=mesh.axis_types)
+    return named_sharding(mesh, spec, True)
 
 
 def train(
@@ -91,36 +144,52 @@ def train(
     return run
 
 
-def arrays(files: Store, step: Step, config: Config) -> Iterator[State]:
-    """Yield the arrays in the files for `checkpoint.write.writing`: one stacked array at a time, in layer order."""
+def arrays(files: Store, step: Step) -> Iterator[State]:
+    """Yield the arrays in the files for `checkpoint.write.writing`: one stacked array at a time, in layer order.
 
+    They are in host memory, each shard once if all processes then have one (orbax asks for that) and layers stay in
+    their places; else each device has its own. All processes call this together.
+    """
     for name, group in groups(step.plan).items():
-        for leaf, abstract in enumerate(_one_leaf_each(step, group)):
-            x = files.read_stacked(name, leaf)
-            ordered = np.empty_like(x)
-            ordered[_rows(name, config)] = x
-            yield jax.tree.unflatten(jax.tree.structure(abstract), [ordered])
+        for leaf, like in enumerate(jax.tree.leaves(group.state)):
+            moves = name == "layers" and step.plan.layer_order is not None
+            mesh, spec = like.sharding.mesh, like.sharding.spec
+            whole, once = named_sharding(mesh, spec, True), one_copy(like.sharding, mesh.devices.flat[0])
+            is_on_all = len({device.process_index for device in once.device_set}) == jax.process_count()
+            sharding = once if is_on_all and not moves else whole
+            x = _in_files(files, name, leaf, jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding))
+            abstract = _abstract(step, name, leaf, sharding)
+            state = jax.tree.unflatten(jax.tree.structure(abstract), [x])
+            yield orders(step.plan, abstract)[0](state) if moves else state
 
 
-def _rows(name: str, config: Config) -> np.ndarray | slice:
-    """Return the layer of each row of a stacked array."""
-    return layers_of_rows(config) if name == "layers" else slice(None)
+def nbytes(files: Store) -> int:
+    """Return the bytes of all arrays in the files of all processes, each once."""
+    return sum(x.size * x.dtype.itemsize for group in files.groups.values() for x in jax.tree.leaves(group.state))
 
 
-def _read_checkpoint(step: Step, abstract: State, folder: Path, number: int) -> np.ndarray:
+def _in_files(files: Store, name: str, leaf: int, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return a stacked array. like: its sharding, in host memory."""
+    blocks = files.blocks(name, leaf)
+    shards = [
+        jax.device_put(files.read_rows(name, blocks[device]), SingleDeviceSharding(device, memory_kind=HOST))
+        for device in like.sharding.addressable_devices
+    ]
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards, dtype=like.dtype)
+
+
+def _read_checkpoint(step: Step, abstract: State, folder: Path, number: int) -> jax.Array:
     """Read the single array of abstract from the checkpoint of step `number` in folder. Raises OSError."""
     try:
         (x,) = jax.tree.leaves(read.read_state(folder, number, abstract, step.plan.is_padded))
     except ValueError as error:
         raise OSError(str(error)) from None
-    return np.asarray(x)
+    return x
 
 
-def _one_leaf_each(step: Step, group: Group) -> Iterator[State]:
-    """Yield for each stacked array of a group a State as in checkpoints with this array only (others: None)."""
+def _abstract(step: Step, name: str, leaf: int, sharding: NamedSharding) -> State:
+    """Return a State as in checkpoints with this leaf of a group, in this layout, only (others: None)."""
     empty = jax.tree.map(lambda _: None, step.state)
-    leaves, tree = jax.tree.flatten(empty._replace(opt=group.state))
-    for k, x in enumerate(leaves):
-        on_host = jax.sharding.SingleDeviceSharding(x.sharding.mesh.devices.flat[0], memory_kind=HOST)
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host)
-        yield tree.unflatten([shape if j == k else None for j in range(len(leaves))])
+    leaves, tree = jax.tree.flatten(empty._replace(opt=groups(step.plan)[name].state))
+    x = jax.ShapeDtypeStruct(leaves[leaf].shape, leaves[leaf].dtype, sharding=sharding)
+    return tree.unflatten([x if i == leaf else None for i in range(len(leaves))])

@@ -51,7 +51,7 @@ class GroupShape(NamedTuple):
 class Block(NamedTuple):
     """A device's shard of an array in the file of a subgroup."""
 
-    device: jax.Device  # the owner of the file: the first device with this shard
+    device: jax.Device  # the owner of the file: the first device of this process with this shard
     start: int
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -64,7 +64,7 @@ class Block(NamedTuple):
 
 
 class Array(NamedTuple):
-    """An array of a subgroup, and the block of each device."""
+    """An array of a subgroup, and the block of each device of this process."""
 
     shape: tuple[int, ...]
     sharding: jax.sharding.Sharding
@@ -102,31 +102,39 @@ def decode(content: bytes) -> Manifest | None:
         return None
 
 
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a folder; None if there is none, or it is invalid."""
+    try:
+        return decode((folder / MANIFEST).read_bytes())
+    except OSError:  # an unusable folder raises where it is created
+        return None
+
+
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
 class Store:
-    """The files and the threads that read and write them. For runs of one process; use within `opened`."""
+    """The files of this process, and the threads that read and write them; use within `opened`."""
 
     def __init__(
-        self, folder: str | Path, groups: dict[str, GroupShape], model: dict[str, Any], layout: dict[str, Any]
+        self,
+        folder: str | Path,
+        groups: dict[str, GroupShape],
+        model: dict[str, Any],
+        layout: dict[str, Any],
+        others: Sequence[Path] = (),
     ):
-        """Check the folder; write nothing. model, layout: plain data that identify the model, and all that determines
-        the contents of each file.
+        """Check the folder, which is of this process alone; write nothing.
 
-        Raises ValueError if the folder has files of another model, or if the run has several processes; OSError if the
-        disk is too small.
+        model, layout: plain data that identify the model, and all that determines the contents of each file. others:
+        folders whose files of this model may be removed.
+
+        Raises ValueError if the folder has files of another model; OSError if the disk is too small.
         """
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"memory.offload_optimizer=nvme with {jax.process_count()} processes: needs a single process; "
-                "use memory.offload_optimizer=host, or one process for all GPUs of a machine"
-            )
         self.folder, self.groups, self.model, self.layout = Path(folder), groups, model, layout
         self.subgroups = [(name, i) for name, group in groups.items() for i in range(group.num_subgroups)]
         self._arrays = {name: _arrays(group) for name, group in groups.items()}
-        self._manifest = self.folder / MANIFEST
         self._reader, self._writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._last_writes: dict[tuple[str, int], Future] = {}
         self._pending_writes: deque[Future] = deque()
@@ -137,18 +145,20 @@ class Store:
             for device, size in _sizes(self._arrays[subgroup[0]]).items()
         }
         self.nbytes = sum(self.files.values())
-        self._check()
+        self._check(others)
 
-    def _check(self) -> None:
-        manifest = self._read_manifest()
+    def _check(self, others: Sequence[Path]) -> None:
+        manifest = read_manifest(self.folder)
         keys = [key for key in self.model if manifest and self.model[key] != manifest.model.get(key)]
         if keys:
             raise ValueError(
                 f"memory.nvme_dir={str(self.folder)!r}: holds the state of another model (different {', '.join(keys)});"
                 " choose another folder, or remove it"
             )
-        names = {*(path.name for path in self.files), *(manifest.files if manifest else ())}
-        used = sum((self.folder / name).stat().st_blocks * 512 for name in names if (self.folder / name).exists())
+        of_others = [(folder, found) for folder in others if (found := read_manifest(folder))]
+        paths = {folder / name for folder, found in of_others if found.model == self.model for name in found.files}
+        paths |= {*self.files, *(self.folder / name for name in (manifest.files if manifest else ()))}
+        used = sum(path.stat().st_blocks * 512 for path in paths if path.exists())
         free = shutil.disk_usage(next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())).free
         if free + used < self.nbytes:
             raise OSError(
@@ -156,17 +166,17 @@ class Store:
                 " make room, or choose another folder"
             )
 
-    def matches(self, digest: str | None) -> bool:
-        """True if the files have this layout and the checksums of this digest (see `seal`). Reads all files."""
-        manifest = self._read_manifest()
-        if not manifest or digest is None or manifest.digest != digest or manifest.layout != self.layout:
+    def matches(self, digests: Sequence[str]) -> bool:
+        """True if the files have this layout and the checksums of one of these digests (`seal`). Reads all files."""
+        manifest = read_manifest(self.folder)
+        if not manifest or manifest.digest not in digests or manifest.layout != self.layout:
             return False
-        self._digest = digest if self._checksums() == manifest.checksums else None
+        self._digest = manifest.digest if self._checksums() == manifest.checksums else None
         return self._digest is not None
 
     def allocate(self) -> None:
         """Create the files in full size, so that no later write finds the disk full. Raises OSError."""
-        manifest = self._read_manifest()
+        manifest = read_manifest(self.folder)
         for name in set(manifest.files if manifest else ()) - {path.name for path in self.files}:
             (self.folder / name).unlink(missing_ok=True)  # of another mesh
         self._write_manifest(None)
@@ -178,30 +188,19 @@ class Store:
         except OSError as error:
             raise self._full(error) from None
 
-    def write_stacked(self, name: str, leaf: int, x: np.ndarray) -> None:
-        """Write a stacked array, a leaf of the state of a group, into the files of all subgroups."""
-        for block, index in self._owned_blocks(name, leaf):
-            for i, values in enumerate(x[index].reshape(-1, *block.shape)):
-                self._view((name, i), block, "r+")[...] = values
+    def blocks(self, name: str, leaf: int) -> dict[jax.Device, Block]:
+        """Return the block of each device of this process of a stacked array, a leaf of the state of a group."""
+        return self._arrays[name][leaf].blocks
 
-    def read_stacked(self, name: str, leaf: int) -> np.ndarray:
-        """Read a stacked array, as `write_stacked` takes it."""
+    def write_rows(self, name: str, block: Block, x: np.ndarray) -> None:
+        """Write a device's shard of a stacked array into the files of all subgroups."""
+        for i, values in enumerate(x.reshape(-1, *block.shape)):
+            self._view((name, i), block, "r+")[...] = values
+
+    def read_rows(self, name: str, block: Block) -> np.ndarray:
+        """Read a device's shard of a stacked array, as `write_rows` takes it."""
         self.flush()
-        like = jax.tree.leaves(self.groups[name].state)[leaf]
-        x = np.empty(like.shape, like.dtype)
-        for block, index in self._owned_blocks(name, leaf):
-            rows = x[index]  # a view
-            for i, values in enumerate(np.split(rows, self.groups[name].num_subgroups)):
-                values[...] = self._view((name, i), block, "r")
-        return x
-
-    def _owned_blocks(self, name: str, leaf: int) -> Iterator[tuple[Block, tuple]]:
-        """Yield each distinct block of an array, and the index of its device's rows in the stacked array."""
-        like = jax.tree.leaves(self.groups[name].state)[leaf]
-        for device, index in like.sharding.devices_indices_map(like.shape).items():
-            block = self._arrays[name][leaf].blocks[device]
-            if block.device == device:
-                yield block, index
+        return np.concatenate([self._view((name, i), block, "r") for i in range(self.groups[name].num_subgroups)])
 
     def put(self, name: str, i: int, state: Tree) -> None:
         """Write the state of a subgroup behind; block while MAX_PENDING_WRITES are pending. Raises OSError."""
@@ -287,13 +286,7 @@ class Store:
     @property
     def has_invalid_manifest(self) -> bool:
         """True if a manifest exists but cannot be read."""
-        return self._manifest.exists() and self._read_manifest() is None
-
-    def _read_manifest(self) -> Manifest | None:
-        try:
-            return decode(self._manifest.read_bytes())
-        except OSError:  # an unusable folder raises where it is created
-            return None
+        return (self.folder / MANIFEST).exists() and read_manifest(self.folder) is None
 
     def _write_manifest(self, checksums: dict[str, int] | None) -> None:
         """Write the manifest. checksums: of the current files; None: the files are about to become dirty."""
@@ -301,7 +294,7 @@ class Store:
         names = [path.name for path in self.files]
         manifest = Manifest(model=self.model, layout=self.layout, files=names, digest=self._digest, checksums=checksums)
         try:
-            durable.write(self._manifest, manifest.encode())
+            durable.write(self.folder / MANIFEST, manifest.encode())
         except OSError as error:
             raise self._full(error) from None
 
@@ -330,10 +323,12 @@ def _arrays(group: GroupShape) -> list[Array]:
 
 
 def _blocks(x: jax.ShapeDtypeStruct, starts: dict[jax.Device, int]) -> dict[jax.Device, Block]:
-    """Return the block of each device. starts: offset of this array in the file of a device (default 0)."""
+    """Return the block of each device of this process. starts: offset of this array in the file of a device (default
+    0)."""
     owners: dict[str, jax.Device] = {}  # index of a shard -> the first device that has it
     blocks: dict[jax.Device, Block] = {}
-    for device, index in sorted(x.sharding.devices_indices_map(x.shape).items(), key=lambda d: d[0].id):
+    indices = x.sharding.addressable_devices_indices_map(x.shape)
+    for device, index in sorted(indices.items(), key=lambda d: d[0].id):
         owner = owners.setdefault(str(index), device)
         new = Block(device, starts.get(device, 0), x.sharding.shard_shape(x.shape), np.dtype(x.dtype))
         blocks[device] = new if owner == device else blocks[owner]

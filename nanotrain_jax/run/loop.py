@@ -198,7 +198,7 @@ class Loop:
         run, files = self.run, self.files
         if files:
             self.watch.at("restore", self.number)
-            origin = checkpointing.restore(files, run.step, run.config, run.start, run.meta and run.meta.nvme)
+            origin = checkpointing.restore(files, run.step, run.start, run.meta.nvme_digests if run.meta else [])
             self.writer.say(f"master weights and moments: {files.nbytes / 1e9:.3g} GB in {files.folder}, {origin}")
 
     def take_step(self, batches: Iterator[Any], profile: Profile) -> None:
@@ -313,13 +313,13 @@ class Loop:
             "data": {"position": self.position, "fingerprint": run.dataset.fingerprint, "read": dict(run.read)},
             "tokens": self.tokens,
             "batch_size": self.phase.batch_size,
-            "nvme": files and files.seal(),
+            "nvme": files and checkpointing.seal(files),
             "base": run.base and run.base.model_dump(),
             "losses": [*self.losses.newest],
             "rollbacks": self.losses.count,
             "mismatches": self.verification.count,
         }
-        apart = (checkpointing.arrays(files, run.step, run.config), files.nbytes) if files else ()
+        apart = (checkpointing.arrays(files, run.step), checkpointing.nbytes(files)) if files else ()
         write(number, adapters_alone(run.step.plan, run.step.in_layer_order(self.state)), meta, *apart)
         self.saved, self.writer.save_seconds = number, time.perf_counter() - began
         self.saving.saved(number)

@@ -88,7 +88,7 @@ def train(layers: int, d_model: int, count: int, folder: str | None, limit: int 
     tokens = np.random.default_rng(0).integers(256, size=(count, 1, 65), dtype=np.int32)
     with nvme.opened(files) if files else nullcontext():
         if files:
-            checkpointing.restore(files, step, config, None, None)
+            checkpointing.restore(files, step, None, [])
         state = step.init()
         for t in tokens:
             batch = {"inputs": t[:, :-1], "targets": t[:, 1:]}

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -33,6 +33,9 @@ from nanotrain_jax.config.load import load
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.models import decoder
 from nanotrain_jax.models.parameters import LAYERS
+from nanotrain_jax.nvme import checkpointing
+from nanotrain_jax.nvme.store import Store
+from nanotrain_jax.step.state import State
 
 STEPS = 3
 TOLERANCE = 1e-6
@@ -47,7 +50,10 @@ CONFIG = {
 LAYOUTS = [  # processes, keys of parallel and memory
     (1, "data=8"),
     (2, "data=8 zero=3"),
+    (2, "replica=2 data=4 zero=3 offload_optimizer=nvme"),
     (4, "data=4 tensor=2 zero=1"),
+    (4, "pipe=2 data=4 schedule=interleaved chunks=2 microbatches=2 zero=3 offload_optimizer=nvme"),
+    (1, "data=8 zero=1 offload_optimizer=nvme"),
     (2, "data=2 context=4 zero=2"),
     (1, "data=1"),
     (4, "pipe=4 data=2 schedule=1f1b microbatches=4 zero=1"),
@@ -61,6 +67,8 @@ LAYOUTS = [  # processes, keys of parallel and memory
     (2, "pipe=2 data=4 schedule=gpipe microbatches=2"),
     (1, "pipe=2 tensor=2 data=2 schedule=interleaved chunks=2 microbatches=4"),
     (8, "data=8 zero=2"),
+    (4, "data=2 tensor=4 zero=2 offload_optimizer=nvme"),
+    (2, "pipe=4 data=2 schedule=1f1b microbatches=4 zero=0 offload_optimizer=nvme"),
     (2, "replica=2 tensor=4 data=1"),
     (4, "pipe=2 data=4 schedule=zb_h1 microbatches=2 zero=3"),
     (2, "data=4 tensor=2 zero=2"),
@@ -88,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number, (count, layout) in enumerate(LAYOUTS[: options.first]):
             resume = f"{folder}/{number - 1}/checkpoints" if number else "auto"
             keys = [f"logging.dir={folder}/{number}", f"checkpoint.resume={resume}", *overrides(layout)]
+            keys += [f"memory.nvme_dir={folder}/{number}/disk"] if "nvme" in layout else []
             result = processes(count, [str(config), *keys, *options.overrides])
             name = f"{count} x {layout}"
             if previous:
@@ -138,37 +147,62 @@ def processes(count: int, arguments: list[str]) -> dict:
 def worker(path: str, *keys: str) -> None:
     """One of the processes of a layout: restore, 3 steps, save, 3 steps; print checksums of states, and losses."""
     run = train.prepare(load(path, keys))
+    with train.files_of(run) as files:
+        found = worked(run, files, step_of(run, files))
+    print(json.dumps(found))
+
+
+def step_of(run: train.Run, files: Store | None) -> Callable:
+    """Return the function that takes a step; with NVMe files restore them."""
+    if files is None:
+        return run.step.train
+    checkpointing.restore(files, run.step, run.start, [])
+    return checkpointing.train(files, run.step, run.step.train.lower(run.step.state, run.step.batch).compile())
+
+
+def worked(run: train.Run, files: Store | None, step: Callable) -> dict:
+    """Take 3 steps, save, take 3 more; -> checksums of states, and losses."""
     state, losses, first = run.state, [], int(run.state.step)
-    restored = checksums(run, state)
+    restored = checksums(run, state, files)
     batches = data.batches(run.dataset.train, run.step.batch, run.config.data.seed, run.position, run.step.token_order)
     for batch in islice(batches, STEPS):
-        state, metrics, _ = run.step.train(state, batch)
+        state, metrics, _ = step(state, batch)
         losses.append(float(metrics["loss"]))
-    saved, checkpoint = checksums(run, state), run.config.checkpoint
+    saved, checkpoint = checksums(run, state, files), run.config.checkpoint
     position = run.position + STEPS * run.config.data.batch_size
     meta = {"config": run.config.to_dict(), "tokenizer": run.dataset.tokenizer, "nvme": None}
     meta["data"] = {"position": position, "fingerprint": run.dataset.fingerprint}
     Path(checkpoint.dir).mkdir(parents=True, exist_ok=True)
     with write.writing(checkpoint) as save:
-        save(first + STEPS, run.step.in_layer_order(state), meta)
+        apart = [checkpointing.arrays(files, run.step)] if files else []
+        save(first + STEPS, run.step.in_layer_order(state), meta, *apart)
     for batch in islice(batches, STEPS):
-        state, metrics, _ = run.step.train(state, batch)
+        state, metrics, _ = step(state, batch)
         losses.append(float(metrics["loss"]))
-    print(json.dumps({"restored": restored, "saved": saved, "losses": losses}))
+    return {"restored": restored, "saved": saved, "losses": losses}
 
 
-def checksums(run: train.Run, state: object) -> dict[str, int]:
+def checksums(run: train.Run, state: State, files: Store | None) -> dict[str, int]:
     """Return path -> CRC-32 of each array, in layer order, without padding."""
 
     def checksum(path: tuple, x: jax.Array) -> tuple[str, int]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        full = np.asarray(multihost_utils.process_allgather(jax.device_put(x, jax.memory.Space.Device), tiled=True))
+        full = gathered(x)
         rows = run.config.model.vocab_size if decoder.is_padded(name) else None
         rows = run.config.model.num_layers if LAYERS in name.split("/") else rows
         return name, zlib.crc32(np.ascontiguousarray(full[:rows] if full.ndim else full))
 
-    leaves = jax.tree_util.tree_leaves_with_path(run.step.in_layer_order(state))
-    return dict(checksum(path, x) for path, x in leaves)
+    states = run.step.in_layer_order(state), *(checkpointing.arrays(files, run.step) if files else ())
+    return dict(checksum(path, x) for tree in states for path, x in jax.tree_util.tree_leaves_with_path(tree))
+
+
+def gathered(x: jax.Array) -> np.ndarray:
+    """Return the whole of an array, of which not every process needs to have a shard."""
+    own = np.zeros(x.shape, x.dtype)
+    for shard in x.addressable_shards:
+        own[shard.index] = shard.data
+    of_all = np.ascontiguousarray(multihost_utils.process_allgather(own)).reshape(jax.process_count(), -1)
+    return np.bitwise_or.reduce(of_all.view(np.uint8)).view(x.dtype).reshape(x.shape)
 
 
 if __name__ == "__main__":
