@@ -1,7 +1,8 @@
 """The launcher: `python -m nanotrain_jax.launch [--processes N] [options] -- --config FILE [section.key=value ...]`
 
 Starts the processes of a run on this host and prints their output. If one fails, it stops all and restarts them from
-the newest valid checkpoint. With several hosts, start one launcher per host with the same arguments; host 0 leads.
+the newest valid checkpoint. With several hosts, start one launcher per host with the same arguments; host 0 leads. An
+elastic run goes on without lost hosts, and with those that return.
 
 Exit codes: 0 done; 2 invalid request; 75 stopped by SIGTERM or Ctrl-C with a checkpoint saved, or at least an older one
 (the same command resumes); 1 any other failure: more than --max-restarts failures, missing hosts, a second signal.
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{this_host.source} does not give the address of host 0; give {', '.join(flags)}")
         config = model_config.load(run.config, run.overrides)
         check_ranks(config)
-        slots = divide(options.processes, config.runtime.simulate, this_host.count)
+        check_numbers(options, config)
+        slots = divide(options.processes, config.runtime.simulate, this_host.count, options.max_processes)
         place, _, port = (this_host.coordinator if this_host.count > 1 else f"{LOOPBACK}:0").rpartition(":")
         token = read_token(options.token_file, this_host.count)
         listener = listen(options.bind or interface(place), int(port)) if this_host.index == 0 else None
@@ -59,7 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(error)
     if listener:
         port = listener.getsockname()[1]
-        rules = RestartPolicy(this_host.count, options.max_restarts, options.elastic, options.join_timeout)
+        rules = RestartPolicy(
+            this_host.count,
+            options.max_restarts,
+            options.elastic,
+            options.join_timeout,
+            options.min_processes,
+            options.max_processes or (options.min_processes and this_host.count * len(slots)),
+        )
         leader = Coordinator(listener, place, token, rules, lambda *left: restarted(config, *left))
         lead = threading.Thread(target=leader.run, daemon=True)
         lead.start()
@@ -91,7 +100,20 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     parser.add_argument(
         "--elastic",
         action="store_true",
-        help="after a failure continue on the remaining processes: smaller data axis, same global batch",
+        help="after a failure continue on the remaining processes: smaller data axis, same global batch; when a host "
+        "returns, save and continue with it",
+    )
+    parser.add_argument(
+        "--min-processes",
+        type=at_least(1),
+        metavar="N",
+        help="elastic: start once N processes can, after --join-timeout, and end with fewer (default: at first all)",
+    )
+    parser.add_argument(
+        "--max-processes",
+        type=at_least(1),
+        metavar="N",
+        help="elastic: run N processes, for which the config is; further hosts are spare (default: those of all hosts)",
     )
     parser.add_argument("--hosts", type=at_least(1), help="number of hosts (default: from Slurm, ..., or 1)")
     parser.add_argument("--host", type=at_least(0), help="index of this host, from 0")
@@ -168,10 +190,27 @@ def check_ranks(config: Config) -> None:
             raise ValueError(f"runtime.{key}={value} with the launcher, which sets it for each process; leave it out")
 
 
-def divide(count: int | None, simulate: int, hosts: int) -> list[list[str]]:
+def check_numbers(options: argparse.Namespace, config: Config) -> None:
+    """Raise ValueError unless --min-processes and --max-processes fit the other options and the config."""
+    least, most = options.min_processes, options.max_processes
+    given = {"--min-processes": least, "--max-processes": most}
+    key = next((key for key, value in given.items() if value), None)
+    if key and not options.elastic:
+        raise ValueError(f"{key}={given[key]} without --elastic, which changes the number of processes; add it")
+    if least and most and least > most:
+        raise ValueError(f"--min-processes={least} is above --max-processes={most}; use a smaller one")
+    if least and config.checkpoint.resume == "never":
+        raise ValueError(
+            f"--min-processes={least} with checkpoint.resume=never: the run saves and resumes when hosts join; use "
+            "checkpoint.resume=auto"
+        )
+
+
+def divide(count: int | None, simulate: int, hosts: int, most: int | None = None) -> list[list[str]]:
     """Divide the GPUs of this host among its processes -> CUDA_VISIBLE_DEVICES entries of each (none on a CPU).
 
-    count: processes per host (None: one per GPU, or one). Raises ValueError if it does not divide the devices.
+    count: processes per host (None: one per GPU, or one). most: processes that run at once (None: those of all hosts).
+    Raises ValueError if they do not divide the devices.
     """
     gpus = [] if simulate else ranks.visible_gpus()
     count = count or len(gpus) or 1
@@ -179,8 +218,11 @@ def divide(count: int | None, simulate: int, hosts: int) -> list[list[str]]:
         raise ValueError(f"--processes={count}: must be at most {MAX_PROCESSES}; use one per GPU")
     if len(gpus) % count:
         raise ValueError(f"--processes={count} does not divide the {len(gpus)} GPUs of this host")
-    if simulate % (count * hosts):
-        raise ValueError(f"runtime.simulate={simulate} is not divisible by {count * hosts} processes; use a multiple")
+    if most and most > count * hosts:
+        raise ValueError(f"--max-processes={most}: {hosts} hosts have {count * hosts} processes; use at most that many")
+    total = most or count * hosts
+    if simulate % total:
+        raise ValueError(f"runtime.simulate={simulate} is not divisible by {total} processes; use a multiple")
     each = len(gpus) // count
     return [gpus[i * each : (i + 1) * each] for i in range(count)]
 

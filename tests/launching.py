@@ -94,6 +94,8 @@ runtime: {simulate: 8}
 class Launched:
     """One launcher per host, all on this machine; the workers are small programs."""
 
+    at_first = 99  # hosts whose launchers start with the run
+
     def __init__(self, folder, plan, *options, hosts=1, overrides=(), env=None):
         self.folder = folder
         (folder / "fake.py").write_text(FAKE.format(log=f"{folder}/log", plan=plan))
@@ -101,18 +103,21 @@ class Launched:
         code = f"import sys; from nanotrain_jax import launch; launch.RUN = [{str(folder / 'fake.py')!r}]; "
         self.port = free_port()
         place = f"127.0.0.1:{self.port}"
-        self.launchers = [
-            subprocess.Popen(
-                [sys.executable, "-c", code + "sys.exit(launch.main())", *options]
-                + (["--hosts", str(hosts), "--host", str(host), "--leader", place] if hosts > 1 else [])
-                + ["--", "--config", str(folder / "x.yaml"), *overrides],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"NANOTRAIN_TOKEN": "0123456789abcdef"} | (env or {}),
-            )
+        self.env = os.environ | {"NANOTRAIN_TOKEN": "0123456789abcdef"} | (env or {})
+        self.commands = [
+            [sys.executable, "-c", code + "sys.exit(launch.main())", *options]
+            + (["--hosts", str(hosts), "--host", str(host), "--leader", place] if hosts > 1 else [])
+            + ["--", "--config", str(folder / "x.yaml"), *overrides]
             for host in range(hosts)
         ]
+        self.launchers = []
+        for host in range(min(hosts, self.at_first)):
+            self.start(host)
+
+    def start(self, host):
+        """Start the launcher of a host, the first time or again."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.launchers.append(subprocess.Popen(self.commands[host], env=self.env, **pipes))
 
     def wait_for_exit(self):
         """-> exit codes, stdout and stderr of all launchers."""

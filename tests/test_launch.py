@@ -130,6 +130,81 @@ def test_an_elastic_run_continues_without_a_lost_host(tmp_path):
     assert run.log()[1][1]["WORLD_SIZE"] == "2"
 
 
+def test_an_elastic_run_saves_and_grows_when_a_host_returns(tmp_path):
+    plan = {(restart, rank): HANG for restart in range(2) for rank in range(4)}
+    run = Launched(tmp_path, plan, "--processes", "2", "--elastic", hosts=2)
+    run.wait_for_starts(4)
+    run.launchers[1].kill()
+    run.wait_for_starts(6)
+    run.start(1)
+    run.wait_for_starts(10)  # the two processes exited with 0: they saved
+    run.launchers[2].send_signal(signal.SIGTERM)
+    run.launchers[0].send_signal(signal.SIGTERM)
+    codes, _, err = run.wait_for_exit()
+    assert codes == [75, -signal.SIGKILL, 75]
+    lost, fewer, joins = err.splitlines()
+    assert "host 1 is lost; restart 1 of 3" in lost
+    assert "continuing with 2 of 4 processes" in fewer
+    assert joins == "launcher: host 1 joins: all processes save and start again"
+    assert [start["WORLD_SIZE"] for start in run.log()[0]] == ["4", "2", "4"]
+    assert run.log()[0][2]["arguments"][2:] == []
+
+
+class FirstAlone(Launched):
+    """Begins with the launcher of host 0."""
+
+    at_first = 1
+
+
+@pytest.mark.long
+def test_a_run_starts_with_the_least_processes_grows_to_the_most_and_has_a_spare_host(tmp_path):
+    numbers = "--min-processes", "1", "--max-processes", "2", "--join-timeout", "3"
+    plan = {(0, 0): HANG, (1, 0): HANG, (0, 1): HANG}
+    run = FirstAlone(tmp_path, plan, "--processes", "1", "--elastic", *numbers, hosts=3)
+    run.wait_for_starts(1)
+    run.start(2)
+    run.wait_for_starts(3)
+    run.start(1)  # a spare one
+    time.sleep(3)
+    assert sum(map(len, run.log().values())) == 3
+    run.launchers[1].kill()
+    run.wait_for_starts(5)
+    run.launchers[0].send_signal(signal.SIGTERM)
+    codes, _, err = run.wait_for_exit()
+    assert codes == [75, -signal.SIGKILL, 75]
+    started, joins, lost = err.splitlines()
+    assert "starting with 1 of 2 processes: runtime.simulate=4 parallel.data=4 parallel.microbatches=2" in started
+    assert "host 2 joins" in joins
+    assert "host 2 is lost; restart 1 of 3" in lost
+    assert [start["WORLD_SIZE"] for start in run.log()[0]] == ["1", "2", "2"]
+
+
+@pytest.mark.long
+def test_too_few_processes_end_an_elastic_run(tmp_path):
+    plan = {(0, 0): "sys.exit(5)", (0, 1): HANG, (0, 2): HANG, (0, 3): HANG}
+    run = Launched(tmp_path, plan, "--processes", "4", "--elastic", "--min-processes", "4")
+    codes, _, err = run.wait_for_exit()
+    assert codes == [1]
+    assert "3 processes left, fewer than --min-processes=4" in err.splitlines()[-1]
+
+
+@pytest.mark.long
+def test_processes_that_cannot_save_yet_are_restarted_when_a_host_joins(tmp_path):
+    early = "signal.signal(signal.SIGTERM, signal.SIG_DFL); " + HANG
+    plan = {(0, i): HANG for i in range(4)} | {(1, 0): early, (1, 1): early}
+    run = Launched(tmp_path, plan, "--processes", "2", "--elastic", "--max-restarts", "1", hosts=2)
+    run.wait_for_starts(4)
+    run.launchers[1].kill()
+    run.wait_for_starts(6)
+    time.sleep(1)
+    run.start(1)
+    run.wait_for_starts(10)  # which is not counted as a restart, and drops no process
+    run.launchers[0].send_signal(signal.SIGTERM)
+    codes, _, err = run.wait_for_exit()
+    assert codes == [75, -signal.SIGKILL, 75]
+    assert "killed by SIGTERM, asked to save" in err
+
+
 def test_an_elastic_run_drops_only_the_root_cause(tmp_path):
     # Host 0 reports first, but its processes only waited for the root cause.
     signals = {"1": int(signal.SIGABRT), "2": int(signal.SIGKILL), "3": int(signal.SIGABRT)}
@@ -293,6 +368,13 @@ RUN_OPTIONS = ["--", "--config", "x.yaml"]
         ([*RUN_OPTIONS, "model.num_layer=3"], "did you mean model.num_layers"),
         (["--processes", "3", *RUN_OPTIONS], "runtime.simulate=8 is not divisible by 3 processes; use a multiple"),
         (["--hosts", "2", *RUN_OPTIONS], "--leader and --host not set; set all of --leader, --hosts, --host, or none"),
+        (["--min-processes", "2", *RUN_OPTIONS], "--min-processes=2 without --elastic"),
+        (["--elastic", "--min-processes", "2", "--max-processes", "1", *RUN_OPTIONS], "is above --max-processes=1"),
+        (["--elastic", "--max-processes", "9", *RUN_OPTIONS], "1 hosts have 1 processes; use at most that many"),
+        (
+            ["--elastic", "--min-processes", "1", *RUN_OPTIONS, "checkpoint.resume=never"],
+            "use checkpoint.resume=auto",
+        ),
         (["--hosts", "2", "--host", "2", "--leader", "a:1", *RUN_OPTIONS], "process index=2: must be in [0, 2)"),
         (["--hosts", "2", "--host", "1", "--leader", "node", *RUN_OPTIONS], "must be host:port"),
         (["--processes", "2"], "the following arguments are required: --config"),

@@ -76,13 +76,17 @@ class Agent:
             self._poll(connection)
 
     def _handle(self, connection: Connection, message: Message) -> None:
-        """Start the workers of a round, or stop them and report ready for the next round."""
+        """Start the workers of a round, have them save and exit, or stop them and report ready for the next round."""
         if message["do"] == "start":
             self.round = message["round"]
             if self.stopping:  # the signal arrived before this message
                 self._send_failed(connection, f"host {self.host} was stopped before its workers started", True)
             else:
                 self._start(message)
+            return
+        if message["do"] == "save":
+            for worker in self.workers:
+                worker.process.send_signal(signal.SIGTERM)
             return
         self._stop()
         if self.elastic and message["host"] == self.host:  # else the root cause is on another host

@@ -4,6 +4,10 @@ agent -> coordinator    ready, before each round: how many workers it can start,
 coordinator -> agents   start: ranks, world size, and the address of process 0
 agent -> coordinator    failed (what; blames: True if it is the root cause), or done
 coordinator -> agents   stop, and the next round; or end, with the exit code
+
+An elastic run grows when a host is ready during a round, and more processes can then run:
+
+coordinator -> agents   save: workers save a checkpoint and exit, as at a signal; agents are done, and the next round
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, STOPPED, Co
 LOOPBACK = "127.0.0.1"
 MAX_STRANGERS = 128  # connections at once that have not proved the token; more are closed, and agents retry
 MAX_REFUSALS = 10  # printed
+NONE_LEFT = "no processes left"
+GROWN: Message = {"is": "grown", "host": None}
 # (initial number of processes, available ones, devices of each) -> number to start, overrides; may raise ValueError
 RestartPlan = Callable[[int, int, int], tuple[int, list[str]]]
 
@@ -34,8 +40,10 @@ class RestartPolicy(NamedTuple):
 
     hosts: int
     max_restarts: int
-    elastic: bool  # restart without lost hosts and processes
+    elastic: bool  # restart without lost hosts and processes, and with those that return
     join_timeout: int  # seconds to wait for hosts
+    least: int | None = None  # processes with which a run starts, also at first; None: at first with those of all hosts
+    most: int | None = None  # processes that the config is for; None: those of the first start
 
 
 class Coordinator:
@@ -48,7 +56,8 @@ class Coordinator:
         self.events: queue.Queue[tuple[Connection | None, int, Message]] = queue.Queue()
         self.connections: dict[int, Connection] = {}  # by host
         self.ready: dict[int, Message] = {}  # "ready" messages of hosts whose workers are not started
-        self.restarts = 0
+        self.round = self.restarts = 0  # restarts: rounds that begin after a failure
+        self.full = policy.most or 0  # processes that the config is for
 
     def run(self) -> None:
         """Run rounds until the run is over, then send the exit code to all agents."""
@@ -63,26 +72,36 @@ class Coordinator:
                 connection.send(do="end", code=code)
 
     def _run_rounds(self) -> NoReturn:
-        """Start all workers, and restart them after each failure. Raises RunEnded."""
-        ready = self._rendezvous()
-        initial = total = sum(message["processes"] for message in ready.values())
-        overrides: list[str] = []
+        """Start all workers, and restart them after each failure, and when a host joins. Raises RunEnded."""
         while True:
-            failed = self._run_round(ready, total, overrides)
-            if failed["code"] == 2:  # a wrong request fails again
-                raise RunEnded(2, "")
-            if failed["stopping"]:
-                raise RunEnded(STOPPED, f"{failed['what']} while stopping")
-            if self.restarts == self.policy.max_restarts:
-                raise RunEnded(1, f"{failed['what']}; giving up after {self.restarts} restarts (--max-restarts)")
-            self.restarts += 1
-            log(f"{failed['what']}; restart {self.restarts} of {self.policy.max_restarts}")
             ready = self._rendezvous()
-            available = sum(message["processes"] for message in ready.values())
-            devices = min(message["devices"] for message in ready.values())
-            total, overrides = self.plan(initial, available, devices)
-            if total != initial:
-                log(f"continuing with {total} of {initial} processes: {' '.join(overrides)}")
+            self.full = self.full or available(ready)
+            total, overrides = self._planned(ready)
+            if total != self.full:
+                begins = "continuing" if self.round else "starting"
+                log(f"{begins} with {total} of {self.full} processes: {' '.join(overrides)}")
+            ended = self._run_round(ready, total, overrides)
+            self.round += 1
+            if ended["is"] == "failed":
+                self._count(ended)
+
+    def _planned(self, ready: dict[int, Message]) -> tuple[int, list[str]]:
+        """Return how many processes of these hosts to start, and config overrides for them. May raise ValueError."""
+        count = min(available(ready), self.full)
+        if not self.round and count == self.full:
+            return count, []
+        return self.plan(self.full, count, min(message["devices"] for message in ready.values()))
+
+    def _count(self, failed: Message) -> None:
+        """Count a failure. Raises RunEnded unless the run restarts."""
+        if failed["code"] == 2:  # a wrong request fails again
+            raise RunEnded(2, "")
+        if failed["stopping"]:
+            raise RunEnded(STOPPED, f"{failed['what']} while stopping")
+        if self.restarts == self.policy.max_restarts:
+            raise RunEnded(1, f"{failed['what']}; giving up after {self.restarts} restarts (--max-restarts)")
+        self.restarts += 1
+        log(f"{failed['what']}; restart {self.restarts} of {self.policy.max_restarts}")
 
     def _accept(self) -> None:
         while True:
@@ -113,8 +132,7 @@ class Coordinator:
             if message["is"] == "ready":
                 host = message["host"]
                 self.connections[host], self.ready[host] = connection, message
-            else:
-                self.events.put((connection, host, message))
+            self.events.put((connection, host, message))
         if self.connections.get(host) is connection:  # else the agent has reconnected
             del self.connections[host]
             self.ready.pop(host, None)
@@ -130,8 +148,10 @@ class Coordinator:
         if self._is_stopping():
             raise RunEnded(STOPPED, "")
         ready = {host: message for host, message in dict(self.ready).items() if message["processes"]}
-        if not ready:
-            raise RunEnded(1, "no processes left")
+        least = self.policy.least or 1
+        if available(ready) < least:
+            left = available(ready)
+            raise RunEnded(1, f"{left} processes left, fewer than --min-processes={least}" if left else NONE_LEFT)
         return ready
 
     def _is_stopping(self) -> bool:
@@ -143,20 +163,34 @@ class Coordinator:
 
         Raises RunEnded after join_timeout if the run needs all hosts.
         """
-        timeout = self.policy.join_timeout
-        if self.policy.elastic and self.restarts and self.ready:
-            return seconds > timeout or (seconds > GRACE and set(self.ready) >= set(self.connections))
+        timeout, least = self.policy.join_timeout, self.policy.least
+        may_miss = self.policy.elastic and (self.round or least)
+        if may_miss and self.ready and available(dict(self.ready)) >= (least or 0):
+            is_settled = self.round and seconds > GRACE and set(self.ready) >= set(self.connections)
+            is_full = bool(self.full) and available(dict(self.ready)) >= self.full
+            return bool(is_settled or is_full or seconds > timeout)
         if seconds > timeout:
             missing = sorted(set(range(self.policy.hosts)) - self.ready.keys())
             raise RunEnded(1, f"rendezvous timeout: hosts {missing} did not join within {timeout} s")
         return False
 
     def _run_round(self, ready: dict[int, Message], total: int, overrides: list[str]) -> Message:
-        """Start total processes; after a failure, stop all hosts. -> the failure. Raises RunEnded if none failed."""
-        failed = self._wait_for_failure(self._start(ready, total, overrides))
+        """Start total processes; after a failure, or when they have saved to grow, stop all hosts. -> the failure, or
+        a message "grown". Raises RunEnded if all are done."""
+        running = self._start(ready, total, overrides)
+        ended = self._wait_for_end(running, ready, total)
         for connection in list(self.connections.values()):
-            connection.send(do="stop", host=failed["host"])
-        return failed
+            connection.send(do="stop", host=ended["host"])
+        return ended
+
+    def _grows(self, ready: dict[int, Message], total: int) -> bool:
+        """True if more than total processes can run with the hosts that are ready now. ready: those that have begun."""
+        if not self.policy.elastic:
+            return False
+        try:
+            return self._planned(ready | dict(self.ready))[0] > total
+        except ValueError:
+            return False
 
     def _start(self, ready: dict[int, Message], total: int, overrides: list[str]) -> dict[int, Connection | None]:
         """Send "start" for total processes; -> the connection of each started host (None: lost).
@@ -174,7 +208,7 @@ class Coordinator:
             if not count:
                 continue
             self.ready.pop(host, None)
-            ranks = {"round": self.restarts, "first": first_rank, "count": count, "total": total}
+            ranks = {"round": self.round, "first": first_rank, "count": count, "total": total}
             first_rank += count
             running[host] = self.connections.get(host)
             if running[host]:
@@ -183,26 +217,34 @@ class Coordinator:
                 self.events.put((None, host, {"is": "gone"}))
         return running
 
-    def _wait_for_failure(self, running: dict[int, Connection | None]) -> Message:
+    def _wait_for_end(self, running: dict[int, Connection | None], ready: dict[int, Message], total: int) -> Message:
         """Wait for the root cause of a failure; -> its "failed" message. Raises RunEnded if all hosts are done.
 
-        After a failure that is not the root cause, wait for the root cause for at most 2 GRACE.
+        After a failure that is not the root cause, wait for the root cause for at most 2 GRACE. When a host joins with
+        which more processes can run, ask all to save; when they are done, or fail instead: -> a message "grown".
         """
         failed: Message | None = None
         deadline = 0.0
-        stopping = False
+        stopping = grows = False
         while running:
             try:
                 connection, host, message = self.events.get(timeout=failed and max(deadline - time.monotonic(), 0))
             except queue.Empty:  # no root cause was reported
                 return failed
-            if host not in running or running[host] is not connection:  # of another round
+            joins = message["is"] == "ready" and not message["stopping"]
+            if joins and not grows and self._grows(ready, total):
+                grows = True
+                ask_to_save(running, host)
+            if message["is"] == "ready" or host not in running or running[host] is not connection:  # of another round
                 continue
             if message["is"] == "gone":
                 message = {"is": "failed", "what": f"host {host} is lost", "code": 1, "stopping": False}
                 message |= {"host": host, "blames": True}
-            elif message["round"] != self.restarts:
+            elif message["round"] != self.round:
                 continue
+            if grows and message["is"] == "failed" and not message["stopping"]:  # e.g. it could not save yet
+                log(f"{message['what']}, asked to save")
+                return GROWN
             if message["is"] == "done":
                 del running[host]
                 stopping |= message["stopping"]
@@ -211,4 +253,19 @@ class Coordinator:
             elif not failed:
                 failed = message
                 deadline = time.monotonic() + 2 * GRACE
+        if grows and not stopping:
+            return GROWN
         raise RunEnded(STOPPED if stopping else 0, "")
+
+
+def ask_to_save(running: dict[int, Connection | None], host: int) -> None:
+    """Ask the agents of a round to have their workers save and exit, as a host joins."""
+    log(f"host {host} joins: all processes save and start again")
+    for connection in running.values():
+        if connection:
+            connection.send(do="save")
+
+
+def available(ready: dict[int, Message]) -> int:
+    """Return the number of processes that these hosts can start."""
+    return sum(message["processes"] for message in ready.values())

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,45 @@ def test_an_elastic_restart_on_fewer_processes_keeps_the_losses(config_file, tmp
     elastic, single = ({r["step"]: r["loss"] for r in records(folder)} for folder in (run, tmp_path / "one"))
     assert elastic.keys() == single.keys()
     np.testing.assert_allclose([elastic[i] for i in single], list(single.values()), rtol=1e-6)
+
+
+@pytest.mark.long
+def test_a_host_that_returns_joins_at_a_checkpoint_and_the_losses_stay(config_file, tmp_path):
+    run, keys = tmp_path / "run", ["parallel.zero=3", "optimizer.lr=1e-4", "train.eval_every=0"]
+    address, env = f"127.0.0.1:{free_port()}", {"NANOTRAIN_TOKEN": "0123456789abcdef"}
+
+    def host(index):
+        place = ["--elastic", "--hosts", "2", "--host", str(index), "--leader", address, "--processes", "1", "--"]
+        begin = ["-m", "nanotrain_jax.launch", *place]
+        return one(config_file, env, f"logging.dir={run}", *FOREVER, *keys, "checkpoint.every=20", begin=begin)
+
+    def next_process(rank, after):
+        found = status_of(run, rank, first)
+        while found["pid"] == after:
+            time.sleep(0.1)
+            found = status_of(run, rank, first)
+        return found
+
+    first, second = host(0), host(1)
+    pid = status_of(run, 1, first, least=25)["pid"]
+    alone = status_of(run, 0, first)["pid"]
+    second.kill()
+    os.kill(pid, signal.SIGKILL)
+    alone = next_process(0, alone)["pid"]
+    returned = host(1)
+    step = next_process(1, pid)["step"]
+    status_of(run, 0, first, least=step + 10)
+    first.send_signal(signal.SIGTERM)
+    _, err = finished(first, 75)
+    assert "continuing with 1 of 2 processes: runtime.simulate=4 parallel.data=4 parallel.microbatches=2" in err
+    assert "host 1 joins: all processes save and start again" in err
+    assert "restart 2" not in err
+    returned.wait(60)
+    ours = {record["step"]: record["loss"] for record in records(run)}
+    assert main(config_file, *keys, f"logging.dir={tmp_path}/one", f"train.steps={max(ours)}") == 0
+    theirs = {record["step"]: record["loss"] for record in records(tmp_path / "one")}
+    assert ours.keys() == theirs.keys()  # none is lost or taken twice
+    np.testing.assert_allclose([ours[i] for i in theirs], [*theirs.values()], rtol=2e-6)
 
 
 @pytest.mark.long
