@@ -221,11 +221,14 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
 
 def layers_ahead(config: Config) -> int:
     """Return how far gradients may fall behind (`remat.Policy.ahead`), and what is recomputed run ahead: one layer
-    hides as much communication as two, in less memory, but for layers of which nothing is recomputed."""
+    hides as much communication as two, in less memory, but for layers of which nothing is recomputed. Of a mixture XLA
+    else puts off the gradients of experts, and keeps the rows of several layers for them."""
     p = config.parallel
     if config.memory.rematerialization.policy != "none":
         return 1
-    return 2 if p.tensor * p.context > 1 or p.zero >= 2 or reduces_per_layer(config) else 0
+    if p.tensor * p.context > 1 or p.zero >= 2 or reduces_per_layer(config):
+        return 2
+    return 1 if config.model.experts else 0
 
 
 def optimizer_of(config: Config, model: Model, shapes: Tree, opt_specs: Tree) -> optax.GradientTransformation:

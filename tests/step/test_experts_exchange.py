@@ -37,6 +37,7 @@ MORE = [
     shared("data 4 expert 4 pipe 2", zero=2, microbatches=4, schedule="zero_bubble"),
     shared("data 2 expert 2 pipe 2 context 2", context_attention="gather", microbatches=4, vocab_over_pipe=True),
     shared("data 2 expert 2 pipe 2", idle="mask", microbatches=2),
+    case("data 4 expert 2", model=SHARED | {"num_layers": 3, "unroll": True}, zero=1, microbatches=2),
 ]
 
 
