@@ -57,6 +57,12 @@ def gradients_on_host(config: Config) -> bool:
     return config.parallel.zero >= 2 and config.memory.offload_optimizer != "none"
 
 
+def keeps_reduced(config: Config) -> bool:
+    """True if gradients that ZeRO 2 or 3 reduced in 16 bit stay so until they are added in float32, or used."""
+    is_plain = config.parallel.compress == "none" and not config.parallel.sync_every
+    return config.parallel.zero >= 2 and execution(config) is Execution.AUTODIFF and is_plain
+
+
 def casts_at_use(config: Config) -> bool:
     """True if the weights are stored as float32 shards only, and cast to precision.compute where they are gathered:
     16-bit ZeRO 3, unless the float32 weights are offloaded."""

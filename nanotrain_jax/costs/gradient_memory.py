@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanotrain_jax.config.execution import execution, reduces_per_layer, writes_layers_out
+from nanotrain_jax.config.execution import execution, keeps_reduced, reduces_per_layer, writes_layers_out
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.counts import BYTES, gradient_bytes, rows, zero_devices
 from nanotrain_jax.costs.stored_parameters import trained_parameters, vocab_elements
@@ -46,15 +46,20 @@ def current(config: Config) -> float:
     if p.pipe > 1 or p.prefetch:
         return 0.0
     size = shard if p.zero > 1 else psi
-    return (4 if p.zero > 1 else BYTES[config.precision.compute]) * (size[LAYERS] + size[DENSE])
+    return _bytes(config) * (size[LAYERS] + size[DENSE])
+
+
+def _bytes(config: Config) -> int:
+    """Return the bytes per element of a gradient of one microbatch."""
+    if keeps_reduced(config):
+        return gradient_bytes(config)
+    return 4 if config.parallel.zero > 1 else BYTES[config.precision.compute]
 
 
 def of_ends(config: Config) -> float:
     """Return the bytes of the gradients of embedding, head and encoder of the current microbatch (`_outside`)."""
     psi, shard = trained_parameters(config)
-    if config.parallel.zero > 1:
-        return 4 * _outside(config, shard)
-    return BYTES[config.precision.compute] * _outside(config, psi)
+    return _bytes(config) * _outside(config, shard if config.parallel.zero > 1 else psi)
 
 
 def _outside(config: Config, sizes: dict[str, float]) -> float:
@@ -72,6 +77,4 @@ def stacked(config: Config, largest: float) -> float:
     """Return the bytes of the largest gradient of layers written out, while XLA concatenates those of its layers."""
     if sums_gradients(config) or not writes_layers_out(config, "gpu"):
         return 0.0
-    if config.parallel.zero > 1:
-        return 4 * largest / zero_devices(config)
-    return BYTES[config.precision.compute] * largest
+    return _bytes(config) * largest / (zero_devices(config) if config.parallel.zero > 1 else 1)

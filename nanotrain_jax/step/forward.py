@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from nanotrain_jax.config.execution import Execution, reduces_per_layer
+from nanotrain_jax.config.execution import Execution, keeps_reduced, reduces_per_layer
 from nanotrain_jax.models.contract import LAYERS, Model, split_layers
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
@@ -38,8 +38,10 @@ def local(plan: Plan, params: Tree) -> Tree:
 
 
 def inputs(plan: Plan, zero: Zero, params: Tree) -> Tree:
-    """Return what is differentiated: `zero.inputs` of trainable weights, None for frozen ones."""
-    return select(zero.inputs(params, plan.shards), plan.trainable)
+    """Return what is differentiated: `zero.inputs` of trainable weights, None for frozen ones. Of these, gradients stay
+    in the dtype in which ZeRO reduced them (`accumulate` adds in float32)."""
+    dtype = plan.shards.communication.dtype if keeps_reduced(plan.config) else jnp.float32
+    return select(zero.inputs(params, plan.shards, dtype), plan.trainable)
 
 
 class Inputs(NamedTuple):

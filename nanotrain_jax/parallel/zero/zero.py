@@ -30,9 +30,10 @@ gathered together; `communication.py` decides in which dtype, or in 8 bits. Para
 axes (tensor): then Psi counts this device's shards. ZeRO shards those over some of its own axes (experts, over expert)
 over the rest of these, and sums their gradients over the rest.
 
-`inputs` are what is differentiated: in ZERO[0] and ZERO[1] the weights, else "taps": float32 zeros in the shape of the
-stored gradient, whose cotangent is the reduced gradient. So a layer's full gradient lives only during that layer's
-backward, and gradients accumulate in float32 whatever the compute dtype.
+`inputs` are what is differentiated: in ZERO[0] and ZERO[1] the weights, else "taps": zeros in the shape of the stored
+gradient, whose cotangent is the reduced gradient. So a layer's full gradient lives only during that layer's backward,
+and gradients accumulate in float32 whatever the compute dtype. Those of one microbatch may stay in the dtype in which
+they were reduced, which taps then have.
 """
 
 import math
@@ -232,9 +233,9 @@ class Zero(NamedTuple):
         sharded = _over(specs, cuts)
         return sharded if self.params_sharded else specs, sharded if self.state_sharded else specs
 
-    def inputs(self, stored: Tree, shards: Shards) -> Tree:
-        """The weights, cast so that gradients stay local. In the backward: float32 zeros in the shape of the stored
-        gradient, full or sharded ("taps"). Moves nothing.
+    def inputs(self, stored: Tree, shards: Shards, dtype: jnp.dtype = jnp.float32) -> Tree:
+        """The weights, cast so that gradients stay local. In the backward: zeros of this dtype in the shape of the
+        stored gradient, full or sharded ("taps"). Moves nothing.
         """
         if not self.in_backward:
             return as_varying(stored, BATCH_AXES)
@@ -242,7 +243,7 @@ class Zero(NamedTuple):
 
         def tap(w: jax.Array, cut: Cut) -> jax.Array:
             size = jax.lax.axis_size(cut.axes) if cut.axes and divide else 1
-            zeros = jnp.zeros(tuple(n // size if i == cut.dim else n for i, n in enumerate(w.shape)), jnp.float32)
+            zeros = jnp.zeros(tuple(n // size if i == cut.dim else n for i, n in enumerate(w.shape)), dtype)
             return as_varying(zeros, sorted(varying_axes(w).union(BATCH_AXES if self.state_sharded else ())))
 
         return jax.tree.map(tap, stored, shards.cuts)
@@ -275,7 +276,7 @@ class Zero(NamedTuple):
                     grads = shards.communication.all_reduce(grads, over)
                 elif axes:
                     grads = shards.communication.reduce_scatter(grads, axes, dims)
-                return None, tuple(g.astype(jnp.float32) for g in grads), None
+                return None, tuple(g.astype(tap.dtype) for g, tap in zip(grads, taps, strict=True)), None
 
             if taps[0] is None:
                 return forward(weights)
