@@ -130,7 +130,7 @@ def test_a_layer_of_the_real_step_reads_and_writes_what_it_did(name):
 def test_norms_by_our_kernel_read_less_in_fewer_kernels(name, version):
     golden = json.loads(GOLDEN.read_text())
     by_xla, by_kernel = golden[name][version], golden[name + KERNEL][version]
-    assert by_kernel["layers_bytes"] < 0.97 * by_xla["layers_bytes"]
+    assert by_kernel["layers_bytes"] < 0.98 * by_xla["layers_bytes"]
     assert by_kernel["step_kernels"] < 0.95 * by_xla["step_kernels"]
 
 
