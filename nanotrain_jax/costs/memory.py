@@ -158,16 +158,15 @@ def _of_backward(config: Config, residuals: float) -> Parts:
 
 
 def _of_first_backward(config: Config) -> float:
-    """Return the bytes of gradients beside those of layers just made: sums and the head's. With prefetch XLA multiplies
-    that by the weight of a token (`cross_entropy`) after the first backward, if this recomputes nothing before: then it
-    is there twice, the second in the dtype on the wire, and the sums of layers are not needed yet."""
+    """Return the bytes of gradients beside those of layers just made: sums and the head's. With prefetch the sums of
+    the only microbatch are not needed yet, if the backward recomputes nothing before."""
     p, (sums, _) = config.parallel, gradient_memory.sums(config)
     if p.pipe > 1:
         return sums
     head = gradient_memory.of_head(config)
     if not p.prefetch or config.memory.rematerialization.recomputes_layers:
         return sums + head
-    return max(sums, gradient_memory.earlier(config) + head * (1 + gradient_bytes(config) / 4))
+    return max(sums, gradient_memory.earlier(config) + head)
 
 
 def _of_first(config: Config) -> float:

@@ -94,14 +94,18 @@ def cross_entropy(
         sum[c], hit[c] = all_reduce(sum exp(l - top), l[target])   twice as many
         g[c V/tensor] = softmax(l) - onehot(target), then at once the gradients of x and head
 
-    Only one chunk's logits exist at a time, and none is recomputed. Residuals: the gradients of x[B T D] and, in
-    float32, of head[V/tensor D]. Backward: the gradient of x is a partial sum over tensor; the backward of `enter`
-    reduces it. axis: the mesh axis that splits the vocabulary, or several, the last of them innermost; None: none.
-    Raises ValueError if chunk does not divide B T.
+    Only one chunk's logits exist at a time, and none is recomputed. Residuals of several chunks: the gradients of
+    x[B T D] and, in float32, of head[V/tensor D], which the backward multiplies by the gradient of the sum. Of a single
+    chunk: x, head and logits; the backward multiplies g, in the kernel that computes it. The gradient of x is a partial
+    sum over tensor; the backward of `enter` reduces it. axis: the mesh axis that splits the vocabulary, or several, the
+    last of them innermost; None: none. Raises ValueError if chunk does not divide B T.
     """
     loss = _loss_of((x_BTD, head_VD, targets_BT), _names(axis), options)
     x_BTD, head_VD = as_varying((x_BTD, head_VD), loss.everywhere)
-    return _sum_of_losses(loss, x_BTD, head_VD, targets_BT), loss.counts(targets_BT).sum(dtype=jnp.int32)
+    count = loss.counts(targets_BT).sum(dtype=jnp.int32)
+    if loss.chunk == targets_BT.size:
+        return _losses_of_tokens(loss, x_BTD, head_VD, targets_BT).sum(), count
+    return _sum_of_losses(loss, x_BTD, head_VD, targets_BT), count
 
 
 def losses_of_tokens(
