@@ -114,10 +114,14 @@ def _taken(block: list[Instruction], number: int) -> int | None:
 def _part(block: list[Instruction], value: Instruction, width: float, converted: bool = False) -> int | None:
     """Return the bytes that the users of a value need of it; None: all. width: bytes of an element where it is stored.
     converted: the value is the stored one in another dtype."""
+    if value.name in (root.name for root in _roots(block)):
+        return None
     parts: list[int | None] = []
     for user, at in _users(block, value.name):
         if user.opcode in SLICES and at == 0:
             parts.append(round(size(user.type) / hlo.itemsize(user.type) * width))
+        elif user.opcode == "scatter" and at == 0 and not converted:  # it adds to these elements in place
+            parts.append(_stored(block, user))
         elif user.opcode == "convert":
             parts.append(_part(block, user, width, converted=True))
         elif converted or user.opcode != "dynamic-update-slice" or at != 0:
@@ -146,7 +150,8 @@ def _roots(block: list[Instruction]) -> list[Instruction]:
 
 
 def _stored(block: list[Instruction], root: Instruction) -> int:
-    """Return the bytes that a fusion writes for one of its results."""
-    if root.opcode == "dynamic-update-slice":
-        return size(next(i.type for i in block if i.name == root.operands[1]))
+    """Return the bytes that a fusion writes for one of its results: of updates in place those alone."""
+    updates = {"dynamic-update-slice": 1, "scatter": 2}  # number of the operand
+    if root.opcode in updates:
+        return size(next(i.type for i in block if i.name == root.operands[updates[root.opcode]]))
     return size(root.type)
