@@ -25,7 +25,7 @@ from jax import lax
 
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 from nanotrain_jax.parallel.loops import with_backward
-from nanotrain_jax.parallel.transposed import Transposed, tensordot
+from nanotrain_jax.parallel.transposed import Transposed, is_transposed, tensordot
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SMALLEST = 1e-30  # a tensor with smaller values alone is rounded to zeros
@@ -91,7 +91,7 @@ def multiply(matmul: Matmul, x: jax.Array, w: jax.Array | Transposed, contracted
     FLOAT8 stores x in 8 bits for the backward, and w as it is: stacked weights are not stored again. PLAIN alone takes
     w `Transposed`.
     """
-    if matmul is PLAIN:
+    if is_transposed(w):
         return tensordot(x, w, contracted)
     axes = sorted(varying_axes(x) | varying_axes(w))
     run = with_backward(_forward, _backward, (0, 1))

@@ -19,7 +19,6 @@ use of an invarying parameter; to sum once, cast the parameter with `as_varying`
 axis=None: one device. The same maths, moves nothing, needs no `shard_map`.
 """
 
-import operator
 from collections.abc import Sequence
 from functools import partial, reduce
 from typing import NamedTuple
@@ -41,6 +40,7 @@ from nanotrain_jax.parallel.remat import HOPS
 from nanotrain_jax.parallel.tensor import float8
 from nanotrain_jax.parallel.tensor.collective_matmul import gather_matmuls, matmul_scatter
 from nanotrain_jax.parallel.tensor.float8 import Matmul
+from nanotrain_jax.parallel.transposed import is_transposed
 
 
 def enter(x_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool = True) -> jax.Array:
@@ -95,6 +95,11 @@ def _enter_again(x_BTD: jax.Array, grads: list, axis: str, sequence_parallel: bo
     return enter(x_BTD, axis, sequence_parallel)
 
 
+def _add_to(total_BTD: jax.Array, g_BTD: jax.Array) -> jax.Array:
+    """g + total, in this order: XLA:GPU has the matmul that computes the first operand add to the second in place."""
+    return g_BTD + total_BTD
+
+
 class MatmulOptions(NamedTuple):
     """Options of `columns` and `row`."""
 
@@ -127,11 +132,13 @@ def columns(
     gathered and g is all-reduced. adapters: further weights, narrow ones, which follow in the result; whatever
     options.matmul is, they multiply in their dtype, and the backward keeps x in its own.
     """
+    if any(map(is_transposed, weights)):
+        return [column(x_BTD, w_DF) for w_DF in [*weights, *adapters]]
     if axis is None:
-        return [column(x_BTD, w_DF, options.matmul) for w_DF in weights] + [column(x_BTD, a_DR) for a_DR in adapters]
+        sequence_parallel, options = False, options._replace(regather=False, overlap=False)
     of_weights = frozenset().union(*map(varying_axes, [*weights, *adapters]))
     x_BTD = as_varying(x_BTD, sorted(of_weights - {axis}))
-    everywhere = sorted(varying_axes(x_BTD) | {axis})
+    everywhere = sorted(varying_axes(x_BTD) | ({axis} - {None}))
     weights, adapters = as_varying((list(weights), list(adapters)), everywhere)
     regather, overlap, matmul = options
     kept = float8.PLAIN if adapters else matmul  # how x is kept for the backward
@@ -156,7 +163,7 @@ def columns(
         pairs = [(matmul.gradient(g_BTF), w_DF) for g_BTF, w_DF in zip(grads, weights, strict=False)]
         partial_grads = [float8.input_gradient(matmul, g_BTF, w_DF) for g_BTF, w_DF in pairs]
         partial_grads += map(partial(float8.input_gradient, float8.PLAIN), of_adapters, adapters)
-        g_BTD = leave(reduce(operator.add, partial_grads).astype(dtype), axis, sequence_parallel)
+        g_BTD = leave(reduce(_add_to, partial_grads).astype(dtype), axis, sequence_parallel)
         x_of_weights = matmul.operand(x_BTD) if adapters else x_BTD
         grads_DF = [float8.weight_gradient(matmul, x_of_weights, g_BTF, w_DF) for g_BTF, w_DF in pairs]
         grads_DR = list(map(partial(float8.weight_gradient, float8.PLAIN, x_BTD), of_adapters, adapters))
