@@ -63,6 +63,13 @@ def keeps_reduced(config: Config) -> bool:
     return config.parallel.zero >= 2 and execution(config) is Execution.AUTODIFF and is_plain
 
 
+def head_gradient(config: Config) -> str:
+    """Return the dtype in which the gradient of the head leaves its matmul: that in which ZeRO reduces it, if it stays
+    so; float32 where chunks of the loss add it up."""
+    are_rounded = {config.precision.compute, config.precision.grad_reduce} == {"bfloat16"}
+    return "bfloat16" if are_rounded and keeps_reduced(config) and not config.model.loss_chunk else "float32"
+
+
 def casts_at_use(config: Config) -> bool:
     """True if the weights are stored as float32 shards only, and cast to precision.compute where they are gathered:
     16-bit ZeRO 3, unless the float32 weights are offloaded."""

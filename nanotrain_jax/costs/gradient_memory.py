@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanotrain_jax.config.execution import execution, keeps_reduced, reduces_per_layer, writes_layers_out
+from nanotrain_jax.config.execution import execution, head_gradient, keeps_reduced, reduces_per_layer, writes_layers_out
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.counts import BYTES, gradient_bytes, rows, zero_devices
 from nanotrain_jax.costs.stored_parameters import trained_parameters, vocab_elements
@@ -68,9 +68,9 @@ def _outside(config: Config, sizes: dict[str, float]) -> float:
 
 
 def of_head(config: Config) -> float:
-    """Return the bytes of the head's gradient, float32."""
+    """Return the bytes of the head's gradient, as the loss computes it."""
     is_frozen = rows(config).get(HEAD, rows(config)[EMBEDDING]).is_frozen
-    return 0.0 if is_frozen else 4 * vocab_elements(config)
+    return 0.0 if is_frozen else BYTES[head_gradient(config)] * vocab_elements(config)
 
 
 def stacked(config: Config, largest: float) -> float:

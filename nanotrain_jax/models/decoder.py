@@ -34,7 +34,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nanotrain_jax.config.derived import fits_flash
-from nanotrain_jax.config.execution import writes_layers_out
+from nanotrain_jax.config.execution import head_gradient, writes_layers_out
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.models import balance, contract, decode, decoder_table
@@ -248,6 +248,7 @@ def split_of(config: Config, mesh: Mesh) -> Split:
         vocab_axes=p.vocab_axes,
         vocab_shards=p.vocab_shards,
         logits=config.precision.logits,
+        head_gradient=head_gradient(config),
         experts="expert" if p.expert > 1 else None,
         flat=writes_layers_out(config, mesh.devices.flat[0].platform),
     )

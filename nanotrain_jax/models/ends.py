@@ -74,6 +74,11 @@ class Ends(nnx.Module):
         """head[V D]"""
         return self.head_VD[...] if hasattr(self, "head_VD") else self.embedding_VD[...]
 
+    def loss_options(self) -> vocabulary.LossOptions:
+        """Return the options of the loss."""
+        logits, gradient = self.split.logits, self.split.head_gradient
+        return vocabulary.LossOptions(self.vocab_size, self.loss_chunk, logits=logits, gradient=jnp.dtype(gradient))
+
     @jax.named_scope("loss")
     def loss(self, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x[B T D], targets[B T] -> (sum of cross-entropies in nats, number of targets), float32 and int32 scalars.
@@ -81,15 +86,13 @@ class Ends(nnx.Module):
         Negative targets are padding and are ignored.
         """
         x_BTD = tensor.enter(self.norm(x_BTD), self.split.axis, self.split.sequence_parallel)
-        options = vocabulary.LossOptions(self.vocab_size, self.loss_chunk, logits=self.split.logits)
-        return vocabulary.cross_entropy(x_BTD, self.head(), targets_BT, self.split.vocab_axes, options)
+        return vocabulary.cross_entropy(x_BTD, self.head(), targets_BT, self.split.vocab_axes, self.loss_options())
 
     @jax.named_scope("loss")
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:
         """x[B T D], targets[B T] -> the cross-entropy of each token in nats, float32 [B T]; 0 for negative targets"""
         x_BTD = tensor.enter(self.norm(x_BTD), self.split.axis, self.split.sequence_parallel)
-        options = vocabulary.LossOptions(self.vocab_size, self.loss_chunk, logits=self.split.logits)
-        return vocabulary.losses_of_tokens(x_BTD, self.head(), targets_BT, self.split.vocab_axes, options)
+        return vocabulary.losses_of_tokens(x_BTD, self.head(), targets_BT, self.split.vocab_axes, self.loss_options())
 
     @jax.named_scope("accuracy")
     def correct(self, x_BTD: jax.Array, targets_BT: jax.Array) -> jax.Array:

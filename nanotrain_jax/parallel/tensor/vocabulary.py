@@ -71,6 +71,7 @@ class LossOptions(NamedTuple):
     chunk: int | None = None  # tokens per chunk; None: all
     z_loss: float = 0.0  # weight of the square of log z (PaLM, arXiv 2204.02311)
     logits: jnp.dtype | None = None  # in which logits are stored; None: that of x. The softmax is in float32
+    gradient: jnp.dtype = jnp.float32  # in which the gradient of the head leaves its matmul, of a single chunk
 
 
 PLAIN_LOSS = LossOptions()
@@ -137,7 +138,7 @@ def _loss_of(arrays: tuple[jax.Array, jax.Array, jax.Array], axes: tuple[str, ..
     vocab_size = options.vocab_size or head_VD.shape[0] * (lax.axis_size(axes) if axes else 1)
     everywhere = {*axes}.union(*map(varying_axes, arrays))
     dtype = jnp.dtype(options.logits or x_BTD.dtype)
-    return _Loss(axes, vocab_size, chunk, options.z_loss, dtype, tuple(sorted(everywhere)))
+    return _Loss(axes, vocab_size, chunk, options.z_loss, dtype, options.gradient, tuple(sorted(everywhere)))
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ class _Loss:
     chunk: int  # tokens
     z_loss: float
     logits: jnp.dtype
+    gradient: jnp.dtype
     everywhere: tuple[str, ...]  # mesh axes over which any of the arrays varies
 
     def is_padded(self, rows: int) -> bool:
@@ -186,7 +188,8 @@ def _sum_and_gradients(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, target
         total, grad_VD = sums
         x_cD, targets_c = chunk
         losses_c, softmax = _losses(loss, x_cD, head_VD, targets_c)
-        grad_cD, grad_VD = _gradients(loss, softmax, x_cD, head_VD, _gradient_scale(x_cD.dtype), grad_VD)
+        grads = _gradients(loss, softmax, x_cD, head_VD, _gradient_scale(x_cD.dtype))
+        grad_cD, grad_VD = _at_once(grads[0], grad_VD + grads[1])
         return (total + losses_c.sum(), grad_VD), grad_cD
 
     sums = loss.zero(), as_varying(jnp.zeros(head_VD.shape, jnp.float32), loss.everywhere)
@@ -228,17 +231,22 @@ def _losses_and_residuals(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, tar
 def _gradients_of_tokens(loss: _Loss, residuals: tuple, g_BT: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     """The backward: gradients of x and head, given those of the losses of tokens."""
     x_BTD, head_VD, targets_BT, kept = residuals
-    g_BT = as_varying(g_BT, loss.everywhere)
+    g_nc = as_varying(g_BT, loss.everywhere).reshape(-1, loss.chunk)
+    if kept is not None:
+        softmax = jax.tree.map(lambda x_1c: x_1c[0], kept)
+        x_cD, g_c1 = x_BTD.reshape(loss.chunk, -1), g_nc[0, :, None]
+        grad_cD, grad_VD = _at_once(*_gradients(loss, softmax, x_cD, head_VD, g_c1, loss.gradient))
+        return grad_cD.reshape(x_BTD.shape), grad_VD.astype(head_VD.dtype), None
 
     def add_chunk(grad_VD: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
-        (x_cD, targets_c), g_c, softmax = chunk
-        softmax = softmax or _losses(loss, x_cD, head_VD, targets_c)[1]
-        grad_cD, grad_VD = _gradients(loss, softmax, x_cD, head_VD, g_c[:, None], grad_VD)
+        (x_cD, targets_c), g_c = chunk
+        _, softmax = _losses(loss, x_cD, head_VD, targets_c)
+        grad_cD, of_chunk_VD = _gradients(loss, softmax, x_cD, head_VD, g_c[:, None])
+        grad_cD, grad_VD = _at_once(grad_cD, grad_VD + of_chunk_VD)
         return grad_VD, grad_cD
 
     zeros = as_varying(jnp.zeros(head_VD.shape, jnp.float32), loss.everywhere)
-    chunks = loss.chunks(x_BTD, targets_BT), g_BT.reshape(-1, loss.chunk), kept
-    grad_VD, grad_cD = lax.scan(add_chunk, zeros, chunks)
+    grad_VD, grad_cD = lax.scan(add_chunk, zeros, (loss.chunks(x_BTD, targets_BT), g_nc))
     return grad_cD.reshape(x_BTD.shape), grad_VD.astype(head_VD.dtype), None
 
 
@@ -304,12 +312,11 @@ def _gradients(
     x_cD: jax.Array,
     head_VD: jax.Array,
     scale: jax.Array | float,
-    sum_VD: jax.Array,
+    dtype: jnp.dtype = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
-    """-> gradient of a chunk's summed losses with respect to x[c D], and sum_VD plus that with respect to head[V/tensor
-    D], both times scale.
+    """-> gradients of a chunk's summed losses with respect to x[c D] and, of that dtype, head[V/tensor D], times scale.
 
-    scale: one number, or one for each token [c 1]. sum_VD: of earlier chunks, float32; the matmul adds to it in place.
+    scale: one number, or one for each token [c 1].
     """
     logits_cV = softmax.logits_cV
     slope_c = jnp.where(softmax.counts_c, 1 + 2 * loss.z_loss * softmax.log_z_c, 0.0)
@@ -317,6 +324,10 @@ def _gradients(
     exp_cV = jnp.exp(logits_cV.astype(jnp.float32) - softmax.top_c[:, None])  # less log z would lose digits
     g_cV = (slope_c / softmax.sum_c)[:, None] * exp_cV - jnp.where(hit_cV, 1.0, 0.0)
     g_cV = (scale * g_cV).astype(x_cD.dtype)
-    sum_VD = sum_VD + jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=jnp.float32)
-    grad_cD = jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype)
-    return lax.optimization_barrier((grad_cD, sum_VD))  # both at once: else XLA may keep g for the backward of layers
+    grad_VD = jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=dtype)
+    return jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype), grad_VD
+
+
+def _at_once(grad_cD: jax.Array, grad_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return both: else XLA may keep the gradient of logits for the backward of layers."""
+    return lax.optimization_barrier((grad_cD, grad_VD))
