@@ -15,7 +15,7 @@ from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import decoder_table, lora
 from nanotrain_jax.models.experts import Experts
 from nanotrain_jax.models.modules import Split, fill
-from nanotrain_jax.models.ops import Rope, activated, add, complete, gated, normalize, normalize_beside, rotate
+from nanotrain_jax.models.ops import Rope, activated, add, added, gated, normalize, normalize_beside, rotate, stream
 from nanotrain_jax.models.parameters import under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import position
@@ -112,7 +112,7 @@ class Attention(nnx.Module):
             y_BTD += lora.row(y_BTNH, adapter, axis, sequence_parallel, rows)
         if self.features.norms_after:  # whose backward needs its input
             y_BTD = remat.name(y_BTD, "attention_out")
-        return complete(add(y_BTD, self.bias_out_D[...])) if self.features.biases else y_BTD
+        return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
 
     def rotated(self, x_BTNH: jax.Array, positions: jax.Array | None) -> jax.Array:
         """x[B T N H] -> x[B T N H], rotated by the frequencies of this layer."""
@@ -195,7 +195,7 @@ class MLP(nnx.Module):
             y_BTD += lora.row(h_BTF, adapters["down"], axis, sequence_parallel)
         if self.features.norms_after:  # whose backward needs its input
             y_BTD = remat.name(y_BTD, "mlp_out")
-        return (complete(add(y_BTD, self.bias_down_D[...])) if self.features.biases else y_BTD), None
+        return (add(y_BTD, self.bias_down_D[...]) if self.features.biases else y_BTD), None
 
 
 class Layer(nnx.Module):
@@ -214,19 +214,19 @@ class Layer(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        x_BTD, normalized_BTD = self.norm_attention.beside(x_BTD)
+        x_BTD, normalized_BTD = self.norm_attention.beside(stream(x_BTD))
         return self.after_attention(x_BTD, self.attention(normalized_BTD, sequences, starts_BT))
 
     def after_attention(self, x_BTD: jax.Array, y_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """x[B T D], what attention returns y[B T D] -> x[B T D], the output of the layer; what `balance.row` returns of
         its router, None without experts."""
         if self.norms_after:
-            x_BTD = x_BTD + self.norm_attention_out(y_BTD)
+            x_BTD = added(x_BTD, self.norm_attention_out(y_BTD))
         else:  # the sum: without it, the backward would add again, in each kernel of the next norm
-            x_BTD = remat.name(x_BTD + y_BTD, "attention_out")
-        x_BTD, normalized_BTD = self.norm_mlp.beside(x_BTD)
+            x_BTD = remat.name(added(x_BTD, y_BTD), "attention_out")
+        x_BTD, normalized_BTD = self.norm_mlp.beside(stream(x_BTD))
         y_BTD, of_router = self.mlp(normalized_BTD)
-        return x_BTD + (self.norm_mlp_out(y_BTD) if self.norms_after else y_BTD), of_router
+        return added(x_BTD, self.norm_mlp_out(y_BTD) if self.norms_after else y_BTD), of_router
 
 
 def stacked(

@@ -21,6 +21,26 @@ from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 _saves_inputs = partial(jax.checkpoint, prevent_cse=False)
 
 
+def added(x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+    """x[B T D] (`stream`) + y[B T D], as matrices: XLA:GPU has the matmul that computes y add x."""
+    return (as_matrix(x_BTD) + as_matrix(y_BTD)).reshape(x_BTD.shape)
+
+
+@jax.custom_vjp
+def stream(x_BTD: jax.Array) -> jax.Array:
+    """Return x[B T D], for XLA a matrix that both the norm and `added` use: of an x that it alone uses, the matmul
+    which adds would first make a copy, to add in place."""
+    return lax.optimization_barrier(as_matrix(x_BTD)).reshape(x_BTD.shape)
+
+
+stream.defvjp(lambda x_BTD: (stream(x_BTD), None), lambda _, g_BTD: (g_BTD,))
+
+
+def as_matrix(x: jax.Array) -> jax.Array:
+    """x[... D] -> x[..., D]"""
+    return x.reshape(-1, x.shape[-1])
+
+
 def normalize(x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array | None, eps: float) -> jax.Array:
     """x[B T D] -> x[B T D] with root mean square 1 over D, times gain; with a bias: centered first. In float32.
 
@@ -182,16 +202,6 @@ def _add_backward(bias: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 _add.defvjp(lambda x, bias: (_add(x, bias), bias), _add_backward)
-
-
-@jax.custom_vjp
-def complete(x: jax.Array) -> jax.Array:
-    """Return x, computed before it is added to anything. Else XLA:GPU has the matmul that computes x add it to a copy
-    of the residual stream."""
-    return lax.optimization_barrier(x)
-
-
-complete.defvjp(lambda x: (complete(x), None), lambda _, g: (g,))
 
 
 @jax.custom_vjp
