@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -176,7 +176,7 @@ def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable
     have = {path: shape for tree in stored.values() for path, shape in directory.shapes(tree).items()}
     sources = {path: conversions.source(path, x, have) for path, x in wanted.items()}
     needed = {source.path: source.array for source in sources.values() if source}
-    differences = _differences(needed, have, [*_unread(abstract), *wanted], is_padded)
+    differences = _differences(needed, have, [*unread(abstract), *wanted], is_padded)
     if differences:
         raise ValueError(
             f"checkpoint {step} in {folder} has other arrays: {differences}; resume with the same model, or start "
@@ -193,13 +193,28 @@ def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable
     return jax.tree_util.tree_map_with_path(lambda path, _: arrays[directory.path_name(path)], abstract)
 
 
+class Saved(NamedTuple):
+    """A checkpoint in a folder."""
+
+    folder: Path
+    step: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `saved_shapes`."""
+        return saved_shapes(*self)
+
+    def state(self, abstract: Any, is_padded: Callable[[str], bool]) -> Any:
+        """See `read_state`."""
+        return read_state(*self, abstract, is_padded)
+
+
 def saved_shapes(folder: str | Path, step: int) -> dict[str, tuple[int, ...]]:
     """Return the path and shape of each array of a checkpoint's state. Raises Unreadable."""
     with _readable(folder, step):
         return directory.shapes(_metadata(Path(folder).absolute() / str(step) / "state"))
 
 
-def _unread(abstract: Any) -> list[str]:
+def unread(abstract: Any) -> list[str]:
     """Return the paths of the None leaves of a tree."""
     leaves = jax.tree_util.tree_leaves_with_path(abstract, is_leaf=lambda x: x is None)
     return [directory.path_name(path) for path, x in leaves if x is None]

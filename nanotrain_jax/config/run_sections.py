@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Any, Literal
 
@@ -163,6 +164,12 @@ class Checkpoint(Section):
     keep_every: Count = key(
         0, "keep checkpoints of steps that are multiples of this for good, e.g. 10000; a multiple of every; 0: none"
     )
+    local_dir: Path | None = key(
+        None,
+        "folder on a disk of each host for faster copies between checkpoints, one run in it at a time; resumed from if "
+        "newer, of a lost host by what others hold of its state; null: none",
+    )
+    local_every: Positive = key(10, "steps between local copies, with local_dir")
     asynchronous: bool = Field(
         default=True, alias="async", description="write in the background while training continues"
     )
@@ -177,6 +184,24 @@ class Checkpoint(Section):
     def is_on(self) -> bool:
         """True if checkpoints are saved."""
         return bool(self.every or self.minutes)
+
+    @model_validator(mode="after")
+    def _local(self) -> Checkpoint:
+        if self.local_dir is None:
+            return self
+        key = f"checkpoint.local_dir={self.local_dir!r}"
+        if not self.is_on:
+            raise ValueError(
+                f"{key} with checkpoint.every=0: local copies are lost with their hosts; use checkpoint.every=100"
+            )
+        if self.every and self.local_every % self.every == 0:
+            raise ValueError(
+                f"{key} with checkpoint.local_every={self.local_every}, a multiple of checkpoint.every={self.every}: "
+                "such steps have a checkpoint already; use a smaller local_every"
+            )
+        if self.dir and os.path.realpath(self.dir) == os.path.realpath(self.local_dir):
+            raise ValueError(f"{key} is checkpoint.dir too; use a folder on a disk of each host")
+        return self
 
     @model_validator(mode="after")
     def _kept(self) -> Checkpoint:

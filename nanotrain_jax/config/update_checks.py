@@ -30,6 +30,7 @@ def check(config: Config) -> None:
     check_saved_model(config)
     check_rollback(config)
     check_verification(config)
+    check_local_copies(config)
     check_objective(config)
     check_noise_scale(config)
     check_compression(config)
@@ -100,6 +101,15 @@ def check_verification(config: Config) -> None:
         raise Misfit(
             f"runtime.verify_every={runtime.verify_every} with checkpoint.every=0: it goes back to a checkpoint",
             "use checkpoint.every=100, or runtime.on_mismatch=stop",
+        )
+
+
+def check_local_copies(config: Config) -> None:
+    """Raise Misfit unless local copies of checkpoints hold the whole state (checkpoint.local_dir)."""
+    if config.checkpoint.local_dir and config.memory.offload_optimizer == "nvme":
+        raise Misfit(
+            "checkpoint.local_dir with memory.offload_optimizer=nvme: local copies hold what is in memory",
+            "use memory.offload_optimizer=host or none, or leave checkpoint.local_dir out",
         )
 
 

@@ -25,6 +25,7 @@ TRANSIENT_ERRNOS += (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.E
 
 T = TypeVar("T")
 PIECE = 1024  # bytes of a text that processes exchange at once
+LARGE_PIECE = 1 << 28  # bytes of an array that one process sends to all at once
 
 
 def initialize(
@@ -78,11 +79,29 @@ def all_gather_text(text: str) -> list[str]:
     row = np.zeros(PIECE, np.uint8)
     data = text.encode()[: row.size]
     row[: len(data)] = np.frombuffer(data, np.uint8)
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in all_gather_rows(row)]
+
+
+def all_gather_rows(row: np.ndarray) -> np.ndarray:
+    """Return the array of each process, by rank, stacked; they have one shape. 64-bit numbers are cut to 32."""
     try:
-        rows = multihost_utils.process_allgather(row)
+        return multihost_utils.process_allgather(row)
     except ValueError as error:  # from gloo
         raise RuntimeError(f"another process failed: {error}") from None
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
+
+
+def bytes_of(index: int, data: np.ndarray | None, size: int) -> np.ndarray:
+    """Return the bytes that process `index` gives, uint8 [size], on all processes. data: ignored on the others."""
+    if jax.process_count() == 1:
+        return data
+    found, is_source = np.zeros(size, np.uint8), jax.process_index() == index
+    for first in range(0, size, LARGE_PIECE):
+        part = data[first : first + LARGE_PIECE] if is_source else found[first : first + LARGE_PIECE]
+        try:
+            found[first : first + LARGE_PIECE] = multihost_utils.broadcast_one_to_all(part, is_source)
+        except ValueError as error:  # from gloo
+            raise RuntimeError(f"another process failed: {error}") from None
+    return found
 
 
 def of_first(text: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import yaml
 
-from nanotrain_jax.checkpoint import durable
+from nanotrain_jax.checkpoint import durable, local
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import of_run
 from nanotrain_jax.data import batches as data
@@ -19,20 +19,22 @@ from nanotrain_jax.run.origin import Run
 MODEL = "hf"  # in the folder of a run: its weights as a model folder
 
 
-def new_folder(key: str, path: str) -> Path:
+def new_folder(key: str, path: str | Path) -> Path:
     """Create a folder if it does not exist and check that it is writable. Raises OSError that names the key."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             return Path(path)
     except OSError as error:
-        raise OSError(f"{key}={path!r} cannot be written to ({error.strerror}); choose another folder") from None
+        raise OSError(f"{key}={str(path)!r} cannot be written to ({error.strerror}); choose another folder") from None
 
 
 def make_ready(run: Run, folder: Path) -> None:
     """Create the folders of a run; write config.yaml and a copy of the tokenizer. Raises OSError."""
     if run.config.checkpoint.is_on:
         new_folder("checkpoint.dir", run.config.checkpoint.dir)
+    if run.config.checkpoint.local_dir:
+        new_folder(local.KEY, local.of_process(run.config.checkpoint.local_dir))
     if jax.process_index() == 0:
         config = of_run(run.config, run.requested)
         durable.write(folder / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False).encode())

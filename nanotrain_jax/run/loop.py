@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from nanotrain_jax.audit import hlo
+from nanotrain_jax.checkpoint import local
 from nanotrain_jax.checkpoint import write as checkpoint
 from nanotrain_jax.costs import flops
 from nanotrain_jax.data import batches as data
@@ -52,7 +53,9 @@ class Loop:
         self.run, self.losses = run, run.losses
         self.mismatch = ""  # what a check of the hardware found
         self.phase, self.config, self.state = run.phases[0], run.config, run.state
-        self.first = self.number = self.saved = int(run.state.step)
+        self.first = self.number = int(run.state.step)
+        self.saved = run.saved  # step of the newest checkpoint
+        self.write_local: local.Save | None = None  # with checkpoint.local_dir
 
     @property
     def goes_back(self) -> bool:
@@ -71,7 +74,10 @@ class Loop:
         saves, self.saving = self.config.checkpoint.is_on, Saving(self.config.checkpoint, self.number)
         self.restore_files()
         self.train_step = self.train_step or self.compile()
-        with checkpoint.writing(self.config.checkpoint) if saves else nullcontext() as write:
+        with (
+            checkpoint.writing(self.config.checkpoint) if saves else nullcontext() as write,
+            local.writing(self.config.checkpoint, self.number) as self.write_local,
+        ):
             self.take_steps(stopped, write)
             if not self.goes_back:
                 self.writer.write(is_last=not is_over(self.phase, self.number, self.state))
@@ -86,7 +92,7 @@ class Loop:
             return self.back_to_intact()
         if self.losses.spike:
             return self.back()
-        return self.run._replace(state=self.state, position=self.position, tokens=self.tokens)
+        return self.run._replace(state=self.state, position=self.position, tokens=self.tokens, saved=self.saved)
 
     def back(self) -> Run:
         """Return the run as it was at its newest checkpoint, with the batch after the spike next."""
@@ -238,7 +244,8 @@ class Loop:
             self.writer.settle()
             self.writer.write(**self.evaluate(), tasks=self.score_tasks())
             self.writer.start_clock()
-        if self.saving.is_due(self.number):
+        write = write if self.saving.is_due(self.number) else self.write_local
+        if write is not self.write_local or self.saving.is_local_due(self.number):
             self.writer.settle()
             if divergence.skipped_in_a_row(self.writer, self.config) < divergence.SUSPECT and not self.losses.spike:
                 self.save(write)
@@ -298,9 +305,9 @@ class Loop:
         step = self.run.step
         return self.run.plan.tasks.scores(step.average(step.in_layer_order(self.state).params))
 
-    def save(self, write: checkpoint.Save) -> None:
-        """Save a checkpoint of the last step, unless devices hold different copies of it. Its metrics are written
-        first: a resume does not repeat the step."""
+    def save(self, write: checkpoint.Save | local.Save) -> None:
+        """Save a checkpoint of the last step, or a local copy of one, unless devices hold different copies of it. Its
+        metrics are written first: a resume does not repeat the step."""
         if self.checks and not self.is_intact():
             return
         run, files, number = self.run, self.files, self.number
@@ -321,8 +328,10 @@ class Loop:
         }
         apart = (checkpointing.arrays(files, run.step), checkpointing.nbytes(files)) if files else ()
         write(number, adapters_alone(run.step.plan, run.step.in_layer_order(self.state)), meta, *apart)
-        self.saved, self.writer.save_seconds = number, time.perf_counter() - began
-        self.saving.saved(number)
+        self.writer.save_seconds = time.perf_counter() - began
+        if write is not self.write_local:
+            self.saved = number
+            self.saving.saved(number)
 
 
 def check_offload(run: Run, host_bytes: int) -> None:

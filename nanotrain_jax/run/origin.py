@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from nanotrain_jax.checkpoint import compatibility, directory
+from nanotrain_jax.checkpoint import compatibility, directory, local
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.compatibility import Base
 from nanotrain_jax.config.schema import Config
@@ -45,6 +45,7 @@ class Run(NamedTuple):
     meta: compatibility.Meta | None = None  # metadata of that checkpoint
     damaged: Mapping[int, str] = MappingProxyType({})  # step of each newer, damaged checkpoint -> what is wrong with it
     tokens: int = 0  # consumed so far
+    saved: int = 0  # step of the newest checkpoint: with a newer local copy the run continues from that
     read: Mapping[str, int] = MappingProxyType({})  # sequences consumed of data that stages read before, by fingerprint
     base: Base | None = None  # of adapters, with train.lora
     watch: Watchdog | None = None  # of this process, since it began
@@ -80,6 +81,11 @@ class Run(NamedTuple):
         return self.phases[0].step
 
     @property
+    def is_unsaved(self) -> bool:
+        """True if the run continues from a local copy, beyond its newest checkpoint."""
+        return self.config.checkpoint.is_on and int(self.state.step) > self.saved
+
+    @property
     def evaluation(self) -> steps.Step:
         """The step whose `evaluate` all phases of a stage use: the last one's, so that losses can be compared."""
         return next(phase.step for phase in reversed(self.phases) if phase.span.name == self.span.name)
@@ -90,12 +96,13 @@ def opened(plan: Plan) -> Run:
     on all processes."""
     requested, phases = plan.requested, plan.phases
     checkpoints, keys = restore.agree(requested.checkpoint), requested.train.rollback
-    base = adapters.new_base(requested, checkpoints)
-    if checkpoints is None or base:
+    resumed, warnings = resume.resume_local(checkpoints, requested, phases)
+    base = None if resumed else adapters.new_base(requested, checkpoints)
+    if not resumed and (checkpoints is None or base):
         state, notes = resume.adapt(base, phases) if base else first_state(requested, phases)
         phases, told = reference.attach(phases, state)
-        return Run(plan, phases, state, 0, notes + told, Losses(keys), base=base)
-    resumed = resume.resume(checkpoints, requested, phases)
+        return Run(plan, phases, state, 0, warnings + notes + told, Losses(keys), base=base)
+    resumed = resumed or resume.resume(checkpoints, requested, phases)
     phases, told = reference.attach(resumed.phases, resumed.state, resumed)
     meta = resumed.meta
     return Run(
@@ -103,12 +110,13 @@ def opened(plan: Plan) -> Run:
         phases,
         resumed.state,
         resumed.position,
-        resumed.notes + told,
+        warnings + resumed.notes + told,
         Losses(keys, meta.losses, meta.rollbacks),
         resumed.start,
         meta,
         resumed.damaged,
         resumed.tokens,
+        resumed.saved,
         meta.data.read,
         meta.base,
     )
@@ -127,8 +135,9 @@ def set_aside_damaged(run: Run) -> None:
 
 
 def back_to_checkpoint(plan: Plan) -> Run:
-    """Return the run as it was at its newest checkpoint, or its start. Raises ValueError or OSError, on all
-    processes."""
+    """Return the run as it was at its newest checkpoint, or its start; local copies, which may be of a step too late,
+    are removed. Raises ValueError or OSError, on all processes."""
+    local.forget(plan.requested.checkpoint)
     run = opened(plan)
     set_aside_damaged(run)
     return run

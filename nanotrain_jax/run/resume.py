@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import ValidationError
 
-from nanotrain_jax.checkpoint import compatibility, conversions
+from nanotrain_jax.checkpoint import compatibility, conversions, directory, local_read
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.compatibility import Base, Meta
 from nanotrain_jax.config.schema import Config, Optimizer
@@ -44,6 +44,7 @@ class Resumed(NamedTuple):
     start: tuple[Path, int]  # folder and step of the checkpoint
     meta: Meta
     damaged: dict[int, str]  # step of each newer, damaged checkpoint -> what is wrong with it
+    saved: int  # step of the newest intact checkpoint, which a local copy is ahead of
 
 
 def resume(folder: Path, requested: Config, phases: list[Phase]) -> Resumed:
@@ -55,30 +56,65 @@ def resume(folder: Path, requested: Config, phases: list[Phase]) -> Resumed:
 
     def read(number: int) -> tuple[Meta, State]:
         meta = restore.read_meta(folder, number)
-        saved_by = phases[index_at(phases, number, meta.batch_size)]
-        compatibility.check(meta, requested, saved_by.config, saved_by.dataset.tokenizer)
-        read_it = _read_weights if meta.weights_only else partial(_read_state, meta, saved_by.config)
-        state = read_it(folder, number, saved_by.step)
-        return meta, adapters.with_base(saved_by.step, state, base_of(meta.base, requested)) if meta.base else state
+        return meta, _checked_state(meta, requested, phases, restore.Saved(folder, number))
 
     number, (meta, state), damaged = restore.newest(folder, requested.checkpoint.verify, read)
-    phases = phases[index_at(phases, number, meta.batch_size) :]
-    _, config, dataset, step = phases[0]
     notes = [f"warning: skipped checkpoint {bad} in {folder}: {problem}" for bad, problem in damaged.items()]
+    phases = phases[index_at(phases, number, meta.batch_size) :]
     if meta.weights_only:
         notes.append(f"starts from the weights in {folder}")
-        return Resumed(phases, state, 0, 0, notes, (folder, number), meta, damaged)
-    summary = f"resumed from step {number} in {folder}"
+        return Resumed(phases, state, 0, 0, notes, (folder, number), meta, damaged, 0)
+    resumed = Resumed(phases, state, 0, meta.tokens_seen, notes, (folder, number), meta, damaged, number)
+    return _continued(resumed, f"step {number} in {folder}")
+
+
+def resume_local(checkpoints: Path | None, requested: Config, phases: list[Phase]) -> tuple[Resumed | None, list[str]]:
+    """Restore the newest local copies (checkpoint.local_dir), and return warnings about others; None: there are none
+    that are newer than all checkpoints. requested, phases: as for `resume`.
+
+    checkpoints: the folder of those (`restore.agree`). Raises ValueError if they do not match the model.
+    """
+    keys = requested.checkpoint
+    is_own = checkpoints is not None and checkpoints == Path(keys.dir)
+    saved = directory.latest_step(checkpoints) if is_own else 0
+
+    def read(copies: local_read.Copies) -> Resumed:
+        meta, start = copies.meta(), (Path(keys.dir), copies.step)
+        state = _checked_state(meta, requested, phases, copies)
+        mine = phases[index_at(phases, copies.step, meta.batch_size) :]
+        return Resumed(mine, state, 0, meta.tokens_seen, [], start, meta, {}, saved)
+
+    resumed, warnings = local_read.newest(keys, saved, read)
+    if resumed is None:
+        return None, warnings
+    return _continued(resumed, f"step {resumed.start[1]} of local copies in {keys.local_dir}"), warnings
+
+
+def _checked_state(
+    meta: Meta, requested: Config, phases: list[Phase], saved: restore.Saved | local_read.Copies
+) -> State:
+    """Restore the state of a checkpoint that matches the model. Raises ValueError if it does not."""
+    saved_by = phases[index_at(phases, saved.step, meta.batch_size)]
+    compatibility.check(meta, requested, saved_by.config, saved_by.dataset.tokenizer)
+    read_it = _read_weights if meta.weights_only else partial(_read_state, meta, saved_by.config)
+    state = read_it(saved, saved_by.step)
+    return adapters.with_base(saved_by.step, state, base_of(meta.base, requested)) if meta.base else state
+
+
+def _continued(resumed: Resumed, where: str) -> Resumed:
+    """Return what is restored with its position in the data, and lines that say from where, and what changed."""
+    meta, (_, number) = resumed.meta, resumed.start
+    _, config, dataset, step = resumed.phases[0]
+    summary = f"resumed from {where}"
     if meta.data.fingerprint != dataset.fingerprint or meta.seq_len != config.data.seq_len:
         summary += "; the training data differ from the checkpoint's: sequences may repeat"
-    notes.append(summary)
+    notes = [*resumed.notes, summary]
     changed = ", ".join(compatibility.changes(meta, config))
     if changed:
         notes.append(f"changed since the checkpoint: {changed}")
-    updates = min(int(np.min(shard.data)) for shard in optim.num_updates(state).addressable_shards)
+    updates = min(int(np.min(shard.data)) for shard in optim.num_updates(resumed.state).addressable_shards)
     notes += _learning_rate_jump(meta, step.plan.config, number, updates)
-    position = meta.data.position * meta.seq_len // config.data.seq_len
-    return Resumed(phases, state, position, meta.tokens_seen, notes, (folder, number), meta, damaged)
+    return resumed._replace(position=meta.data.position * meta.seq_len // config.data.seq_len, notes=notes)
 
 
 def base_of(base: Base, requested: Config) -> Source:
@@ -150,12 +186,12 @@ def _matching(path: Path, config: Config, dataset: Dataset) -> hugging_face.Fold
     return source
 
 
-def _read_weights(folder: Path, number: int, step: Step) -> State:
+def _read_weights(saved: restore.Saved, step: Step) -> State:
     """Return the state before the first step with the weights of a checkpoint that has no more."""
     empty = jax.tree.map(lambda _: None, step.state)
     wanted = empty._replace(params=states.weights_like(step.plan))
     _, in_stage_order = states.orders(step.plan, wanted)
-    weights = in_stage_order(restore.read_state(folder, number, wanted, step.plan.is_padded))
+    weights = in_stage_order(saved.state(wanted, step.plan.is_padded))
     return _started(step, weights.params)
 
 
@@ -168,20 +204,20 @@ def _started(step: Step, weights: Tree) -> State:
     return jax.jit(start, out_shardings=shardings(step.state), donate_argnums=0)(weights)
 
 
-def _read_state(meta: Meta, config: Config, folder: Path, number: int, step: Step) -> State:
+def _read_state(meta: Meta, config: Config, source: restore.Saved | local_read.Copies, step: Step) -> State:
     """Restore the state, with the loss scale of precision.loss_scale and the feedback of parallel.compress.
 
     A dynamic scale keeps its value; otherwise the scale is initialized as in a new run.
     """
     saved = step.saved
     if saved.feedback:
-        stored = restore.saved_shapes(folder, number)
+        stored = source.shapes()
         is_same = conversions.were_apart(stored) == bool(saved.outer)  # else residuals are of gradients, not of weights
         saved = saved._replace(feedback=compressed.to_read(saved.feedback, stored if is_same else {}))
     scales = config.precision.loss_scale, meta.config["precision"].get("loss_scale")
     if scales != ("dynamic", "dynamic"):
         saved = saved._replace(scale=None)
-    state = restore.read_state(folder, number, saved, step.plan.is_padded)
+    state = source.state(saved, step.plan.is_padded)
     if step.saved.feedback:
         adopt = partial(compressed.adopted, step.plan)
         adopt = jax.jit(adopt, out_shardings=shardings(step.saved.feedback), donate_argnums=0)

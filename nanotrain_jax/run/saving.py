@@ -1,4 +1,7 @@
-"""When a checkpoint is due: every so many steps (checkpoint.every), and after so many minutes (checkpoint.minutes)."""
+"""When a checkpoint is due: every so many steps (checkpoint.every), and after so many minutes (checkpoint.minutes).
+
+And when a local copy is (checkpoint.local_every).
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ class Saving:
     def __init__(self, config: Checkpoint, number: int):
         """number: of the last step so far."""
         self.every, self.seconds = config.every, 60 * config.minutes
+        self.local_every = config.local_every if config.local_dir else 0
         self.saved(number)
 
     def saved(self, number: int) -> None:
@@ -31,6 +35,10 @@ class Saving:
     def is_due(self, number: int) -> bool:
         """Return whether to save after step `number`; ask after each step."""
         return self._is_step(number) or bool(self.seconds and number > self.first and self._is_time(number))
+
+    def is_local_due(self, number: int) -> bool:
+        """Return whether to save a local copy after step `number`, unless it is saved (checkpoint.local_every)."""
+        return bool(self.local_every) and number % self.local_every == 0
 
     def _is_step(self, number: int) -> bool:
         return bool(self.every) and number % self.every == 0

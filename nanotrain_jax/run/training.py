@@ -7,7 +7,7 @@ from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
-from nanotrain_jax.checkpoint import lock
+from nanotrain_jax.checkpoint import local, lock
 from nanotrain_jax.config.training_stages import of_run
 from nanotrain_jax.costs import hardware
 from nanotrain_jax.data import batches as data
@@ -34,6 +34,7 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
     locked = lock.alone("checkpoint.dir", config.checkpoint.dir) if config.checkpoint.is_on else nullcontext()
     with (
         locked,
+        local.ready(config.checkpoint, int(run.state.step)),
         closing(on_all_processes(lambda: new_writer(run))) as writer,
         watchdog.reporting(run.watch, writer.say, writer.log) as watch,
     ):
@@ -73,7 +74,7 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
 def run_phases(run: Run, make_loop: Callable[[Run], Loop], stopped: Callable[[int], bool]) -> Run:
     """Run the steps of each phase that is left, until stopped; -> the run as it ends."""
     while True:
-        if not is_at_end(run):
+        if not is_at_end(run) or run.is_unsaved:
             run = run_phase(run, make_loop, stopped)
         if (len(run.phases) == 1 and is_at_end(run)) or stopped(int(run.state.step)):
             return run
