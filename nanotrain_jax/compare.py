@@ -30,7 +30,7 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import with_message
 from nanotrain_jax.run import curves, goodput, shell
 
-PLACES = ("logging.dir", "checkpoint.dir")  # keys that differ between any two runs
+PLACES = ("logging.dir", "checkpoint.dir", "checkpoint.local_dir")  # keys that differ between any two runs
 NATS = {"loss": "training loss (nats per token)", "val_loss": "validation loss (nats per token)"}
 
 

@@ -135,7 +135,8 @@ class _Writer:
         shards = distinct_shards(state)
         description = {"start": self.start, "arrays": directory.shapes(state), "meta": meta}
         content = json.dumps(description).encode()
-        on_all_processes(lambda: self._make_room(sum(x.nbytes for x in shards.values())))
+        with self._disk_errors():
+            on_all_processes(lambda: self._make_room(sum(x.nbytes for x in shards.values())))
         for x in shards.values():
             x.copy_to_host_async()
         copied = {name: as_bytes(np.array(shards.pop(name))) for name in [*shards]}

@@ -60,7 +60,8 @@ class Copies:
     def __init__(self, config: Checkpoint, run: str, step: int):
         """Open the copy of this process, or if there is none those of others that it sees."""
         self.config, self.run, self.step = config, run, step
-        self.text = b""  # the metadata, alike in all copies of a save
+        self.text = b""  # of META
+        self.start = ""  # of the run, which saved the copies
         self.arrays: dict[str, tuple[int, ...]] = {}  # path -> shape
         self.opened: dict[str, safetensors.Tensors] = {}  # by name of the shard
         self.problem = ""  # with a copy that is not intact
@@ -75,10 +76,10 @@ class Copies:
             raise Unusable("none is intact")
         first = int(np.flatnonzero(sizes)[0])
         text = bytes_of(first, np.frombuffer(self.text, np.uint8), int(sizes[first])).tobytes()
-        if text != self.text:
-            self.text, self.opened = text, {}  # of an earlier start: the same step, but perhaps not the same state
         try:
             content = json.loads(text)
+            if content["start"] != self.start:
+                self.start, self.opened = content["start"], {}  # mine have the same step, perhaps not the same state
             self.arrays = {path: tuple(shape) for path, shape in content["arrays"].items()}
             return Meta.model_validate(content["meta"])
         except (ValueError, KeyError, TypeError, AttributeError):  # only without checkpoint.verify
@@ -123,14 +124,19 @@ class Copies:
                 continue
             problem = checksums.damage(root, root / directory.SUMS / step) if self.config.verify else ""
             try:
-                tensors = None if problem else safetensors.Tensors(root / step)
-                text = b"" if problem else (root / step / local.META).read_bytes()
-            except (ValueError, OSError) as error:
-                tensors, text, problem = None, b"", str(error)
+                if not problem:
+                    self._add(root / step)
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                problem = f"it cannot be read ({type(error).__name__}: {error})"
             self.problem = self.problem or (f"{folder}: {problem}" if problem else "")
-            if tensors and text == (self.text or text):
-                self.text = text
-                self.opened = dict.fromkeys(tensors.shapes, tensors) | self.opened
+
+    def _add(self, folder: Path) -> None:
+        """Add the shards of a copy, unless another start of the run saved it."""
+        tensors, text = safetensors.Tensors(folder), (folder / local.META).read_bytes()
+        start = json.loads(text)["start"]
+        if self.start in ("", start):
+            self.text, self.start = text, start
+            self.opened = dict.fromkeys(tensors.shapes, tensors) | self.opened
 
     def _check_all_are_read(self, paths: list[str]) -> None:
         """Raise Unusable if there are arrays that are neither at nor below some paths."""

@@ -166,8 +166,8 @@ class Checkpoint(Section):
     )
     local_dir: Path | None = key(
         None,
-        "folder on a disk of each host for faster copies between checkpoints, one run in it at a time; resumed from if "
-        "newer, of a lost host by what others hold of its state; null: none",
+        "folder on a disk of each host: fast copies between checkpoints, each process its shards; a run resumes from "
+        "them if they are newer and processes together hold all of the state; null: none",
     )
     local_every: Positive = key(10, "steps between local copies, with local_dir")
     asynchronous: bool = Field(

@@ -1,0 +1,375 @@
+"""Local copies of checkpoints (checkpoint.local_dir): a run resumes bitwise from its own, from peers', or without."""
+
+import shutil
+import signal
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from command import config_file, losses, main, same, saved_state, start, wait_for_lines
+from conftest import cover, on_devices, random_tokens, records, resolved, small
+from launching import finished, free_port, one
+
+from nanotrain_jax.checkpoint import checksums, compatibility, directory, local, local_read, lock, safetensors
+from nanotrain_jax.config import schema as configs
+from nanotrain_jax.data import batches as data
+from nanotrain_jax.step import build as steps
+
+__all__ = ["config_file"]  # a fixture
+
+
+def kept(folder):
+    """Return the steps of the complete local copies of one process."""
+    (run,) = (path.name for path in folder.iterdir() if path.is_dir())
+    return local.complete(folder, run)
+
+
+def remove(run, step):
+    """Remove a shared checkpoint, as if the run had been killed before it."""
+    shutil.rmtree(run / "checkpoints" / str(step))
+    shutil.rmtree(run / "checkpoints" / "checksums" / str(step))
+
+
+def flip(folder, step, at=-100):
+    """Flip a bit of the newest array file of a step."""
+    (file,) = folder.glob(f"*/{step}/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[at] ^= 16
+    file.write_bytes(data)
+
+
+@pytest.fixture
+def stopped(config_file, tmp_path):
+    """A run with shared checkpoints of steps 5 and 10 and local copies of 12 and 15, as if killed after step 15."""
+    keys = (config_file, f"logging.dir={tmp_path}/run", f"checkpoint.local_dir={tmp_path}/local")
+    keys += "checkpoint.local_every=3", "train.eval_every=0", "checkpoint.every=10"
+    assert main(*keys, "train.steps=16") == 0
+    remove(tmp_path / "run", 16)
+    assert (directory.finished(tmp_path / "run" / "checkpoints"), kept(tmp_path / "local" / "0")) == ([10], [12, 15])
+    return keys
+
+
+def test_a_run_resumes_bitwise_from_a_newer_local_copy_and_of_damaged_ones_from_the_one_before(
+    stopped, tmp_path, capsys
+):
+    assert main(*stopped[:1], f"logging.dir={tmp_path}/whole", "train.eval_every=0") == 0
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    shutil.copytree(tmp_path / "local", tmp_path / "local_again")
+    assert main(*stopped) == 0
+    assert f"resumed from step 15 of local copies in {tmp_path}/local\n" in capsys.readouterr().out
+    assert losses(tmp_path / "whole") == losses(tmp_path / "run")
+    same(saved_state(tmp_path / "whole"), saved_state(tmp_path / "run"))
+    assert [r["step"] for r in records(tmp_path / "run")] == [*range(1, 17), *range(16, 21)]
+    assert [r["step"] for r in records(tmp_path / "run")[16:] if "save_seconds" in r] == [19]
+
+    flip(tmp_path / "local_again" / "0", 15)
+    again = f"logging.dir={tmp_path}/again", f"checkpoint.local_dir={tmp_path}/local_again"
+    assert main(*stopped, *again) == 0
+    out = capsys.readouterr().out
+    folder = f"{tmp_path}/local_again/0"
+    assert f"warning: skipped the local copy of step 15 in {folder}: 15/model.safetensors is damaged\n" in out
+    assert "warning: skipped local copies of step 15: none is intact\n" in out
+    assert f"resumed from step 12 of local copies in {tmp_path}/local_again\n" in out
+    same(saved_state(tmp_path / "whole"), saved_state(tmp_path / "again"))
+
+
+def test_without_an_intact_local_copy_a_run_resumes_from_the_shared_one(stopped, tmp_path, capsys):
+    flip(tmp_path / "local" / "0", 15)
+    shutil.rmtree(next((tmp_path / "local" / "0").glob("*/checksums/12")))  # never completed
+    assert main(*stopped, "train.steps=14") == 0
+    out = capsys.readouterr().out
+    assert "warning: skipped local copies of step 15: none is intact\n" in out
+    assert f"resumed from step 10 in {tmp_path}/run/checkpoints\n" in out
+    assert kept(tmp_path / "local" / "0") == [12]  # taken again; what is of a later step is gone
+
+
+def test_a_run_whose_last_step_has_only_a_local_copy_saves_it(stopped, tmp_path, capsys):
+    assert main(*stopped, "train.steps=15") == 0
+    out = capsys.readouterr().out
+    assert "resumed from step 15 of local copies" in out
+    assert "done at step 15 of 15" in out
+    assert directory.finished(tmp_path / "run" / "checkpoints") == [15, 10]
+    assert main(*stopped, "train.steps=15") == 0
+    assert f"resumed from step 15 in {tmp_path}/run/checkpoints" in capsys.readouterr().out
+
+
+def test_copies_of_another_run_are_not_used_and_make_room(stopped, tmp_path, capsys):
+    shutil.rmtree(tmp_path / "run")  # start again in a new folder
+    assert main(*stopped, "train.steps=3") == 0
+    assert "resumed" not in capsys.readouterr().out
+    assert kept(tmp_path / "local" / "0") == [3]
+    (tmp_path / "file").write_text("")
+    for keys, text in {
+        (f"checkpoint.local_dir={tmp_path}/file",): f"checkpoint.local_dir='{tmp_path}/file/0' cannot be written to",
+        ("checkpoint.local_every=20",): "checkpoint.local_every=20, a multiple of checkpoint.every=10: such steps",
+        ("checkpoint.every=0",): "with checkpoint.every=0: local copies are lost with their hosts; use checkpoint.eve",
+        (f"checkpoint.dir={tmp_path}/local",): f"checkpoint.local_dir='{tmp_path}/local' is checkpoint.dir too; use a",
+        (
+            "memory.offload_optimizer=nvme",
+            f"memory.nvme_dir={tmp_path}/nvme",
+        ): "local copies hold what is in memory; use",
+    }.items():
+        assert main(*stopped, *keys) == 2
+        err = capsys.readouterr().err
+        assert text in err
+        assert err.count("\n") == 1
+    with lock.held(local.KEY, tmp_path / "local" / "0"):
+        assert main(*stopped, "train.steps=4") == 2
+    assert (
+        "local/0 is in use by another run; stop it, or choose another checkpoint.local_dir" in capsys.readouterr().err
+    )
+
+
+def test_a_full_disk_is_one_line_and_the_shared_checkpoint_stays(stopped, tmp_path, capsys, monkeypatch):
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    usage = shutil.disk_usage
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda path: free if "local" in str(path) else usage(path))
+    assert main(*stopped) == 2
+    err = capsys.readouterr().err
+    assert "no local copy can be written to" in err
+    assert "and 1,000 are free; free disk space and start again, or leave checkpoint.local_dir out\n" in err
+    assert err.count("\n") == 1
+    assert kept(tmp_path / "local" / "0") == [15]
+
+
+LAYOUTS = {
+    "zero3": {"parallel": {"data": 4, "zero": 3, "persist_below": 64}},
+    "chunks": {
+        "model": {"num_layers": 4},
+        "parallel": {"pipe": 2, "data": 2, "zero": 1, "microbatches": 2, "schedule": "interleaved", "chunks": 2},
+    },
+    "uneven": {"model": {"num_layers": 3}, "parallel": {"pipe": 2, "tensor": 2, "microbatches": 2}},
+    "apart": {"parallel": {"replica": 2, "data": 2, "zero": 2, "sync_every": 5, "persist_below": 64}},
+    "compressed": {"parallel": {"replica": 2, "data": 2, "compress": "topk:0.1"}},
+    "host": {"memory": {"offload_optimizer": "host"}, "parallel": {"data": 2, "zero": 1}},
+    "host zero3": {
+        "memory": {"offload_optimizer": "host", "offload_params": "host"},
+        "parallel": {"data": 2, "zero": 3, "persist_below": 64},
+    },
+    "float16": {"precision": {"compute": "float16", "loss_scale": "dynamic"}, "parallel": {"data": 2}},
+    "bfloat16": {"precision": {"compute": "bfloat16"}, "parallel": {"data": 2, "tensor": 2, "zero": 2}},
+    "muon": {"optimizer": {"name": "muon"}, "parallel": {"data": 2, "zero": 2}},
+}
+META = {
+    "config": {"model": {}, "data": {"seq_len": 16}}
+    | {section: {} for section in compatibility.REPORTED.keys() - {"model", "data"}},
+    "tokenizer": None,
+    "data": {"position": 7, "fingerprint": "x"},
+}
+
+
+def saved_and_found(tmp_path, state, abstract):
+    """Save a state and restore it onto other shardings -> it or None, and warnings."""
+    config = configs.Checkpoint(dir=str(tmp_path), local_dir=str(tmp_path / "local"))
+    (tmp_path / "local" / "0").mkdir(parents=True)
+    with local.ready(config, 0), local.writing(config, 0) as save:
+        save(1, state, META)
+
+    def use(copies):
+        assert copies.meta().data.position == 7
+        assert copies.shapes() == directory.shapes(state)
+        return copies.state(abstract, bool)
+
+    return local_read.newest(config, 0, use)
+
+
+@pytest.mark.parametrize("layout", cover(["chunks"], [name for name in LAYOUTS if name != "chunks"]))
+@jax.numpy_dtype_promotion("standard")
+def test_every_layout_restores_bitwise(layout, tmp_path):
+    sections = {name: dict(keys) for name, keys in LAYOUTS[layout].items()}
+    step = steps.build(*resolved(small(**sections)))
+    state = step.init()
+    (tokens,) = random_tokens(step.plan.config, count=1)
+    state, *_ = step.train(state, on_devices(tokens, step))
+    state = step.in_layer_order(state)
+    found, warnings = saved_and_found(tmp_path, state, step.saved)
+    assert not warnings
+    same(jax.device_get(found), jax.device_get(state))
+    assert jax.tree.map(lambda x: (x.dtype, x.sharding.memory_kind), found) == jax.tree.map(
+        lambda x: (x.dtype, x.sharding.memory_kind), state
+    )
+    step.train(step.in_stage_order(found), on_devices(tokens, step))
+
+
+def on_mesh(spec, **shapes):
+    """Arrays of consecutive numbers, split as spec over 4 devices."""
+    sharding = jax.NamedSharding(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), spec)
+    return {
+        name: jax.device_put(np.arange(np.prod(shape), dtype=np.float32).reshape(shape), sharding)
+        for name, shape in shapes.items()
+    }
+
+
+SPLIT, WHOLE = jax.P("data"), jax.P()
+
+
+def test_each_distinct_shard_is_written_once(tmp_path):
+    state = {"state": on_mesh(SPLIT, w=(8, 3))} | on_mesh(WHOLE, b=(4,), step=())
+    _, warnings = saved_and_found(tmp_path, state, state)
+    (folder,) = (tmp_path / "local" / "0").glob("*/1")
+    sizes = {name: tensor.size for name, tensor in safetensors.load(folder / safetensors.SINGLE).items()}
+    rows = {f"state/w float32 [8, 3] {i}:{i + 2},0:3": 24 for i in (0, 2, 4, 6)}
+    assert sizes == rows | {"b float32 [4] 0:4": 16, "step float32 [] ": 4}
+    assert not warnings
+
+
+@pytest.mark.parametrize(
+    ("shapes", "spec", "lost"),
+    [
+        ({"w": (8, 3)}, WHOLE, "w"),
+        ({"w": (8, 4)}, SPLIT, "w"),
+        ({"w": (8, 3), "b": (4,)}, SPLIT, "b"),
+        ({"w": (8, 3), "b": (4,), "c": (4,)}, SPLIT, "b and 1 more arrays"),
+    ],
+)
+def test_shards_of_another_layout_are_refused(shapes, spec, lost, tmp_path):
+    found, (warning,) = saved_and_found(tmp_path, on_mesh(SPLIT, w=(8, 3)), on_mesh(spec, **shapes))
+    text = f"no process has all shards of {lost}; a host is lost, or parallel differs"
+    assert (found, warning) == (None, f"warning: skipped local copies of step 1: {text}")
+
+
+def test_an_array_that_is_not_asked_for_is_refused_unless_it_may_be_left_out(tmp_path):
+    state = on_mesh(SPLIT, w=(8, 3))
+    found, (warning,) = saved_and_found(tmp_path / "a", state, {})
+    assert (found, warning) == (None, "warning: skipped local copies of step 1: this run has no array w")
+    assert saved_and_found(tmp_path / "b", state, {"w": None}) == ({"w": None}, [])
+
+
+def test_the_same_step_of_another_start_is_not_mixed_in(tmp_path):
+    """A host that was lost comes back, with a step that the run has taken again since."""
+    state, folder = on_mesh(SPLIT, w=(8, 3)), tmp_path / "local"
+    saved_and_found(tmp_path, state, state)
+    (run,) = (path.name for path in folder.glob("0/*") if path.is_dir())
+    shutil.copytree(folder / "0" / run, folder / "1" / run)
+    text = (folder / "1" / run / "1" / local.META).read_text()
+    (folder / "1" / run / "1" / local.META).write_text(text.replace('"start": "', '"start": "0'))
+    shutil.rmtree(folder / "1" / run / directory.SUMS)
+    checksums.record(folder / "1" / run, ["1"], folder / "1" / run / directory.SUMS / "1")
+    half = [name for name in local.distinct_shards(state) if "w float32 [8, 3] 0:2" in name]
+    tensors = safetensors.load(folder / "0" / run / "1" / safetensors.SINGLE)
+    safetensors.save(
+        {name: x for name, x in tensors.items() if name not in half}, folder / "0" / run / "1" / safetensors.SINGLE
+    )
+    config = configs.Checkpoint(dir=str(tmp_path), local_dir=str(folder), verify=False)
+
+    def use(copies):
+        copies.meta()
+        return copies.state(state, bool)
+
+    found, warnings = local_read.newest(config, 0, use)
+    assert (found, len(warnings)) == (None, 1)
+    assert "no process has all shards of w; a host is lost" in warnings[0]
+
+
+@pytest.mark.long
+def test_a_killed_run_resumes_bitwise_from_its_local_copy(config_file, tmp_path, capsys):
+    keys = config_file, "train.eval_every=0", "checkpoint.every=100000"
+    ours = f"logging.dir={tmp_path}/run", f"checkpoint.local_dir={tmp_path}/local", "checkpoint.local_every=3"
+    process = start(*keys, *ours, "train.steps=100000")
+    wait_for_lines(tmp_path / "run", 10, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    newest = kept(tmp_path / "local" / "0")[-1]
+    assert newest >= 6
+    last = records(tmp_path / "run")[-1]["step"] + 3
+    assert main(*keys, *ours, f"train.steps={last}") == 0
+    assert f"resumed from step {newest} of local copies" in capsys.readouterr().out
+    assert main(*keys, f"logging.dir={tmp_path}/whole", f"train.steps={last}") == 0
+    assert losses(tmp_path / "whole") == losses(tmp_path / "run")
+    same(saved_state(tmp_path / "whole"), saved_state(tmp_path / "run"))
+
+
+@pytest.mark.long
+def test_a_rollback_goes_to_the_shared_checkpoint_and_removes_local_copies(config_file, tmp_path, monkeypatch, capsys):
+    """A local copy may be of the step before the spike, when the weights were already on their way."""
+    batches = data.batches
+
+    def poisoned(source, shapes, seed, position, order):
+        for batch in batches(source, shapes, seed, position, order):
+            is_bad, position = position == 13 * 8, position + shapes["inputs"].shape[0]
+            yield batch | {"targets": jax.numpy.full_like(batch["targets"], 1)} if is_bad else batch
+
+    monkeypatch.setattr(data, "batches", poisoned)
+    forget, before = local.forget, []
+    monkeypatch.setattr(local, "forget", lambda keys: before.append(kept(tmp_path / "local" / "0")) or forget(keys))
+    keys = "train.rollback={window: 8, deviations: 3}", "train.eval_every=0", "checkpoint.every=10"
+    keys += "optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.lr=1.0e-2", "checkpoint.local_every=3"
+    assert main(config_file, *keys, f"logging.dir={tmp_path}/run", f"checkpoint.local_dir={tmp_path}/local") == 0
+    assert "back to step 10, and past the batches of steps 11 to 14" in capsys.readouterr().out
+    assert before == [[9, 12]]
+    assert kept(tmp_path / "local" / "0") == [15, 18]
+
+
+def state_of(folder):
+    """Return the state that several processes saved, as host arrays."""
+    with ocp.PyTreeCheckpointer() as files:
+        tree = files.metadata(folder).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        return files.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+
+
+class Hosts:
+    """Two processes, each on a host with a disk; killed after step 15, with a shared checkpoint of step 10."""
+
+    def __init__(self, folder, config_file, *keys):
+        self.folder = folder
+        self.common = config_file, *keys, "train.eval_every=0", "checkpoint.every=10", "checkpoint.local_every=3"
+        self.train(folder / "whole", folder / "other_0", folder / "other_1", "train.steps=16")
+        self.train(folder / "killed", folder / "disk_0", folder / "disk_1", "train.steps=16")
+        remove(folder / "killed", 16)
+
+    def train(self, run, *disks_and_keys):
+        """Train -> what process 0 prints."""
+        (*disks, last) = disks_and_keys
+        env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        config_file, *keys = *self.common, f"logging.dir={run}", last
+        started = [
+            one(config_file, env | {"RANK": str(i)}, *keys, f"checkpoint.local_dir={disk}")
+            for i, disk in enumerate(disks)
+        ]
+        printed = [finished(process)[0] for process in started]
+        return printed[0]
+
+    def resume(self, change, order=(0, 1)):
+        """Resume a copy of the killed run until step 16, after change(disks) -> what process 0 prints."""
+        disks = [self.folder / f"again_{i}" for i in range(2)]
+        for path in [self.folder / "run", *disks]:
+            shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(self.folder / "killed", self.folder / "run")
+        for i, disk in enumerate(disks):
+            shutil.copytree(self.folder / f"disk_{i}", disk)
+        change(disks)
+        out = self.train(self.folder / "run", *(disks[i] for i in order), "train.steps=16")
+        same(*(state_of(self.folder / name / "checkpoints" / "16" / "state") for name in ("whole", "run")))
+        assert losses(self.folder / "whole") == losses(self.folder / "run")
+        return out
+
+
+LOCAL, SHARED = "resumed from step 15 of local copies in", "resumed from step 10 in"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("keys", [("parallel.replica=2", "parallel.zero=3"), ("parallel.data=8",)])
+def test_of_a_lost_host_what_another_holds_is_restored_bitwise(keys, config_file, tmp_path):
+    hosts = Hosts(tmp_path, config_file, "precision.compute=bfloat16", "parallel.persist_below=64", *keys)
+    for lost in range(2):
+        assert LOCAL in hosts.resume(lambda disks, lost=lost: shutil.rmtree(disks[lost]))
+    out = hosts.resume(lambda disks: flip(disks[1] / "1", 15))
+    assert f"skipped the local copy of step 15 in {tmp_path}/again_1/1: 15/model.safetensors is damaged" in out
+    assert LOCAL in out
+    out = hosts.resume(lambda disks: [shutil.rmtree(disk) for disk in disks])
+    assert SHARED in out
+    assert "skipped" not in out
+
+
+@pytest.mark.long
+def test_state_that_only_a_lost_host_had_is_restored_from_the_shared_checkpoint(config_file, tmp_path):
+    keys = "parallel.data=8", "parallel.zero=3", "parallel.persist_below=64"
+    hosts = Hosts(tmp_path, config_file, *keys)
+    assert LOCAL in hosts.resume(lambda disks: None)
+    assert LOCAL in hosts.resume(lambda disks: None, order=(1, 0))  # shards move to the other host
+    out = hosts.resume(lambda disks: shutil.rmtree(disks[1]))
+    assert "skipped local copies of step 15: no process has all shards of params/" in out
+    assert "more arrays; a host is lost, or parallel differs" in out
+    assert SHARED in out
