@@ -119,24 +119,25 @@ class Copies:
     def _open(self, folders: list[Path]) -> None:
         """Add the shards that folders of processes have of this step, if they are intact."""
         for folder in folders:
-            root, step = folder / self.run, str(self.step)
-            if self.step not in local.complete(folder, self.run):
-                continue
-            problem = checksums.damage(root, root / directory.SUMS / step) if self.config.verify else ""
-            try:
-                if not problem:
-                    self._add(root / step)
-            except (ValueError, KeyError, TypeError, OSError) as error:
-                problem = f"it cannot be read ({type(error).__name__}: {error})"
+            is_there = self.step in local.complete(folder, self.run)
+            problem = self._add(folder / self.run) if is_there else ""
             self.problem = self.problem or (f"{folder}: {problem}" if problem else "")
 
-    def _add(self, folder: Path) -> None:
-        """Add the shards of a copy, unless another start of the run saved it."""
-        tensors, text = safetensors.Tensors(folder), (folder / local.META).read_bytes()
-        start = json.loads(text)["start"]
+    def _add(self, root: Path) -> str:
+        """Add the shards of a copy, unless another start of the run saved it; -> what is wrong with it, or ""."""
+        damage = checksums.damage(root, root / directory.SUMS / str(self.step)) if self.config.verify else ""
+        if damage:
+            return damage
+        folder = root / str(self.step)
+        try:
+            tensors, text = safetensors.Tensors(folder), (folder / local.META).read_bytes()
+            start = json.loads(text)["start"]
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            return f"it cannot be read ({type(error).__name__}: {error})"
         if self.start in ("", start):
             self.text, self.start = text, start
             self.opened = dict.fromkeys(tensors.shapes, tensors) | self.opened
+        return ""
 
     def _check_all_are_read(self, paths: list[str]) -> None:
         """Raise Unusable if there are arrays that are neither at nor below some paths."""

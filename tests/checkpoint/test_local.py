@@ -95,6 +95,10 @@ def test_a_run_whose_last_step_has_only_a_local_copy_saves_it(stopped, tmp_path,
 
 
 def test_copies_of_another_run_are_not_used_and_make_room(stopped, tmp_path, capsys):
+    remove(tmp_path / "run", 10)
+    assert main(*stopped, "train.steps=6", "checkpoint.resume=never") == 0
+    assert "resumed" not in capsys.readouterr().out
+    assert kept(tmp_path / "local" / "0") == [3, 6]
     shutil.rmtree(tmp_path / "run")  # start again in a new folder
     assert main(*stopped, "train.steps=3") == 0
     assert "resumed" not in capsys.readouterr().out
