@@ -266,6 +266,34 @@ def test_the_same_step_of_another_start_is_not_mixed_in(tmp_path):
     assert "no process has all shards of w; a host is lost" in warnings[0]
 
 
+RUNS = {
+    "stages": ("train.stages=[{name: a, steps: 8}, {name: b, steps: 12, freeze: [mlp]}]",),
+    "phases": ("train.batch_schedule=[{steps: 13, batch_size: 4}]", "parallel.data=2", "parallel.microbatches=2"),
+    "checks": ("runtime.verify_every=3",),
+    "host": ("memory.offload_optimizer=host", "parallel.zero=2", "parallel.persist_below=64"),
+    "chunks": ("parallel={pipe: 2, data: 2, schedule: interleaved, chunks: 2, microbatches: 4}", "model.num_layers=4"),
+    "apart": ("parallel.replica=2", "parallel.data=2", "parallel.sync_every=4"),
+    "adapters": ("train.lora={rank: 4}", "checkpoint.resume=BASE/checkpoints"),
+    "synchronous": ("checkpoint.async=false", "checkpoint.verify=false"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", RUNS)
+def test_every_kind_of_run_ends_bitwise_as_without_a_stop(kind, config_file, tmp_path, capsys):
+    keys = config_file, *(key.replace("BASE", f"{tmp_path}/base") for key in RUNS[kind])
+    keys += "train.eval_every=0", "checkpoint.every=1000"
+    assert kind != "adapters" or main(config_file, f"logging.dir={tmp_path}/base", "train.steps=2") == 0
+    ours = f"logging.dir={tmp_path}/run", f"checkpoint.local_dir={tmp_path}/local", "checkpoint.local_every=3"
+    assert main(*keys, f"logging.dir={tmp_path}/whole") == 0
+    assert main(*keys, *ours, "train.steps=16") == 0
+    remove(tmp_path / "run", 16)
+    assert main(*keys, *ours) == 0
+    assert "resumed from step 15 of local copies" in capsys.readouterr().out
+    assert losses(tmp_path / "whole") == losses(tmp_path / "run")
+    same(saved_state(tmp_path / "whole"), saved_state(tmp_path / "run"))
+
+
 @pytest.mark.long
 def test_a_killed_run_resumes_bitwise_from_its_local_copy(config_file, tmp_path, capsys):
     keys = config_file, "train.eval_every=0", "checkpoint.every=100000"
