@@ -5,11 +5,10 @@ import signal
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from command import config_file, losses, main, same, saved_state, start, wait_for_lines
 from conftest import cover, on_devices, random_tokens, records, resolved, small
-from launching import finished, free_port, one
+from local_copies import flip, kept, remove_checkpoint
 
 from nanotrain_jax.checkpoint import checksums, compatibility, directory, local, local_read, lock, safetensors
 from nanotrain_jax.config import schema as configs
@@ -19,33 +18,13 @@ from nanotrain_jax.step import build as steps
 __all__ = ["config_file"]  # a fixture
 
 
-def kept(folder):
-    """Return the steps of the complete local copies of one process."""
-    (run,) = (path.name for path in folder.iterdir() if path.is_dir())
-    return local.complete(folder, run)
-
-
-def remove(run, step):
-    """Remove a shared checkpoint, as if the run had been killed before it."""
-    shutil.rmtree(run / "checkpoints" / str(step))
-    shutil.rmtree(run / "checkpoints" / "checksums" / str(step))
-
-
-def flip(folder, step, at=-100):
-    """Flip a bit of the newest array file of a step."""
-    (file,) = folder.glob(f"*/{step}/*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[at] ^= 16
-    file.write_bytes(data)
-
-
 @pytest.fixture
 def stopped(config_file, tmp_path):
     """A run with shared checkpoints of steps 5 and 10 and local copies of 12 and 15, as if killed after step 15."""
     keys = (config_file, f"logging.dir={tmp_path}/run", f"checkpoint.local_dir={tmp_path}/local")
     keys += "checkpoint.local_every=3", "train.eval_every=0", "checkpoint.every=10"
     assert main(*keys, "train.steps=16") == 0
-    remove(tmp_path / "run", 16)
+    remove_checkpoint(tmp_path / "run", 16)
     assert (directory.finished(tmp_path / "run" / "checkpoints"), kept(tmp_path / "local" / "0")) == ([10], [12, 15])
     return keys
 
@@ -95,7 +74,7 @@ def test_a_run_whose_last_step_has_only_a_local_copy_saves_it(stopped, tmp_path,
 
 
 def test_copies_of_another_run_are_not_used_and_make_room(stopped, tmp_path, capsys):
-    remove(tmp_path / "run", 10)
+    remove_checkpoint(tmp_path / "run", 10)
     assert main(*stopped, "train.steps=6", "checkpoint.resume=never") == 0
     assert "resumed" not in capsys.readouterr().out
     assert kept(tmp_path / "local" / "0") == [3, 6]
@@ -287,7 +266,7 @@ def test_every_kind_of_run_ends_bitwise_as_without_a_stop(kind, config_file, tmp
     ours = f"logging.dir={tmp_path}/run", f"checkpoint.local_dir={tmp_path}/local", "checkpoint.local_every=3"
     assert main(*keys, f"logging.dir={tmp_path}/whole") == 0
     assert main(*keys, *ours, "train.steps=16") == 0
-    remove(tmp_path / "run", 16)
+    remove_checkpoint(tmp_path / "run", 16)
     assert main(*keys, *ours) == 0
     assert "resumed from step 15 of local copies" in capsys.readouterr().out
     assert losses(tmp_path / "whole") == losses(tmp_path / "run")
@@ -331,77 +310,3 @@ def test_a_rollback_goes_to_the_shared_checkpoint_and_removes_local_copies(confi
     assert "back to step 10, and past the batches of steps 11 to 14" in capsys.readouterr().out
     assert before == [[9, 12]]
     assert kept(tmp_path / "local" / "0") == [15, 18]
-
-
-def state_of(folder):
-    """Return the state that several processes saved, as host arrays."""
-    with ocp.PyTreeCheckpointer() as files:
-        tree = files.metadata(folder).item_metadata.tree
-        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-        return files.restore(folder, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
-
-
-class Hosts:
-    """Two processes, each on a host with a disk; killed after step 15, with a shared checkpoint of step 10."""
-
-    def __init__(self, folder, config_file, *keys):
-        self.folder = folder
-        self.common = config_file, *keys, "train.eval_every=0", "checkpoint.every=10", "checkpoint.local_every=3"
-        self.train(folder / "whole", folder / "other_0", folder / "other_1", "train.steps=16")
-        self.train(folder / "killed", folder / "disk_0", folder / "disk_1", "train.steps=16")
-        remove(folder / "killed", 16)
-
-    def train(self, run, *disks_and_keys):
-        """Train -> what process 0 prints."""
-        (*disks, last) = disks_and_keys
-        env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        config_file, *keys = *self.common, f"logging.dir={run}", last
-        started = [
-            one(config_file, env | {"RANK": str(i)}, *keys, f"checkpoint.local_dir={disk}")
-            for i, disk in enumerate(disks)
-        ]
-        printed = [finished(process)[0] for process in started]
-        return printed[0]
-
-    def resume(self, change, order=(0, 1)):
-        """Resume a copy of the killed run until step 16, after change(disks) -> what process 0 prints."""
-        disks = [self.folder / f"again_{i}" for i in range(2)]
-        for path in [self.folder / "run", *disks]:
-            shutil.rmtree(path, ignore_errors=True)
-        shutil.copytree(self.folder / "killed", self.folder / "run")
-        for i, disk in enumerate(disks):
-            shutil.copytree(self.folder / f"disk_{i}", disk)
-        change(disks)
-        out = self.train(self.folder / "run", *(disks[i] for i in order), "train.steps=16")
-        same(*(state_of(self.folder / name / "checkpoints" / "16" / "state") for name in ("whole", "run")))
-        assert losses(self.folder / "whole") == losses(self.folder / "run")
-        return out
-
-
-LOCAL, SHARED = "resumed from step 15 of local copies in", "resumed from step 10 in"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("keys", [("parallel.replica=2", "parallel.zero=3"), ("parallel.data=8",)])
-def test_of_a_lost_host_what_another_holds_is_restored_bitwise(keys, config_file, tmp_path):
-    hosts = Hosts(tmp_path, config_file, "precision.compute=bfloat16", "parallel.persist_below=64", *keys)
-    for lost in range(2):
-        assert LOCAL in hosts.resume(lambda disks, lost=lost: shutil.rmtree(disks[lost]))
-    out = hosts.resume(lambda disks: flip(disks[1] / "1", 15))
-    assert f"skipped the local copy of step 15 in {tmp_path}/again_1/1: 15/model.safetensors is damaged" in out
-    assert LOCAL in out
-    out = hosts.resume(lambda disks: [shutil.rmtree(disk) for disk in disks])
-    assert SHARED in out
-    assert "skipped" not in out
-
-
-@pytest.mark.long
-def test_state_that_only_a_lost_host_had_is_restored_from_the_shared_checkpoint(config_file, tmp_path):
-    keys = "parallel.data=8", "parallel.zero=3", "parallel.persist_below=64"
-    hosts = Hosts(tmp_path, config_file, *keys)
-    assert LOCAL in hosts.resume(lambda disks: None)
-    assert LOCAL in hosts.resume(lambda disks: None, order=(1, 0))  # shards move to the other host
-    out = hosts.resume(lambda disks: shutil.rmtree(disks[1]))
-    assert "skipped local copies of step 15: no process has all shards of params/" in out
-    assert "more arrays; a host is lost, or parallel differs" in out
-    assert SHARED in out
