@@ -64,6 +64,21 @@ def test_loops_read_and_write_slices():
 
 
 @needs_cuda_compiler
+def test_a_conversion_reads_all_that_it_converts():
+    assert total(kernels(lambda x: x.astype(jnp.bfloat16), (ROWS, SIZE))) == 1.5 * ARRAY
+
+
+@needs_cuda_compiler
+def test_a_scatter_in_place_reads_and_writes_what_it_adds_to():
+    def look_up_backward(table, added):
+        return table.at[jnp.arange(64) * 7 % 64].add(added)
+
+    found = kernels(look_up_backward, (ROWS, SIZE), (64, SIZE))
+    (scatter,) = [kernel for kernel in found if "scatter" in kernel.name]
+    assert (sum(scatter.read.values()), scatter.written) == (2 * 64 * 4 * SIZE, 64 * 4 * SIZE)
+
+
+@needs_cuda_compiler
 def test_a_matmul_reads_both_sides():
     found = kernels(lambda x, w: x @ w, (ROWS, SIZE), (SIZE, SIZE))
     assert total(found) == pytest.approx(2 * ARRAY + 4 * SIZE**2, rel=0.01)
@@ -130,7 +145,7 @@ def test_a_layer_of_the_real_step_reads_and_writes_what_it_did(name):
 def test_norms_by_our_kernel_read_less_in_fewer_kernels(name, version):
     golden = json.loads(GOLDEN.read_text())
     by_xla, by_kernel = golden[name][version], golden[name + KERNEL][version]
-    assert by_kernel["layers_bytes"] < 0.98 * by_xla["layers_bytes"]
+    assert by_kernel["layers_bytes"] < 0.97 * by_xla["layers_bytes"]
     assert by_kernel["step_kernels"] < 0.95 * by_xla["step_kernels"]
 
 

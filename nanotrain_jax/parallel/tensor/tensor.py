@@ -129,8 +129,7 @@ def columns(
         g[B T/tensor D] = reduce_scatter(g)   (t-1)/t B T D elements; overlaps with x^T g, the weight gradients
 
     With options.overlap the forward's gather overlaps with the matmuls too. Without sequence_parallel nothing is
-    gathered and g is all-reduced. adapters: further weights, narrow ones, which follow in the result; whatever
-    options.matmul is, they multiply in their dtype, and the backward keeps x in its own.
+    gathered and g is all-reduced. adapters: narrow weights, which follow in the result, multiplied in their own dtype.
     """
     if any(map(is_transposed, weights)):
         return [column(x_BTD, w_DF) for w_DF in [*weights, *adapters]]
@@ -138,8 +137,8 @@ def columns(
         sequence_parallel, options = False, options._replace(regather=False, overlap=False)
     of_weights = frozenset().union(*map(varying_axes, [*weights, *adapters]))
     x_BTD = as_varying(x_BTD, sorted(of_weights - {axis}))
-    everywhere = sorted(varying_axes(x_BTD) | ({axis} - {None}))
-    weights, adapters = as_varying((list(weights), list(adapters)), everywhere)
+    everywhere = varying_axes(x_BTD) | ({axis} - {None})
+    weights, adapters = as_varying((list(weights), list(adapters)), sorted(everywhere))
     regather, overlap, matmul = options
     kept = float8.PLAIN if adapters else matmul  # how x is kept for the backward
     dtype = x_BTD.dtype
