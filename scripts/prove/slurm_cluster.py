@@ -49,6 +49,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 MpiDefault=none
 JobRequeue=1
+SchedulerParameters=sched_interval=2
 GresTypes=gpu
 NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 Gres=gpu:8
 NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.2 Port={ports[2]} CPUs=2 Gres=gpu:8
