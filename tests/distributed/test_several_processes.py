@@ -283,7 +283,7 @@ def test_the_slurm_script_starts_a_launcher_on_each_node(config_file, tmp_path):
     """Slurm is two small programs here: srun runs its command once for each of two nodes."""
     programs = {
         "scontrol": 'case "$*" in "show hostnames here[0-1]") echo 127.0.0.1; echo other;; *) echo "$*" >> queue; esac',
-        "srun": 'shift; for i in 0 1; do SLURM_NODEID=$i "$@" & pids+=" $!"; done; for p in $pids; do '
+        "srun": 'shift 2; for i in 0 1; do SLURM_NODEID=$i "$@" & pids+=" $!"; done; for p in $pids; do '
         "wait $p; code=$?; [ $code -gt ${most:-0} ] && most=$code; done; exit ${most:-0}",
     }
     for name, text in programs.items():
