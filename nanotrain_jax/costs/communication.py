@@ -328,8 +328,9 @@ def ends_gathered(config: Config) -> int:
 
 
 def ends_scattered(config: Config) -> int:
-    """Return the same of sums over tensor: of the look-up of embeddings, and of the gradient of the loss."""
-    return 2 + mixture.looks_up_again(config)
+    """Return the same of sums over tensor: of the look-up of embeddings, and of the gradient of the loss; less that of
+    the first layer's input where nothing uses it (`mixture.spares_first_gradient`)."""
+    return 2 + mixture.looks_up_again(config) - mixture.spares_first_gradient(config)
 
 
 def conditional_rates(config: Config) -> dict[str, Fraction]:

@@ -123,7 +123,7 @@ def local_flops(config: Config) -> dict[str, float]:
 
 def _with_first(config: Config, found: dict[str, float]) -> dict[str, float]:
     """Add the first, dense layers of a mixture to `local_flops`, with their further forwards (`mixture.first_runs`): of
-    a single layer without its last matmul."""
+    a single layer without its last matmul. Gradients: less that of its input, where nothing uses it."""
     first = mixture.first_layers(config)
     if first is None:
         return found
@@ -132,6 +132,9 @@ def _with_first(config: Config, found: dict[str, float]) -> dict[str, float]:
     matmuls = {path: row for path, row in counts.rows(first).items() if row.is_matmul}
     executed = {path: 2 * row.size * computed_share(path, row, first) for path, row in matmuls.items()}
     alone["weights"] -= sum(executed[path] for path, row in matmuls.items() if row.part == ENDS and not row.is_frozen)
+    if mixture.spares_first_gradient(config):
+        inputs = [path for path, row in matmuls.items() if path.startswith(ATTENTION) and row.layout.startswith("D ")]
+        alone["weights"] -= sum(executed[path] for path in inputs)
     if again:
         last = executed[DOWN] if config.model.dense_layers == 1 and not config.model.features.norms_after else 0.0
         alone["recompute"] += alone["layers"] + alone["attention"] - last

@@ -36,6 +36,7 @@ SOME = {"rank": 2, "alpha": 2 * oracle.SCALE, "targets": ["q", "v", "down"]}
 OF_ATTENTION = LORA | {"targets": ["q", "k", "v", "out"]}
 EXPERTS = {"num": 4, "top_k": 2, "d_ff": 64, "balance": "none", "first_dense": 2, "capacity": 4.0}
 MIXTURE = {"num_layers": 4, "d_ff": 96, "experts": EXPERTS}
+ONE_DENSE = MIXTURE | {"num_layers": 5, "experts": EXPERTS | {"first_dense": 1}}  # whose input needs no gradient
 CASES = [
     (case("data 2 tensor 4", "llama", "selective", zero=1), LORA),  # more devices along tensor than key heads
     (case("pipe 2 data 2 tensor 2", "gpt2", schedule="zero_bubble", microbatches=4, zero=3), LORA),
@@ -50,6 +51,8 @@ MORE = [
     (case("pipe 2 data 2", "llama", "selective", zero=1, microbatches=4, vocab_over_pipe=True), LORA),
     (case("data 4 expert 2 tensor 2", model=MIXTURE, zero=3, persist_below=64), OF_ATTENTION),
     (case("pipe 2 data 2 tensor 2", "llama", "full", MIXTURE, zero=1, microbatches=4), OF_ATTENTION),
+    (case("pipe 2 data 2 tensor 2", "llama", "full", ONE_DENSE, zero=1, microbatches=4), OF_ATTENTION),
+    (case("data 4 tensor 2", model=ONE_DENSE, zero=3, persist_below=64, sequence_parallel=False), OF_ATTENTION),
 ]
 
 
