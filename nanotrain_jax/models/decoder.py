@@ -240,7 +240,8 @@ def split_of(config: Config, mesh: Mesh) -> Split:
     p = config.parallel
     # Full remat recomputes the layer's forward, which has just gathered what its backward needs.
     regather = config.memory.rematerialization.policy != "full"
-    matmuls = tensor.MatmulOptions(regather, p.overlap_tensor, kind_of_matmul(config))
+    is_flat = writes_layers_out(config, mesh.devices.flat[0].platform)
+    matmuls = tensor.MatmulOptions(regather, p.overlap_tensor, kind_of_matmul(config), together=is_flat)
     split = Split("tensor", p.tensor, p.sequence_parallel) if p.tensor > 1 else ONE_DEVICE
     return split._replace(
         matmuls=matmuls,
@@ -250,7 +251,7 @@ def split_of(config: Config, mesh: Mesh) -> Split:
         logits=config.precision.logits,
         head_gradient=head_gradient(config),
         experts="expert" if p.expert > 1 else None,
-        flat=writes_layers_out(config, mesh.devices.flat[0].platform),
+        flat=is_flat,
     )
 
 

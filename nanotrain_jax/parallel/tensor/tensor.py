@@ -106,6 +106,7 @@ class MatmulOptions(NamedTuple):
     regather: bool = True  # `columns` stores x[B T/tensor D] and gathers it again in the backward, else x[B T D]
     overlap: bool = False  # with sequence_parallel: communicate in hops behind matmuls (collective_matmul.py)
     matmul: Matmul = float8.PLAIN  # or float8.FLOAT8
+    together: bool = False  # on one device `columns` adds gradients of x in matmuls: loops hide less behind these
 
 
 PLAIN_MATMULS = MatmulOptions()
@@ -131,15 +132,15 @@ def columns(
     With options.overlap the forward's gather overlaps with the matmuls too. Without sequence_parallel nothing is
     gathered and g is all-reduced. adapters: narrow weights, which follow in the result, multiplied in their own dtype.
     """
-    if any(map(is_transposed, weights)):
-        return [column(x_BTD, w_DF) for w_DF in [*weights, *adapters]]
+    if any(map(is_transposed, weights)) or (axis is None and not options.together):
+        return [column(x_BTD, w_DF, options.matmul) for w_DF in weights] + [column(x_BTD, a_DR) for a_DR in adapters]
     if axis is None:
         sequence_parallel, options = False, options._replace(regather=False, overlap=False)
     of_weights = frozenset().union(*map(varying_axes, [*weights, *adapters]))
     x_BTD = as_varying(x_BTD, sorted(of_weights - {axis}))
     everywhere = varying_axes(x_BTD) | ({axis} - {None})
     weights, adapters = as_varying((list(weights), list(adapters)), sorted(everywhere))
-    regather, overlap, matmul = options
+    regather, overlap, matmul, _ = options
     kept = float8.PLAIN if adapters else matmul  # how x is kept for the backward
     dtype = x_BTD.dtype
 
@@ -162,7 +163,7 @@ def columns(
         pairs = [(matmul.gradient(g_BTF), w_DF) for g_BTF, w_DF in zip(grads, weights, strict=False)]
         partial_grads = [float8.input_gradient(matmul, g_BTF, w_DF) for g_BTF, w_DF in pairs]
         partial_grads += map(partial(float8.input_gradient, float8.PLAIN), of_adapters, adapters)
-        g_BTD = leave(reduce(_add_to, partial_grads).astype(dtype), axis, sequence_parallel)
+        g_BTD = leave(reduce(_add_to, reversed(partial_grads)).astype(dtype), axis, sequence_parallel)
         x_of_weights = matmul.operand(x_BTD) if adapters else x_BTD
         grads_DF = [float8.weight_gradient(matmul, x_of_weights, g_BTF, w_DF) for g_BTF, w_DF in pairs]
         grads_DR = list(map(partial(float8.weight_gradient, float8.PLAIN, x_BTD), of_adapters, adapters))
