@@ -227,6 +227,33 @@ def test_on_one_device_the_same_functions_need_no_mesh():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
 
 
+def test_gradients_added_in_matmuls_are_those_added_after_them():
+    x, _, w_DF, _ = ARGUMENTS
+
+    def gradients_of(together):
+        def total(x, weights):
+            options = tensor.MatmulOptions(together=together)
+            return sum(jnp.sin(y_BTF).sum() for y_BTF in tensor.columns(x, weights, None, options=options))
+
+        return jax.jit(jax.grad(total, argnums=(0, 1)))(x, [w_DF, 2 * w_DF, 3 * w_DF])
+
+    jax.tree.map(np.testing.assert_array_equal, gradients_of(together=True), gradients_of(together=False))
+
+
+def test_the_gradient_of_the_head_leaves_its_matmul_rounded_if_asked():
+    x, head = (a.astype(jnp.bfloat16) for a in (normal(0, B, T, D), normal(1, V, D)))
+    targets = jax.random.randint(jax.random.key(2), (B, T), 0, V)
+
+    def gradient(dtype):
+        options = vocabulary.LossOptions(gradient=jnp.dtype(dtype))
+        return jax.jit(jax.grad(lambda head: vocabulary.cross_entropy(x, head, targets, None, options)[0]))
+
+    found, expected = (gradient(dtype)(head) for dtype in ("bfloat16", "float32"))
+    np.testing.assert_array_equal(found, expected)
+    computed = {dtype: str(gradient(dtype).trace(head).jaxpr) for dtype in ("bfloat16", "float32")}
+    assert {dtype for dtype, text in computed.items() if f"f32[{V},{D}]" in text} == {"float32"}
+
+
 def test_targets_outside_the_vocabulary_are_ignored():
     mesh, vocab_size = meshes.make(data=1, tensor=8), 50
     x, head = normal(0, B, T, D), normal(1, V, D)
