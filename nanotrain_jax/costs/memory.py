@@ -103,8 +103,8 @@ def moments(config: Config) -> dict[str, Parts]:
                 the head 4, as the loss computes it
     activations of one microbatch, see costs/activations.py; with stages, those of a chunk's layers in each slot, and
                 stage buffers (parallel/pipeline/slots.py, `buffers`)
-    loss        logits and their gradient, of all tokens or of model.loss_chunk, over t; with prefetch, without chunks,
-                the gradient of the head takes the place of the logits
+    loss        logits and their gradient, of all tokens or of model.loss_chunk, over t; without chunks the gradient of
+                the head takes the place of the logits
     layer       of one layer's backward: `working_set`; written out, also what the backward of a last LayerNorm keeps;
                 with prefetch, in the loss, what the last layer stores, before it is in the stack of all
     buffers     gathered and in flight: weights of the head or of a layer (with prefetch both) at stage 3, float32
@@ -133,7 +133,7 @@ def _of_loss(config: Config, residuals: float) -> Parts:
     m, p, b = config.model, config.parallel, BYTES[config.precision.compute]
     tokens, D, V = _microbatch_tokens(config), m.d_model, vocab_rows(config)
     logits = (logit_bytes(config) + b) * (m.loss_chunk or tokens) * V
-    freed = logit_bytes(config) * tokens * V if p.prefetch and not m.loss_chunk else 0.0  # logits
+    freed = logit_bytes(config) * tokens * V if not m.loss_chunk else 0.0  # logits
     head = max(0.0, gradient_memory.of_head(config) - freed) if p.pipe == 1 else 0.0
     gradients, layer = gradient_memory.earlier(config) + head, 2 * b * tokens * D
     buffers = _transposed_bytes(config)
