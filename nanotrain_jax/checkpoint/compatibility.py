@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from nanotrain_jax.config.schema import Config
 
 Plain = dict[str, dict[str, Any]]  # section -> key -> value, from `Config.to_dict`
-SAME_RESULT = {"attention", "loss_chunk", "unroll"}  # model keys that do not change the result
+SAME_RESULT = {"attention", "kernels", "loss_chunk", "unroll"}  # model keys that do not change the result
 ROPE = {"rope_theta", "rope_scaling"}
 NEWER = {"head_dim", "qkv_bias", "qk_norm", "global_layers", "lora"}  # model keys that older versions do not save
 # Section, key, value where it is not saved: must be the same, besides the keys of `_must_match`.

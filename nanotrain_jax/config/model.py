@@ -124,8 +124,10 @@ class Model(Section):
     attention: Literal["auto", "xla", "cudnn"] = key(
         "auto", "attention kernel; auto: cuDNN flash attention for 16-bit dtypes on a GPU, else xla"
     )
-    norm_kernel: Literal["xla", "pallas"] = key(
-        "xla", "backward of norms before attention and MLP; pallas: one kernel of ours on GPUs, which reads x once"
+    kernels: Literal["auto", "xla", "pallas"] = key(
+        "auto",
+        "of the backward of norms and GELU, and the softmax of the loss; pallas: ours on GPUs; auto: pallas on NVIDIA "
+        "GPUs from Ampere on, else xla",
     )
     unroll: bool | Literal["auto"] = key(
         "auto",

@@ -1,9 +1,10 @@
 """The backward of RMSNorm and LayerNorm as one Pallas kernel, lowered by Triton.
 
 A program takes every P-th token. It reads x, the gradient of the norm's result and that of the residual stream, all [D]
-of a token, once, and writes the gradient of x. The gradients of gain and bias are summed in registers, and written once
-by each program: their sum over programs is XLA's. XLA alone needs three kernels, each of which reads x and g: one
-for the sums over D, one for the gradient of x, one for the sums over tokens.
+of a token, once, and writes the gradient of x. It reads the next token before it sums over this one, so that memory is
+never idle. The gradients of gain and bias are summed in registers, and written once by each program: their sum over
+programs is XLA's. XLA alone needs three kernels, each of which reads x and g: one for the sums over D, one for the
+gradient of x, one for the sums over tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-MAX_SIZE = 2**31 - 1  # elements of x: Triton computes addresses in 32 bits
-PROGRAMS = 1024  # at most: each writes sums of D elements
-ELEMENTS = 2**20  # of the sums of all programs, at most
-ELEMENTS_PER_WARP = 256  # 8 per thread
+from nanotrain_jax.kernels import tiles
+
+# As many programs as are in flight together on an H200, by the width of a token in registers (a power of two).
+PROGRAMS = {1024: 792}
+PROGRAMS_OF_WIDE = 264
+ELEMENTS_PER_WARP = 512  # 16 per thread, twice as many from 4,096 on
+
+Row = tuple[jax.Array, jax.Array, jax.Array]  # of a token: x, gradients of norm(x) and of x elsewhere
 
 
 class Norm(NamedTuple):
@@ -28,6 +32,7 @@ class Norm(NamedTuple):
 
     eps: float
     centered: bool  # LayerNorm, with a bias; else RMSNorm
+    sums_x: bool = False  # the gradient of x is also summed over tokens, for a bias that was added to x
 
 
 def backward(
@@ -37,34 +42,31 @@ def backward(
     residual_TD: jax.Array,
     norm: Norm,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """x[T D], gain[D], gradients of norm(x) and of x elsewhere [T D] -> gradients of x[T D] (their sum, in the dtype of
-    x), of gain[D] and, of LayerNorm, of its bias[D], both float32.
+    x), of gain[D], of LayerNorm's bias[D], and the sum over tokens of that of x[D], all float32; None: not asked for.
 
     All four arrays vary over the same mesh axes; x has at most MAX_SIZE elements. Reads and writes each array once.
     interpret: run on any device, slowly, for tests.
     """
     tokens, width = x_TD.shape
     lanes = pl.next_power_of_2(width)
-    programs = min(tokens, PROGRAMS, max(1, ELEMENTS // lanes))
-    num_sums = 2 if norm.centered else 1
-    of_x, sums = _like(x_TD, x_TD.shape, x_TD.dtype), _like(x_TD, (programs, num_sums, width), jnp.float32)
-    warps = max(4, min(16, lanes // ELEMENTS_PER_WARP))
+    programs = min(tokens, PROGRAMS.get(lanes, PROGRAMS_OF_WIDE))
+    num_sums = 1 + norm.centered + norm.sums_x
+    of_x = tiles.like(x_TD, x_TD.shape, x_TD.dtype)
+    sums = tiles.like(x_TD, (programs, num_sums, width), jnp.float32)
+    warps = max(1, min(4, lanes // ELEMENTS_PER_WARP), min(16, lanes // (2 * ELEMENTS_PER_WARP)))
     run = pl.pallas_call(
         partial(_backward, norm=norm),
         grid=(programs,),
         out_shape=[of_x, sums],
-        interpret=interpret,
-        compiler_params=None if interpret else triton.CompilerParams(num_warps=warps, num_stages=2),
         name="norm_backward",
+        **tiles.parameters(warps, interpret),
     )
     of_x_TD, sums_PSD = run(x_TD, gain_D, g_TD, residual_TD)
-    of_gain_D, *of_bias_D = sums_PSD.sum(0)
-    return of_x_TD, of_gain_D, *(of_bias_D or [None])
-
-
-def _like(x: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+    of_gain_D, *others = sums_PSD.sum(0)
+    of_bias_D = others.pop(0) if norm.centered else None
+    return of_x_TD, of_gain_D, of_bias_D, others[0] if norm.sums_x else None
 
 
 def _backward(
@@ -73,22 +75,21 @@ def _backward(
     """The kernel of a program. Each ref is a whole array; results: the gradient of x, the sums of each program."""
     of_x_ref, sums_ref = results
     tokens, width = x_ref.shape
-    lanes = pl.next_power_of_2(width)
-    columns = jnp.arange(lanes)
+    columns = jnp.arange(pl.next_power_of_2(width))
     is_column = columns < width  # a block of Triton has a power of two of them
     program, programs = pl.program_id(0), pl.num_programs(0)
+    count = tiles.turns(tokens, programs)
 
-    def read(ref: jax.Ref, *row: jax.Array) -> jax.Array:
-        return triton.load(ref.at[*row, columns], mask=is_column, other=0.0).astype(jnp.float32)
+    def read(turn: jax.Array) -> Row:
+        token = program + jnp.minimum(turn, count - 1) * programs
+        return tuple(tiles.load(ref, token, columns, where=is_column) for ref in (x_ref, g_ref, residual_ref))
 
-    def write(ref: jax.Ref, value: jax.Array, *row: jax.Array) -> None:
-        triton.store(ref.at[*row, columns], value.astype(ref.dtype), mask=is_column)
+    gain = tiles.load(gain_ref, columns, where=is_column).astype(jnp.float32)
 
-    gain = read(gain_ref)
-
-    def add_token(turn: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        token = program + turn * programs
-        x, g = read(x_ref, token), read(g_ref, token)
+    def add_token(turn: jax.Array, carry: tuple[Row, tuple]) -> tuple[Row, tuple]:
+        row, sums = carry
+        following = read(turn + 1)
+        x, g, residual = (part.astype(jnp.float32) for part in row)
         if norm.centered:
             x = jnp.where(is_column, x - jnp.sum(x) / width, 0.0)
         scale = lax.rsqrt(jnp.sum(x * x) / width + norm.eps)
@@ -96,10 +97,12 @@ def _backward(
         of_x = through - x * (jnp.sum(through * x) / width)
         if norm.centered:
             of_x -= jnp.sum(through) / width
-        write(of_x_ref, scale * of_x + read(residual_ref, token), token)
-        return tuple(total + part for total, part in zip(sums, (g * x, g), strict=False))
+        of_x = scale * of_x + residual
+        tiles.store(of_x_ref, of_x, program + turn * programs, columns, where=is_column)
+        parts = [g * x] + [g] * norm.centered + [of_x] * norm.sums_x
+        return following, tuple(total + part for total, part in zip(sums, parts, strict=True))
 
-    turns = (tokens - program + programs - 1) // programs
-    sums = lax.fori_loop(0, turns, add_token, tuple(jnp.zeros(lanes, jnp.float32) for _ in range(sums_ref.shape[1])))
+    zeros = tuple(jnp.zeros(columns.shape, jnp.float32) for _ in range(sums_ref.shape[1]))
+    _, sums = lax.fori_loop(0, count, add_token, (read(jnp.int32(0)), zeros))
     for k, total in enumerate(sums):
-        write(sums_ref, total, program, jnp.int32(k))
+        tiles.store(sums_ref, total, program, jnp.int32(k), columns, where=is_column)

@@ -186,14 +186,24 @@ def attention_kernel(config: Model, dtype: jnp.dtype, device: jax.Device) -> str
 
     Raises ValueError if the config sets cudnn and it does not support the model.
     """
-    ampere = float(getattr(device, "compute_capability", None) or 8.0) >= 8.0
-    is_supported = device.platform in ("gpu", "cuda") and ampere and fits_flash(config, dtype.name)
+    is_supported = _is_ampere(device) and fits_flash(config, dtype.name)
     if config.attention == "cudnn" and not is_supported:
         raise ValueError(
             "model.attention=cudnn needs an NVIDIA GPU (Ampere or newer), a 16-bit precision.compute and a head dim of "
             f"at most 128 that 8 divides, not {device.platform}, {dtype} and {config.head_width}; use auto or xla"
         )
     return ("cudnn" if is_supported else "xla") if config.attention == "auto" else config.attention
+
+
+def uses_kernels(config: Model, device: jax.Device) -> bool:
+    """True if norms, GELU and softmax run by our kernels on a device of this kind (`model.kernels`)."""
+    return config.kernels == "pallas" or (config.kernels == "auto" and _is_ampere(device))
+
+
+def _is_ampere(device: jax.Device) -> bool:
+    """True for an NVIDIA GPU that is Ampere or newer."""
+    is_gpu = device.platform in ("gpu", "cuda")
+    return is_gpu and float(getattr(device, "compute_capability", None) or 8.0) >= 8.0
 
 
 def check_flash_rows(config: Config) -> None:
@@ -252,6 +262,7 @@ def split_of(config: Config, mesh: Mesh) -> Split:
         head_gradient=head_gradient(config),
         experts="expert" if p.expert > 1 else None,
         flat=is_flat,
+        kernels=uses_kernels(config.model, mesh.devices.flat[0]),
     )
 
 

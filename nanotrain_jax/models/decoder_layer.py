@@ -15,7 +15,19 @@ from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import decoder_table, lora
 from nanotrain_jax.models.experts import Experts
 from nanotrain_jax.models.modules import Split, fill
-from nanotrain_jax.models.ops import Rope, activated, add, added, gated, normalize, normalize_beside, rotate, stream
+from nanotrain_jax.models.ops import (
+    Rope,
+    activated,
+    add,
+    add_constant,
+    added,
+    gated,
+    gelu_of_sum,
+    normalize,
+    normalize_beside,
+    rotate,
+    stream,
+)
 from nanotrain_jax.models.parameters import under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import position
@@ -39,7 +51,7 @@ class Norm(nnx.Module):
     """x[B T D] -> x[B T D], normalized over D in float32: RMSNorm (arXiv 1910.07467), LayerNorm (arXiv 1607.06450)."""
 
     def __init__(self, config: Model, path: str):
-        self.eps, self.features, self.kernel = config.norm_eps, config.features, config.norm_kernel
+        self.eps, self.features = config.norm_eps, config.features
         fill(self, under(decoder_table.table(config), path))
 
     @jax.named_scope("norm")
@@ -47,11 +59,12 @@ class Norm(nnx.Module):
         return normalize(x_BTD, *self.weights(), self.eps)
 
     @jax.named_scope("norm")
-    def beside(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x[B T D] -> x, for the residual stream, and x normalized."""
-        if self.kernel == "xla":
-            return x_BTD, self(x_BTD)
-        return normalize_beside(x_BTD, *self.weights(), self.eps)
+    def beside(self, x_BTD: jax.Array, bias_D: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """x[B T D] -> x, for the residual stream, and x normalized; on GPUs the backward of both is one kernel.
+
+        bias[D]: that `add_constant` added to x.
+        """
+        return normalize_beside(x_BTD, self.weights(), bias_D, self.eps)
 
     def weights(self) -> tuple[jax.Array, jax.Array | None]:
         """Return gain[D], bias[D] or None."""
@@ -70,6 +83,7 @@ class Attention(nnx.Module):
         self.features, self.split, self.num_kv_heads = config.features, split, config.num_kv_heads
         self.rope, self.eps = Rope(config.rope_theta, config.rope_scaling), config.norm_eps
         self.kernel, self.window, self.lora = config.attention, config.sliding_window, config.lora
+        self.leaves_bias = split.kernels and config.features.biases and not config.features.norms_after
         fill(self, under(decoder_table.table(config, split.size), decoder_table.ATTENTION), rngs)
 
     @jax.named_scope("attention")
@@ -112,7 +126,12 @@ class Attention(nnx.Module):
             y_BTD += lora.row(y_BTNH, adapter, axis, sequence_parallel, rows)
         if self.features.norms_after:  # whose backward needs its input
             y_BTD = remat.name(y_BTD, "attention_out")
-        return add(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
+        add_bias = add_constant if self.leaves_bias else add
+        return add_bias(y_BTD, self.bias_out_D[...]) if self.features.biases else y_BTD
+
+    def left_bias(self) -> jax.Array | None:
+        """Return the bias of the output, if its gradient is left to the norm after it."""
+        return self.bias_out_D[...] if self.leaves_bias else None
 
     def rotated(self, x_BTNH: jax.Array, positions: jax.Array | None) -> jax.Array:
         """x[B T N H] -> x[B T N H], rotated by the frequencies of this layer."""
@@ -176,6 +195,8 @@ class MLP(nnx.Module):
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.features, self.split, self.lora = config.features, split, config.lora
+        is_gelu = config.features.activation == "gelu_tanh" and not config.features.gated_mlp
+        self.leaves_bias = split.kernels and config.features.biases and is_gelu
         fill(self, under(decoder_table.table(config, split.size), decoder_table.MLP), rngs)
 
     @jax.named_scope("mlp")
@@ -185,11 +206,7 @@ class MLP(nnx.Module):
         adapters = adapters_of(self, self.lora)
         up_BTF, *gates = lora.columns(x_BTD, weights, adapters, axis, sequence_parallel, options)
         gates = [remat.name(gate_BTF, "gate") for gate_BTF in gates]
-        up_BTF = remat.name(up_BTF, "up")
-        if self.features.biases:
-            up_BTF = add(up_BTF, self.bias_up_F[...])
-        kind = self.features.activation
-        h_BTF = gated(*gates, up_BTF, kind) if gates else activated(up_BTF, kind)
+        h_BTF = self.hidden(up_BTF, gates)
         y_BTD = tensor.row(h_BTF, self.down_FD[...], axis, sequence_parallel, options)
         if "down" in adapters:
             y_BTD += lora.row(h_BTF, adapters["down"], axis, sequence_parallel)
@@ -197,11 +214,23 @@ class MLP(nnx.Module):
             y_BTD = remat.name(y_BTD, "mlp_out")
         return (add(y_BTD, self.bias_down_D[...]) if self.features.biases else y_BTD), None
 
+    def hidden(self, up_BTF: jax.Array, gates: Sequence[jax.Array]) -> jax.Array:
+        """up[B T F], gate[B T F] if there is one -> h[B T F]"""
+        if self.leaves_bias:
+            bias_F = self.bias_up_F[...]
+            return gelu_of_sum(remat.name(add_constant(up_BTF, bias_F), "up"), bias_F)
+        up_BTF = remat.name(up_BTF, "up")
+        if self.features.biases:
+            up_BTF = add(up_BTF, self.bias_up_F[...])
+        kind = self.features.activation
+        return gated(*gates, up_BTF, kind) if gates else activated(up_BTF, kind)
+
 
 class Layer(nnx.Module):
     """x[B T D] -> x[B T D]: attention and MLP, each added to the residual stream; norms before, or before and after."""
 
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
+        self.by_kernels = split.kernels
         self.norm_attention = Norm(config, decoder_table.NORM_ATTENTION)
         self.attention = Attention(config, rngs, split)
         self.norm_mlp = Norm(config, decoder_table.NORM_MLP)
@@ -214,7 +243,7 @@ class Layer(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, sequences: int, starts_BT: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        x_BTD, normalized_BTD = self.norm_attention.beside(stream(x_BTD))
+        x_BTD, normalized_BTD = self.beside(self.norm_attention, x_BTD)
         return self.after_attention(x_BTD, self.attention(normalized_BTD, sequences, starts_BT))
 
     def after_attention(self, x_BTD: jax.Array, y_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -224,9 +253,14 @@ class Layer(nnx.Module):
             x_BTD = added(x_BTD, self.norm_attention_out(y_BTD))
         else:  # the sum: without it, the backward would add again, in each kernel of the next norm
             x_BTD = remat.name(added(x_BTD, y_BTD), "attention_out")
-        x_BTD, normalized_BTD = self.norm_mlp.beside(stream(x_BTD))
+        x_BTD, normalized_BTD = self.beside(self.norm_mlp, x_BTD, self.attention.left_bias())
         y_BTD, of_router = self.mlp(normalized_BTD)
         return added(x_BTD, self.norm_mlp_out(y_BTD) if self.norms_after else y_BTD), of_router
+
+    def beside(self, norm: Norm, x_BTD: jax.Array, bias_D: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """x[B T D] -> x, for the residual stream, and x normalized. bias: as of `Norm.beside`."""
+        x_BTD = stream(x_BTD)
+        return norm.beside(x_BTD, bias_D) if self.by_kernels else (x_BTD, norm(x_BTD))
 
 
 def stacked(

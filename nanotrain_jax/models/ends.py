@@ -76,8 +76,11 @@ class Ends(nnx.Module):
 
     def loss_options(self) -> vocabulary.LossOptions:
         """Return the options of the loss."""
-        logits, gradient = self.split.logits, self.split.head_gradient
-        return vocabulary.LossOptions(self.vocab_size, self.loss_chunk, logits=logits, gradient=jnp.dtype(gradient))
+        logits, gradient = self.split.logits, jnp.dtype(self.split.head_gradient)
+        kernels = self.split.kernels
+        return vocabulary.LossOptions(
+            self.vocab_size, self.loss_chunk, logits=logits, gradient=gradient, kernels=kernels
+        )
 
     @jax.named_scope("loss")
     def loss(self, x_BTD: jax.Array, targets_BT: jax.Array) -> tuple[jax.Array, jax.Array]:

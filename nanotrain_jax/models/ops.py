@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from nanotrain_jax.config.model import RopeScaling
-from nanotrain_jax.kernels import norms
+from nanotrain_jax.kernels import gelu as gelus
+from nanotrain_jax.kernels import norms, tiles
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 
 # Cheap functions save only their inputs for the backward, as fused kernels do. Otherwise each intermediate of a norm or
@@ -106,39 +107,54 @@ _layer_norm.defvjp(
 )
 
 
+Weights = tuple[jax.Array, jax.Array | None]  # gain[D] of a norm, and bias[D] or None
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _beside(x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array | None, eps: float) -> tuple[jax.Array, jax.Array]:
-    return x_BTD, normalize(x_BTD, gain_D, bias_D, eps)
+def _beside(x_BTD: jax.Array, weights: Weights, added_D: jax.Array | None, eps: float) -> tuple[jax.Array, jax.Array]:
+    return x_BTD, normalize(x_BTD, *weights, eps)
 
 
 def normalize_beside(
-    x_BTD: jax.Array, gain_D: jax.Array, bias_D: jax.Array | None, eps: float
+    x_BTD: jax.Array, weights: Weights, added_D: jax.Array | None, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """x[B T D] -> x, normalize(x). On GPUs one kernel makes the gradient of x of those of both (`kernels/norms.py`)."""
-    return _beside(x_BTD, *as_varying((gain_D, bias_D), sorted(varying_axes(x_BTD))), eps)
+    """x[B T D] -> x, normalize(x). On GPUs one kernel makes the gradient of x of those of both (`kernels/norms.py`).
+
+    added[D]: a bias that `add_constant` added to x; its gradient is the sum of that of x. None: there is none.
+    """
+    return _beside(x_BTD, *as_varying((weights, added_D), sorted(varying_axes(x_BTD))), eps)
 
 
 def _beside_backward(eps: float, saved: tuple, grads: tuple[jax.Array, jax.Array]) -> tuple:
-    x_BTD, gain_D, bias_D = saved
+    x_BTD, (gain_D, bias_D), added_D = saved
 
     def by_xla(x_BTD: jax.Array, gain_D: jax.Array, residual_BTD: jax.Array, g_BTD: jax.Array) -> tuple:
         if bias_D is None:
             of_x, of_gain, of_bias = *_rms_norm_backward(eps, (x_BTD, gain_D), g_BTD), None
         else:
             of_x, of_gain, of_bias = _layer_norm_backward(eps, (x_BTD, gain_D, bias_D), g_BTD)
-        return residual_BTD + of_x, of_gain, of_bias
+        of_x = residual_BTD + of_x
+        return of_x, (of_gain, of_bias), None if added_D is None else _sum_over_tokens(of_x, added_D)
 
     def by_kernel(x_BTD: jax.Array, gain_D: jax.Array, residual_BTD: jax.Array, g_BTD: jax.Array) -> tuple:
-        x, residual, g = (y_BTD.reshape(-1, len(gain_D)) for y_BTD in (x_BTD, residual_BTD, g_BTD))
-        of_x, of_gain, of_bias = norms.backward(x, gain_D, g, residual, norms.Norm(eps, centered=bias_D is not None))
-        of_bias = None if bias_D is None else of_bias.astype(bias_D.dtype)
-        return of_x.reshape(x_BTD.shape), of_gain.astype(gain_D.dtype), of_bias
+        x, residual, g = (as_matrix(y_BTD) for y_BTD in (x_BTD, residual_BTD, g_BTD))
+        norm = norms.Norm(eps, centered=bias_D is not None, sums_x=added_D is not None)
+        of_x, *sums = norms.backward(x, gain_D, g, residual, norm)
+        like = gain_D, bias_D, added_D
+        of_gain, of_bias, of_added = (
+            None if w is None else total.astype(w.dtype) for total, w in zip(sums, like, strict=True)
+        )
+        return of_x.reshape(x_BTD.shape), (of_gain, of_bias), of_added
 
-    on_gpus = by_kernel if x_BTD.size <= norms.MAX_SIZE else by_xla
-    return lax.platform_dependent(x_BTD, gain_D, *grads, cuda=on_gpus, default=by_xla)
+    if x_BTD.size > tiles.MAX_SIZE:
+        return by_xla(x_BTD, gain_D, *grads)
+    return tiles.on_gpus(by_kernel, by_xla, x_BTD, gain_D, *grads)
 
 
-_beside.defvjp(lambda x, gain, bias, eps: (_beside(x, gain, bias, eps), (x, gain, bias)), _beside_backward)
+_beside.defvjp(
+    lambda x_BTD, weights, added_D, eps: (_beside(x_BTD, weights, added_D, eps), (x_BTD, weights, added_D)),
+    _beside_backward,
+)
 
 
 ACTIVATIONS = {
@@ -183,6 +199,36 @@ def _gelu_backward(x_BTF: jax.Array, g_BTF: jax.Array) -> tuple[jax.Array]:
 gelu.defvjp(lambda x_BTF: (gelu(x_BTF), x_BTF), _gelu_backward)
 
 
+def gelu_of_sum(x_BTF: jax.Array, added_F: jax.Array) -> jax.Array:
+    """x[B T F], a bias that `add_constant` added to it, added[F] -> gelu(x). On GPUs one kernel makes the gradients of
+    both (`kernels/gelu.py`)."""
+    return _gelu_of_sum(x_BTF, as_varying(added_F, sorted(varying_axes(x_BTF))))
+
+
+@jax.custom_vjp
+def _gelu_of_sum(x_BTF: jax.Array, added_F: jax.Array) -> jax.Array:
+    return gelu(x_BTF)
+
+
+def _gelu_of_sum_backward(saved: tuple[jax.Array, jax.Array], g_BTF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BTF, added_F = saved
+
+    def by_xla(x_BTF: jax.Array, g_BTF: jax.Array) -> tuple[jax.Array, jax.Array]:
+        (of_x_BTF,) = _gelu_backward(x_BTF, g_BTF)
+        return of_x_BTF, _sum_over_tokens(of_x_BTF, added_F)
+
+    def by_kernel(x_BTF: jax.Array, g_BTF: jax.Array) -> tuple[jax.Array, jax.Array]:
+        of_x, of_bias = gelus.backward(as_matrix(x_BTF), as_matrix(g_BTF))
+        return of_x.reshape(x_BTF.shape), of_bias.astype(added_F.dtype)
+
+    if x_BTF.size > tiles.MAX_SIZE:
+        return by_xla(x_BTF, g_BTF)
+    return tiles.on_gpus(by_kernel, by_xla, x_BTF, g_BTF)
+
+
+_gelu_of_sum.defvjp(lambda x_BTF, added_F: (gelu(x_BTF), (x_BTF, added_F)), _gelu_of_sum_backward)
+
+
 def add(x: jax.Array, bias: jax.Array) -> jax.Array:
     """x[... F], bias[F] -> x[... F]. The gradient of the bias is summed in float32.
 
@@ -196,12 +242,17 @@ def _add(x: jax.Array, bias: jax.Array) -> jax.Array:
     return x + jnp.expand_dims(bias.astype(x.dtype), range(x.ndim - bias.ndim))
 
 
-def _add_backward(bias: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    rows = g.reshape(-1, bias.size).astype(jnp.float32)
-    return g, rows.sum(0).reshape(bias.shape).astype(bias.dtype)
+def _sum_over_tokens(g: jax.Array, bias: jax.Array) -> jax.Array:
+    """Gradient g[... F] of x + bias[F] -> the gradient of the bias, summed in float32."""
+    return g.reshape(-1, bias.size).astype(jnp.float32).sum(0).reshape(bias.shape).astype(bias.dtype)
 
 
-_add.defvjp(lambda x, bias: (_add(x, bias), bias), _add_backward)
+_add.defvjp(lambda x, bias: (_add(x, bias), bias), lambda bias, g: (g, _sum_over_tokens(g, bias)))
+
+
+def add_constant(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x[... F], bias[F] -> x[... F], without a gradient of the bias: the function that uses the sum gives it."""
+    return add(x, lax.stop_gradient(bias))
 
 
 @jax.custom_vjp

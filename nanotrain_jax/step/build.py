@@ -314,7 +314,8 @@ def compiler_options(plan: Plan) -> dict | None:
     if p.prefetch and plan.shards.communication.reduce:
         in_flight = max(in_flight, 8)  # XLA combines no all-to-alls: one for each large array of a layer
     ahead = plan.gathered_bytes_of_a_layer if p.prefetch else 0
-    return gpu_options(p.bucket_mb, ahead, in_flight, is_offloaded(plan.config))
+    has_loops = not plan.remat.written_out
+    return gpu_options(p.bucket_mb, ahead, in_flight, is_offloaded(plan.config), has_loops)
 
 
 def is_offloaded(config: Config) -> bool:

@@ -34,7 +34,7 @@ MODELS = {  # name -> model, tokens of a sequence
     ),
 }
 TINY = {"num_layers": 2, "d_model": 32, "num_heads": 4, "vocab_size": 128}
-BATCHES = 16, 8, 4, 2, 1  # sequences of a device
+BATCHES = 32, 16, 8, 4, 2, 1  # sequences of a device
 STEPS, WARMUP = 20, 3
 
 
@@ -101,7 +101,7 @@ def timed(machine: Machine, config: Config, e: Estimate | None) -> dict:
     return figures | {"result": result, "peak_bytes_estimated": e and e.peak_bytes, "num_layers": m.num_layers}
 
 
-def speed(machine: Machine, name: str, *overrides: str) -> dict:
+def speed(machine: Machine, name: str, overrides: tuple[str, ...] = ()) -> dict:
     """Tokens per second, MFU and peak memory of a model."""
     meshes.configure(machine.simulate)
     return timed(machine, *fitting(machine, name, *overrides))

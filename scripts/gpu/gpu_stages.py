@@ -110,8 +110,8 @@ SHARDED = ("parallel.data=2", "parallel.zero=3", "parallel.persist_below=0")
 PIPE = ("parallel.pipe=2", "parallel.microbatches=4")
 STAGES = {
     PLAIN: choice(beside=""),
-    "norms by our kernel": choice("model.norm_kernel=pallas"),
-    "norms by our kernel, parity": check(*BFLOAT16, "model.norm_kernel=pallas"),
+    "kernels by XLA": choice("model.kernels=xla"),
+    "kernels by XLA, parity": check(*BFLOAT16, "model.kernels=xla"),
     "layers in a loop": choice("model.unroll=false"),
     "logits in float32": choice("precision.logits=float32"),
     "float32": check(),
@@ -126,7 +126,10 @@ STAGES = {
     ),
     "nvme": check("memory.offload_optimizer=nvme", "memory.nvme_dir=DISK"),
     "offload": offload("optimizer", "all", "nvme", seconds=150),
-    "llama-3b": model("llama-3b", 130),
+    "llama-3b": model("llama-3b", 60),
+    "llama-3b, layers written out": Stage(
+        partial(speed, name="llama-3b", overrides=("model.unroll=true",)), 60, beside="llama-3b"
+    ),
     "float16": check(*FLOAT16),
     "documents": check(*BFLOAT16, "data.attend_across_documents=false"),
     "float8": check(*BFLOAT16, "precision.matmul=float8"),

@@ -28,7 +28,6 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import communication
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import hbm
-from nanotrain_jax.planner.timeline import source
 from nanotrain_jax.run import profile_summary as profiles
 from nanotrain_jax.step import build as steps
 

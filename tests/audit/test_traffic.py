@@ -23,7 +23,7 @@ JAX = "{}.{}".format(*jax.__version_info__)
 GOLDEN = ROOT / "tests" / "golden" / "hbm.json"
 KERNEL = " with norms by our kernel"
 CASES = {"gpt2_124m": ["parallel.zero=1"], "llama3_8b": ["parallel.zero=3"]}
-CASES |= {name + KERNEL: [*overrides, "model.norm_kernel=pallas"] for name, overrides in CASES.items()}
+CASES |= {name + KERNEL: [*overrides, "model.kernels=pallas"] for name, overrides in CASES.items()}
 SIZES = "bytes", "minimum_bytes"
 ROWS, SIZE = 4096, 1024
 ARRAY = 4 * ROWS * SIZE  # bytes

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nanotrain_jax.kernels import softmax as softmax_kernels
+from nanotrain_jax.kernels import tiles
 from nanotrain_jax.parallel.collectives import all_max, all_reduce, as_varying, position, varying_axes
 from nanotrain_jax.parallel.tensor.tensor import leave
 
@@ -72,6 +74,7 @@ class LossOptions(NamedTuple):
     z_loss: float = 0.0  # weight of the square of log z (PaLM, arXiv 2204.02311)
     logits: jnp.dtype | None = None  # in which logits are stored; None: that of x. The softmax is in float32
     gradient: jnp.dtype = jnp.float32  # in which the gradient of the head leaves its matmul, of a single chunk
+    kernels: bool = False  # the softmax on GPUs by kernels/softmax.py
 
 
 PLAIN_LOSS = LossOptions()
@@ -138,7 +141,10 @@ def _loss_of(arrays: tuple[jax.Array, jax.Array, jax.Array], axes: tuple[str, ..
     vocab_size = options.vocab_size or head_VD.shape[0] * (lax.axis_size(axes) if axes else 1)
     everywhere = {*axes}.union(*map(varying_axes, arrays))
     dtype = jnp.dtype(options.logits or x_BTD.dtype)
-    return _Loss(axes, vocab_size, chunk, options.z_loss, dtype, options.gradient, tuple(sorted(everywhere)))
+    by_kernels = options.kernels and chunk * head_VD.shape[0] <= tiles.MAX_SIZE
+    return _Loss(
+        axes, vocab_size, chunk, options.z_loss, dtype, options.gradient, tuple(sorted(everywhere)), by_kernels
+    )
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,7 @@ class _Loss:
     logits: jnp.dtype
     gradient: jnp.dtype
     everywhere: tuple[str, ...]  # mesh axes over which any of the arrays varies
+    by_kernels: bool
 
     def is_padded(self, rows: int) -> bool:
         """True if the head has more rows, this number on each device, than the vocabulary."""
@@ -280,13 +287,17 @@ def _losses(loss: _Loss, x_cD: jax.Array, head_VD: jax.Array, targets_c: jax.Arr
     own_c = jnp.where(counts_c, targets_c - first, -1)
     is_own_c = (own_c >= 0) & (own_c < V)
     hit_c = jnp.take_along_axis(logits_cV, jnp.where(is_own_c, own_c, 0)[:, None], axis=1)[:, 0]
-    own_top_c, own_sum_c = maximum_and_sum(logits_cV)
+    own_top_c, own_sum_c = _maximum_and_sum(logits_cV) if loss.by_kernels else maximum_and_sum(logits_cV)
     top_c = all_max(own_top_c, loss.axes)
     sums = own_sum_c * jnp.exp(own_top_c - top_c), jnp.where(is_own_c, hit_c.astype(jnp.float32), 0.0)
     sum_c, hit_c = all_reduce(jnp.stack(sums), loss.axes)  # one collective
     log_z_c = top_c + jnp.log(sum_c)
     losses_c = jnp.where(counts_c, log_z_c - hit_c + loss.z_loss * jnp.square(log_z_c), 0.0)
     return losses_c, _Softmax(counts_c, own_c, logits_cV, top_c, sum_c, log_z_c)
+
+
+def _maximum_and_sum(x_cV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return tiles.on_gpus(softmax_kernels.maximum_and_sum, maximum_and_sum, x_cV)
 
 
 def maximum_and_sum(x_cV: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -318,12 +329,22 @@ def _gradients(
 
     scale: one number, or one for each token [c 1].
     """
-    logits_cV = softmax.logits_cV
     slope_c = jnp.where(softmax.counts_c, 1 + 2 * loss.z_loss * softmax.log_z_c, 0.0)
-    hit_cV = lax.broadcasted_iota(jnp.int32, logits_cV.shape, 1) == softmax.own_c[:, None]
-    exp_cV = jnp.exp(logits_cV.astype(jnp.float32) - softmax.top_c[:, None])  # less log z would lose digits
-    g_cV = (slope_c / softmax.sum_c)[:, None] * exp_cV - jnp.where(hit_cV, 1.0, 0.0)
-    g_cV = (scale * g_cV).astype(x_cD.dtype)
+
+    def by_xla(logits_cV: jax.Array, scale: jax.Array | float) -> jax.Array:
+        hit_cV = lax.broadcasted_iota(jnp.int32, logits_cV.shape, 1) == softmax.own_c[:, None]
+        exp_cV = jnp.exp(logits_cV.astype(jnp.float32) - softmax.top_c[:, None])  # less log z would lose digits
+        g_cV = (slope_c / softmax.sum_c)[:, None] * exp_cV - jnp.where(hit_cV, 1.0, 0.0)
+        return (scale * g_cV).astype(x_cD.dtype)
+
+    def by_kernel(logits_cV: jax.Array, scale: jax.Array | float) -> jax.Array:
+        of_own_c = jnp.broadcast_to(scale, (loss.chunk, 1))[:, 0]
+        of_tokens = softmax.top_c, of_own_c * slope_c / softmax.sum_c, of_own_c, softmax.own_c
+        weights = softmax_kernels.Weights(*as_varying(of_tokens, loss.everywhere))
+        return softmax_kernels.gradient(logits_cV, weights, x_cD.dtype)
+
+    logits_cV = softmax.logits_cV
+    g_cV = tiles.on_gpus(by_kernel, by_xla, logits_cV, scale) if loss.by_kernels else by_xla(logits_cV, scale)
     grad_VD = jnp.einsum("cV,cD->VD", g_cV, x_cD, preferred_element_type=dtype)
     return jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype), grad_VD
 
