@@ -38,7 +38,8 @@ def test_the_kernel_equals_the_formula(shape, monkeypatch):
 
 def test_large_values_have_finite_gradients():
     x = jnp.array([[-1e4, -60.0, 0.0, 60.0, 1e4]])
-    np.testing.assert_array_equal(gelu.backward(x, jnp.ones_like(x), interpret=True)[0], [[0.0, 0.0, 0.5, 1.0, 1.0]])
+    found, _ = gelu.backward(x, jnp.ones_like(x), interpret=True)
+    np.testing.assert_allclose(found, [[0.0, 0.0, 0.5, 1.0, 1.0]], atol=1e-9)
 
 
 def test_the_kernel_sums_before_it_rounds():
@@ -57,9 +58,9 @@ def test_the_bias_gets_its_gradient_from_what_uses_the_sum():
         return ops.gelu_of_sum(ops.add_constant(x, bias), bias)
 
     of_x, of_bias = jax.vjp(apart, x, bias)[1](g)
-    expected = exact(x + bias[None, None], g)
-    np.testing.assert_allclose(of_x, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(of_bias, expected.sum((0, 1)), rtol=1e-5, atol=1e-5)
+    (expected,) = jax.vjp(ops.gelu, x + bias[None, None])[1](g)
+    np.testing.assert_array_equal(of_x, expected)
+    np.testing.assert_allclose(of_bias, expected.sum((0, 1)), rtol=1e-6, atol=1e-5)
 
 
 PALLAS = {"kernels": "pallas"}
