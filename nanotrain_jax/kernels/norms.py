@@ -19,10 +19,9 @@ from jax.experimental import pallas as pl
 
 from nanotrain_jax.kernels import tiles
 
-# As many programs as are in flight together on an H200, by the width of a token in registers (a power of two).
-PROGRAMS = {1024: 792}
-PROGRAMS_OF_WIDE = 264
-ELEMENTS_PER_WARP = 512  # 16 per thread, twice as many from 4,096 on
+# What is fastest on an H200, of 132 multiprocessors: 8 programs of one warp each, for wide tokens two of 4 or more.
+NARROW = 1024  # elements of a token in registers (a power of two), at most
+PROGRAMS, PROGRAMS_OF_WIDE = 8 * 132, 2 * 132
 
 Row = tuple[jax.Array, jax.Array, jax.Array]  # of a token: x, gradients of norm(x) and of x elsewhere
 
@@ -51,11 +50,11 @@ def backward(
     """
     tokens, width = x_TD.shape
     lanes = pl.next_power_of_2(width)
-    programs = min(tokens, PROGRAMS.get(lanes, PROGRAMS_OF_WIDE))
+    programs = min(tokens, PROGRAMS if lanes <= NARROW else PROGRAMS_OF_WIDE)
     num_sums = 1 + norm.centered + norm.sums_x
     of_x = tiles.like(x_TD, x_TD.shape, x_TD.dtype)
     sums = tiles.like(x_TD, (programs, num_sums, width), jnp.float32)
-    warps = max(1, min(4, lanes // ELEMENTS_PER_WARP), min(16, lanes // (2 * ELEMENTS_PER_WARP)))
+    warps = 1 if lanes <= NARROW else max(4, min(16, lanes // NARROW))
     run = pl.pallas_call(
         partial(_backward, norm=norm),
         grid=(programs,),

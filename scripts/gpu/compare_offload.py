@@ -70,7 +70,7 @@ def runnable(stack: ExitStack, config: Config, step: steps.Step, train: Callable
     if config.memory.offload_optimizer != "nvme":
         return train
     files = stack.enter_context(nvme.opened(checkpointing.store(config, step)))
-    checkpointing.restore(files, step, config, None, None)
+    checkpointing.restore(files, step, None, [])
     return checkpointing.train(files, step, train)
 
 
