@@ -103,7 +103,7 @@ def hbm(folder):
     rows, names = [], {"gpt2_124m": "GPT-2 124M, 2 microbatches of 32, remat none"}
     names["llama3_8b"] = "Llama-3-8B, 1 microbatch of 2, remat full"
     names |= {
-        f"{key} with norms by our kernel": f"the same {name.split(',')[0]}, `kernels=pallas`"
+        f"{key} with kernels by XLA": f"the same {name.split(',')[0]}, `model.kernels=xla`"
         for key, name in names.items()
     }
     for name, versions in golden("hbm").items():
