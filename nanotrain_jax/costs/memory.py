@@ -15,7 +15,7 @@ Bytes per device. Symbols as in costs/counts.py; x is the residual stream, B T D
 from __future__ import annotations
 
 from nanotrain_jax.config.derived import fits_flash
-from nanotrain_jax.config.execution import execution, writes_layers_out
+from nanotrain_jax.config.execution import MAX_ELEMENTS, execution, writes_layers_out
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import compression, gradient_memory, muon, offload, vision_memory
 from nanotrain_jax.costs.activations import activations, block_by_hand, layer_activations, stage_buffers, working_set
@@ -103,8 +103,8 @@ def moments(config: Config) -> dict[str, Parts]:
                 the head 4, as the loss computes it
     activations of one microbatch, see costs/activations.py; with stages, those of a chunk's layers in each slot, and
                 stage buffers (parallel/pipeline/slots.py, `buffers`)
-    loss        logits and their gradient, of all tokens or of model.loss_chunk, over t; without chunks the gradient of
-                the head takes the place of the logits
+    loss        logits and their gradient, of all tokens or of model.loss_chunk, over t, by our kernel in one place;
+                else without chunks the gradient of the head takes the place of the logits
     layer       of one layer's backward: `working_set`; written out, also what the backward of a last LayerNorm keeps;
                 with prefetch, in the loss, what the last layer stores, before it is in the stack of all
     buffers     gathered and in flight: weights of the head or of a layer (with prefetch both) at stage 3, float32
@@ -132,8 +132,9 @@ def moments(config: Config) -> dict[str, Parts]:
 def _of_loss(config: Config, residuals: float) -> Parts:
     m, p, b = config.model, config.parallel, BYTES[config.precision.compute]
     tokens, D, V = _microbatch_tokens(config), m.d_model, vocab_rows(config)
-    logits = (logit_bytes(config) + b) * (m.loss_chunk or tokens) * V
-    freed = logit_bytes(config) * tokens * V if not m.loss_chunk else 0.0  # logits
+    is_in_place = gradient_over_logits(config, V)
+    logits = (b if is_in_place else logit_bytes(config) + b) * (m.loss_chunk or tokens) * V
+    freed = logit_bytes(config) * tokens * V if not (m.loss_chunk or is_in_place) else 0.0  # logits
     head = max(0.0, gradient_memory.of_head(config) - freed) if p.pipe == 1 else 0.0
     gradients, layer = gradient_memory.earlier(config) + head, 2 * b * tokens * D
     buffers = _transposed_bytes(config)
@@ -143,6 +144,13 @@ def _of_loss(config: Config, residuals: float) -> Parts:
             buffers += b * local_parameters(config)[0][LAYERS] / m.num_layers
             layer += residuals / m.num_layers
     return {"gradients": gradients, "loss": logits, "layer": layer, "buffers": buffers}
+
+
+def gradient_over_logits(config: Config, rows: float) -> bool:
+    """True if the gradient of logits is written over them, by our kernel. rows: of the head that a device has."""
+    m, tokens = config.model, config.model.loss_chunk or _microbatch_tokens(config)
+    is_same_dtype = logit_bytes(config) == BYTES[config.precision.compute]
+    return m.kernels != "xla" and is_same_dtype and tokens * rows <= MAX_ELEMENTS
 
 
 def _of_backward(config: Config, residuals: float) -> Parts:

@@ -29,7 +29,7 @@ def slope(x: jax.Array) -> jax.Array:
 def backward(x_TF: jax.Array, g_TF: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """x[T F], gradient of gelu(x) [T F] -> gradient of x[T F] in its dtype, and its sum over tokens [F], float32
 
-    Both arrays vary over the same mesh axes, and have at most MAX_SIZE elements. Reads and writes each once.
+    Both arrays vary over the same mesh axes, and have at most MAX_ELEMENTS. Reads and writes each once.
     """
     tokens, width = x_TF.shape
     programs = min(PROGRAMS, pl.cdiv(tokens, ROWS))

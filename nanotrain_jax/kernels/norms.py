@@ -45,7 +45,7 @@ def backward(
     """x[T D], gain[D], gradients of norm(x) and of x elsewhere [T D] -> gradients of x[T D] (their sum, in the dtype of
     x), of gain[D], of LayerNorm's bias[D], and the sum over tokens of that of x[D], all float32; None: not asked for.
 
-    All four arrays vary over the same mesh axes; x has at most MAX_SIZE elements. Reads and writes each array once.
+    All four arrays vary over the same mesh axes; x has at most MAX_ELEMENTS elements. Reads and writes each array once.
     interpret: run on any device, slowly, for tests.
     """
     tokens, width = x_TD.shape

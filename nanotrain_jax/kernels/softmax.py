@@ -31,7 +31,7 @@ class Weights(NamedTuple):
 def maximum_and_sum(x_cV: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """x[c V] -> its maximum, and the sum of exp(x - maximum), over V: float32 [c] each
 
-    Milakov and Gimelshein, arXiv 1805.02867. x is finite, and has at most MAX_SIZE elements.
+    Milakov and Gimelshein, arXiv 1805.02867. x is finite, and has at most MAX_ELEMENTS elements.
     """
     of_token = tiles.like(x_cV, (len(x_cV),), jnp.float32)
     run = pl.pallas_call(
@@ -66,11 +66,14 @@ def _maximum_and_sum(x_ref: jax.Ref, top_ref: jax.Ref, sum_ref: jax.Ref) -> None
 
 
 def gradient(x_cV: jax.Array, weights: Weights, dtype: jnp.dtype, interpret: bool = False) -> jax.Array:
-    """logits x[c V] -> their gradient [c V] of that dtype. All arrays vary over the same mesh axes."""
+    """logits x[c V] -> their gradient [c V] of that dtype; in place, if it is that of x. All arrays vary over the same
+    mesh axes."""
+    in_place = {0: 0} if x_cV.dtype == dtype else {}
     run = pl.pallas_call(
         _gradient,
         grid=(len(x_cV),),
         out_shape=tiles.like(x_cV, x_cV.shape, dtype),
+        input_output_aliases=in_place,
         name="gradient_of_logits",
         **tiles.parameters(WARPS, interpret),
     )

@@ -1,4 +1,7 @@
-"""What kernels share: rows of an array in registers, and the types of results."""
+"""What kernels share: rows of an array in registers, and the types of results.
+
+Arrays have at most MAX_ELEMENTS elements (config/execution.py).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-
-MAX_SIZE = 2**31 - 1  # elements of an array: Triton computes addresses in 32 bits
 
 
 def on_gpus(kernel: Callable, twin: Callable, *arrays: jax.Array) -> Any:

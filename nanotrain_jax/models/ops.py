@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nanotrain_jax.config.execution import MAX_ELEMENTS
 from nanotrain_jax.config.model import RopeScaling
 from nanotrain_jax.kernels import gelu as gelus
 from nanotrain_jax.kernels import norms, tiles
@@ -146,7 +147,7 @@ def _beside_backward(eps: float, saved: tuple, grads: tuple[jax.Array, jax.Array
         )
         return of_x.reshape(x_BTD.shape), (of_gain, of_bias), of_added
 
-    if x_BTD.size > tiles.MAX_SIZE:
+    if x_BTD.size > MAX_ELEMENTS:
         return by_xla(x_BTD, gain_D, *grads)
     return tiles.on_gpus(by_kernel, by_xla, x_BTD, gain_D, *grads)
 
@@ -221,7 +222,7 @@ def _gelu_of_sum_backward(saved: tuple[jax.Array, jax.Array], g_BTF: jax.Array) 
         of_x, of_bias = gelus.backward(as_matrix(x_BTF), as_matrix(g_BTF))
         return of_x.reshape(x_BTF.shape), of_bias.astype(added_F.dtype)
 
-    if x_BTF.size > tiles.MAX_SIZE:
+    if x_BTF.size > MAX_ELEMENTS:
         return by_xla(x_BTF, g_BTF)
     return tiles.on_gpus(by_kernel, by_xla, x_BTF, g_BTF)
 

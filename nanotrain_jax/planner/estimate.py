@@ -118,8 +118,9 @@ def estimate(config: Config, gpu: str, memory_fraction: float = MEMORY_FRACTION)
 
 
 def on_hardware(config: Config, gpu: str) -> Config:
-    """Return the config for the GPU: on simulated devices `auto` is no flash attention, and no layers written out."""
-    on_simulated = {"attention": "xla", "unroll": False} if gpu == hardware.SIMULATED else {}
+    """Return the config for the GPU: on simulated devices `auto` is no flash attention, no kernel of ours and no layers
+    written out."""
+    on_simulated = {"attention": "xla", "kernels": "xla", "unroll": False} if gpu == hardware.SIMULATED else {}
     return config.replace(
         "model", **{key: to for key, to in on_simulated.items() if getattr(config.model, key) == "auto"}
     )

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from nanotrain_jax.config.execution import MAX_ELEMENTS
 from nanotrain_jax.kernels import softmax as softmax_kernels
 from nanotrain_jax.kernels import tiles
 from nanotrain_jax.parallel.collectives import all_max, all_reduce, as_varying, position, varying_axes
@@ -141,7 +142,7 @@ def _loss_of(arrays: tuple[jax.Array, jax.Array, jax.Array], axes: tuple[str, ..
     vocab_size = options.vocab_size or head_VD.shape[0] * (lax.axis_size(axes) if axes else 1)
     everywhere = {*axes}.union(*map(varying_axes, arrays))
     dtype = jnp.dtype(options.logits or x_BTD.dtype)
-    by_kernels = options.kernels and chunk * head_VD.shape[0] <= tiles.MAX_SIZE
+    by_kernels = options.kernels and chunk * head_VD.shape[0] <= MAX_ELEMENTS
     return _Loss(
         axes, vocab_size, chunk, options.z_loss, dtype, options.gradient, tuple(sorted(everywhere)), by_kernels
     )
