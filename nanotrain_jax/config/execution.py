@@ -7,7 +7,6 @@ from nanotrain_jax.config.schema import Config
 # Layers that are written out by default: compiling takes a second for each; and without ZeRO 3 XLA keeps a copy of the
 # weights of each from forward to backward, which is little up to this width, but not of experts.
 MOST_LAYERS, WIDEST = 48, 2048
-MAX_ELEMENTS = 2**31 - 1  # of an array that our kernels take: Triton computes addresses in 32 bits
 
 
 class Execution(Enum):

@@ -15,7 +15,7 @@ Bytes per device. Symbols as in costs/counts.py; x is the residual stream, B T D
 from __future__ import annotations
 
 from nanotrain_jax.config.derived import fits_flash
-from nanotrain_jax.config.execution import MAX_ELEMENTS, execution, writes_layers_out
+from nanotrain_jax.config.execution import execution, writes_layers_out
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import compression, gradient_memory, muon, offload, vision_memory
 from nanotrain_jax.costs.activations import activations, block_by_hand, layer_activations, stage_buffers, working_set
@@ -44,6 +44,7 @@ from nanotrain_jax.costs.stored_parameters import (
     vocab_elements,
     vocab_rows,
 )
+from nanotrain_jax.kernels.limits import MAX_ELEMENTS
 from nanotrain_jax.models.parameters import LAYERS
 
 Parts = dict[str, float]

@@ -1,6 +1,6 @@
 """What kernels share: rows of an array in registers, and the types of results.
 
-Arrays have at most MAX_ELEMENTS elements (config/execution.py).
+Arrays have at most MAX_ELEMENTS elements (limits.py).
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nanotrain_jax.config.execution import MAX_ELEMENTS
 from nanotrain_jax.config.model import RopeScaling
 from nanotrain_jax.kernels import gelu as gelus
 from nanotrain_jax.kernels import norms, tiles
+from nanotrain_jax.kernels.limits import MAX_ELEMENTS
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 
 # Cheap functions save only their inputs for the backward, as fused kernels do. Otherwise each intermediate of a norm or

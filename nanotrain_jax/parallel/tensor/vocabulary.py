@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nanotrain_jax.config.execution import MAX_ELEMENTS
 from nanotrain_jax.kernels import softmax as softmax_kernels
 from nanotrain_jax.kernels import tiles
+from nanotrain_jax.kernels.limits import MAX_ELEMENTS
 from nanotrain_jax.parallel.collectives import all_max, all_reduce, as_varying, position, varying_axes
 from nanotrain_jax.parallel.tensor.tensor import leave
 
