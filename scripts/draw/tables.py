@@ -134,6 +134,18 @@ def megatron(folder):
     return table(("GPT", "remat", "modelled s", "measured s", "ratio"), rows)
 
 
+def measured(folder):
+    """Modelled seconds and estimated memory beside those of one H200: tests/planner/test_plan_measured.py."""
+    rows = []
+    for name, row in golden("estimates")["measured"].items():
+        modelled, seconds = row["modelled_seconds"], row["measured_seconds"]
+        times = f"{modelled * 1e3:.1f}", f"{seconds * 1e3:.1f}", f"{modelled / seconds:.2f}", f"{row['mfu']:.1%}"
+        sizes = gb(row["estimated_bytes"]), gb(row["measured_bytes"])
+        rows.append((name, *times, *sizes, f"{row['measured_bytes'] / row['estimated_bytes']:.2f}"))
+    head = "one H200", "modelled ms", "measured ms", "ratio", "MFU", "estimated GB", "measured GB", "ratio"
+    return table(head, rows)
+
+
 def papers(folder):
     """The planner's first choice beside a published layout: tests/planner/test_plan_papers.py."""
     rows = []
@@ -196,7 +208,7 @@ def assumptions(folder):
     return table(("", "h100", "source"), [(what, row["value"], row["source"]) for what, row in rows])
 
 
-TABLES = (modules, scripts, compiled, long_context, offload, hbm, megatron, papers, llama3_8b)
+TABLES = (modules, scripts, compiled, long_context, offload, hbm, megatron, measured, papers, llama3_8b)
 TABLES += (weak_scaling, strong_scaling, megatron_scaling, assumptions)
 TABLES = {f.__name__: f for f in TABLES}
 
