@@ -112,7 +112,8 @@ def moments(config: Config) -> dict[str, Parts]:
                 gradients of a layer from stage 2 (`expert_buffers`), with stages a layer's gradients in 16 bit and
                 (without W) float32, three full activations under sequence parallelism, with gather attention keys and
                 values of all tokens and their float32 gradients, the largest stacked gradient as on the wire where it
-                is reduced once per step, or, of layers written out, before it is stacked
+                is reduced once per step, or, of layers written out, before it is stacked; below stage 3 the slices
+                of weights of layers written out that compute their forward again
     """
     residuals = BYTES[config.precision.compute] * _microbatch_tokens(config) * activations(config)
     found = {
@@ -138,7 +139,7 @@ def _of_loss(config: Config, residuals: float) -> Parts:
     freed = logit_bytes(config) * tokens * V if not (m.loss_chunk or is_in_place) else 0.0  # logits
     head = max(0.0, gradient_memory.of_head(config) - freed) if p.pipe == 1 else 0.0
     gradients, layer = gradient_memory.earlier(config) + head, 2 * b * tokens * D
-    buffers = _transposed_bytes(config)
+    buffers = _transposed_bytes(config) + _weight_copies(config)
     if p.zero == 3 and zero_devices(config) > 1:
         buffers += b * V * D
         if p.prefetch and p.pipe == 1:  # the backward of the last layer begins
@@ -155,15 +156,23 @@ def gradient_over_logits(config: Config, rows: float) -> bool:
 
 
 def _of_backward(config: Config, residuals: float) -> Parts:
-    made, of_last_norm = gradient_memory.current(config), 0.0
+    made, of_last_norm, copies = gradient_memory.current(config), 0.0, _weight_copies(config)
     if writes_layers_out(config, "gpu"):  # gradients are made as activations are freed; XLA puts off those of LayerNorm
-        made = max(0.0, made - residuals)
+        made = max(0.0, made - residuals - copies)
         if config.model.features.centered_norms:
             of_last_norm = 3 * BYTES[config.precision.compute] * _microbatch_tokens(config) * config.model.d_model
     layer = local_parameters(config)[0][LAYERS] / stage_layers(config)
-    buffers = _backward_buffers(config, layer, _microbatch_tokens(config))
+    buffers = copies + _backward_buffers(config, layer, _microbatch_tokens(config))
     working = max(working_set(config), _of_first(config))
     return {"gradients": _of_first_backward(config) + made, "layer": working + of_last_norm, "buffers": buffers}
+
+
+def _weight_copies(config: Config) -> float:
+    """Return the bytes of the slices of stacked weights that XLA keeps for layers that compute their forward again."""
+    recomputes = config.memory.rematerialization.policy in ("selective", "full")  # blocks slice again
+    if config.parallel.zero == 3 or not (recomputes and writes_layers_out(config, "gpu")):
+        return 0.0
+    return BYTES[config.precision.compute] * local_parameters(config)[0][LAYERS]
 
 
 def _of_first_backward(config: Config) -> float:
