@@ -1,0 +1,40 @@
+"""Keys of the model that do not change the result: a run resumes with another value, or from before they existed."""
+
+import pytest
+from conftest import small
+
+from nanotrain_jax.checkpoint import compatibility
+from nanotrain_jax.config import load
+from nanotrain_jax.config.resolve import resolve
+
+OTHER = {"attention": "xla", "kernels": "xla", "loss_chunk": 32, "unroll": True}
+
+
+def saved(config, **model):
+    """The metadata of a checkpoint of this config, with other values of model keys; None: the key is not saved."""
+    plain = config.to_dict()
+    plain["model"] = {key: value for key, value in (plain["model"] | model).items() if model.get(key, 0) is not None}
+    data = compatibility.Position(position=0, fingerprint="")
+    return compatibility.Meta(config=plain, tokenizer=None, data=data)
+
+
+@pytest.fixture
+def config():
+    parsed = load.parse(small())
+    return resolve(parsed, parsed.parallel.axes)
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_a_key_that_does_not_change_the_result_may_change(key, config):
+    assert config.to_dict()["model"][key] != OTHER[key]
+    for value in (OTHER[key], None):
+        compatibility.check(saved(config, **{key: value}), config, config, None)
+
+
+def test_all_such_keys_are_here():
+    assert OTHER.keys() == compatibility.SAME_RESULT
+
+
+def test_a_key_that_changes_the_result_may_not(config):
+    with pytest.raises(ValueError, match=r"model.d_model=.* but the checkpoint was trained with 7"):
+        compatibility.check(saved(config, d_model=7), config, config, None)
