@@ -151,7 +151,8 @@ def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
     """Return the elements per token that a layer stores until W, if the schedule has it: from its forward, and from B.
 
     W needs the input of each matmul and the gradient of its output (arXiv 2401.10241, section 2.1); the inputs are
-    stored by the forward where the remat policy keeps them, else by B. Without W: 0, 0.
+    stored by the forward where the remat policy keeps them, else by B; with `selective` W computes GELU again, where
+    our kernel takes the forward's sum of matmul and bias. Without W: 0, 0.
     """
     m, p = config.model, config.parallel
     if not outline(config).weights:
@@ -166,7 +167,16 @@ def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
     from_forward = 0.0
     if remat == NO_REMAT:
         from_forward = out_input if recomputes_from_matmuls(config) else inputs + out_input
+    elif remat.policy == "selective" and gelu_by_kernel(config):
+        from_forward = kept_ffn_width(config) / t
     return from_forward, inputs + out_input - from_forward + grads
+
+
+def gelu_by_kernel(config: Config) -> bool:
+    """True if GPUs run the backward of GELU by our kernel (`ops.gelu_of_sum`)."""
+    features = config.model.features
+    is_gelu = features.activation == "gelu_tanh" and features.biases and not features.gated_mlp
+    return is_gelu and config.model.kernels != "xla"
 
 
 def score_bytes(config: Config) -> float:
