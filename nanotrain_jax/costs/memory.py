@@ -297,7 +297,7 @@ def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
                 or, if larger, embedding, head and the gradient of one of them before it is in host memory (of both,
                 with gradients of earlier microbatches)
     params      two layers (blocks), and in the backward the float32 gradients of one; in the loss one, and the head
-    activations of two layers, in the backward
+    activations of two layers, in the backward; of one beside the gradient of logits, if that is over them
 
     With memory.offload_optimizer=nvme the update is a separate program before the next step; it holds five chunks as
     large as a layer (at stages 1 and 2 as the embedding): the current one, its results, the next, and two being
@@ -309,7 +309,8 @@ def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
     has_host_gradients = any(x.has_host_gradient for x in parameters)
     layer = sum(x.size for x in parameters if x.in_layers) / stage_layers(config)
     per_layer = b * tokens_per_device(config) / p.microbatches * layer_activations(config, memory.rematerialization)
-    early = bool(m.loss_chunk) or p.vocab_shards > 1
+    is_in_place = gradient_over_logits(config, vocab_rows(config))
+    early = bool(m.loss_chunk) or p.vocab_shards > 1 or is_in_place
     gathers_ends = p.zero == 3 and zero_devices(config) > 1
     for moment, parts in found.items():
         parts["params"] -= in_host.get("params", 0.0)
@@ -319,6 +320,7 @@ def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
             parts["loss"] = parts["loss"] if moment == "loss" else 0.0  # the head's gradient is computed at once
         if memory.offload_activations == "host" and moment in ("loss", "backward"):
             parts["activations"] -= in_host["activations"] - (2 if moment == "backward" else 0) * per_layer
+            parts["layer"] += per_layer if is_in_place and moment == "loss" else 0.0
         if parameters and moment == "update":
             parts["buffers"] += _update_buffers(config, parameters, layer)
         elif memory.offload_params == "host" and moment == "loss":
