@@ -245,6 +245,12 @@ def kind_of_matmul(config: Config) -> float8.Matmul:
     return float8.WIDE if is_wide else float8.PLAIN
 
 
+def trains_head(config: Config) -> bool:
+    """True if the output head, or the embedding that it is tied to, has a gradient."""
+    rows = decoder_table.frozen_table(config.model, 1, 1, config.train.freeze)
+    return not rows.get(decoder_table.HEAD, rows[decoder_table.EMBEDDING]).is_frozen
+
+
 def split_of(config: Config, mesh: Mesh) -> Split:
     """Return how the devices of a mesh share the decoder of a resolved config."""
     p = config.parallel
@@ -260,6 +266,7 @@ def split_of(config: Config, mesh: Mesh) -> Split:
         vocab_shards=p.vocab_shards,
         logits=config.precision.logits,
         head_gradient=head_gradient(config),
+        trains_head=trains_head(config),
         experts="expert" if p.expert > 1 else None,
         flat=is_flat,
         kernels=uses_kernels(config.model, mesh.devices.flat[0]),

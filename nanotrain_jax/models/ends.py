@@ -76,10 +76,14 @@ class Ends(nnx.Module):
 
     def loss_options(self) -> vocabulary.LossOptions:
         """Return the options of the loss."""
-        logits, gradient = self.split.logits, jnp.dtype(self.split.head_gradient)
-        kernels = self.split.kernels
+        split = self.split
         return vocabulary.LossOptions(
-            self.vocab_size, self.loss_chunk, logits=logits, gradient=gradient, kernels=kernels
+            self.vocab_size,
+            self.loss_chunk,
+            logits=split.logits,
+            gradient=jnp.dtype(split.head_gradient),
+            kernels=split.kernels,
+            trains_head=split.trains_head,
         )
 
     @jax.named_scope("loss")

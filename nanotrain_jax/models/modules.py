@@ -26,6 +26,7 @@ class Split(NamedTuple):
     vocab_shards: int = 1  # devices along them
     logits: str | None = None  # dtype of the loss's logits; None: the compute dtype
     head_gradient: str = "float32"  # dtype in which the loss computes the gradient of the head
+    trains_head: bool = True  # False: the head (or tied embedding) is frozen
     kernels: bool = False  # norms, GELU and softmax by kernels/, on GPUs
     experts: str | None = None  # mesh axis whose devices share the experts of a layer; None: each has all
     flat: bool = False  # q, k and v by matmuls of two dims, to which XLA:GPU adds the biases; loops would keep copies

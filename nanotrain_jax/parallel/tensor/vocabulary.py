@@ -76,6 +76,7 @@ class LossOptions(NamedTuple):
     logits: jnp.dtype | None = None  # in which logits are stored; None: that of x. The softmax is in float32
     gradient: jnp.dtype = jnp.float32  # in which the gradient of the head leaves its matmul, of a single chunk
     kernels: bool = False  # the softmax on GPUs by kernels/softmax.py
+    trains_head: bool = True  # its gradient is used; else XLA leaves it out
 
 
 PLAIN_LOSS = LossOptions()
@@ -143,9 +144,8 @@ def _loss_of(arrays: tuple[jax.Array, jax.Array, jax.Array], axes: tuple[str, ..
     everywhere = {*axes}.union(*map(varying_axes, arrays))
     dtype = jnp.dtype(options.logits or x_BTD.dtype)
     by_kernels = options.kernels and chunk * head_VD.shape[0] <= MAX_ELEMENTS
-    return _Loss(
-        axes, vocab_size, chunk, options.z_loss, dtype, options.gradient, tuple(sorted(everywhere)), by_kernels
-    )
+    options = options._replace(vocab_size=vocab_size, chunk=chunk, logits=dtype, kernels=by_kernels)
+    return _Loss(axes, tuple(sorted(everywhere)), *options)
 
 
 @dataclass(frozen=True)
@@ -153,13 +153,14 @@ class _Loss:
     """The static arguments of `cross_entropy` and `losses_of_tokens`."""
 
     axes: tuple[str, ...]  # the mesh axes that split the vocabulary
-    vocab_size: int
-    chunk: int  # tokens
+    everywhere: tuple[str, ...]  # mesh axes over which any of the arrays varies
+    vocab_size: int  # from here on as in LossOptions, none of them None
+    chunk: int
     z_loss: float
     logits: jnp.dtype
     gradient: jnp.dtype
-    everywhere: tuple[str, ...]  # mesh axes over which any of the arrays varies
     by_kernels: bool
+    trains_head: bool
 
     def is_padded(self, rows: int) -> bool:
         """True if the head has more rows, this number on each device, than the vocabulary."""
@@ -197,7 +198,7 @@ def _sum_and_gradients(loss: _Loss, x_BTD: jax.Array, head_VD: jax.Array, target
         x_cD, targets_c = chunk
         losses_c, softmax = _losses(loss, x_cD, head_VD, targets_c)
         grads = _gradients(loss, softmax, x_cD, head_VD, _gradient_scale(x_cD.dtype))
-        grad_cD, grad_VD = _at_once(grads[0], grad_VD + grads[1])
+        grad_cD, grad_VD = _at_once(loss, grads[0], grad_VD + grads[1])
         return (total + losses_c.sum(), grad_VD), grad_cD
 
     sums = loss.zero(), as_varying(jnp.zeros(head_VD.shape, jnp.float32), loss.everywhere)
@@ -243,14 +244,14 @@ def _gradients_of_tokens(loss: _Loss, residuals: tuple, g_BT: jax.Array) -> tupl
     if kept is not None:
         softmax = jax.tree.map(lambda x_1c: x_1c[0], kept)
         x_cD, g_c1 = x_BTD.reshape(loss.chunk, -1), g_nc[0, :, None]
-        grad_cD, grad_VD = _at_once(*_gradients(loss, softmax, x_cD, head_VD, g_c1, loss.gradient))
+        grad_cD, grad_VD = _at_once(loss, *_gradients(loss, softmax, x_cD, head_VD, g_c1, loss.gradient))
         return grad_cD.reshape(x_BTD.shape), grad_VD.astype(head_VD.dtype), None
 
     def add_chunk(grad_VD: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
         (x_cD, targets_c), g_c = chunk
         _, softmax = _losses(loss, x_cD, head_VD, targets_c)
         grad_cD, of_chunk_VD = _gradients(loss, softmax, x_cD, head_VD, g_c[:, None])
-        grad_cD, grad_VD = _at_once(grad_cD, grad_VD + of_chunk_VD)
+        grad_cD, grad_VD = _at_once(loss, grad_cD, grad_VD + of_chunk_VD)
         return grad_VD, grad_cD
 
     zeros = as_varying(jnp.zeros(head_VD.shape, jnp.float32), loss.everywhere)
@@ -350,6 +351,6 @@ def _gradients(
     return jnp.einsum("cV,VD->cD", g_cV, head_VD).astype(x_cD.dtype), grad_VD
 
 
-def _at_once(grad_cD: jax.Array, grad_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _at_once(loss: _Loss, grad_cD: jax.Array, grad_VD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return both: else XLA may keep the gradient of logits for the backward of layers."""
-    return lax.optimization_barrier((grad_cD, grad_VD))
+    return lax.optimization_barrier((grad_cD, grad_VD)) if loss.trains_head else (grad_cD, grad_VD)
