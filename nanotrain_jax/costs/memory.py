@@ -297,7 +297,7 @@ def _with_offload(config: Config, found: dict[str, Parts]) -> dict[str, Parts]:
                 or, if larger, embedding, head and the gradient of one of them before it is in host memory (of both,
                 with gradients of earlier microbatches)
     params      two layers (blocks), and in the backward the float32 gradients of one; in the loss one, and the head
-    activations of two layers, in the backward; of one beside the gradient of logits, if that is over them
+    activations of two layers, in the backward; beside a gradient over logits of one, in the part `layer`
 
     With memory.offload_optimizer=nvme the update is a separate program before the next step; it holds five chunks as
     large as a layer (at stages 1 and 2 as the embedding): the current one, its results, the next, and two being

@@ -1,10 +1,10 @@
 """Time every kernel of a config's step on a GPU, beside the bytes that the audit says it moves.
 
-    python scripts/gpu/kernel_times.py --config gpt2 [--steps 5] [--out FOLDER] [section.key=value ...]
+    python scripts/gpu/kernel_times.py --config FILE [--steps 5] [--out FOLDER] [section.key=value ...]
 
-Prints, by line of source and phase, milliseconds, GB and GB/s per step; what the longest kernels are; and for how long
-no kernel runs. CUDA graphs are off in the profiled program: inside of them the profiler does not say which instruction
-of the program a kernel is of. --out: also the program's text, and figures of each kernel as JSON.
+Prints, by line of source and phase, milliseconds, GB and GB/s per step, and for how long no kernel runs. CUDA graphs
+are off in the profiled program: inside of them the profiler does not say which instruction of the program a kernel is
+of. --out: also the program's text, and figures of each kernel as JSON.
 """
 
 import gzip
@@ -136,15 +136,15 @@ def totals(kernels: dict[str, Timed], trace: profiles.Trace) -> dict[str, float]
     }
 
 
-def measure(config: Config, count: int, out: Path | None = None, name: str = "step") -> dict[str, Any]:
-    """Return totals, and rows by line of source. out: folder for the program's text and each kernel, called name."""
+def measure(config: Config, count: int, out: Path | None = None) -> dict[str, Any]:
+    """Return totals, and rows by line of source. out: folder for the program's text and each kernel."""
     text, trace = profiled(config, count)
     kernels = timed(text, trace, config)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.hlo.gz").write_bytes(gzip.compress(text.encode()))
+        (out / "step.hlo.gz").write_bytes(gzip.compress(text.encode()))
         rows = {key: kernel._asdict() for key, kernel in kernels.items()}
-        (out / f"{name}.json").write_text(json.dumps(rows, indent=0))
+        (out / "step.json").write_text(json.dumps(rows, indent=0))
     return totals(kernels, trace) | {"rows": [row._asdict() for row in by_line(kernels)]}
 
 
