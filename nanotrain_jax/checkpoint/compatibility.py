@@ -15,19 +15,25 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from nanotrain_jax.config.schema import Config
 
 Plain = dict[str, dict[str, Any]]  # section -> key -> value, from `Config.to_dict`
-SAME_RESULT = {"attention", "kernels", "loss_chunk", "unroll"}  # model keys that do not change the result
+# Model keys that do not change the result, but for rounding.
+SAME_RESULT = {"attention", "kernels", "loss_chunk", "unroll"}
 ROPE = {"rope_theta", "rope_scaling"}
 NEWER = {"head_dim", "qkv_bias", "qk_norm", "global_layers", "lora"}  # model keys that older versions do not save
 # Section, key, value where it is not saved: must be the same, besides the keys of `_must_match`.
 MUST_MATCH = ("optimizer", "name", "adamw"), ("optimizer", "factory", None), ("precision", "compute", None)
-REPORTED = {  # keys whose change is reported on resume; None: the whole section
-    "model": ("rope_theta", "rope_scaling"),
-    "parallel": ("sync_every", "compress", "full_sync_steps"),
-    "precision": ("loss_scale", "grad_reduce"),
-    "data": ("source", "batch_size", "seq_len", "seed", "val_fraction", "loss_on", "pack", "too_long", "chat_template"),
+REPORTED = {  # keys whose change is reported on resume: all that may change a bit of the result; None: whole sections
+    "model": ("rope_theta", "rope_scaling", *sorted(SAME_RESULT)),
+    "vision": None,
+    "parallel": None,
+    "precision": None,
+    "memory": None,
+    "data": None,
     "optimizer": None,
-    "train": ("steps", "epochs", "batch_schedule", "batch_growth", "objective"),
+    "train": None,
+    "runtime": ("deterministic",),
 }
+# Sections that checkpoints of all versions have.
+REQUIRED = "model", "parallel", "precision", "data", "optimizer", "train"
 
 
 class Position(BaseModel):
@@ -83,7 +89,7 @@ class Meta(BaseModel):
     @field_validator("config")
     @classmethod
     def _has_required_keys(cls, config: Plain) -> Plain:
-        missing = ({"model"} | REPORTED.keys()) - config.keys()
+        missing = {*REQUIRED} - config.keys()
         if missing:
             raise ValueError(f"config lacks {', '.join(sorted(missing))}")
         seq_len = config["data"].get("seq_len")
@@ -170,7 +176,8 @@ def changes(meta: Meta, config: Config) -> Iterator[str]:
     """
     now, then = config.to_dict(), meta.config
     follows = all(plain["optimizer"].get("decay_steps") == plain["train"].get("steps") for plain in (now, then))
-    reported = [(section, key) for section, keys in REPORTED.items() for key in keys or now[section]]
+    both = [(section, keys) for section, keys in REPORTED.items() if section in now and section in then]
+    reported = [(section, key) for section, keys in both for key in keys or now[section]]
     for section, key in reported:
         if key not in then[section] or key not in now[section] or (key == "decay_steps" and follows):
             continue

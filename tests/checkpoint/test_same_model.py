@@ -1,4 +1,5 @@
-"""Keys of the model that do not change the result: a run resumes with another value, or from before they existed."""
+"""Keys that a run resumes with in another value: those of the model that do not change the result, or from before they
+existed; each that may change a bit of the result is named."""
 
 import pytest
 from conftest import small
@@ -38,3 +39,33 @@ def test_all_such_keys_are_here():
 def test_a_key_that_changes_the_result_may_not(config):
     with pytest.raises(ValueError, match=r"model.d_model=.* but the checkpoint was trained with 7"):
         compatibility.check(saved(config, d_model=7), config, config, None)
+
+
+CHANGED = {  # section -> keys that resume with another value
+    "model": {"loss_chunk": 32, "unroll": True},
+    "parallel": {"microbatches": 2, "bucket_mb": 1.0},
+    "precision": {"grad_reduce": "bfloat16"},
+    "memory": {"remat": "full"},
+    "data": {"seed": 5, "attend_across_documents": False},
+    "optimizer": {"lr": 3e-2, "betas": [0.5, 0.6]},
+    "train": {"seed": 4, "freeze": ["^ends/"]},
+    "runtime": {"deterministic": True},
+}
+
+
+def test_each_changed_key_is_named():
+    before = load.parse(small())
+    for section, keys in CHANGED.items():
+        for key, value in keys.items():
+            now = load.parse(small(**{section: {key: value}}))
+            (line,) = compatibility.changes(saved(before), now)
+            assert line == f"{section}.{key} {before.to_dict()[section][key]} -> {value}"
+    assert not [*compatibility.changes(saved(before), before)]
+
+
+def test_checkpoints_of_older_versions_lack_keys_and_sections(config):
+    plain = config.to_dict()
+    del plain["memory"], plain["runtime"], plain["parallel"]["bucket_mb"]
+    data = compatibility.Position(position=0, fingerprint="")
+    meta = compatibility.Meta(config=plain, tokenizer=None, data=data)
+    assert not [*compatibility.changes(meta, config)]
