@@ -15,6 +15,7 @@ from hugging_face_folders import GOLDEN
 from safetensors.numpy import save_file
 
 from nanotrain_jax import convert, generate
+from nanotrain_jax.checkpoint import checksums
 from nanotrain_jax.models import hugging_face_config
 from nanotrain_jax.run import conversion, hugging_face
 
@@ -247,6 +248,22 @@ def test_a_folder_may_have_no_tokenizer_buffers_and_a_copy_of_the_embedding(tmp_
     assert convert.main(["--run", str(tmp_path / "run"), "--to", str(tmp_path / "back")]) == 0
     assert "has no tokenizer.json: the folder has none" in capsys.readouterr().out
     folders.assert_same_bits(folders.read(tmp_path / "back"), folders.tensors("llama_tied"))
+
+
+def test_a_written_folder_is_refused_once_a_bit_of_it_changed(tmp_path, capsys):
+    model = folders.folder(tmp_path / "model", "llama")
+    assert convert.main(["--from", str(model), "--out", str(tmp_path / "run"), "--no-check"]) == 0
+    back = tmp_path / "back"
+    assert convert.main(["--run", str(tmp_path / "run"), "--to", str(back), "--no-check"]) == 0
+    hugging_face.opened(back)
+    content = bytearray((back / FILE).read_bytes())
+    content[-3] ^= 16  # of a weight
+    (back / FILE).write_bytes(content)
+    assert convert.main(["--from", str(back), "--out", str(tmp_path / "again")]) == 2
+    told = f"error: {back / FILE} is not as it was written, by its checksum in {checksums.OF_FOLDER}; copy the folder"
+    assert told in capsys.readouterr().err
+    (back / checksums.OF_FOLDER).unlink()  # as of a folder that others wrote
+    hugging_face.opened(back)
 
 
 def test_the_model_without_its_head_has_names_without_a_prefix(tmp_path):

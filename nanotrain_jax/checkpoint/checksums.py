@@ -20,6 +20,7 @@ from nanotrain_jax.checkpoint import durable
 CHUNK = 1 << 24  # bytes
 THREADS = 4
 ALL = "files.json"
+OF_FOLDER = "nanotrain_checksums.json"  # in a model folder that we wrote: path -> [bytes, CRC-32] of its other files
 LAG = 90  # seconds until a shared file system shows another host's writes, at most
 
 
@@ -68,6 +69,33 @@ def damage(root: Path, to: Path, index: int = 0, count: int = 1) -> str:
     except (ValueError, TypeError, AttributeError):
         return f"{to.relative_to(root)} is damaged"
     return next((f"{name} is damaged" for name, sum in actual.items() if sum != expected[name]), "")
+
+
+def seal(folder: Path) -> None:
+    """Write the checksums of all files of a model folder into it. Raises OSError."""
+    _write(folder / OF_FOLDER, sums(folder, [name for name in files(folder, [""]) if name != OF_FOLDER]))
+
+
+def check(folder: Path, index: int = 0, count: int = 1) -> None:
+    """Verify this process's share of the files of a model folder, if it has checksums (`seal`).
+
+    Raises ValueError or OSError in one line.
+    """
+    path = folder / OF_FOLDER
+    if not path.exists():
+        return
+    remedy = f"copy the folder again, or remove {OF_FOLDER} if you changed it yourself"
+    try:
+        expected = {name: [int(size), int(crc)] for name, (size, crc) in json.loads(path.read_bytes()).items()}
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"{path} is damaged; {remedy}") from None
+    missing = sorted(expected.keys() - {*files(folder, [""])})  # also of a name that leads out of the folder
+    if missing:
+        raise ValueError(f"{folder} has no file {missing[0]}, which its {OF_FOLDER} names; {remedy}")
+    actual = sums(folder, [*expected][index::count])
+    wrong = next((name for name, sum in actual.items() if sum != expected[name]), None)
+    if wrong:
+        raise ValueError(f"{folder / wrong} is not as it was written, by its checksum in {OF_FOLDER}; {remedy}")
 
 
 def _wait(path: Path, writer: str = "process 0", seconds: float = LAG) -> None:

@@ -19,7 +19,7 @@ import tokenizers
 import yaml
 from flax import nnx
 
-from nanotrain_jax.checkpoint import by_layer, compatibility, durable, safetensors
+from nanotrain_jax.checkpoint import by_layer, checksums, compatibility, durable, safetensors
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.directory import latest_step
 from nanotrain_jax.config import load as configs
@@ -187,6 +187,7 @@ class Export:
         if not (folder / GENERATION).exists():
             safetensors.write_json(folder / GENERATION, {key: config[key] for key in TOKEN_IDS if key in config})
         safetensors.write(folder, self.shapes, self.dtype, self.tensor)
+        checksums.seal(folder)
 
     @property
     def summary(self) -> str:

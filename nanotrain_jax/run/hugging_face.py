@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from nanotrain_jax.checkpoint import checksums
 from nanotrain_jax.checkpoint.safetensors import Tensors, read_json
 from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import hugging_face, hugging_face_config
@@ -57,7 +59,11 @@ class Folder:
 
 
 def opened(path: Path) -> Folder:
-    """Read and check the headers of a folder. Raises ValueError or OSError in one line."""
+    """Read and check the headers of a folder, and of one that we wrote this process's share of its checksums.
+
+    Raises ValueError or OSError in one line.
+    """
+    checksums.check(path, jax.process_index(), jax.process_count())
     config = read_json(path / CONFIG)
     model = resolved_model(hugging_face_config.section(config, str(path / CONFIG)))
     kind, tensors = config["model_type"], Tensors(path)

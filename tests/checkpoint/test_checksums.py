@@ -66,6 +66,36 @@ def test_a_flipped_bit_in_the_checksums_is_detected(folder):
         file.write_bytes(good)
 
 
+def flips(path):
+    """Write a file with each of its bits flipped, one after another; in the end as it was."""
+    good = path.read_bytes()
+    for bit in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bad)
+        yield bad
+    path.write_bytes(good)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_flipped_bit_of_a_sealed_folder_is_refused_by_one_of_its_processes(tmp_path, count):
+    for name in "a", "sub/b":
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"0123")
+    checksums.check(tmp_path)  # of a folder without checksums nothing is known
+    checksums.seal(tmp_path)
+    for name in "a", "sub/b", checksums.OF_FOLDER:
+        for bad in flips(tmp_path / name):
+            with pytest.raises(ValueError, match=checksums.OF_FOLDER) as error:
+                for index in range(count):
+                    checksums.check(tmp_path, index, count)
+            assert "\n" not in str(error.value), bad
+        checksums.check(tmp_path)
+    (tmp_path / checksums.OF_FOLDER).write_text('{"../outside": [1, 1]}')
+    with pytest.raises(ValueError, match=r"has no file \.\./outside"):
+        checksums.check(tmp_path)
+
+
 def test_a_process_that_cannot_see_the_list_of_files_yet_waits_for_it(folder, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(checksums.time, "monotonic", lambda: clock[0])
