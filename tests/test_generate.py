@@ -16,7 +16,7 @@ import yaml
 from conftest import exit_code
 from hugging_face_folders import folder, write_json
 
-from nanotrain_jax import generate, load_params, train
+from nanotrain_jax import convert, generate, load_params, train
 from nanotrain_jax.generation import load as models
 
 
@@ -105,6 +105,12 @@ def test_a_run_keeps_its_tokenizer_and_may_be_moved(runs, capsys, tmp_path):
     prompt = bpe.encode("def heap").ids
     assert len(prompt) < 8
     assert out == bpe.decode(prompt + oracle_tokens(params, prompt, 12, 32)) + "\n"
+    known = json.loads((moved / "tokenizer.json").read_text())
+    (moved / "tokenizer.json").write_text(json.dumps(known, indent=1))
+    assert generate.main(["--run", str(moved), "--prompt", "def heap"]) == 2
+    assert "tokenizer.json with the files beside it is sha256:" in capsys.readouterr().err
+    assert convert.main(["--run", str(moved), "--to", str(tmp_path / "model")]) == 2
+    assert "it was modified; put the tokenizer of the run there" in capsys.readouterr().err
 
 
 def test_checkpoints_elsewhere_win_over_older_ones_in_the_folder(runs, tmp_path):

@@ -105,7 +105,7 @@ def sharded(config: Data) -> Path | None:
 def open_shards(name: str, config: Data, folder: Path) -> Opened:
     """Open a token folder of the second format. Raises ValueError or OSError."""
     header, train, val = token_folder.sides(folder, config)
-    check_tokenizer(config, header.tokenizer)
+    check_tokenizer(config, header.tokenizer, folder)
     return Opened(name, header, train, val)
 
 
@@ -182,8 +182,14 @@ def check_tokenizers(found: Sequence[Opened]) -> None:
             )
 
 
-def check_tokenizer(config: Data, name: str) -> None:
-    """Raise ValueError unless data.tokenizer and data.end_token, if set, are the tokenizer of a token folder."""
+def check_tokenizer(config: Data, name: str, folder: Path) -> None:
+    """Raise ValueError unless the file in a token folder is the tokenizer that it was made with, and so are
+    data.tokenizer and data.end_token, if set. name: of that tokenizer."""
+    if stored.exists(folder / tokenizers.TOKENIZER) and tokenizers.load(str(folder)).name != name:
+        raise ValueError(
+            f"{folder / tokenizers.TOKENIZER} or a file beside it is not of the tokenizer of {config.source!r} (which "
+            f"is {name}): it was modified; copy the folder again, or create it with python -m nanotrain_jax.prepare"
+        )
     if (config.tokenizer or config.end_token) and tokenizer_of(config).name != name:
         raise ValueError(
             f"data.tokenizer={config.tokenizer!r} with data.end_token={config.end_token!r} is not the tokenizer of "
@@ -232,7 +238,7 @@ def corpus_of(config: Data) -> Corpus:
     kind, _, where = config.source.partition(":")
     if kind == "tokens" and where:
         corpus = corpora.read(where, config.verify != "off")
-        check_tokenizer(config, corpus.tokenizer)
+        check_tokenizer(config, corpus.tokenizer, stored.folder_at(where))
         return corpus
     if kind == "text" and where:
         return of_texts(config, where)

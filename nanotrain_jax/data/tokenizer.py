@@ -94,6 +94,15 @@ def of_bytes() -> Tokenizer:
     return Tokenizer("bytes", 257, lambda texts: [np.frombuffer(t, np.uint8) for t in texts], 256, frozenset([256]), {})
 
 
+def check_name(tokenizer: Tokenizer, trained_with: str | None, folder: Path) -> None:
+    """Raise ValueError unless the tokenizer in a folder is that of a checkpoint. trained_with: None: it has none."""
+    if trained_with not in (None, tokenizer.name):
+        raise ValueError(
+            f"{folder / TOKENIZER} with the files beside it is {tokenizer.name}, but the checkpoint was trained with "
+            f"{trained_with}: it was modified; put the tokenizer of the run there"
+        )
+
+
 def of_files(files: Mapping[str, str], origin: str, end_token: str | None = None) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json (`tokenizers` library) and the files beside it. Raises ValueError.
 

@@ -21,7 +21,7 @@ from nanotrain_jax.config import load as configs
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.data import batches
-from nanotrain_jax.data.tokenizer import TOKENIZER, Tokenizer
+from nanotrain_jax.data.tokenizer import TOKENIZER, Tokenizer, check_name
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.generation.engine import Engine, apart, split_up
 from nanotrain_jax.models import factory
@@ -83,13 +83,15 @@ def of_run(run: Path, step: int | None, placement: Placement) -> Loaded:
 
 
 def _of_checkpoint(run: Path, tokenizer: Tokenizer, placement: Placement, folder: Path, step: int) -> Loaded:
-    saved = configs.parse(restore.read_meta(folder, step).config)
+    meta = restore.read_meta(folder, step)
+    saved = configs.parse(meta.config)
     config, mesh, model = build(saved.model.model_dump() | {"lora": None}, placement)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids, but the model has {config.model.vocab_size}: it was "
             f"trained with another tokenizer; put its tokenizer.json at {run / TOKENIZER}"
         )
+    check_name(tokenizer, meta.tokenizer, run)
     types = abstract(model, config, mesh)
     if saved.train.lora:
         params = sources.on_mesh(sources.of_run(folder, step), types, None)

@@ -20,6 +20,7 @@ class Adapters:
 
     def __init__(self, checkpoints: Path, step: int, run: Path, dtype: str | None = None):
         meta = restore.read_meta(checkpoints, step)
+        self.tokenizer = meta.tokenizer
         self.run, self.model, self.dtype = run, configs.parse(meta.config).model, jnp.dtype(dtype or "float32")
         base = safetensors.read_json(run / CONFIG) if (run / CONFIG).is_file() else {}
         self.kind = hugging_face.kind_of(self.model, base.get("model_type"))

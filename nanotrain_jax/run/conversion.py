@@ -27,7 +27,7 @@ from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.config.values import with_message
 from nanotrain_jax.data import corpus
-from nanotrain_jax.data.tokenizer import Tokenizer
+from nanotrain_jax.data.tokenizer import Tokenizer, check_name
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.models import decoder, hugging_face, hugging_face_config
 from nanotrain_jax.models.hugging_face import Stored
@@ -147,7 +147,8 @@ class Export:
     """The weights of a checkpoint as tensors of a model folder. dtype: None: the dtype in which the run computes."""
 
     def __init__(self, checkpoints: Path, step: int, run: Path, dtype: str | None = None):
-        config = configs.parse(restore.read_meta(checkpoints, step).config)
+        meta = restore.read_meta(checkpoints, step)
+        config, self.tokenizer = configs.parse(meta.config), meta.tokenizer
         if not config.is_decoder:
             kind = "vision" if config.vision else f"model.factory={config.model.factory}"
             raise ValueError(f"{run} trained {kind}: only the built-in decoder has a format; give another run")
@@ -221,6 +222,7 @@ class Written(Protocol):
     """What `to_folder` writes: a model, or adapters."""
 
     run: Path
+    tokenizer: str | None  # name of the one that the checkpoint was trained with
     nbytes: int
     summary: str
 
@@ -245,6 +247,8 @@ def replace(export: Written, folder: Path) -> None:
 def to_folder(export: Written, folder: Path, checks: bool) -> Iterator[str]:
     """Write the folder of a model or of adapters; yield lines about it. Raises ValueError or OSError; then nothing is
     left."""
+    if (export.run / TOKENIZER).exists():
+        check_name(load_tokenizer(str(export.run)), export.tokenizer, export.run)
     with _new_folder(folder, export.nbytes) as partial:
         export.write(partial)
         found = export.check(partial) if checks else None

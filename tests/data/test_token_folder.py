@@ -230,6 +230,22 @@ def test_a_damaged_folder_is_refused_in_one_line(case, verify, folder):
     assert "\n" not in str(error.value)
 
 
+def test_a_changed_tokenizer_of_a_folder_is_refused_in_one_line(tmp_path):
+    (tmp_path / "text.txt").write_text("some words, and some more words\n" * 200)
+    words = "--tokenizer", "train-bpe:270", "--out", str(tmp_path / "tokens"), "--workers", "1", "--val-fraction", "0"
+    assert prepare.main([str(tmp_path / "text.txt"), *words]) == 0
+    opened(tmp_path / "tokens", val_fraction=0)
+    path = tmp_path / "tokens" / "tokenizer.json"
+    good = path.read_text()
+    other = good.replace('"add_prefix_space": false', '"add_prefix_space": true').replace('e":false', 'e":true')
+    assert other != good
+    for bad, message in ((other, "is not of the tokenizer of"), (good[:-9], "is not a tokenizer.json")):
+        path.write_text(bad)
+        with pytest.raises(ValueError, match=message) as error:
+            opened(tmp_path / "tokens", val_fraction=0)
+        assert "\n" not in str(error.value)
+
+
 def test_checksums_are_verified_whole_sampled_or_not(folder, monkeypatch):
     flip(folder / "00003.tokens", -1)
     opened(folder, verify="off")
