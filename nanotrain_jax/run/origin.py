@@ -125,7 +125,11 @@ def opened(plan: Plan) -> Run:
 def first_state(requested: Config, phases: list[Phase]) -> tuple[steps.State, list[str]]:
     """Return the state before the first step, and lines for the banner. Raises ValueError or OSError."""
     folder = model_config.folder_of(requested.checkpoint.resume)
-    return resume.start_from(folder, phases) if folder else (phases[0].step.init(), [])
+    if folder:
+        return resume.start_from(folder, phases)
+    keys = requested.checkpoint
+    is_new = keys.is_on and keys.resume == "auto"
+    return phases[0].step.init(), [f"starts at step 0: no checkpoint in {keys.dir}"] if is_new else []
 
 
 def set_aside_damaged(run: Run) -> None:

@@ -178,7 +178,7 @@ def test_learned_positions_fix_the_sequence_length_and_the_error_names_the_key_s
 
 def test_changed_keys_and_a_learning_rate_jump_are_reported(config_file, tmp_path, capsys):
     run = config_file, f"logging.dir={tmp_path}/run", "train.eval_every=0", "optimizer.decay_steps=null"
-    resumes(capsys, *run, "train.steps=10")
+    assert f"starts at step 0: no checkpoint in {tmp_path}/run/ch" in resumes(capsys, *run, "train.steps=10")
     out = resumes(capsys, *run, "train.steps=12", "optimizer.weight_decay=0.2", "data.batch_size=16")
     changed = "data.batch_size 8 -> 16, optimizer.weight_decay 0.1 -> 0.2, train.steps 10 -> 12"
     assert f"changed since the checkpoint: {changed}\n" in out
