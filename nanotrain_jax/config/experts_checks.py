@@ -7,7 +7,7 @@ from nanotrain_jax.config.values import near_divisors
 
 def check_experts(config: Config) -> None:
     """Raise Misfit for what a mixture of experts (model.experts) is not made for yet."""
-    m, p, memory, precision = config.model, config.parallel, config.memory, config.precision
+    m, p, precision = config.model, config.parallel, config.precision
     if m.experts is None:
         if p.expert > 1:
             raise Misfit(f"parallel.expert={p.expert} without model.experts: there are none to share", "use 1")
@@ -27,16 +27,9 @@ def check_experts(config: Config) -> None:
         and "use parallel.vocab_over_pipe=false",
         "precision.matmul=float8": precision.matmul == "float8" and "leave it out",
         f"precision.gather={precision.gather}": precision.gather in EIGHT_BITS and "leave it out",
-        "optimizer.name=muon": config.optimizer.name == "muon" and "use optimizer.name=adamw",
-        f"parallel.compress={p.compress}": p.compression.kind != "none" and "use parallel.compress=none",
         f"parallel.sync_every={p.sync_every}": p.sync_every and "leave it out",
-        "parallel.overlap_tensor=true": p.overlap_tensor and p.tensor > 1 and "use parallel.overlap_tensor=false",
-        "train.noise_scale=true": config.train.noise_scale and "leave it out",
         "train.objective": config.train.objective and "leave it out",
     }
-    for name in ("offload_optimizer", "offload_params", "offload_activations"):
-        where = getattr(memory, name)
-        refused[f"memory.{name}={where}"] = where != "none" and f"use memory.{name}=none"
     for what, remedy in refused.items():
         if remedy:
             raise Misfit(f"model.experts with {what}: not supported for a mixture of experts yet", remedy)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from nanotrain_jax.config.schema import EIGHT_BITS, Config
-from nanotrain_jax.costs.counts import gradient_bytes, is_sharded, layers_of, local_elements, rows, zero_devices
+from nanotrain_jax.costs.counts import gradient_bytes, is_sharded, layers_of, local_elements, rows, zero_devices_of
 from nanotrain_jax.models.parameters import Parameter
 from nanotrain_jax.parallel.gradients.compression import BLOCK, matrices_of
 from nanotrain_jax.parallel.gradients.quantization import BYTES, is_quantized, padded
@@ -37,7 +37,7 @@ def is_compressed(row: Parameter, config: Config) -> bool:
 
 def shard_elements(row: Parameter, config: Config) -> float:
     """Return S of a row: all its layers on a device, as ZeRO shards its master weights."""
-    shards = zero_devices(config) if config.parallel.zero and is_sharded(row, config) else 1
+    shards = zero_devices_of(row, config) if config.parallel.zero and is_sharded(row, config) else 1
     return local_elements(row, config) / shards
 
 
@@ -95,13 +95,16 @@ def low_rank_sums(row: Parameter, config: Config) -> list[Summed]:
 def layout(row: Parameter, config: Config) -> PartitionSpec:
     """Return how a row's master weights are sharded, without the dim of layers."""
     p = config.parallel
-    N = zero_devices(config)
+    N = zero_devices_of(row, config)
+    is_shared = row.has_experts and p.expert > 1
     entries: list = [None] * len(row.shape)
     if row.split_dim is not None:
         entries[row.split_dim] = p.vocab_axes if row.is_padded else ("tensor",) if p.tensor > 1 else None
+    if is_shared:
+        entries[0] = ("expert",)
     if p.zero and is_sharded(row, config):
-        free = next(d for d, size in enumerate(row.shape) if d != row.split_dim and size % N == 0)
-        entries[free] = tuple(axis for axis in ZERO_AXES if p.axes[axis] > 1)
+        free = next(d for d, size in enumerate(row.shape) if entries[d] is None and d != row.split_dim and size % N == 0)
+        entries[free] = tuple(axis for axis in ZERO_AXES if p.axes[axis] > 1 and not (is_shared and axis == "expert"))
     return PartitionSpec(*(entry or None for entry in entries))
 
 

@@ -40,9 +40,12 @@ def wire_bytes(config: Config) -> int:
 
 
 def matrices_per_device(row: Parameter, config: Config) -> int:
-    """Return how many matrices of a row a device orthogonalizes: ceil(L / k)."""
-    over = [axis for axes in _axes(row, config) for axis in axes]
-    return ceil(layers_of(row, config) / prod(config.parallel.axes[axis] for axis in over))
+    """Return how many matrices of a row a device orthogonalizes: ceil(L / k). Of experts L is that of all layers'
+    experts on the device."""
+    axes = config.parallel.axes
+    over = [axis for found in _axes(row, config) for axis in found]
+    experts = row.shape[0] // prod(axes[axis] for axis in _of_experts(row, config)) if row.has_experts else 1
+    return ceil(layers_of(row, config) * experts / prod(axes[axis] for axis in over))
 
 
 def exchanges(config: Config) -> list[Exchange]:
@@ -51,7 +54,7 @@ def exchanges(config: Config) -> list[Exchange]:
     size = wire_bytes(config)
     found = []
     for row in matrices(config):
-        shard = matrices_per_device(row, config) * row.size  # k ceil(L / k) m n / k
+        shard = matrices_per_device(row, config) * prod(_sides(row))  # k ceil(L / k) m n / k
         found += [Exchange(axes, 2 * size * shard) for axes in _axes(row, config)]
     return found
 
@@ -77,16 +80,24 @@ def buffers(config: Config) -> float:
 
     def of_row(row: Parameter) -> float:
         m, n = sorted(_sides(row))
-        return size * (2 * matrices_per_device(row, config) * row.size + 3 * m * n + 2 * m**2)
+        return size * (2 * matrices_per_device(row, config) * m * n + 3 * m * n + 2 * m**2)
 
     return max(map(of_row, matrices(config)), default=0.0)
 
 
 def _sides(row: Parameter) -> tuple[int, int]:
-    columns = matrices_of(row.shape, (), stacked=False).columns
-    return prod(row.shape[:columns]), prod(row.shape[columns:])
+    shape = row.shape[row.has_experts :]
+    columns = matrices_of(shape, (), stacked=False).columns
+    return prod(shape[:columns]), prod(shape[columns:])
 
 
 def _axes(row: Parameter, config: Config) -> list[tuple[str, ...]]:
-    """Return the mesh axes that shard each sharded dim of a row's momentum."""
-    return [entry if isinstance(entry, tuple) else (entry,) for entry in layout(row, config) if entry]
+    """Return the mesh axes that shard each sharded dim of a row's matrices, as of their momentum."""
+    entries = layout(row, config)[row.has_experts :]
+    return [entry if isinstance(entry, tuple) else (entry,) for entry in entries if entry]
+
+
+def _of_experts(row: Parameter, config: Config) -> tuple[str, ...]:
+    """Return the mesh axes that shard the dim of experts of a row's momentum."""
+    entry = layout(row, config)[0] or ()
+    return entry if isinstance(entry, tuple) else (entry,)

@@ -89,15 +89,18 @@ class Plan:
     @property
     def measured(self) -> Tree:
         """True for the weights of layers whose gradients `noise_scale` measures: trained matrices, not those whose
-        gradients on each device are partial sums over tensor."""
+        gradients on each device are partial sums over tensor, nor experts, whose tokens come from several devices."""
 
-        def is_measured(path: tuple, x: jax.ShapeDtypeStruct, trains: bool, spec: PartitionSpec) -> bool:
+        def is_measured(
+            path: tuple, x: jax.ShapeDtypeStruct, trains: bool, spec: PartitionSpec, has_experts: bool
+        ) -> bool:
             is_replicated = self.mesh.shape["tensor"] > 1 and "tensor" not in spec
             is_partial = is_replicated and self.model.has_partial_gradient(path)
-            return path[0].key == LAYERS and trains and x.ndim > 2 and not is_partial
+            return path[0].key == LAYERS and trains and x.ndim > 2 and not is_partial and not has_experts
 
         shapes = self.model.shapes
-        return jax.tree_util.tree_map_with_path(is_measured, shapes, self.trainable, self.specs)
+        experts = of_experts(self.model, self.mesh)
+        return jax.tree_util.tree_map_with_path(is_measured, shapes, self.trainable, self.specs, experts)
 
     @property
     def small_batches(self) -> noise_scale.Batch:
@@ -198,7 +201,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
         mesh=mesh,
         model=model,
         execution=execution(config),
-        optimizer=optimizer_of(config, model, shapes, ZERO[p.zero].storage(pipe_tensor_specs, cuts)[1]),
+        optimizer=optimizer_of(config, mesh, model, shapes, ZERO[p.zero].storage(pipe_tensor_specs, cuts)[1]),
         outer_optimizer=optax.sgd(o.outer_lr, o.outer_momentum, nesterov=True) if p.sync_every else None,
         lr_schedule=optim.schedule(config.optimizer),
         zero=ZERO[p.zero],
@@ -231,18 +234,25 @@ def layers_ahead(config: Config) -> int:
     return 1 if config.model.experts else 0
 
 
-def optimizer_of(config: Config, model: Model, shapes: Tree, opt_specs: Tree) -> optax.GradientTransformation:
+def optimizer_of(
+    config: Config, mesh: Mesh, model: Model, shapes: Tree, opt_specs: Tree
+) -> optax.GradientTransformation:
     """Return the optimizer. shapes, opt_specs: of the weights; PartitionSpecs of their momentum.
 
     Muon's matrices are the arrays of layers, and of further stacks, with two dims or more beside that of layers, except
-    those without weight decay: biases [L N H].
+    those without weight decay: biases [L N H]; of experts [L E D F] each one's.
     """
 
     def is_matrix(path: tuple, x: jax.ShapeDtypeStruct) -> bool:
         return path[0].key in (LAYERS, *model.stacks) and x.ndim > 2 and model.is_decayed(path)
 
     pairs = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(opt_specs), strict=True)
-    stacks = {path: muon.stack_of(x.shape, spec) for (path, x), spec in pairs if is_matrix(path, x)}
+    experts = jax.tree.leaves(of_experts(model, mesh))
+    stacks = {
+        path: muon.stack_of(x.shape, spec, 1 + has_experts)
+        for ((path, x), spec), has_experts in zip(pairs, experts, strict=True)
+        if is_matrix(path, x)
+    }
     optimizer = optim.build(config, model.is_decayed, stacks)
     if config.optimizer.factory:
         optim.check(optimizer, config.optimizer.factory, shapes)
@@ -270,6 +280,11 @@ def specs_over_pipe_and_tensor(model: Model, mesh: Mesh) -> Tree:
         return PartitionSpec(*entries)
 
     return jax.tree_util.tree_map_with_path(on_mesh, specs(model.rules, model.shapes, mesh))
+
+
+def of_experts(model: Model, mesh: Mesh) -> Tree:
+    """True for arrays of which a dim is that of experts: a model's rules shard it over expert, on any mesh."""
+    return jax.tree.map(lambda spec: "expert" in spec, specs(model.rules, model.shapes, mesh))
 
 
 def axes_of_several_devices(entry: str | tuple[str, ...] | None, mesh: Mesh) -> str | tuple[str, ...] | None:

@@ -48,7 +48,12 @@ AS_MATRIX = {  # stacked array -> its dims of rows, of columns
     "up_DF": MuonDimensionNumbers((1,), (2,)),
     "gate_DF": MuonDimensionNumbers((1,), (2,)),
     "down_FD": MuonDimensionNumbers((1,), (2,)),
+    "router_DE": MuonDimensionNumbers((1,), (2,)),
+    "up_EDF": MuonDimensionNumbers((2,), (3,)),  # of each expert
+    "gate_EDF": MuonDimensionNumbers((2,), (3,)),
+    "down_EFD": MuonDimensionNumbers((2,), (3,)),
 }
+MIXTURE = {"experts": {"num": 8, "top_k": 2, "d_ff": 64, "balance": "none", "capacity": 8.0}}  # room for all rows
 
 
 def tree_of(layout, **sections):
@@ -94,11 +99,12 @@ def trained_by_optax(params, batches, frozen=()):
 
 
 class Expected(dict):
-    """(family, layers, frozen) -> the initial weights, and those of optax after 3 updates, with losses."""
+    """(family, layers, has experts, frozen) -> the initial weights, and those of optax after 3 updates, with losses."""
 
     def __missing__(self, key):
-        family, layers, frozen = key
-        config, _ = resolved(tree_of(case("data 1", family, model={"num_layers": layers})))
+        family, layers, has_experts, frozen = key
+        model = {"num_layers": layers} | (MIXTURE if has_experts else {})
+        config, _ = resolved(tree_of(case("data 1", family, model=model)))
         params = jax.device_get(decoder.init(config.model, config.train.seed))
         self[key] = params, trained_by_optax(params, random_tokens(config, count=3), frozen)
         return self[key]
@@ -113,7 +119,7 @@ def equals_optax(tree, optax_muon):
     """Compare weights and losses of 3 updates of a config with those of optax on one device."""
     step = built(tree)
     config = step.plan.config
-    key = config.model.family, config.model.num_layers, config.train.freeze
+    key = config.model.family, config.model.num_layers, config.model.experts is not None, config.train.freeze
     start, (expected, losses) = optax_muon[key]
     state = starting_from(step, start)
     for tokens, loss in zip(random_tokens(config, count=3), losses, strict=True):
@@ -155,6 +161,10 @@ MORE = [
     case("pipe 2 data 2", zero=3, microbatches=4, schedule="zero_bubble", vocab_over_pipe=True),
     case("pipe 2 tensor 2", "gpt2", zero=1, microbatches=2, chunks=2, schedule="interleaved", model={"num_layers": 4}),
     case("pipe 2 data 4", zero=1, microbatches=2, model={"num_layers": 3}),
+    case("data 4 expert 2", zero=3, model=MIXTURE),
+    case("data 4 expert 4 tensor 2", zero=1, model=MIXTURE),
+    case("data 2", zero=1, model=MIXTURE),
+    case("pipe 2 data 2 expert 2", zero=2, microbatches=2, model=MIXTURE),
 ]
 
 

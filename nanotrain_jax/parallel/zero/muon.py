@@ -40,17 +40,20 @@ class Stack(NamedTuple):
     """A stack [L rows columns] of matrices: how its dims divide, and which of them are sharded."""
 
     matrices: Matrices
-    shards: tuple[tuple[Axis, int], ...]  # mesh axes, dim; not that of layers
+    shards: tuple[tuple[Axis, int], ...]  # mesh axes, dim; not those of the stack
+    stacked: int  # dims of the array that are stacked, which L is the product of
 
 
-def stack_of(shape: tuple[int, ...], spec: PartitionSpec) -> Stack:
+def stack_of(shape: tuple[int, ...], spec: PartitionSpec, stacked: int = 1) -> Stack:
     """Return an array [L ...] as a stack of matrices, which are as near to square as its dims, in order, allow
     (`matrices_of`): query [L D N H] is D x N H, all heads together; output [L N H D] is N H x D.
 
-    shape, spec: of the whole array, which has at least two dims beside that of layers, and of its momentum.
+    shape, spec: of the whole array, which has at least two dims beside those that are stacked, and of its momentum.
+    stacked: 2 of experts [L E D F], each D x F. What shards a stacked dim leaves matrices whole.
     """
-    shards = tuple((axes, dim) for dim, axes in enumerate(spec) if dim > 0 and axes)
-    return Stack(matrices_of(shape, spec, stacked=True), shards)
+    entries = [None, *spec[stacked:]]
+    shards = tuple((axes, dim) for dim, axes in enumerate(entries) if axes)
+    return Stack(matrices_of(shape[stacked - 1 :], PartitionSpec(*entries), stacked=True), shards, stacked)
 
 
 def newton_schulz(x: jax.Array) -> jax.Array:
@@ -77,10 +80,12 @@ def orthogonalize(x: jax.Array, stack: Stack, dtype: jnp.dtype) -> jax.Array:
 
     With k = N t devices L is padded to a multiple of k, which leaves some without a matrix if L < k. Wire bytes per
     device, with S those of its padded shard: 2 S ((N-1)/N + (t-1)/t). A stack that is not sharded moves nothing:
-    every device computes all of it (ZeRO 0, arrays that ZeRO leaves whole). One matrix at a time.
+    every device computes all of it (ZeRO 0, arrays that ZeRO leaves whole). One matrix at a time. Of experts L is that
+    of all layers' experts on the device.
     """
-    L, k = len(x), prod(lax.axis_size(axes) for axes, _ in stack.shards)
-    whole = jnp.pad(x.astype(dtype), [(0, ceil(L / k) * k - L), *[(0, 0)] * (x.ndim - 1)])
+    own = x.reshape(-1, *x.shape[stack.stacked :])
+    L, k = len(own), prod(lax.axis_size(axes) for axes, _ in stack.shards)
+    whole = jnp.pad(own.astype(dtype), [(0, ceil(L / k) * k - L), *[(0, 0)] * (own.ndim - 1)])
     whole = lax.optimization_barrier(whole)  # XLA:CPU fails on an all-to-all of which a block is a constant
     for axes, dim in stack.shards:
         whole = all_to_all(whole, axes, 0, dim)
@@ -88,7 +93,7 @@ def orthogonalize(x: jax.Array, stack: Stack, dtype: jnp.dtype) -> jax.Array:
     shards = lax.map(newton_schulz, flat).reshape(whole.shape)
     for axes, dim in reversed(stack.shards):
         shards = all_to_all(shards, axes, dim, 0)
-    return shards[:L].astype(jnp.float32) * (UPDATE_RMS * max(flat.shape[1:]) ** 0.5)
+    return shards[:L].reshape(x.shape).astype(jnp.float32) * (UPDATE_RMS * max(flat.shape[1:]) ** 0.5)
 
 
 def scale_by_muon(
