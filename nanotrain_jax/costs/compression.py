@@ -98,12 +98,13 @@ def layout(row: Parameter, config: Config) -> PartitionSpec:
     N = zero_devices_of(row, config)
     is_shared = row.has_experts and p.expert > 1
     entries: list = [None] * len(row.shape)
+    taken = {row.split_dim, 0 if is_shared else None}
     if row.split_dim is not None:
         entries[row.split_dim] = p.vocab_axes if row.is_padded else ("tensor",) if p.tensor > 1 else None
     if is_shared:
         entries[0] = ("expert",)
     if p.zero and is_sharded(row, config):
-        free = next(d for d, size in enumerate(row.shape) if entries[d] is None and d != row.split_dim and size % N == 0)
+        free = next(d for d, size in enumerate(row.shape) if d not in taken and size % N == 0)
         entries[free] = tuple(axis for axis in ZERO_AXES if p.axes[axis] > 1 and not (is_shared and axis == "expert"))
     return PartitionSpec(*(entry or None for entry in entries))
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from nanotrain_jax.config.execution import Execution, casts_at_use, execution, gradients_on_host
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.counts import BYTES, is_sharded, local_elements, local_rows, rows, stage_layers, zero_devices
-from nanotrain_jax.models.parameters import LAYERS, Parameter
+from nanotrain_jax.models.parameters import CONSTANTS, LAYERS, Parameter
 from nanotrain_jax.parallel.offload.host_offload import num_slices
 from nanotrain_jax.parallel.zero.optimizer_step import SLICES_PER_LAYER
 
@@ -65,7 +65,7 @@ def offloaded(config: Config) -> list[Offloaded]:
     on_host = gradients_on_host(config) and execution(config) is Execution.OFFLOADED
     N = zero_devices(config)
     for row in rows(config).values():
-        if row.size >= p.persist_below:
+        if row.size >= p.persist_below and row.init not in CONSTANTS:
             split = is_sharded(row, config) and p.zero > 0
             size = local_elements(row, config) / (N if split else 1)
             alone = p.replica == 1 and (row.split_dim is not None or p.tensor == 1) and (split or N == 1)

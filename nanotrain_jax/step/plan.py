@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import and_
 from typing import NamedTuple
 
 import jax
@@ -215,7 +216,7 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
             ahead=layers_ahead(config),
         ),
         layer_order=order if p.chunks > 1 or len(order) > config.model.main_layers else None,
-        host_memory=host_memory(config, is_large),
+        host_memory=host_memory(config, jax.tree.map(and_, is_large, may_shard)),
         trainable=trainable,
         in_step=jax.tree.map(lambda trainable, in_files: trainable and not in_files, trainable, in_files),
         compressed=compressed(p.compression, shapes, is_large, stacks),
@@ -314,7 +315,7 @@ def compressed(how: Compression, shapes: Tree, is_large: Tree, stacks: Sequence[
 
 
 def host_memory(config: Config, is_large: Tree) -> HostMemory:
-    """Return the placement of the config: only large arrays are offloaded."""
+    """Return the placement of the config: only large arrays are offloaded, and no constants (Model.constants)."""
     nothing = jax.tree.map(lambda _: False, is_large)
     return HostMemory(
         params=is_large if config.memory.offload_params == "host" else nothing,

@@ -157,10 +157,12 @@ BAD = [
         "does not divide model.ex",
     ),
     ([*EXPERTS, "model.family=gpt2"], "model.experts with model.family=gpt2: experts are gated MLPs; use llama"),
-    ([*EXPERTS, "optimizer.name=muon"], "model.experts with optimizer.name=muon: not supported for a mixture of"),
-    ([*EXPERTS, "memory.offload_optimizer=host"], "memory.offload_optimizer=host: not supported for a mixture of"),
+    (
+        [*EXPERTS, "parallel.zero=3", "precision={{compute: bfloat16, gather: int8}}"],
+        "model.experts with precision.gather=int8: not supported for a mixture of",
+    ),
     ([*EXPERTS, "train.lora={{rank: 2}}"], "use train.lora.targets=[q, k, v, out]"),
-    ([*EXPERTS, "parallel.replica=2", "parallel.data=4", "parallel.compress=int8"], "use parallel.compress=none"),
+    ([*EXPERTS, "parallel.tensor=2", "parallel.overlap_tensor=true"], "use parallel.overlap_tensor=false"),
     (["parallel.tensor=4", "parallel.data=1"], "parallel.tensor=4 does not divide model.num_heads=2; use 1 or 2"),
     (["precision.matmul=float8"], "precision.matmul=float8 with precision.compute=float32; use bfloat16"),
     (

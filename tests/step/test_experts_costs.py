@@ -55,6 +55,8 @@ MORE = [
         microbatches=2,
     ),
     mixture("data 2", model=DENSE, zero=3, prefetch=True, microbatches=2),
+    *(mixture("replica 2 data 2 expert 2", compress=how, zero=2) for how in ("topk:0.01", "int8")),
+    mixture("replica 2 data 4 expert 2", compress="randomk:0.1", zero=3, microbatches=2),
     mixture("data 2 pipe 2", "block:2", DENSE | {"num_layers": 6}, zero=3, microbatches=2),
 ]
 

@@ -38,6 +38,7 @@ MORE = [
     shared("data 2 expert 2 pipe 2 context 2", context_attention="gather", microbatches=4, vocab_over_pipe=True),
     shared("data 2 expert 2 pipe 2", idle="mask", microbatches=2),
     case("data 4 expert 2", model=SHARED | {"num_layers": 3, "unroll": True}, zero=1, microbatches=2),
+    shared("replica 2 data 2 expert 2", zero=2, compress="topk:1"),  # all of it travels
 ]
 
 

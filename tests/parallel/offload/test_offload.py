@@ -14,6 +14,7 @@ from nanotrain_jax.step import build as steps
 
 pytestmark = pytest.mark.usefixtures("no_cache_of_programs")
 
+MIXTURE = {"model": {"d_ff": None, "experts": {"num": 4, "top_k": 2, "d_ff": 64, "balance": "bias"}}}
 COVER = [  # mode, remat, parallel, family
     ("activations", "selective", {"data": 4, "zero": 0, "microbatches": 2}, "llama"),
     ("all", "block:2", {"data": 4, "zero": 3, "microbatches": 2}, "llama"),
@@ -42,6 +43,9 @@ MORE = [
     ("all", "full", {"data": 2, "zero": 3, "pipe": 2, "microbatches": 2}, "llama"),
     ("all", "selective", {"data": 2, "zero": 3, "pipe": 2, "microbatches": 4, "schedule": "zb_h1"}, "llama"),
     ("all", "selective", {"data": 2, "zero": 3, "replica": 2, "tensor": 2}, "llama"),
+    ("all", "selective", {"data": 4, "expert": 2, "zero": 3, "microbatches": 2}, "llama"),
+    ("optimizer", "none", {"data": 2, "expert": 2, "zero": 1, "tensor": 2}, "llama"),
+    ("activations", "full", {"data": 2, "expert": 2, "pipe": 2, "microbatches": 2}, "llama"),
 ]
 
 
@@ -52,6 +56,7 @@ def case_id(case):
 
 def tree(mode, remat, parallel, family, **changes):
     everything = {"persist_below": 0} | parallel  # offload small arrays too
+    changes |= MIXTURE if "expert" in parallel else {}
     return small(family, parallel=everything, memory=(WORDS[mode] if mode else {}) | {"remat": remat}, **changes)
 
 
@@ -82,7 +87,8 @@ def test_every_mode_equals_the_run_without_offload_bitwise(case):
         assert [m["loss"] for m in log] == [m["loss"] for m in plain_log]
     np.testing.assert_allclose([m["grad_norm"] for m in log], [m["grad_norm"] for m in plain_log], rtol=1e-6)
     assert memory_kinds(state.opt) == ({"pinned_host"} if mode != "activations" else {"device"})
-    assert memory_kinds(state.params) == ({"pinned_host"} if mode in ("params", "all") else {"device"})
+    on_device = {"device"} if "expert" in others[1] or mode not in ("params", "all") else set()  # a constant: its bias
+    assert memory_kinds(state.params) == on_device | ({"pinned_host"} if mode in ("params", "all") else set())
 
 
 @pytest.mark.long
