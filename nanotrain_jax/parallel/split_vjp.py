@@ -152,18 +152,14 @@ def _backward(
 
 def _partition(jaxpr: Jaxpr, gradients: int, g_arrays: int) -> _Parts:
     """Partition the equations. Part 1 has what the gradients of x need: the outputs after the first (gradients). Part 2
-    has the matmuls that these do not need, and what uses their results. The last (g_arrays) inputs are g.
+    has the matmuls that these do not need, and what uses their results. The last (g_arrays) inputs are g. What no output
+    needs, gradients of frozen weights, is in neither: else its operands would be stored until part 2.
 
     Part 2 also has equations that only it needs, if their inputs take no more bytes than their result (a gather).
     """
     outputs = {v for v in jaxpr.outvars[:gradients] if isinstance(v, Var)}
-    needed = {v for v in jaxpr.outvars[gradients:] if isinstance(v, Var)}
-    not_for_x = []
-    for i, equation in reversed(list(enumerate(jaxpr.eqns))):
-        if needed.intersection(equation.outvars):
-            needed.update(_reads(equation))
-        else:
-            not_for_x.insert(0, i)
+    used_for_x, used = _needed_for(jaxpr, jaxpr.outvars[gradients:]), _needed_for(jaxpr, jaxpr.outvars)
+    not_for_x = [i for i in used if i not in used_for_x]
     deferred, deferred_results = set(), set()  # equations of part 2, and what they compute
     for i in not_for_x:
         equation = jaxpr.eqns[i]
@@ -176,12 +172,22 @@ def _partition(jaxpr: Jaxpr, gradients: int, g_arrays: int) -> _Parts:
         is_small = sum(map(_bytes, reads - set(jaxpr.constvars))) <= sum(map(_bytes, results))
         if users and deferred.issuperset(users) and is_small and not results.intersection(outputs):
             deferred.add(i)
-    for_x = [equation for i, equation in enumerate(jaxpr.eqns) if i not in deferred]
-    for_weights = [equation for i, equation in enumerate(jaxpr.eqns) if i in deferred]
+    for_x = [jaxpr.eqns[i] for i in used if i not in deferred]
+    for_weights = [jaxpr.eqns[i] for i in used if i in deferred]
     available = {v for equation in for_x for v in equation.outvars} | set(jaxpr.invars[-g_arrays:])
-    used = [*(v for equation in for_weights for v in _reads(equation)), *jaxpr.outvars[:gradients]]
-    intermediates = dict.fromkeys(v for v in used if isinstance(v, Var) and v in available)
+    read = [*(v for equation in for_weights for v in _reads(equation)), *jaxpr.outvars[:gradients]]
+    intermediates = dict.fromkeys(v for v in read if isinstance(v, Var) and v in available)
     return _Parts(for_x, for_weights, list(intermediates))
+
+
+def _needed_for(jaxpr: Jaxpr, results: Sequence[Var | Literal]) -> list[int]:
+    """Return the indices of the equations on which results depend, in their order."""
+    needed, found = {v for v in results if isinstance(v, Var)}, []
+    for i, equation in reversed(list(enumerate(jaxpr.eqns))):
+        if needed.intersection(equation.outvars):
+            needed.update(_reads(equation))
+            found.insert(0, i)
+    return found
 
 
 def _is_matmul(equation: JaxprEqn) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from small_layers import D, F, T, a_model, layer
 
+from nanotrain_jax.parallel.loops import with_backward
 from nanotrain_jax.parallel.split_vjp import split_vjp
 
 
@@ -54,3 +55,24 @@ def test_weights_are_not_residuals():
         residuals = split_vjp(function, weights, weights, x).residuals
         assert not {k.shape for k in residuals} & {w.shape for w in weights.values()}
         assert sizes is None or [k.size for k in residuals] == sizes
+
+
+def test_nothing_waits_for_the_gradient_of_a_frozen_weight():
+    """As matmuls of the decoder have, `times` has a backward that computes both gradients, whoever needs them."""
+
+    def backward(operands, g):
+        x, w = operands
+        return g @ w.T, jnp.einsum("BTD,BTF->DF", x, g)
+
+    times = with_backward(lambda x, w: (x @ w, (x, w)), backward)
+    x, w = jnp.ones((2, T, D)), jnp.ones((D, D))
+
+    def run(constants, inputs, x):
+        return times(jnp.sin(times(x, inputs)), constants)
+
+    both = split_vjp(lambda _, inputs, x: run(inputs[1], inputs[0], x), w, (w, w), x)
+    one = split_vjp(run, w, w, x)
+    assert [k.shape for k in both.intermediates] == 2 * [x.shape] and len(both.residuals_for_weights) == 2
+    assert [k.shape for k in one.intermediates] == [x.shape] and len(one.residuals_for_weights) == 1
+    arrays = jax.tree.map(jnp.zeros_like, one.residuals), one.intermediates
+    assert matmuls(lambda residuals, g: one.backward_weights(residuals, w, w, g), *arrays) == 1

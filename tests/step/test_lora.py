@@ -53,6 +53,7 @@ MORE = [
     (case("pipe 2 data 2 tensor 2", "llama", "full", MIXTURE, zero=1, microbatches=4), OF_ATTENTION),
     (case("pipe 2 data 2 tensor 2", "llama", "full", ONE_DENSE, zero=1, microbatches=4), OF_ATTENTION),
     (case("data 4 tensor 2", model=ONE_DENSE, zero=3, persist_below=64, sequence_parallel=False), OF_ATTENTION),
+    (case("pipe 2 data 2 tensor 2", model=MIXTURE, schedule="zero_bubble", zero=1, microbatches=4), OF_ATTENTION),
 ]
 
 
