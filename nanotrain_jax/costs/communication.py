@@ -13,7 +13,7 @@ from typing import Any
 
 from nanotrain_jax.config.execution import Execution, execution
 from nanotrain_jax.config.schema import Config, Parallel
-from nanotrain_jax.costs import compression, counts, mixture, muon, vision
+from nanotrain_jax.costs import compression, counts, first_gradient, mixture, muon, vision
 from nanotrain_jax.costs.counts import BYTES
 from nanotrain_jax.costs.parameter_traffic import parameter_buffers, sharded_elements
 from nanotrain_jax.costs.traffic import Traffic
@@ -256,19 +256,20 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     of_adapters = _adapter_buffers(config, L * BYTES[config.precision.compute] * tokens)
     gathers, scatters = tensor_passes(config)
     of_ends, scattered = ends_gathered(config) * ends, ends_scattered(config) * ends
+    spared = first_gradient.unused_passes(config)[0] * ends
     if not p.sequence_parallel:
         return [("all_reduce", (gathers * L + scattered) * activations, Traffic.ACTIVATIONS), *of_adapters]
     if p.tensor > 1 and p.overlap_tensor:
         is_full = config.memory.rematerialization.policy == "full"
         of_layer, regathers = gathers + scatters, 0 if is_full else regathered_inputs(config)
         return [
-            ("permute", (of_layer - regathers - 2) * L * activations, Traffic.ACTIVATIONS),
+            ("permute", ((of_layer - regathers - 2) * L - spared) * activations, Traffic.ACTIVATIONS),
             ("all_gather", (regathers * L + of_ends) * activations, Traffic.REGATHERED_ACTIVATIONS),
             ("reduce_scatter", (2 * L + scattered) * activations, Traffic.ACTIVATIONS),
             *of_adapters,
         ]
     return [
-        ("all_gather", (gathers * L + of_ends) * activations, Traffic.REGATHERED_ACTIVATIONS),
+        ("all_gather", (gathers * L + of_ends - spared) * activations, Traffic.REGATHERED_ACTIVATIONS),
         ("reduce_scatter", (scatters * L + scattered) * activations, Traffic.ACTIVATIONS),
         *of_adapters,
     ]
@@ -328,9 +329,9 @@ def ends_gathered(config: Config) -> int:
 
 
 def ends_scattered(config: Config) -> int:
-    """Return the same of sums over tensor: of the look-up of embeddings, and of the gradient of the loss; less that of
-    the first layer's input where nothing uses it (`mixture.spares_first_gradient`)."""
-    return 2 + mixture.looks_up_again(config) - mixture.spares_first_gradient(config)
+    """Return the same of sums over tensor: of the look-up of embeddings, and of the gradient of the loss; less those of
+    the first layer's gradients that nothing uses."""
+    return 2 + mixture.looks_up_again(config) - first_gradient.unused_passes(config)[1]
 
 
 def conditional_rates(config: Config) -> dict[str, Fraction]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import counts, mixture, muon, vision
+from nanotrain_jax.costs import counts, first_gradient, mixture, muon, vision
 from nanotrain_jax.models.decoder_table import ATTENTION, DOWN, MLP
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS, Parameter
 
@@ -76,7 +76,7 @@ def local_flops(config: Config) -> dict[str, float]:
     """Return the hardware FLOPs of one device, per token:
 
     layers, head, attention   of the forward, and of the gradients of activations (of attention: twice as many)
-    weights                   of the gradients of weights: as layers and head, without frozen ones
+    weights                   of the gradients of weights: as layers and head, without frozen ones; less `unused`
     recompute                 on top of 6 N + 12 L d T:
         selective   4 L d T                          the forward of attention; half if the matmul after it is frozen,
                                                      without flash attention
@@ -114,6 +114,7 @@ def local_flops(config: Config) -> dict[str, float]:
         "full": layers + attention - down * (not m.features.norms_after),
         "block": layers + attention - spared,
     }
+    weights -= unused(config, attention / L)
     policy = config.memory.rematerialization.policy
     kept = attention if is_blockwise and policy in ("selective", "full") else 0.0
     of_logits = flops[ENDS] if counts.computes_logits_again(config) else 0.0
@@ -121,9 +122,39 @@ def local_flops(config: Config) -> dict[str, float]:
     return _with_first(config, forward | {"weights": weights, "recompute": recompute[policy] - kept + of_logits})
 
 
+def unused(config: Config, attention: float) -> float:
+    """Return the FLOPs per token of gradients that the backward of the first layer leaves out
+    (costs/first_gradient.py), and of what `selective` recomputes for them. attention: `local_flops` of a layer's."""
+    names = first_gradient.trained(config)
+    if names is None:
+        return 0.0
+    matmuls = {path: row for path, row in counts.rows(config).items() if row.is_matmul}
+    executed = {path: 2 * row.size * computed_share(path, row, config) for path, row in matmuls.items()}
+
+    def of_inputs(folder: str, is_column: bool) -> float:
+        """Return the FLOPs of gradients of the inputs of a folder's column-parallel matmuls, or of the others; B of
+        an adapter multiplies what has a gradient."""
+        found = [path for path in matmuls if path.startswith(folder) and "_B_" not in path]
+        return sum(executed[path] for path in found if matmuls[path].layout.startswith("D ") == is_column)
+
+    found = of_inputs(ATTENTION, True)
+    is_whole = fits_flash(config.model, config.precision.compute) or counts.attention_parts(config) > 1
+    if not names & first_gradient.OF_HEADS:
+        found += 2 * attention + of_inputs(ATTENTION, False)
+    elif not is_whole:  # of the scores, of queries, of keys and of values
+        used = {"scores": names & {"q", "k"}} | {name: name in names for name in "qkv"}
+        found += attention / 2 * sum(not is_used for is_used in used.values())
+    if not names & first_gradient.OF_ATTENTION:
+        of_scores = attention if is_whole else attention / 2
+        found += of_inputs(MLP, True) + of_scores * (config.memory.rematerialization.policy == "selective")
+    if names == {"down"}:
+        found += of_inputs(MLP, False)
+    return found
+
+
 def _with_first(config: Config, found: dict[str, float]) -> dict[str, float]:
     """Add the first, dense layers of a mixture to `local_flops`, with their further forwards (`mixture.first_runs`): of
-    a single layer without its last matmul. Gradients: less that of its input, where nothing uses it."""
+    a single layer without its last matmul."""
     first = mixture.first_layers(config)
     if first is None:
         return found
@@ -132,9 +163,6 @@ def _with_first(config: Config, found: dict[str, float]) -> dict[str, float]:
     matmuls = {path: row for path, row in counts.rows(first).items() if row.is_matmul}
     executed = {path: 2 * row.size * computed_share(path, row, first) for path, row in matmuls.items()}
     alone["weights"] -= sum(executed[path] for path, row in matmuls.items() if row.part == ENDS and not row.is_frozen)
-    if mixture.spares_first_gradient(config):
-        inputs = [path for path, row in matmuls.items() if path.startswith(ATTENTION) and row.layout.startswith("D ")]
-        alone["weights"] -= sum(executed[path] for path in inputs)
     if again:
         last = executed[DOWN] if config.model.dense_layers == 1 and not config.model.features.norms_after else 0.0
         alone["recompute"] += alone["layers"] + alone["attention"] - last

@@ -13,7 +13,6 @@ from nanotrain_jax.costs.counts import (
     tokens_per_device,
     zero_devices_of,
 )
-from nanotrain_jax.models.decoder_table import NORM_ATTENTION, of_dense
 from nanotrain_jax.models.parameters import ENDS
 from nanotrain_jax.parallel.expert.exchange import places
 from nanotrain_jax.parallel.expert.grouped_matmul import rows_of_a_round
@@ -38,18 +37,6 @@ def first_runs(config: Config) -> tuple[float, float]:
 def looks_up_again(config: Config) -> bool:
     """True if the backward looks embeddings up once more: the input of `first_layers` where it is written by hand."""
     return config.model.dense_layers > 0 and execution(config).is_by_hand
-
-
-def spares_first_gradient(config: Config) -> bool:
-    """True if nothing uses the gradient of the input of the first layer's attention: of a single dense layer whose
-    norm before it is frozen, as is all that makes x (adapters of attention: train.lora). A loop over several layers
-    computes it for each."""
-    if config.model.dense_layers != 1:
-        return False
-    before = of_dense(f"{NORM_ATTENTION}/")
-    makes_x = [row for row in rows(config).values() if row.used in ("first", "both", "encode", "encoder")]
-    norm = [row for path, row in rows(config).items() if path.startswith(before)]
-    return all(row.is_frozen for row in makes_x + norm)
 
 
 def padded_rows(config: Config) -> float:

@@ -152,8 +152,8 @@ def _backward(
 
 def _partition(jaxpr: Jaxpr, gradients: int, g_arrays: int) -> _Parts:
     """Partition the equations. Part 1 has what the gradients of x need: the outputs after the first (gradients). Part 2
-    has the matmuls that these do not need, and what uses their results. The last (g_arrays) inputs are g. What no output
-    needs, gradients of frozen weights, is in neither: else its operands would be stored until part 2.
+    has the matmuls that these do not need, and what uses their results. The last (g_arrays) inputs are g. What no
+    output needs, gradients of frozen weights, is in neither: else its operands would be stored until part 2.
 
     Part 2 also has equations that only it needs, if their inputs take no more bytes than their result (a gather).
     """

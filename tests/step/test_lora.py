@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import ALL, case
+from closed_forms import has_flops_and_bytes_of_the_closed_forms
 from conftest import (
     GRADS,
     LOSS,
@@ -26,7 +27,7 @@ from test_tensor_step import moves_the_bytes_of_the_papers
 from nanotrain_jax import plan
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.config.misfit import Misfit
-from nanotrain_jax.costs import communication, counts, flops, memory
+from nanotrain_jax.costs import communication, counts, flops, memory, mixture
 from nanotrain_jax.models import decoder
 from nanotrain_jax.parallel.sharding import path_name
 from nanotrain_jax.step import build as steps
@@ -34,6 +35,7 @@ from nanotrain_jax.step import build as steps
 LORA = {"rank": 4, "alpha": 4 * oracle.SCALE}
 SOME = {"rank": 2, "alpha": 2 * oracle.SCALE, "targets": ["q", "v", "down"]}
 OF_ATTENTION = LORA | {"targets": ["q", "k", "v", "out"]}
+OF_MLP = LORA | {"targets": ["up", "down"]}
 EXPERTS = {"num": 4, "top_k": 2, "d_ff": 64, "balance": "none", "first_dense": 2, "capacity": 4.0}
 MIXTURE = {"num_layers": 4, "d_ff": 96, "experts": EXPERTS}
 ONE_DENSE = MIXTURE | {"num_layers": 5, "experts": EXPERTS | {"first_dense": 1}}  # whose input needs no gradient
@@ -54,6 +56,18 @@ MORE = [
     (case("pipe 2 data 2 tensor 2", "llama", "full", ONE_DENSE, zero=1, microbatches=4), OF_ATTENTION),
     (case("data 4 tensor 2", model=ONE_DENSE, zero=3, persist_below=64, sequence_parallel=False), OF_ATTENTION),
     (case("pipe 2 data 2 tensor 2", model=MIXTURE, schedule="zero_bubble", zero=1, microbatches=4), OF_ATTENTION),
+]
+# A first layer that is apart from the others: nothing uses the gradient of its input. With sequence parallelism and
+# layers written out XLA:CPU merges what H100s gather twice: tests/audit/test_counts_compiled.py.
+OUT = {"unroll": True}
+APART = [
+    (case("data 2 tensor 2", model=OUT, sequence_parallel=False, microbatches=2), OF_MLP),
+    (case("data 2 tensor 2", "llama", "full", OUT, microbatches=2), LORA),
+    (case("data 2 tensor 2", "llama", "full", {"num_layers": 1}), OF_MLP),
+    (case("data 2 tensor 2", "llama", "full", MIXTURE | OUT, microbatches=2), OF_ATTENTION),
+    (case("data 4", "llama", "selective", zero=3, prefetch=True, microbatches=2), OF_MLP),
+    *((case("data 2", model=OUT, microbatches=2), LORA | {"targets": [name]}) for name in "qkv"),
+    *((case("data 2", model=OUT), LORA | {"targets": names}) for names in (["down"], ["out"], ["v", "gate"])),
 ]
 
 
@@ -115,13 +129,19 @@ def test_adapters_equal_the_oracle_and_the_closed_forms(layout_and_lora):
     equals_the_oracle(step)
     moves_the_bytes_of_the_papers(tree)
     config, text = step.plan.config, compiled_text(step)
-    # A ring computes parts of blocks that the closed form leaves out. With prefetch the backward of the first layer is
-    # apart, and nothing needs the gradient of its input.
-    if config.parallel.context == 1 and not config.parallel.prefetch:
+    if config.parallel.context == 1:  # a ring computes parts of blocks that the closed form leaves out
         found = hlo.matmul_flops(text, communication.conditional_rates(config))
         assert found == pytest.approx(flops.step_flops(config), rel=1e-6)  # no gradient of a base weight
     local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(step.state)]
     assert sum(local) == pytest.approx(sum(memory.state(config).values()), abs=100)  # counters
+
+
+@pytest.mark.parametrize("layout_and_lora", cover(APART[:1], APART[1:], in_words))
+def test_gradients_that_nothing_uses_are_not_counted(layout_and_lora):
+    tree = tree_of(*layout_and_lora)
+    has_flops_and_bytes_of_the_closed_forms(steps.build(*resolved(tree)), scalars=64)  # loss, norm of the gradients
+    config, _ = resolved(tree)
+    assert flops.unused(mixture.first_layers(config) or config, 0.0)  # else none are
 
 
 @pytest.mark.long
