@@ -19,6 +19,7 @@ from nanotrain_jax.costs.counts import (
     query_width,
     stage_layers,
     tokens_per_device,
+    trained_matrices,
 )
 from nanotrain_jax.costs.mixture import first_layers, kept_ffn_width, padded_rows, rows_per_token
 
@@ -152,23 +153,23 @@ def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
 
     W needs the input of each matmul and the gradient of its output (arXiv 2401.10241, section 2.1); the inputs are
     stored by the forward where the remat policy keeps them, else by B; with `selective` W computes GELU again, where
-    our kernel takes the forward's sum of matmul and bias. Without W: 0, 0.
+    our kernel takes the forward's sum of matmul and bias. Of matrices that train, or their adapters. Without W: 0, 0.
     """
-    m, p = config.model, config.parallel
+    m, p, names = config.model, config.parallel, trained_matrices(config)
     if not outline(config).weights:
         return 0.0, 0.0
-    t, D, Q, K = p.tensor, m.d_model, query_width(m), kv_width(m) * max(1, p.tensor / m.num_kv_heads)
-    entered = 2 * D / (t if p.sequence_parallel and remat.policy != "full" else 1)
-    inputs, out_input = (
-        entered + kept_ffn_width(config) / t,
-        Q / t,
-    )  # of q, k, v, up, gate and down; of attention's output matmul
-    grads = 2 * D + (Q + 2 * K + (1 + m.features.gated_mlp) * kept_ffn_width(config)) / t
+    t, Q, K = p.tensor, query_width(m), kv_width(m) * max(1, p.tensor / m.num_kv_heads)
+    widths = {"q": Q, "k": K, "v": K, "up": kept_ffn_width(config), "gate": kept_ffn_width(config)}
+    entered = m.d_model * (bool(names & {"q", "k", "v"}) + bool(names & {"up", "gate", "router"}))
+    entered /= t if p.sequence_parallel and remat.policy != "full" else 1
+    inputs = entered + kept_ffn_width(config) / t * ("down" in names)
+    out_input = Q / t * ("out" in names)
+    grads = m.d_model * len(names & {"out", "down"}) + sum(widths[name] for name in names & set(widths)) / t
     from_forward = 0.0
     if remat == NO_REMAT:
         from_forward = out_input if recomputes_from_matmuls(config) else inputs + out_input
     elif remat.policy == "selective" and gelu_by_kernel(config):
-        from_forward = kept_ffn_width(config) / t
+        from_forward = kept_ffn_width(config) / t * ("down" in names)
     return from_forward, inputs + out_input - from_forward + grads
 
 

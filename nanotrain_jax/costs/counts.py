@@ -107,6 +107,13 @@ def adapted(config: Config) -> tuple[int, int]:
     return columns, len(of_inputs) - columns
 
 
+def trained_matrices(config: Config) -> frozenset[str]:
+    """Return the matrices of layers that train, or whose adapters do, by their names in train.lora.targets; a mixture's
+    also "router" and "shared"."""
+    trained = [path for path, row in rows(config).items() if row.part == LAYERS and row.is_matmul and not row.is_frozen]
+    return frozenset(name for path in trained for name in path.rpartition("/")[2].split("_")[:-1])
+
+
 def _vision_rows(config: Config) -> Table:
     vision, tensor = config.vision, config.parallel.tensor
     return vision_table.table(vision, config.model.d_model, tensor, config.train.freeze) if vision else {}
