@@ -71,8 +71,8 @@ def layer_activations(config: Config, remat: Remat) -> float:
     XLA keeps about 4 T (8 T) more than the program asks for. With model.qk_norm `none` keeps queries and keys also
     before their norm, but not at ZeRO-3 without prefetch. Norms after attention and MLP keep their inputs. A mixture of
     experts keeps the logits of its router in float32 where it keeps gate and up of the experts of a token. `none` and
-    selective keep x A of adapters (train.lora). At 2 bytes and t = 1 the first row is 32 d: the paper's 34 d without
-    its two dropout masks.
+    selective keep x A of adapters (train.lora); `none` no inputs of matmuls that neither train nor have an adapter. At
+    2 bytes and t = 1 the first row is 32 d: the paper's 34 d without its two dropout masks.
     """
     like_x, inner = layer_widths(config, remat)
     split_x = config.parallel.tensor if config.parallel.sequence_parallel else 1
@@ -116,10 +116,9 @@ def layer_widths(config: Config, remat: Remat, scores: bool = True) -> tuple[flo
     elif m.experts:  # which compute what they multiply with w_down again
         like_x, inner = 4 + 2 * m.features.norms_after, matmuls + attention + normed_width(config)
     else:
-        like_x, inner = (
-            4 + 2 * m.features.norms_after,
-            matmuls + attention + kept_ffn_width(config) + normed_width(config),
-        )
+        names = trained_matrices(config)
+        like_x = 2 + inputs_kept(names) + 2 * m.features.norms_after
+        inner = matmuls + attention + kept_ffn_width(config) * ("down" in names) + normed_width(config)
     return like_x * m.d_model, inner
 
 
@@ -160,8 +159,7 @@ def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
         return 0.0, 0.0
     t, Q, K = p.tensor, query_width(m), kv_width(m) * max(1, p.tensor / m.num_kv_heads)
     widths = {"q": Q, "k": K, "v": K, "up": kept_ffn_width(config), "gate": kept_ffn_width(config)}
-    entered = m.d_model * (bool(names & {"q", "k", "v"}) + bool(names & {"up", "gate", "router"}))
-    entered /= t if p.sequence_parallel and remat.policy != "full" else 1
+    entered = m.d_model * inputs_kept(names) / (t if p.sequence_parallel and remat.policy != "full" else 1)
     inputs = entered + kept_ffn_width(config) / t * ("down" in names)
     out_input = Q / t * ("out" in names)
     grads = m.d_model * len(names & {"out", "down"}) + sum(widths[name] for name in names & set(widths)) / t
@@ -171,6 +169,11 @@ def weight_grad_residuals(config: Config, remat: Remat) -> tuple[float, float]:
     elif remat.policy == "selective" and gelu_by_kernel(config):
         from_forward = kept_ffn_width(config) / t * ("down" in names)
     return from_forward, inputs + out_input - from_forward + grads
+
+
+def inputs_kept(names: frozenset[str]) -> int:
+    """Return how many inputs of matmuls, as wide as x, gradients of weights need. names: `trained_matrices`."""
+    return bool(names & {"q", "k", "v"}) + bool(names & {"up", "gate", "router"})
 
 
 def gelu_by_kernel(config: Config) -> bool:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from nanotrain_jax.parallel.collectives import Tree
+from nanotrain_jax.parallel.collectives import Tree, as_varying, varying_axes
 
 Types = list[Any]  # of arrays, as `jax.typeof` gives them: shape, dtype, varying axes, memory space
 Layer = Callable[[Tree, Tree, Tree], Tree]  # (constants, inputs, x) -> y; constants: what else it computes with
@@ -73,13 +74,20 @@ class SplitVjp:
         outputs = {v for v in self.jaxpr.outvars[: self.gradients] if isinstance(v, Var)}
         return self._where(_read_by(self.parts.for_weights) | outputs)
 
+    @property
+    def residuals_for_backward(self) -> list[int]:
+        """Indices of the residuals that backward uses: not those for gradients of frozen weights alone."""
+        return sorted({*self.residuals_for_x, *self.residuals_for_weights})
+
     def forward(self, constants: Tree, inputs: Tree, x: Tree) -> tuple[Tree, list]:
         y, vjp = _vjp(self.layer, constants, inputs, x)
         leaves = zip(jax.tree.leaves(vjp), self.sources, strict=True)
         return y, [leaf for leaf, source in leaves if source is None]
 
     def backward(self, residuals: Sequence, constants: Tree, inputs: Tree, g: Tree) -> tuple[Tree, Tree]:
-        return _backward(self.tree, self.sources, residuals, (constants, inputs), g)
+        known = zip(residuals, self.residuals, strict=True)
+        filled = [_zeros(t) if x is None else x for x, t in known]  # what nothing uses
+        return _backward(self.tree, self.sources, filled, (constants, inputs), g)
 
     def backward_x(self, residuals: Sequence, constants: Tree, inputs: Tree, g: Tree) -> tuple[Tree, list]:
         gradients = jax.tree.leaves(g)
@@ -148,6 +156,11 @@ def _backward(
     known, residuals = jax.tree.leaves(known), iter(residuals)
     vjp = jax.tree.unflatten(tree, [next(residuals) if source is None else known[source] for source in sources])
     return vjp(g)
+
+
+def _zeros(t: Any) -> jax.Array:
+    """Return zeros of a type."""
+    return as_varying(jnp.zeros(t.shape, t.dtype), sorted(varying_axes(t)))
 
 
 def _partition(jaxpr: Jaxpr, gradients: int, g_arrays: int) -> _Parts:

@@ -74,5 +74,10 @@ def test_nothing_waits_for_the_gradient_of_a_frozen_weight():
     one = split_vjp(run, w, w, x)
     assert [k.shape for k in both.intermediates] == 2 * [x.shape] and len(both.residuals_for_weights) == 2
     assert [k.shape for k in one.intermediates] == [x.shape] and len(one.residuals_for_weights) == 1
+    g, frozen = jnp.ones_like(x), 2 * w
+    stored = [r if i in one.residuals_for_backward else None for i, r in enumerate(one.forward(frozen, w, x)[1])]
+    assert None in stored  # what the frozen one multiplies
+    whole = jax.vjp(lambda w, x: run(frozen, w, x), w, x)[1](g)
+    chex.assert_trees_all_equal(one.backward(stored, frozen, w, g), whole)
     arrays = jax.tree.map(jnp.zeros_like, one.residuals), one.intermediates
     assert matmuls(lambda residuals, g: one.backward_weights(residuals, w, w, g), *arrays) == 1

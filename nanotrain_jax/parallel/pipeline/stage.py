@@ -51,7 +51,7 @@ class Stage:
     @property
     def backward_residuals(self) -> list[int]:
         """Indices of the residuals that only B uses, in the buffer `backward`."""
-        used = self.vjp.residuals_for_x if self.is_split else range(len(self.vjp.residuals))
+        used = self.vjp.residuals_for_x if self.is_split else self.vjp.residuals_for_backward
         return sorted(set(used) - set(self.weight_residuals))
 
     @property
