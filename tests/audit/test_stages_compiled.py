@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT, needs_cuda_compiler
 
 from nanotrain_jax.config import load
-from nanotrain_jax.costs import counts, flops, mixture
+from nanotrain_jax.costs import counts, flops, memory, mixture
 from nanotrain_jax.planner.compiled import compile_step
 from nanotrain_jax.planner.estimate import on_gpus
 
@@ -75,6 +75,19 @@ def test_with_layers_that_stages_do_not_divide_a_stage_computes_its_own():
     *others, last = compiled("model.num_layers=30", ON_LAST_STAGE)[1]["stages"]["flops"]
     assert [round(8 * x / others[0], 3) for x in others] == [8, 8, 8]
     assert last < others[0]  # 6 layers and the loss
+
+
+@pytest.mark.long
+@needs_cuda_compiler
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_stages_keep_nothing_for_gradients_of_frozen_weights(schedule):
+    """Adapters of q and v alone need neither what an MLP multiplies nor its gradients."""
+    lora = ON_LAST_STAGE, f"parallel.schedule={schedule}", "memory.remat=none", "model.num_layers=16"
+    config, program = compiled(*lora, "train.lora={rank: 16, targets: [q, v]}")
+    estimate = sum(memory.peak(config)[1].values())
+    assert program["peak_bytes"] == pytest.approx(estimate, rel=0.05)
+    of_all, _ = compiled(*lora, "train.lora={rank: 16}")
+    assert estimate < 0.85 * sum(memory.peak(of_all)[1].values())
 
 
 MOE = ["model.num_layers=29", "model.experts.first_dense=3", "parallel.pipe=4", "parallel.data=2", "parallel.expert=2"]
