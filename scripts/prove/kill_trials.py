@@ -1,163 +1,353 @@
-"""Kill processes of launched runs with SIGKILL and check that each run ends with the losses of an undisturbed run.
+"""Disturb launched runs at random moments, and check that each ends with the losses of an undisturbed run.
 
-python scripts/prove/kill_trials.py [--trials 50] [--processes 2] [--seed 0] [section.key=value ...]
+python scripts/prove/kill_trials.py [--trials 200] [--seed 0] [--only WORD] [--out runs/kill_trials]
 
-In each trial a launcher trains a small model; a random process is killed at a random moment: during start-up, training
-or the write of a checkpoint. The run must reach its last step with the losses of an undisturbed run and lose at most
-the steps between two checkpoints; with asynchronous checkpoints (every other trial), at most twice as many. Exit code 1
-if a trial fails.
+Each run has a random layout in 1, 2 or 4 processes, on one host or two, and suffers FAULTS one after another, each in a
+trial: a process, all or a launcher is killed, a process is stopped, a disk is full, a clock jumps, the network is cut;
+while it trains, saves, starts, restores, compiles or ends. After each the run must go on by itself, or with the same
+command where its launcher has ended, lose at most the steps between two checkpoints (with asynchronous ones twice as
+many) and in the end have the losses of a run without faults, bit for bit. `trials.jsonl` in --out has a line for each;
+the same command continues. Exit code 1 if a trial fails. Linux; what needs root or a C compiler is left out without.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
-import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from statistics import quantiles
 from typing import NamedTuple
 
+import disturbed_run
 import yaml
+from disturbed_run import Run, Shape, inside, send, until
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax.run import curves
-
-MOMENTS = ("training", "checkpoint", "training", "checkpoint", "start")
 CONFIG = {
     "model": {"family": "llama", "num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 64, "vocab_size": 61},
-    "parallel": {"data": 4, "zero": 2},
     "precision": {"compute": "float32"},
     "data": {"source": "synthetic", "batch_size": 16, "seq_len": 16},
-    "optimizer": {"lr": 1e-3},
-    "train": {"steps": 120},
+    "optimizer": {"lr": 1e-3, "schedule": "constant"},
+    "train": {"steps": 100000},
     "checkpoint": {"every": 10, "keep": 2},
     "logging": {"tensorboard": False},
-    "runtime": {"simulate": 4},
+    "runtime": {"simulate": 4, "hang_timeout": 8},
+}
+EVERY = CONFIG["checkpoint"]["every"]
+EXPERTS = "model.experts={num: 4, top_k: 2, d_ff: 32}"
+LAYOUTS = [
+    ("parallel.data=4",),
+    ("parallel.data=4", "parallel.zero=2"),
+    ("parallel.data=4", "parallel.zero=3", "parallel.persist_below=0"),
+    ("parallel.data=2", "parallel.tensor=2", "parallel.zero=1"),
+    ("parallel.data=2", "parallel.pipe=2", "parallel.microbatches=2", "parallel.schedule=1f1b"),
+    ("parallel.data=2", "parallel.context=2", "parallel.zero=3", "parallel.persist_below=0"),
+    ("parallel.replica=2", "parallel.data=2", "parallel.zero=2"),
+    ("parallel.data=4", "parallel.expert=2", "parallel.zero=1", "model.d_ff=null", EXPERTS),
+    ("parallel.data=4", "parallel.zero=1", "memory.offload_optimizer=nvme", "parallel.persist_below=64"),
+]
+PER_RUN = 8  # trials
+GOES_ON = 240  # seconds, at most
+PAUSE, CUT = 2, 25  # seconds
+
+
+class Fault(NamedTuple):
+    """What happens to a run. restarts: it must start again; moments: of MOMENTS; hosts: at least."""
+
+    apply: Callable[[Run, random.Random], None]
+    restarts: bool
+    moments: tuple[str, ...]
+    hosts: int = 1
+    processes: int = 1
+
+
+def kill_one(run: Run, rng: random.Random) -> None:
+    """Kill a process."""
+    kill(run, [rng.choice([*run.workers().values()] or [0])])
+
+
+def kill_all(run: Run, rng: random.Random) -> None:
+    """Kill all processes at once."""
+    kill(run, [*run.workers().values()])
+
+
+def kill_launcher(run: Run, rng: random.Random) -> None:
+    """Kill the launcher of a host."""
+    kill(run, [rng.choice(run.launchers).pid])
+
+
+def lose_host(run: Run, rng: random.Random) -> None:
+    """Kill the launcher of a host with its processes."""
+    launcher = rng.choice(run.launchers)
+    kill(run, [launcher.pid, *disturbed_run.children(launcher).values()])
+
+
+def kill(run: Run, pids: Sequence[int]) -> None:
+    """Kill processes."""
+    for pid in filter(None, pids):
+        send(pid, signal.SIGKILL)
+
+
+def stop(run: Run, rng: random.Random) -> None:
+    """Stop a process for good."""
+    send(rng.choice([*run.workers().values()]), signal.SIGSTOP)
+
+
+def pause(run: Run, rng: random.Random) -> None:
+    """Stop a process for less than the hang timeout."""
+    pid = rng.choice([*run.workers().values()])
+    send(pid, signal.SIGSTOP)
+    time.sleep(PAUSE)
+    send(pid, signal.SIGCONT)
+
+
+def fill_disk(run: Run, rng: random.Random) -> None:
+    """Fill the disk until the run has failed, then free it."""
+    full, before = run.folder / "full", run.workers()
+    with full.open("wb", buffering=0) as file:
+
+        def has_failed() -> bool:
+            with suppress(OSError):  # full again
+                while file.write(bytes(1 << 16)):
+                    pass
+            return run.workers() != before
+
+        until(has_failed, 60)
+    full.unlink()
+
+
+def jump(run: Run, rng: random.Random) -> None:
+    """Set the clock an hour on, or back."""
+    run.set_clock(rng.choice([-3600, 3600]))
+
+
+def cut(run: Run, rng: random.Random, seconds: float = CUT) -> None:
+    """Cut the network between the hosts for longer than the hang timeout."""
+    space = rng.choice(disturbed_run.NAMESPACES)
+    inside(space, "link", "set", "cable", "down")
+    time.sleep(seconds)
+    inside(space, "link", "set", "cable", "up")
+
+
+def cut_shortly(run: Run, rng: random.Random) -> None:
+    """Cut the network between the hosts for less than the hang timeout."""
+    cut(run, rng, PAUSE)
+
+
+STEADY = "training", "save"
+STARTS = "start", "restore", "compile"
+FAULTS = {
+    "process killed": Fault(kill_one, True, (*STEADY, *STARTS, "end")),
+    "all processes killed": Fault(kill_all, True, (*STEADY, *STARTS, "end")),
+    "launcher killed": Fault(kill_launcher, True, (*STEADY, *STARTS, "end")),
+    "host lost": Fault(lose_host, True, (*STEADY, *STARTS, "end"), hosts=2, processes=2),
+    "process stopped": Fault(stop, True, STEADY, processes=2),
+    "process paused": Fault(pause, False, STEADY),
+    "disk full": Fault(fill_disk, True, STEADY),
+    "clock jumps": Fault(jump, False, STEADY),
+    "network cut": Fault(cut, True, STEADY, hosts=2, processes=2),
+    "network cut shortly": Fault(cut_shortly, False, STEADY, hosts=2, processes=2),
 }
 
 
 class Trial(NamedTuple):
-    """The result of a run."""
+    """What a fault did to a run."""
 
-    killed: str  # rank and moment
-    step: int  # last step with a logged loss when it was killed
-    resumed: int | None  # the step it resumed from; None: not restarted
+    run: int
+    layout: str
+    hosts: int
+    processes: int
+    fault: str
+    moment: str
+    step: int  # logged last before
+    resumed: int | None  # None: the run did not start again
+    lost: int  # steps that were computed again
+    seconds: float  # from the fault until the next step after `step`
     problem: str  # "" if none
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the trials and print a table; -> 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trials", type=int, default=50)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    options = parser.parse_args(argv)
-    rng, console = random.Random(options.seed), Console(highlight=False, soft_wrap=True)
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "small.yaml"
-        config.write_text(yaml.safe_dump(CONFIG))
-        undisturbed = start(config, Path(folder) / "undisturbed", options)
-        _, err = undisturbed.communicate()
-        if undisturbed.returncode:
-            console.print(f"the undisturbed run failed: {err}")
-            return 1
-        expected = losses(Path(folder) / "undisturbed")
-        table = Table("trial", "killed", "at step", "resumed from", "lost", "")
-        failed = 0
-        for number in range(options.trials):
-            run = Path(folder) / str(number)
-            max_lost = (1 + number % 2) * CONFIG["checkpoint"]["every"]
-            launcher = start(config, run, options, f"checkpoint.async={str(bool(number % 2)).lower()}")
-            result = trial(launcher, run, MOMENTS[number % len(MOMENTS)], rng.randrange(options.processes), rng)
-            result = result._replace(problem=result.problem or problem(result, losses(run), expected, max_lost))
-            failed += bool(result.problem)
-            lost = "-" if result.resumed is None else str(max(result.step - result.resumed, 0))
-            outcome = result.problem or "same losses"
-            row = (str(number), result.killed, str(result.step), str(result.resumed), lost, outcome)
-            table.add_row(*row)
-            console.print("  ".join(row))
-    console.print(table)
-    console.print(f"{options.trials - failed} of {options.trials} runs ended with the same losses")
-    return int(failed > 0)
+def possible(only: str) -> list[str]:
+    """Return the faults that this machine can have, with a word in their name."""
+    left_out = [] if disturbed_run.has_network() else [name for name in FAULTS if FAULTS[name].hosts > 1]
+    left_out += [] if disturbed_run.has_clock() else ["clock jumps"]
+    left_out += [] if os.geteuid() == 0 else ["disk full"]
+    return [name for name in FAULTS if only in name and name not in left_out]
 
 
-def start(config: Path, run: Path, options: argparse.Namespace, *overrides: str) -> subprocess.Popen:
-    """Start a launcher."""
-    command = ["-m", "nanotrain_jax.launch", "--processes", str(options.processes), "--", "--config", str(config)]
-    return subprocess.Popen(
-        [sys.executable, *command, f"logging.dir={run}", *overrides, *options.overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"XLA_FLAGS": "--xla_backend_optimization_level=0"} | os.environ,
-    )
-
-
-def trial(launcher: subprocess.Popen, run: Path, moment: str, rank: int, rng: random.Random) -> Trial:
-    """Kill a process at the given moment and wait for the run to end."""
+def reach(run: Run, moment: str, rng: random.Random) -> None:
+    """Wait until a run is at a moment: on its way to it, it may be killed."""
+    before = run.workers()
+    if moment in STARTS:
+        kill_one(run, rng)
+        until(
+            lambda: len(run.workers()) == run.shape.processes and not {*before.values()} & {*run.workers().values()}, 60
+        )
     if moment == "start":
-        wait(launcher, lambda: rank in children(launcher))
-        time.sleep(rng.uniform(0, 6))
+        time.sleep(rng.uniform(0, 4))
+    elif moment in STARTS:
+        rank = rng.randrange(run.shape.processes)
+        until(lambda: run.phase(rank) == moment, 30)
+        time.sleep(rng.uniform(0, 0.3))
     else:
-        kill_step = rng.uniform(0.1, 0.8) * CONFIG["train"]["steps"]
-        wait(launcher, lambda: max(losses(run), default=0) >= kill_step)
-        if moment == "checkpoint":
-            wait(launcher, lambda: any((run / "checkpoints").glob("*-tmp*")))
+        steps = run.step() + rng.randint(2, 15)
+        until(lambda: run.step() >= steps, 60)
+        if moment == "end":
+            send(rng.choice(run.launchers).pid, signal.SIGTERM)
+        if moment != "training":
+            until(lambda: run.is_saving() or run.workers() != before, 30)
         time.sleep(rng.uniform(0, 0.05))
-    with suppress(KeyError, ProcessLookupError):  # the run has already ended
-        os.kill(children(launcher)[rank], signal.SIGKILL)
-    step = max(losses(run), default=0)
-    out, err = launcher.communicate(timeout=300)
-    resumed = [int(number) for number in re.findall(r"resumed from step (\d+)", out)]
-    resumed_from = (resumed or [0])[-1] if "killed by SIGKILL; restart 1" in err else None
-    failed = f"exit code {launcher.returncode}: {err.splitlines()[-1:]}" if launcher.returncode else ""
-    return Trial(f"{rank}, {moment}", step, resumed_from, failed)
 
 
-def problem(result: Trial, losses: dict[int, float], expected: dict[int, float], max_lost: int) -> str:
-    """Return what is wrong with a run that has ended; "" if nothing. max_lost: steps that it may lose."""
-    if result.resumed is None:
-        return "ended before it was killed"
-    if losses != expected:
-        return f"losses differ from step {min(i for i in expected if losses.get(i) != expected[i])}"
-    lost = result.step - result.resumed
-    return f"lost {lost} steps" if lost > max_lost else ""
+def trial(run: Run, number: int, name: str, moment: str, rng: random.Random) -> Trial:
+    """Disturb a run and wait until it goes on."""
+    reach(run, moment, rng)
+    began, before, resumed = time.monotonic(), run.workers(), len(run.resumed())
+    must_start = FAULTS[name].restarts or moment == "end"
+    FAULTS[name].apply(run, rng)
+    at, goes_on = wait(run, must_start, before)
+    seconds, started = time.monotonic() - began, run.workers() != before
+    new = run.resumed()[resumed:] or [0]
+    lost = max(at - new[-1], 0) if started else 0
+    problem = "" if goes_on else f"does not go on within {GOES_ON} s"
+    if goes_on and started and not must_start:
+        problem = "started again"
+    if lost > EVERY * (1 + ("checkpoint.async=true" in run.command)):
+        problem = f"lost {lost} steps"
+    shape, layout = run.shape, " ".join(key.partition(".")[2] for key in run.shape.keys)
+    found = (name, moment, at, new[-1] if started else None, lost, round(seconds, 1), problem)
+    return Trial(number, layout, shape.hosts, shape.processes, *found)
 
 
-def children(launcher: subprocess.Popen) -> dict[int, int]:
-    """Return rank -> process id of a launcher's workers (Linux)."""
-    pid_of_rank = {}
-    try:
-        pids = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    except OSError:
-        return {}
-    for pid in pids:
+def wait(run: Run, must_start: bool, before: dict[int, int]) -> tuple[int, bool]:
+    """Wait until a run has logged a step after the last one; -> the last one, and whether it has.
+
+    must_start: other processes than before come first.
+    """
+
+    def has_started() -> bool:
+        run.revive()
+        return run.has_others_than(before)
+
+    def is_beyond(step: int) -> bool:
+        run.revive()
+        return run.step() > step
+
+    has_begun = not must_start or until(has_started, GOES_ON)
+    at = run.step()
+    return at, has_begun and until(lambda: is_beyond(at), GOES_ON)
+
+
+def shape_of(number: int, rng: random.Random) -> Shape:
+    """Return the shape of a run."""
+    hosts = 2 if number % 3 == 2 and disturbed_run.has_network() else 1
+    processes = rng.choice([count for count in (1, 2, 4) if count >= hosts])
+    keys = [*rng.choice(LAYOUTS), f"checkpoint.async={rng.choice(['true', 'false'])}"]
+    return Shape(hosts, processes, tuple(keys))
+
+
+def trials_of(number: int, counts: dict[str, int], folder: Path, rng: random.Random) -> Iterator[Trial]:
+    """Run a run with its faults, those that were least often until now, and compare its losses at the end."""
+    shape = shape_of(number, rng)
+    config, where = folder / "small.yaml", folder / str(number)
+    overrides = [f"memory.nvme_dir={where}/disk"] if any("nvme" in key for key in shape.keys) else []
+    if not overrides and rng.random() < 0.5:
+        overrides = [f"checkpoint.local_dir={where}/local", "checkpoint.local_every=4"]
+    fits = [name for name in counts if FAULTS[name].hosts <= shape.hosts and FAULTS[name].processes <= shape.processes]
+    chosen = sorted(rng.sample(fits, len(fits)), key=counts.get)
+    with disturbed_run.disk(where):
+        run = Run(where, config, shape, overrides, clock="clock jumps" in chosen[:PER_RUN])
         try:
-            env = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        except OSError:
-            continue
-        pid_of_rank |= {int(value.removeprefix("RANK=")): int(pid) for value in env if value.startswith("RANK=")}
-    return pid_of_rank
+            until(lambda: run.step() or run.launchers[0].poll() is not None, GOES_ON)
+            if not run.step():
+                raise RuntimeError(f"the run does not begin: {run.output_of_all()}")
+            found = [
+                trial(run, number, name, rng.choice(FAULTS[name].moments), rng) for name in (chosen * PER_RUN)[:PER_RUN]
+            ]
+            problem = ending(run, config)
+        finally:
+            run.stop()
+    for one in found:
+        yield one._replace(problem=one.problem or problem)
 
 
-def losses(run: Path) -> dict[int, float]:
-    """Return step -> loss, as last logged."""
-    return {record["step"]: record["loss"] for record in curves.read(run / "metrics.jsonl")[0]}
+def ending(run: Run, config: Path) -> str:
+    """End a run by a signal and return what is wrong with it, "" if nothing."""
+    send(run.launchers[0].pid, signal.SIGTERM)
+    if not until(lambda: all(launcher.poll() is not None for launcher in run.launchers), 60):
+        return "does not end"
+    losses = run.losses()
+    expected = undisturbed(run, config, max(losses))
+    wrong = [step for step, loss in expected.items() if losses.get(step) != loss]
+    return f"losses differ from step {wrong[0]}" if wrong else ""
 
 
-def wait(launcher: subprocess.Popen, until: Callable[[], bool]) -> None:
-    """Wait until a condition holds or the launcher has exited."""
-    while launcher.poll() is None and not until():
-        time.sleep(0.002)
+def undisturbed(run: Run, config: Path, steps: int) -> dict[int, float]:
+    """Return step -> loss of the same run without faults."""
+    shape, where = run.shape._replace(hosts=1), run.folder / "undisturbed"
+    where.mkdir()
+    nvme = [f"memory.nvme_dir={where}/disk"] if any("nvme" in key for key in shape.keys) else []
+    other = Run(where, config, shape, [f"train.steps={steps}", "checkpoint.every=0", *nvme])
+    other.launchers[0].wait()
+    return other.losses()
+
+
+def table(trials: Sequence[Trial]) -> Table:
+    """Return for each kind of fault: trials, failed ones, and percentiles of lost steps and of seconds."""
+    columns = "fault", "trials", "failed", "steps lost: 50%", "90%", "most", "seconds: 50%", "90%", "most"
+    shown = Table(*columns)
+    for name in [*FAULTS, "all"]:
+        of_kind = [trial for trial in trials if name in (trial.fault, "all")]
+        if of_kind:
+            figures = [percentiles([t.lost for t in of_kind], 0), percentiles([t.seconds for t in of_kind], 1)]
+            failed = sum(bool(trial.problem) for trial in of_kind)
+            shown.add_row(name, str(len(of_kind)), str(failed), *figures[0], *figures[1])
+    return shown
+
+
+def percentiles(values: Sequence[float], digits: int) -> list[str]:
+    """Return the median, the 90th percentile and the largest."""
+    tenths = quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
+    return [f"{value:.{digits}f}" for value in (tenths[4], tenths[8], max(values))]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the trials that are left and print a table; -> 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="faults with this word in their name")
+    parser.add_argument("--out", type=Path, default=Path("runs/kill_trials"))
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    file, console = options.out / "trials.jsonl", Console(highlight=False, soft_wrap=True)
+    (options.out / "small.yaml").write_text(yaml.safe_dump(CONFIG))
+    done = [Trial(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    with ExitStack() as stack:
+        if disturbed_run.has_network():
+            stack.enter_context(disturbed_run.network())
+        while len(done) < options.trials:
+            number = done[-1].run + 1 if done else 0
+            counts = {name: sum(one.fault == name for one in done) for name in possible(options.only)}
+            found = [*trials_of(number, counts, options.out.absolute(), random.Random(f"{options.seed} {number}"))]
+            done += found
+            for one in found:
+                console.print("  ".join(str(value) for value in one))
+            with file.open("a") as lines:
+                lines.writelines(json.dumps(one._asdict()) + "\n" for one in found)
+    console.print(table(done))
+    failed = sum(bool(one.problem) for one in done)
+    console.print(
+        f"{len(done) - failed} of {len(done)} faults: the run goes on, and ends with the losses of one without"
+    )
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -337,12 +337,12 @@ def script(name):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_checkpoint_restores_bitwise_in_any_layout_and_number_of_processes(capsys):
-    assert script("compare_restores").main(["--first", "12"]) == 0  # every axis and ZeRO stage, NVMe; 1, 2, 4 processes
-    assert capsys.readouterr().out.count("bitwise equal") >= 2 * 8
+    assert script("compare_restores").main(["--first", "8"]) == 0  # every axis and ZeRO stage, NVMe, experts
+    assert "14 of 14 pairs" in capsys.readouterr().out
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_killed_runs_end_with_the_losses_of_an_undisturbed_run(capsys):
-    assert script("kill_trials").main(["--trials", "4"]) == 0
-    assert "4 of 4 runs ended with the same losses" in capsys.readouterr().out
+def test_killed_runs_end_with_the_losses_of_an_undisturbed_run(capsys, tmp_path):
+    assert script("kill_trials").main(["--trials", "8", "--out", str(tmp_path)]) == 0
+    assert "8 of 8 faults" in capsys.readouterr().out
