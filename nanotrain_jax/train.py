@@ -18,6 +18,7 @@ if __name__ == "__main__":
     shell.announce(sys.argv[1:])
 
 import argparse
+import errno
 import hashlib
 import logging
 import math
@@ -99,11 +100,19 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
             with lock.alone("logging.dir", folder), files_of(run) as files:
                 train(run, folder, files, stopped)
         except OSError as error:  # e.g. a full disk; the newest finished checkpoint stays usable
-            return refuse_unless_transient(error)
+            return refuse_unless_transient(with_remedy(error, config.logging.dir))
         except (Diverged, Corrupted) as error:
             refuse(error)
             return 1
     return 0
+
+
+def with_remedy(error: OSError, folder: str) -> OSError:
+    """Return an error that says how to go on if a disk is full: that of a write names neither file nor folder."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return error
+    reason = f"a disk that the run writes to is full, that of logging.dir={folder} or another"
+    return OSError(f"{reason} ({os.strerror(error.errno)}); free space and start again: the run resumes")
 
 
 def refuse_unless_transient(error: Exception) -> int:

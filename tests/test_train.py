@@ -1,5 +1,6 @@
 """The train command end to end: it runs, prints its progress and writes the documented outputs."""
 
+import errno
 import io
 import json
 import os
@@ -21,7 +22,7 @@ from nanotrain_jax.checkpoint import directory
 from nanotrain_jax.config import load
 from nanotrain_jax.config import schema as configs
 from nanotrain_jax.data import batches
-from nanotrain_jax.run import loop, shell
+from nanotrain_jax.run import goodput, loop, shell
 
 __all__ = ["config_file"]  # a fixture
 
@@ -241,6 +242,16 @@ def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(apart, config_
     ]
     assert lines[-1]["step"] == last + 1
     assert lines[-1]["skipped_steps"] >= 6
+
+
+def test_a_disk_that_is_full_ends_a_run_in_one_line(config_file, tmp_path, capsys, monkeypatch):
+    def append(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(goodput, "append", append)
+    assert main(config_file, f"logging.dir={tmp_path}/run", "train.steps=2") == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert f"that of logging.dir={tmp_path}/run or another (No space left on device); free space" in error
 
 
 def test_a_run_may_go_on_whatever_it_skips(config_file, tmp_path):

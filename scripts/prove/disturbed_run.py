@@ -143,7 +143,7 @@ class Run:
 
     def phase(self, rank: int) -> str:
         """Return the phase that a process says it is in; "" if it has not said so."""
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # missing, or being written
             text = (self.folder / "run" / "processes" / f"{rank}.json").read_text()
             pid, phase = re.search(r'"pid": (\d+)', text)[1], re.search(r'"phase": "(\w+)"', text)[1]
             return phase if int(pid) == self.workers()[rank] else ""
@@ -171,6 +171,15 @@ class Run:
     def is_saving(self) -> bool:
         """True while a checkpoint, or a local copy, is being written."""
         return any((self.folder / "run" / "checkpoints").glob("*-tmp*"))
+
+    def reaches(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Wait until a condition holds, starting launchers that end again; -> False if it does not within this time."""
+
+        def has() -> bool:
+            self.revive()
+            return holds()
+
+        return until(has, seconds)
 
     def set_clock(self, seconds: int) -> None:
         """Set the clock of all processes, beside the right time."""

@@ -19,7 +19,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import quantiles
@@ -60,10 +60,10 @@ PAUSE, CUT = 2, 25  # seconds
 
 
 class Fault(NamedTuple):
-    """What happens to a run. restarts: it must start again; moments: of MOMENTS; hosts: at least."""
+    """What happens to a run. restarts: it must start again, or must not (None: may); hosts, processes: at least."""
 
     apply: Callable[[Run, random.Random], None]
-    restarts: bool
+    restarts: bool | None
     moments: tuple[str, ...]
     hosts: int = 1
     processes: int = 1
@@ -125,8 +125,9 @@ def fill_disk(run: Run, rng: random.Random) -> None:
 
 
 def jump(run: Run, rng: random.Random) -> None:
-    """Set the clock an hour on, or back."""
+    """Set the clock an hour on, or back: JAX may take processes for lost, as it counts heartbeats by time of day."""
     run.set_clock(rng.choice([-3600, 3600]))
+    time.sleep(PAUSE)
 
 
 def cut(run: Run, rng: random.Random, seconds: float = CUT) -> None:
@@ -152,7 +153,7 @@ FAULTS = {
     "process stopped": Fault(stop, True, STEADY, processes=2),
     "process paused": Fault(pause, False, STEADY),
     "disk full": Fault(fill_disk, True, STEADY),
-    "clock jumps": Fault(jump, False, STEADY),
+    "clock jumps": Fault(jump, None, STEADY),
     "network cut": Fault(cut, True, STEADY, hosts=2, processes=2),
     "network cut shortly": Fault(cut_shortly, False, STEADY, hosts=2, processes=2),
 }
@@ -184,12 +185,11 @@ def possible(only: str) -> list[str]:
 
 def reach(run: Run, moment: str, rng: random.Random) -> None:
     """Wait until a run is at a moment: on its way to it, it may be killed."""
+    run.reaches(lambda: run.has_others_than({}), GOES_ON)
     before = run.workers()
     if moment in STARTS:
         kill_one(run, rng)
-        until(
-            lambda: len(run.workers()) == run.shape.processes and not {*before.values()} & {*run.workers().values()}, 60
-        )
+        run.reaches(lambda: run.has_others_than(before), 60)
     if moment == "start":
         time.sleep(rng.uniform(0, 4))
     elif moment in STARTS:
@@ -198,7 +198,7 @@ def reach(run: Run, moment: str, rng: random.Random) -> None:
         time.sleep(rng.uniform(0, 0.3))
     else:
         steps = run.step() + rng.randint(2, 15)
-        until(lambda: run.step() >= steps, 60)
+        run.reaches(lambda: run.step() >= steps, GOES_ON)
         if moment == "end":
             send(rng.choice(run.launchers).pid, signal.SIGTERM)
         if moment != "training":
@@ -210,39 +210,32 @@ def trial(run: Run, number: int, name: str, moment: str, rng: random.Random) -> 
     """Disturb a run and wait until it goes on."""
     reach(run, moment, rng)
     began, before, resumed = time.monotonic(), run.workers(), len(run.resumed())
-    must_start = FAULTS[name].restarts or moment == "end"
+    must_start = True if moment == "end" else FAULTS[name].restarts
     FAULTS[name].apply(run, rng)
     at, goes_on = wait(run, must_start, before)
     seconds, started = time.monotonic() - began, run.workers() != before
     new = run.resumed()[resumed:] or [0]
     lost = max(at - new[-1], 0) if started else 0
     problem = "" if goes_on else f"does not go on within {GOES_ON} s"
-    if goes_on and started and not must_start:
+    if goes_on and started and must_start is False:
         problem = "started again"
     if lost > EVERY * (1 + ("checkpoint.async=true" in run.command)):
         problem = f"lost {lost} steps"
     shape, layout = run.shape, " ".join(key.partition(".")[2] for key in run.shape.keys)
     found = (name, moment, at, new[-1] if started else None, lost, round(seconds, 1), problem)
-    return Trial(number, layout, shape.hosts, shape.processes, *found)
+    done = Trial(number, layout, shape.hosts, shape.processes, *found)
+    print(*done, sep="  ", flush=True)
+    return done
 
 
-def wait(run: Run, must_start: bool, before: dict[int, int]) -> tuple[int, bool]:
+def wait(run: Run, must_start: bool | None, before: dict[int, int]) -> tuple[int, bool]:
     """Wait until a run has logged a step after the last one; -> the last one, and whether it has.
 
     must_start: other processes than before come first.
     """
-
-    def has_started() -> bool:
-        run.revive()
-        return run.has_others_than(before)
-
-    def is_beyond(step: int) -> bool:
-        run.revive()
-        return run.step() > step
-
-    has_begun = not must_start or until(has_started, GOES_ON)
+    has_begun = not must_start or run.reaches(lambda: run.has_others_than(before), GOES_ON)
     at = run.step()
-    return at, has_begun and until(lambda: is_beyond(at), GOES_ON)
+    return at, has_begun and run.reaches(lambda: run.step() > at, GOES_ON)
 
 
 def shape_of(number: int, rng: random.Random) -> Shape:
@@ -253,29 +246,28 @@ def shape_of(number: int, rng: random.Random) -> Shape:
     return Shape(hosts, processes, tuple(keys))
 
 
-def trials_of(number: int, counts: dict[str, int], folder: Path, rng: random.Random) -> Iterator[Trial]:
+def trials_of(number: int, most: int, counts: dict[str, int], folder: Path, rng: random.Random) -> list[Trial]:
     """Run a run with its faults, those that were least often until now, and compare its losses at the end."""
-    shape = shape_of(number, rng)
-    config, where = folder / "small.yaml", folder / str(number)
+    shape, config, where = shape_of(number, rng), folder / "small.yaml", folder / str(number)
     overrides = [f"memory.nvme_dir={where}/disk"] if any("nvme" in key for key in shape.keys) else []
     if not overrides and rng.random() < 0.5:
         overrides = [f"checkpoint.local_dir={where}/local", "checkpoint.local_every=4"]
     fits = [name for name in counts if FAULTS[name].hosts <= shape.hosts and FAULTS[name].processes <= shape.processes]
-    chosen = sorted(rng.sample(fits, len(fits)), key=counts.get)
+    shuffled = sorted(rng.sample(fits, len(fits)), key=counts.get)
+    chosen = (shuffled * PER_RUN)[: min(PER_RUN, most)]
+    if not chosen:
+        return []
     with disturbed_run.disk(where):
-        run = Run(where, config, shape, overrides, clock="clock jumps" in chosen[:PER_RUN])
+        run = Run(where, config, shape, overrides, clock="clock jumps" in chosen)
         try:
             until(lambda: run.step() or run.launchers[0].poll() is not None, GOES_ON)
             if not run.step():
                 raise RuntimeError(f"the run does not begin: {run.output_of_all()}")
-            found = [
-                trial(run, number, name, rng.choice(FAULTS[name].moments), rng) for name in (chosen * PER_RUN)[:PER_RUN]
-            ]
+            found = [trial(run, number, name, rng.choice(FAULTS[name].moments), rng) for name in chosen]
             problem = ending(run, config)
         finally:
             run.stop()
-    for one in found:
-        yield one._replace(problem=one.problem or problem)
+    return [one._replace(problem=one.problem or problem) for one in found]
 
 
 def ending(run: Run, config: Path) -> str:
@@ -326,20 +318,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="faults with this word in their name")
     parser.add_argument("--out", type=Path, default=Path("runs/kill_trials"))
     options = parser.parse_args(argv)
+    if not possible(options.only):
+        parser.error(f"--only={options.only} is in no name of a fault that this machine can have: {', '.join(FAULTS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     file, console = options.out / "trials.jsonl", Console(highlight=False, soft_wrap=True)
     (options.out / "small.yaml").write_text(yaml.safe_dump(CONFIG))
     done = [Trial(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    number = done[-1].run + 1 if done else 0
     with ExitStack() as stack:
         if disturbed_run.has_network():
             stack.enter_context(disturbed_run.network())
         while len(done) < options.trials:
-            number = done[-1].run + 1 if done else 0
             counts = {name: sum(one.fault == name for one in done) for name in possible(options.only)}
-            found = [*trials_of(number, counts, options.out.absolute(), random.Random(f"{options.seed} {number}"))]
-            done += found
-            for one in found:
-                console.print("  ".join(str(value) for value in one))
+            rng, left = random.Random(f"{options.seed} {number}"), options.trials - len(done)
+            found = trials_of(number, left, counts, options.out.absolute(), rng)
+            done, number = done + found, number + 1
             with file.open("a") as lines:
                 lines.writelines(json.dumps(one._asdict()) + "\n" for one in found)
     console.print(table(done))
