@@ -25,7 +25,7 @@ from typing import NamedTuple
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import hardware, parameter_traffic
 from nanotrain_jax.models.parameters import LAYERS
-from nanotrain_jax.planner import search, step_time
+from nanotrain_jax.planner import overlap, search, step_time
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate
 from nanotrain_jax.planner.step_time import Transfer
 
@@ -134,8 +134,8 @@ def assumptions(gpu: str) -> list[tuple[str, str, str]]:
     g, t = hardware.find(gpu), step_time
     figures = "data sheet" if gpu in hardware.PUBLISHED else "your file"
     hidden = (
-        f"{t.HIDDEN_TENSOR:.0%} of tensor's, {t.HIDDEN_LAYERS:.0%} of ZeRO's in the loops over layers, "
-        f"{t.HIDDEN_PIPE:.0%} between stages; nothing of what moves once per step"
+        f"{overlap.HIDDEN_TENSOR:.0%} of tensor's, {overlap.HIDDEN_LAYERS:.0%} of ZeRO's in the loops over layers, "
+        f"{overlap.HIDDEN_PIPE:.0%} between stages; nothing of what moves once per step"
     )
     hops = f"{NVLINK_HOP * 1e6:g} us over NVLink, {NETWORK_HOP * 1e6:g} us over the network"
     delays = f"kernel {t.KERNEL * 1e6:g} us, collective of tensor {t.COLLECTIVE * 1e6:g} us, tick {t.TICK * 1e6:g} us"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from functools import cache
 from math import prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from nanotrain_jax.costs.hardware import Gpu
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.parameters import ENCODER, ENDS, LAYERS
 from nanotrain_jax.parallel.mesh import AXES
+from nanotrain_jax.planner.overlap import When, overlap
 
 # Fractions of peak memory and link bandwidth that good kernels reach; for matrix units see hardware.Gpu.matmul.
 STREAM = 0.8
@@ -44,11 +45,6 @@ ENDS_TICK = 2e-4  # of the ends of a microbatch, if split over stages: three bra
 # element: read twice, written once.
 FLOAT8, QUANTIZE = 1.6, 5
 
-# Fractions of the wire bytes that overlap with matmuls, as the compiled programs schedule them (scripts/audit.py).
-HIDDEN_TENSOR = 0.3  # with parallel.overlap_tensor all but that of the ends (`_overlap`)
-HIDDEN_LAYERS = 0.5  # ZeRO 2 and 3, in the loops over layers, if a layer exceeds one bucket; else 0
-HIDDEN_PIPE = 1.0  # also hops of ring attention, but the last one of gradients
-
 
 class Transfer(NamedTuple):
     """Traffic of one kind along some mesh axes, or between device and host, per device and step."""
@@ -61,7 +57,7 @@ class Transfer(NamedTuple):
     link: str  # NVLink, network, or network x k: over k adapters at once
     seconds: float
     exposed: float  # seconds not hidden behind compute
-    when: Literal["microbatch", "step"]  # inside the loops; or once, after the backward
+    when: When
 
 
 @cache
@@ -100,53 +96,13 @@ def transfers(config: Config, gpu: Gpu, compute: float) -> list[Transfer]:
         intra_domain = "memory" if gpu.kind == "cpu" else "NVLink"
         name = intra_domain if local == group else "network" if local == 1 else f"network x {local}"
         seconds = size / (bandwidth * LINK)
-        hidden, when = _overlap(config, op, what, layer > p.bucket_mb * 2**20)
+        hidden, when = overlap(config, op, what, layer > p.bucket_mb * 2**20)
         behind = hops_time(config, gpu) if what is Traffic.ATTENTION else compute
         if axis == "tensor" and op == "permute":
             behind = tensor_hops_time(config, gpu)
         exposed = seconds - min(seconds * hidden, behind)
         transfers.append(Transfer(axis, op, what, what.value, size, name, seconds, exposed, when))
     return transfers
-
-
-def _overlap(
-    config: Config, op: str, what: Traffic, exceeds_bucket: bool
-) -> tuple[float, Literal["microbatch", "step"]]:
-    """Return the fraction of some traffic that overlaps with compute, and when it happens.
-
-    exceeds_bucket: a layer's weights are larger than a bucket.
-    """
-    p = config.parallel
-    if what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS, Traffic.LOSS):
-        if not (p.overlap_tensor and p.sequence_parallel) or what is Traffic.LOSS:
-            return HIDDEN_TENSOR, "microbatch"
-        if op == "permute":
-            return 1.0, "microbatch"
-        of_layers = 0 if op == "all_gather" and config.memory.rematerialization.policy == "full" else 2
-        return 1 - 2 / (of_layers * counts.stage_layers(config) + 2), "microbatch"
-    if what is Traffic.ADAPTERS:
-        return HIDDEN_TENSOR, "microbatch"
-    if what is Traffic.ENCODER:
-        return HIDDEN_TENSOR, "step"
-    if what is Traffic.BETWEEN_STAGES or (what is Traffic.SHARED_BY_STAGES and p.chunks == 1):
-        return HIDDEN_PIPE, "microbatch"
-    if what is Traffic.SHARED_BY_STAGES:
-        return 0.0, "microbatch"
-    if what is Traffic.EXPERTS:
-        return 0.0, "microbatch"
-    if what in (Traffic.ATTENTION, Traffic.HEADS):
-        return (HIDDEN_PIPE * (1 - last_hop(config)) if op == "permute" else 0.0), "microbatch"
-    is_scattered_in_backward = what is Traffic.GRADIENTS and p.zero > 1 and op in ("reduce_scatter", "all_to_all")
-    if what is Traffic.WEIGHTS or is_scattered_in_backward:
-        return (HIDDEN_LAYERS if exceeds_bucket else 0.0), "microbatch"
-    return 0.0, "step"
-
-
-def last_hop(config: Config) -> float:
-    """Return the share of ring attention's bytes in the last hop of the gradients of keys and values, home."""
-    kv = 2 * counts.tokens_per_device(config) * counts.local_kv_width(config)
-    ((_, size, _),) = communication.attention_buffers(config)
-    return 4 * kv * counts.stage_layers(config) / size
 
 
 def hops_time(config: Config, gpu: Gpu) -> float:

@@ -27,7 +27,7 @@ from nanotrain_jax.costs import activations, communication, memory
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import search
 from nanotrain_jax.planner.estimate import estimate, margin, on_gpus
-from nanotrain_jax.planner.step_time import last_hop
+from nanotrain_jax.planner.overlap import last_hop
 from nanotrain_jax.step import build as steps
 
 JAX, NEWEST = "{}.{}".format(*jax.__version_info__), "0.12"

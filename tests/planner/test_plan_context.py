@@ -13,7 +13,8 @@ from nanotrain_jax.costs import hardware
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.planner import choice, search
 from nanotrain_jax.planner.estimate import estimate, on_gpus
-from nanotrain_jax.planner.step_time import LINK, last_hop
+from nanotrain_jax.planner.overlap import last_hop
+from nanotrain_jax.planner.step_time import LINK
 
 CONFIG = ROOT / "configs" / "llama3_8b_128k.yaml"
 
