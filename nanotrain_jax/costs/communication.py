@@ -242,7 +242,8 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
         all-gather       6 L + 2
         reduce-scatter   4 L + 2
     Recomputation adds: `full` one all-reduce per layer (a reduce-scatter), block:n two (two pairs). With
-    parallel.overlap_tensor permutes replace all but the gathers again, 2 L scatters and those of look-up and loss.
+    parallel.overlap_tensor permutes replace all but the gathers again, 2 L scatters and those of look-up and loss; and
+    all of experts (`plain_passes`).
     Gradients of frozen weights do not gather inputs again, and that of a frozen embedding is not gathered.
     The loss all-reduces 3 scalars per token, twice with `computes_logits_again`. Gradients of parameters that every
     device of the axis stores are summed over tensor where they are partial: all of them under sequence parallelism,
@@ -262,10 +263,12 @@ def tensor_buffers(config: Config) -> list[tuple[str, float, Traffic]]:
     if p.tensor > 1 and p.overlap_tensor:
         is_full = config.memory.rematerialization.policy == "full"
         of_layer, regathers = gathers + scatters, 0 if is_full else regathered_inputs(config)
+        gathered, summed = ((L - first) * times for times in plain_passes(config))
+        hops = (of_layer - regathers - 2) * L - gathered - summed - spared
         return [
-            ("permute", ((of_layer - regathers - 2) * L - spared) * activations, Traffic.ACTIVATIONS),
-            ("all_gather", (regathers * L + of_ends) * activations, Traffic.REGATHERED_ACTIVATIONS),
-            ("reduce_scatter", (2 * L + scattered) * activations, Traffic.ACTIVATIONS),
+            ("permute", hops * activations, Traffic.ACTIVATIONS),
+            ("all_gather", (regathers * L + gathered + of_ends) * activations, Traffic.REGATHERED_ACTIVATIONS),
+            ("reduce_scatter", (2 * L + summed + scattered) * activations, Traffic.ACTIVATIONS),
             *of_adapters,
         ]
     return [
@@ -305,6 +308,16 @@ def tensor_passes(config: Config) -> tuple[float, float]:
         return 4 + recomputed, 0
     gathers = 2 + inputs if policy == "block" else 2 if policy == "full" else inputs
     return 4 + gathers + 2 * share, 4 + recomputed
+
+
+def plain_passes(config: Config) -> tuple[int, float]:
+    """Return how many gathers and scatters of a layer parallel.overlap_tensor leaves as they are where an MLP hops:
+    those of experts in the forward, of the gradient of what they return, and of their recomputation."""
+    if not config.model.experts:
+        return 0, 0
+    policy, norms_after = config.memory.rematerialization.policy, config.model.features.norms_after
+    recomputed = {"full": int(norms_after), "block": 1 - counts.last_matmuls_spared(config)}.get(policy, 0)
+    return 2 + config.memory.rematerialization.recomputes_layers, 1 + recomputed
 
 
 def _forwards_more(config: Config) -> float:

@@ -9,7 +9,7 @@ from nanotrain_jax.costs.traffic import Traffic
 When = Literal["microbatch", "step"]  # inside the loops; or once, after the backward
 
 # Fractions of the wire bytes that overlap with matmuls, as the compiled programs schedule them (scripts/audit.py).
-HIDDEN_TENSOR = 0.3  # with parallel.overlap_tensor all but that of the ends (`overlap`)
+HIDDEN_TENSOR = 0.3  # with parallel.overlap_tensor all but that of the ends, and of experts (`_hidden_beside_hops`)
 HIDDEN_LAYERS = 0.5  # ZeRO 2 and 3, in the loops over layers, if a layer exceeds one bucket; else 0
 HIDDEN_PIPE = 1.0  # also hops of ring attention, but the last one of gradients
 
@@ -25,8 +25,7 @@ def overlap(config: Config, op: str, what: Traffic, exceeds_bucket: bool) -> tup
             return HIDDEN_TENSOR, "microbatch"
         if op == "permute":
             return 1.0, "microbatch"
-        of_layers = 0 if op == "all_gather" and config.memory.rematerialization.policy == "full" else 2
-        return 1 - 2 / (of_layers * counts.stage_layers(config) + 2), "microbatch"
+        return _hidden_beside_hops(config, op), "microbatch"
     if what is Traffic.ADAPTERS:
         return HIDDEN_TENSOR, "microbatch"
     if what is Traffic.ENCODER:
@@ -43,6 +42,17 @@ def overlap(config: Config, op: str, what: Traffic, exceeds_bucket: bool) -> tup
     if what is Traffic.WEIGHTS or is_scattered_in_backward:
         return (HIDDEN_LAYERS if exceeds_bucket else 0.0), "microbatch"
     return 0.0, "step"
+
+
+def _hidden_beside_hops(config: Config, op: str) -> float:
+    """Return the fraction of gathers, or of scatters, over tensor that overlaps with compute beside permutes: in layers
+    all, but those of experts as without parallel.overlap_tensor; of the ends none."""
+    m, L = config.model, counts.stage_layers(config)
+    each = 0 if op == "all_gather" and config.memory.rematerialization.policy == "full" else 1  # of attention, of MLP
+    of_mlp = each + communication.plain_passes(config)[op == "reduce_scatter"]
+    of_first = 2 * each * m.dense_layers
+    hidden = L * (each + of_mlp * (HIDDEN_TENSOR if m.experts else 1)) + of_first
+    return hidden / (L * (each + of_mlp) + of_first + 2)
 
 
 def last_hop(config: Config) -> float:

@@ -115,11 +115,20 @@ def hops_time(config: Config, gpu: Gpu) -> float:
 
 def tensor_hops_time(config: Config, gpu: Gpu) -> float:
     """Return the seconds in a step of the matmuls behind which activations hop over tensor (parallel.overlap_tensor):
-    those of every forward of the layers, and in the backward those after which a sum is scattered, counted as half."""
-    _, _, forward = layers_time(config, gpu)
+    those of every forward of the layers, and in the backward those after which a sum is scattered, counted as half. Of
+    experts none."""
     t, policy = config.parallel.tensor, config.memory.rematerialization.policy
     passes = 1.5 + (policy in ("full", "block"))
-    return config.parallel.microbatches * passes * forward * (t - 1) / t
+    layers, first = counts.stage_layers(config) * _hopped_time(config, gpu), mixture.first_layers(config)
+    if first is not None:
+        layers += first.model.num_layers * _hopped_time(first, gpu)
+    return config.parallel.microbatches * passes * layers * (t - 1) / t
+
+
+def _hopped_time(config: Config, gpu: Gpu) -> float:
+    """Return the seconds of the matmuls in the forward of a layer behind which activations hop over tensor."""
+    of_layer = matmuls_time(config, gpu)
+    return of_layer["attention"] if config.model.experts else sum(of_layer.values())
 
 
 def copies(config: Config, gpu: Gpu, compute: float) -> tuple[list[Transfer], float]:
@@ -224,15 +233,9 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     """Return F, B and W of one microbatch through a stage's layers in seconds, without communication."""
     m, p = config.model, config.parallel
     t, n, b = p.tensor, counts.tokens_per_device(config) / p.microbatches, counts.BYTES[config.precision.compute]
-    D, Q, L, F = m.d_model, counts.query_width(m), counts.stage_layers(config), mixture.computed_ffn_width(config)
-    K, num_up = counts.kv_width(m) * max(1, t / m.num_kv_heads), 1 + m.features.gated_mlp
-    faster = FLOAT8 if config.precision.matmul == "float8" else 1.0
-
-    def matmul(k: float, out: float) -> float:
-        return _matmul((n, k, out), b, gpu) / faster
-
-    inner = matmul(D, Q / t) + matmul(Q / t, D) + 2 * matmul(D, K / t) + num_up * matmul(D, F / t)
-    down = matmul(F / t, D)
+    D, Q, L, K = m.d_model, counts.query_width(m), counts.stage_layers(config), _stored_kv_width(config)
+    num_up, matmuls = 1 + m.features.gated_mlp, matmuls_time(config, gpu)
+    inner, down = matmuls["attention"] + matmuls["up"], matmuls["down"]
     attention = attention_time(config, gpu)
     split_x = t if p.sequence_parallel else 1
     of_heads = ((not m.features.learned_positions) + m.features.qk_norm) * 2 * (Q + K) / t  # rotary, norms
@@ -251,13 +254,40 @@ def layers_time(config: Config, gpu: Gpu) -> tuple[float, float, float]:
     recompute["block"] = forward
     B = recompute[config.memory.rematerialization.policy] + inner + down + 2.5 * attention + 2 * elementwise
     if t > 1 and p.overlap_tensor:
-        written = b * n * ((Q + 2 * K + num_up * m.d_ff) / t + 2 * D)  # a hop copies its block of rows into the whole
-        hops = 2 * written / (STREAM * gpu.memory_bandwidth) + 4 * (t - 1) * 3 * KERNEL
-        forward, B = forward + hops, B + hops / 2 + 4 * COLLECTIVE
+        blocks, plain = (1, 1) if m.experts else (2, 0)  # of attention and MLP
+        columns = Q + 2 * K + (0 if m.experts else num_up * m.d_ff)
+        written = b * n * (columns / t + blocks * D)  # a hop copies its block of rows into the whole
+        hops = 2 * written / (STREAM * gpu.memory_bandwidth) + 2 * blocks * (t - 1) * 3 * KERNEL
+        forward += hops + 2 * plain * COLLECTIVE
+        B += hops / 2 + (2 * blocks + 3 * plain) * COLLECTIVE
     elif t > 1:
         forward, B = forward + 4 * COLLECTIVE, B + 6 * COLLECTIVE
     forward, B = (seconds + stacks_time(config, gpu) for seconds in (forward, B))
     return L * forward, L * B, L * (inner + down) * flops.trained_share(config, LAYERS)
+
+
+def matmuls_time(config: Config, gpu: Gpu) -> dict[str, float]:
+    """Return the seconds of the matmuls in the forward of a layer and microbatch: of attention, of up (with gate), and
+    of down."""
+    m, t, b = config.model, config.parallel.tensor, counts.BYTES[config.precision.compute]
+    n = counts.tokens_per_device(config) / config.parallel.microbatches
+    D, Q, K, F = m.d_model, counts.query_width(m), _stored_kv_width(config), mixture.computed_ffn_width(config)
+    faster = FLOAT8 if config.precision.matmul == "float8" else 1.0
+
+    def matmul(k: float, out: float) -> float:
+        return _matmul((n, k, out), b, gpu) / faster
+
+    attention = matmul(D, Q / t) + matmul(Q / t, D) + 2 * matmul(D, K / t)
+    return {
+        "attention": attention,
+        "up": (1 + m.features.gated_mlp) * matmul(D, F / t),
+        "down": matmul(F / t, D),
+    }
+
+
+def _stored_kv_width(config: Config) -> float:
+    """Return the width of keys over all devices of tensor: with fewer heads than devices several store one."""
+    return counts.kv_width(config.model) * max(1, config.parallel.tensor / config.model.num_kv_heads)
 
 
 def first_time(config: Config, gpu: Gpu) -> tuple[float, float]:

@@ -162,7 +162,6 @@ BAD = [
         "model.experts with precision.gather=int8: not supported for a mixture of",
     ),
     ([*EXPERTS, "train.lora={{rank: 2}}"], "use train.lora.targets=[q, k, v, out]"),
-    ([*EXPERTS, "parallel.tensor=2", "parallel.overlap_tensor=true"], "use parallel.overlap_tensor=false"),
     (["parallel.tensor=4", "parallel.data=1"], "parallel.tensor=4 does not divide model.num_heads=2; use 1 or 2"),
     (["precision.matmul=float8"], "precision.matmul=float8 with precision.compute=float32; use bfloat16"),
     (

@@ -15,7 +15,7 @@ from nanotrain_jax.costs import hardware, memory
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text, slots
 from nanotrain_jax.planner import choice, layouts, search
 from nanotrain_jax.planner.estimate import estimate, margin
-from nanotrain_jax.planner.step_time import link
+from nanotrain_jax.planner.step_time import link, tensor_hops_time, times
 
 
 @pytest.mark.parametrize("name", schedule.SCHEDULES)
@@ -131,6 +131,26 @@ def test_as_many_devices_share_experts_as_divide_both():
     for data, inside, sizes in ((16, 8, [1, 8]), (16, 4, [1, 4, 8]), (6, 8, [1, 2]), (1, 8, [1])):
         assert layouts.expert_sizes(mixture, data, inside) == sizes
         assert layouts.expert_sizes(dense, data, inside) == [1]
+
+
+def test_activations_hop_behind_attention_and_mlps_not_behind_experts():
+    sizes = {"tensor": 8, "pipe": 1, "chunks": 1, "schedule": "1f1b", "expert": 1, "data": 1}
+    split = tuple(f"parallel.{key}={value}" for key, value in sizes.items())
+
+    def behind(*keys):
+        config = load.load(ROOT / "configs/mixtral_8x7b.yaml", (*split, "parallel.overlap_tensor=true", *keys))
+        return tensor_hops_time(resolve(config, config.parallel.axes), hardware.find("h100"))
+
+    plain, layers = behind(), 32
+    assert behind("model.experts.d_ff=28672") == plain
+    one_dense = behind("model.experts.first_dense=1", "model.d_ff=14336")
+    assert plain * (1 + 1 / layers) < one_dense < plain * (1 + 8 / layers)
+
+    def exposed(overlap):
+        config = load.load(ROOT / "configs/mixtral_8x7b.yaml", (*split, f"parallel.overlap_tensor={overlap}"))
+        return times(resolve(config, config.parallel.axes), hardware.find("h100"))[0]["tensor"]
+
+    assert 1 / 3 < exposed("true") / exposed("false") < 1
 
 
 def test_without_a_fit_the_error_has_the_excess_and_remedies():

@@ -58,6 +58,9 @@ MORE = [
     *(mixture("replica 2 data 2 expert 2", compress=how, zero=2) for how in ("topk:0.01", "int8")),
     mixture("replica 2 data 4 expert 2", compress="randomk:0.1", zero=3, microbatches=2),
     mixture("data 2 pipe 2", "block:2", DENSE | {"num_layers": 6}, zero=3, microbatches=2),
+    *(mixture("tensor 4", remat, DENSE, overlap_tensor=True) for remat in ("none", "selective", "full", "block:2")),
+    mixture("data 2 expert 2 tensor 2", overlap_tensor=True, zero=3, microbatches=2),
+    mixture("data 2 tensor 2", "block:2", overlap_tensor=True, zero=3, prefetch=True),
 ]
 
 

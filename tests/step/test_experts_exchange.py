@@ -39,6 +39,8 @@ MORE = [
     shared("data 2 expert 2 pipe 2", idle="mask", microbatches=2),
     case("data 4 expert 2", model=SHARED | {"num_layers": 3, "unroll": True}, zero=1, microbatches=2),
     shared("replica 2 data 2 expert 2", zero=2, compress="topk:1"),  # all of it travels
+    *(shared("data 2 expert 2 tensor 4", remat, zero=1, overlap_tensor=True) for remat in ("none", "full")),
+    shared("data 2 expert 2 tensor 2 pipe 2", overlap_tensor=True, idle="mask", microbatches=2),
 ]
 
 
