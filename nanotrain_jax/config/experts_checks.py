@@ -1,7 +1,7 @@
 """Check that a mixture of experts goes with the other keys of a config."""
 
 from nanotrain_jax.config.misfit import Misfit
-from nanotrain_jax.config.schema import EIGHT_BITS, Config
+from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import near_divisors
 
 
@@ -26,7 +26,6 @@ def check_experts(config: Config) -> None:
         and m.dense_layers
         and "use parallel.vocab_over_pipe=false",
         "precision.matmul=float8": precision.matmul == "float8" and "leave it out",
-        f"precision.gather={precision.gather}": precision.gather in EIGHT_BITS and "leave it out",
         f"parallel.sync_every={p.sync_every}": p.sync_every and "leave it out",
         "train.objective": config.train.objective and "leave it out",
     }

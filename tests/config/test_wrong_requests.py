@@ -157,10 +157,6 @@ BAD = [
         "does not divide model.ex",
     ),
     ([*EXPERTS, "model.family=gpt2"], "model.experts with model.family=gpt2: experts are gated MLPs; use llama"),
-    (
-        [*EXPERTS, "parallel.zero=3", "precision={{compute: bfloat16, gather: int8}}"],
-        "model.experts with precision.gather=int8: not supported for a mixture of",
-    ),
     ([*EXPERTS, "train.lora={{rank: 2}}"], "use train.lora.targets=[q, k, v, out]"),
     (["parallel.tensor=4", "parallel.data=1"], "parallel.tensor=4 does not divide model.num_heads=2; use 1 or 2"),
     (["precision.matmul=float8"], "precision.matmul=float8 with precision.compute=float32; use bfloat16"),

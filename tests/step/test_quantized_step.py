@@ -26,8 +26,9 @@ from conftest import (
 from test_tensor_step import moves_the_bytes_of_the_papers
 
 from nanotrain_jax.audit import hlo
+from nanotrain_jax.costs.communication import on_a_ring
 from nanotrain_jax.costs.parameter_traffic import parameter_buffers
-from nanotrain_jax.parallel.gradients.quantization import BYTES
+from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.step import build as steps
 
 PER_LAYER = {"grad_reduce": "per_layer"}
@@ -77,24 +78,40 @@ def test_gradients_are_near_the_oracle_and_move_the_bytes_of_the_closed_form(cas
     moves_the_bytes_of_the_papers(tree(case, kind))
 
 
+FIRST_DENSE = {"num": 8, "top_k": 2, "d_ff": 64, "shared": 1, "capacity": 8.0, "first_dense": 1}
+GATHERS = [
+    ({}, {"data": 4}, "int8"),
+    ({"num_layers": 3, "experts": FIRST_DENSE}, {"data": 4, "expert": 2}, "int8"),
+    ({"num_layers": 3, "experts": FIRST_DENSE}, {"data": 4, "expert": 2}, "float8"),
+]
+
+
 @pytest.mark.long
 @jax.numpy_dtype_promotion("standard")  # jax.nn.dot_product_attention itself needs it in 16 bit
-def test_gathers_of_int8_move_the_bytes_of_the_closed_form_and_change_losses_little():
-    losses, moved = [], {}
-    for gather in ("bfloat16", "int8"):
+@pytest.mark.parametrize("case", GATHERS, ids=in_words)
+def test_gathers_in_8_bits_move_the_bytes_of_the_closed_form_and_change_losses_little(case):
+    model, layout, kind = case
+    losses, moved, closed = [], [], []
+    for gather in ("bfloat16", kind):
         precision = {"compute": "bfloat16", "gather": gather, "grad_reduce": "int8"}
-        plain = small(parallel={"data": 4, "zero": 3, "persist_below": 64}, precision=precision)
+        plain = small(model=model, parallel=layout | {"zero": 3, "persist_below": 64}, precision=precision)
         step = built(plain)
         found = (c for c in hlo.collectives(compiled_text(step), step.plan.mesh.shape) if c.operation == "all_gather")
-        moved[gather] = sum(c.bytes * c.count for c in found)
+        moved.append(sum(c.bytes * c.count for c in found))
+        closed.append(gathered_on_cpus(step.plan.config))
         _, log = run(plain, updates=3)
         losses.append([float(metrics["loss"]) for metrics in log])
     as_they_are, in_8_bits = np.array(losses)
     assert 0 < np.abs(in_8_bits / as_they_are - 1).max() < 0.01
-    # XLA:CPU sends 16 bit as float32, and 8 bits as they are.
-    matrices = [b for b in parameter_buffers(step.plan.config) if b.itemsize == BYTES and b.op == "all_gather"]
-    elements = sum(b.times * b.elements for b in matrices)
-    assert moved["bfloat16"] - moved["int8"] == pytest.approx(3 / 4 * elements * (4 - BYTES))
+    assert moved[0] - moved[1] == pytest.approx(closed[0] - closed[1])
+    assert closed[0] > 2 * closed[1]
+
+
+def gathered_on_cpus(config):
+    """Wire bytes of gathered weights: XLA:CPU sends 16 bit as float32, and 8 bits as they are."""
+    gathers = (b._replace(itemsize=4 if b.itemsize == 2 else b.itemsize) for b in parameter_buffers(config))
+    sizes = ((b, b.times * b.itemsize * b.elements) for b in gathers if b.what is Traffic.WEIGHTS)
+    return sum(on_a_ring(b.axes, b.op, size, config.parallel) for b, size in sizes)
 
 
 @pytest.mark.long  # as without quantization: tests/step/test_step.py
