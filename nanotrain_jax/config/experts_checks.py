@@ -27,7 +27,6 @@ def check_experts(config: Config) -> None:
         and "use parallel.vocab_over_pipe=false",
         "precision.matmul=float8": precision.matmul == "float8" and "leave it out",
         f"parallel.sync_every={p.sync_every}": p.sync_every and "leave it out",
-        "train.objective": config.train.objective and "leave it out",
     }
     for what, remedy in refused.items():
         if remedy:

@@ -84,7 +84,7 @@ def largest_loads(load_LE: jax.Array) -> jax.Array:
 
 
 def report(top_k: int, means: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Return what is logged of the means of sums over tokens. top_k: experts of a token."""
+    """Return what is logged of the means of sums over tokens, and others as they are. top_k: experts of a token."""
     load_LE = means["load"]
     tokens = load_LE.sum() / top_k  # of all layers
     found = {
@@ -92,7 +92,8 @@ def report(top_k: int, means: dict[str, jax.Array]) -> dict[str, jax.Array]:
         "router_z": means["z"] / tokens,
         "router_entropy": means["entropy"] / tokens,
     }
-    return found | {name: x / load_LE.sum() for name, x in means.items() if name == "dropped"}
+    found |= {name: x / load_LE.sum() for name, x in means.items() if name == "dropped"}
+    return found | {name: x for name, x in means.items() if name not in ("load", "z", "entropy", "dropped")}
 
 
 def loads_by_layer(first: int, means: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -113,7 +114,8 @@ def adjusted(bias_L2E: jax.Array, load_LE: jax.Array, rate: float) -> jax.Array:
 
 
 def build(model: Model, config: Config, layer: Callable) -> Model:
-    """Return a decoder whose layers are layer(weights, x, batch) -> x, row. model: of x alone."""
+    """Return a decoder whose layers are layer(weights, x, batch) -> x, row. model: of x alone, with its
+    objective."""
     experts, L, p = config.model.experts, config.model.main_layers, config.parallel
     same_axes = [axis for axis in p.vocab_axes if axis == "pipe" or p.sequence_parallel]  # devices have the same rows
     measures = {"load": (L, experts.num), "z": (), "entropy": ()} | ({"dropped": ()} if p.expert > 1 else {})
@@ -133,10 +135,10 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
         return jax.tree.map(lambda x: x / math.prod(p.axes[axis] for axis in same_axes), all_reduce(x, same_axes))
 
     def last(ends: Tree, carried: Tree, batch: Tree) -> tuple:
-        loss, count = model.last(ends, carried[X], batch)
+        loss, count, *further = model.last(ends, carried[X], batch)
         found = statistics(jax.lax.stop_gradient(carried[ROUTER]))
         sums = {"load": found.load_E} | {name: getattr(found, name).sum() for name in measures if name != "load"}
-        return loss, count, mean(sums)
+        return loss, count, mean(sums) | (further[0] if further else {})
 
     def penalty(carried: Tree, count: jax.Array) -> jax.Array:
         found = statistics(carried[ROUTER])
@@ -159,10 +161,11 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
         layer=run_layer,
         last=last,
         penalty=penalty if experts.adds_loss else None,
-        measures=measures,
+        measures={**measures, **model.measures},
         report=partial(report, experts.top_k),
         details=partial(loads_by_layer, experts.first_dense),
         adjust=adjust if experts.balance == "bias" else None,
         correct=None,
         token_losses=of_x(model.token_losses),
+        of_rows=of_x(model.of_rows),
     )

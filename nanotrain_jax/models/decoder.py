@@ -37,7 +37,7 @@ from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import head_gradient, writes_layers_out
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config, Model
-from nanotrain_jax.models import balance, contract, decode, decoder_table
+from nanotrain_jax.models import balance, contract, decode, decoder_table, dpo
 from nanotrain_jax.models.decoder_layer import Layer, is_local, stacked
 from nanotrain_jax.models.ends import Ends
 from nanotrain_jax.models.modules import ONE_DEVICE, Split
@@ -274,7 +274,8 @@ def split_of(config: Config, mesh: Mesh) -> Split:
 
 
 def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.Model:
-    """Build the decoder of a resolved config for the training step. counts_correct: with `Model.correct`."""
+    """Build the decoder of a resolved config for the training step, with its objective. counts_correct: with
+    `Model.correct`."""
     kernel = attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
     if kernel == "cudnn":
         check_flash_rows(config)
@@ -328,4 +329,6 @@ def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.
         token_losses=token_losses,
         decode=decode.build(decoder, split, graphs, merged),
     )
+    if config.train.objective:
+        model = dpo.build(model, config)
     return balance.build(model, config, routed) if decoder.experts else model

@@ -18,11 +18,6 @@ from nanotrain_jax.parallel.sharding import path_name
 def make(config: Config, mesh: Mesh) -> Model:
     """Build the model of a resolved config, with its objective. Raises ValueError if model.factory fails or returns
     another type, or if the model cannot have the objective."""
-    model = _make(config, mesh)
-    return dpo.build(model, config) if config.train.objective else model
-
-
-def _make(config: Config, mesh: Mesh) -> Model:
     if config.vision is not None:
         return vision_language.build(config, mesh)
     if config.model.factory is None:
@@ -32,7 +27,7 @@ def _make(config: Config, mesh: Mesh) -> Model:
         raise ValueError(
             f"model.factory={config.model.factory} returned {type(model).__name__}; return a nanotrain_jax.Model"
         )
-    return model
+    return dpo.build(model, config) if config.train.objective else model
 
 
 def load_function(name: str, key: str) -> Callable:

@@ -49,10 +49,14 @@ def batch_of(rows, step):
     return batch
 
 
+EXPERTS = {"num": 8, "top_k": 2, "d_ff": 64, "balance": "none", "capacity": 8.0}  # room for all rows
+
+
 def tree(family="llama", objective=None, memory=None, **parallel):
+    model = {"vocab_size": VOCAB} | ({"experts": EXPERTS} if family == "mixture" else {})
     return small(
-        family,
-        model={"vocab_size": VOCAB} | ({"loss_chunk": parallel.pop("loss_chunk")} if "loss_chunk" in parallel else {}),
+        "llama" if family == "mixture" else family,
+        model=model | ({"loss_chunk": parallel.pop("loss_chunk")} if "loss_chunk" in parallel else {}),
         data={"source": "pairs:none", "seq_len": T, "batch_size": B},
         train={"seed": 3, "objective": {"kind": "dpo", "beta": BETA, "label_smoothing": SMOOTHING} | (objective or {})},
         memory=memory or {},
@@ -76,7 +80,7 @@ def expected_loss(params, given, reference):
     return of_pair.mean(), z
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def of_the_oracle(family):
     """-> weights, log-probabilities of them and of the reference (other weights), loss, margins, gradients."""
     config, _ = resolved(tree(family, data=1))
@@ -118,6 +122,10 @@ LAYOUTS = {
     "interleaved": ("llama", {"pipe": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 1, "idle": "mask"}),
     "ring": ("llama", {"data": 2, "context": 2, "microbatches": 2}),
     "ulysses": ("llama", {"context": 2, "tensor": 2, "context_attention": "ulysses"}),
+    "experts": ("mixture", {"data": 1, "microbatches": 2}),
+    "experts, tensor, ZeRO 3": ("mixture", {"data": 2, "expert": 2, "tensor": 2, "zero": 3, "microbatches": 2}),
+    "experts, pipe": ("mixture", {"pipe": 2, "data": 2, "expert": 2, "microbatches": 4}),
+    "experts, context": ("mixture", {"data": 2, "expert": 2, "context": 2}),
     "ulysses, microbatches": ("llama", {"data": 2, "context": 2, "context_attention": "ulysses", "microbatches": 2}),
 }
 FIRST = ("tensor, ZeRO 3",)
@@ -152,12 +160,40 @@ def test_loss_gradients_and_scores_are_those_of_the_paper(name):
 
 
 PIPES = "pipe, vocabulary over it", "pipe", "zero bubble"
+OF_EXPERTS = "experts", "experts, pipe"
 SCALARS = 128  # bytes: losses, numbers of pairs, accuracies, margins, the norm of the gradients
 
 
-@pytest.mark.parametrize(
-    "name", cover(["tensor, ZeRO 3"], ["one device", "data 2 tensor 2", "ulysses", "ulysses, microbatches", *PIPES])
-)
+MORE = "one device", "data 2 tensor 2", "ulysses", "ulysses, microbatches", *PIPES, *OF_EXPERTS
+
+
+@pytest.mark.parametrize("name", cover(["tensor, ZeRO 3"], MORE))
 def test_flops_and_bytes_equal_the_closed_forms(name):
     family, parallel = LAYOUTS[name]
     has_flops_and_bytes_of_the_closed_forms(built(tree(family, **parallel)), SCALARS)
+
+
+@pytest.mark.long
+def test_routers_are_balanced_as_beside_the_loss_of_tokens():
+    """What `balance: loss` adds to gradients does not depend on the objective, nor on the layout."""
+    params, _, other, *_ = of_the_oracle("mixture")
+
+    def added(source, **parallel):
+        batch, of_routers = batch_of(rows_of(pairs(), other), built(tree("mixture", **parallel))), []
+        for weight in (0.0, 10.0):
+            keys = tree("mixture", **parallel)
+            keys["model"]["experts"] = EXPERTS | {"balance": "loss", "balance_weight": weight}
+            if source == "chat:none":
+                keys["data"]["source"] = source
+                del keys["train"]["objective"]
+            step = built(keys)
+            state, metrics, _ = step.train(starting_from(step, params), {name: batch[name] for name in step.batch})
+            assert float(metrics["train_load"]) >= 1
+            moments = jax.device_get(step.in_layer_order(state).opt.moments[0].mu)
+            of_routers.append(moments["layers"]["mlp"]["router_DE"])
+        return of_routers[1] - of_routers[0]
+
+    expected = added("chat:none", data=1)
+    assert np.abs(expected).max() > 1e-3
+    for layout in ({"data": 1}, {"data": 2, "expert": 2, "tensor": 2, "zero": 3}, {"data": 2, "context": 2}):
+        np.testing.assert_allclose(added("pairs:none", **layout), expected, rtol=1e-4, atol=1e-6)
