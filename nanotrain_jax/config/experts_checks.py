@@ -26,7 +26,9 @@ def check_experts(config: Config) -> None:
         and m.dense_layers
         and "use parallel.vocab_over_pipe=false",
         "precision.matmul=float8": precision.matmul == "float8" and "leave it out",
-        f"parallel.sync_every={p.sync_every}": p.sync_every and "leave it out",
+        f"balance=bias and parallel.sync_every={p.sync_every}": p.sync_every
+        and m.experts.balance == "bias"
+        and "use model.experts.balance=loss",
     }
     for what, remedy in refused.items():
         if remedy:

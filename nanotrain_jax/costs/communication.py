@@ -140,7 +140,7 @@ def router_buffers(config: Config) -> list[tuple[tuple[str, ...], float]]:
         return []
 
     def several(*axes: str) -> tuple[str, ...]:
-        return tuple(axis for axis in axes if p.axes[axis] > 1)
+        return tuple(axis for axis in axes if p.axes[axis] > 1 and (axis != "replica" or not p.sync_every))
 
     loads, microbatches = 4 * m.main_layers * m.experts.num, counts.runs(config, ENDS)
     of_loss = (loads + 4) * microbatches * m.experts.adds_loss

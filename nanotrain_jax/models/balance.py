@@ -117,6 +117,7 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
     """Return a decoder whose layers are layer(weights, x, batch) -> x, row. model: of x alone, with its
     objective."""
     experts, L, p = config.model.experts, config.model.main_layers, config.parallel
+    batch_axes = [axis for axis in BATCH_AXES if axis != "replica" or not p.sync_every]  # of what steps together
     same_axes = [axis for axis in p.vocab_axes if axis == "pipe" or p.sequence_parallel]  # devices have the same rows
     measures = {"load": (L, experts.num), "z": (), "entropy": ()} | ({"dropped": ()} if p.expert > 1 else {})
 
@@ -142,7 +143,7 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
 
     def penalty(carried: Tree, count: jax.Array) -> jax.Array:
         found = statistics(carried[ROUTER])
-        loads, targets = all_reduce((jax.lax.stop_gradient(found.load_E), count.astype(jnp.float32)), BATCH_AXES)
+        loads, targets = all_reduce((jax.lax.stop_gradient(found.load_E), count.astype(jnp.float32)), batch_axes)
         choices = loads.sum(1, keepdims=True)
         tokens = choices[0, 0] / experts.top_k
         balance = experts.num * (loads / choices * found.probs_E).sum()

@@ -157,6 +157,7 @@ BAD = [
         "does not divide model.ex",
     ),
     ([*EXPERTS, "model.family=gpt2"], "model.experts with model.family=gpt2: experts are gated MLPs; use llama"),
+    ([*EXPERTS, *APART, "model.experts.balance=bias"], "sync_every=5: not supported for a mixture of experts yet; use"),
     ([*EXPERTS, "train.lora={{rank: 2}}"], "use train.lora.targets=[q, k, v, out]"),
     (["parallel.tensor=4", "parallel.data=1"], "parallel.tensor=4 does not divide model.num_heads=2; use 1 or 2"),
     (["precision.matmul=float8"], "precision.matmul=float8 with precision.compute=float32; use bfloat16"),

@@ -28,8 +28,12 @@ from nanotrain_jax.step import build as steps
 OUTER_LR, MOMENTUM = 0.6, 0.8  # no defaults
 
 
-def split(layout, every=2, family="llama", **parallel):
-    return case(layout, family, sync_every=every, **parallel)
+EXPERTS = {"num": 8, "top_k": 3, "d_ff": 64, "shared": 1, "router": "sigmoid", "capacity": 8.0}
+BALANCED = {"experts": EXPERTS | {"balance_weight": oracle.BALANCE, "z_loss": oracle.Z}}
+
+
+def split(layout, every=2, family="llama", model=None, **parallel):
+    return case(layout, family, model=model, sync_every=every, **parallel)
 
 
 def tree(case, **sections):
@@ -93,6 +97,8 @@ MORE = [
     split("replica 2 data 4", zero=3, prefetch=True, microbatches=2),
     split("replica 2 pipe 2 tensor 2", zero=0, microbatches=4, schedule="zero_bubble", vocab_over_pipe=True),
     split("replica 2 pipe 2 data 2", family="gpt2", zero=3, microbatches=4, schedule="gpipe"),
+    split("replica 2 data 2 expert 2", model=BALANCED, zero=1),
+    split("replica 2 tensor 2", model=BALANCED, zero=0),
 ]
 
 
