@@ -1,15 +1,13 @@
 """Modelled scaling: efficiencies, what takes them, and the rows of the guide."""
 
-from functools import partial
-
 import guides
 import pytest
 from conftest import cover, in_words
-from planning import ROOT, small
+from planning import ROOT, as_with_the_newest_compiler, small
 
 from nanotrain_jax.config import load
 from nanotrain_jax.planner import choice, scaling, search
-from nanotrain_jax.planner.estimate import estimate, margin
+from nanotrain_jax.planner.estimate import estimate
 
 
 def test_efficiency_is_t1_over_tn_and_its_parts_sum_to_the_rest():
@@ -75,7 +73,7 @@ FIRST = [("llama3_8b", "weak", 8), ("llama3_8b", "strong", 4096)]
 
 @pytest.mark.parametrize("case", cover(FIRST, [row for row in ROWS if row not in FIRST]))
 def test_modelled_scaling_shown_in_the_guides(case, monkeypatch):
-    monkeypatch.setattr(search, "margin", partial(margin, jax_version=(0, 12)))  # the guides show the newest compiler's
+    as_with_the_newest_compiler(monkeypatch)
     name, kind, gpus = case
     batch = BATCH if kind == "strong" else PER_GPU[name] * gpus
     config = choice.neutral(load.load(ROOT / f"configs/{name}.yaml"), None)
@@ -98,7 +96,7 @@ PUBLISHED = {96: 0.47, 4608: 0.42}
 @pytest.mark.long
 @pytest.mark.parametrize("gpus", PUBLISHED)
 def test_strong_scaling_of_megatron_shown_in_the_guides(gpus, monkeypatch):
-    monkeypatch.setattr(search, "margin", partial(margin, jax_version=(0, 12)))
+    as_with_the_newest_compiler(monkeypatch)
     keys = ["data.batch_size=1152", "data.seq_len=2048"]
     config = choice.neutral(load.load(ROOT / "configs/gpt3_175b.yaml", keys), None)
     (point,) = scaling.points(config, "h100", [(gpus, 1152)])

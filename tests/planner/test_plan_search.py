@@ -2,12 +2,11 @@
 
 import itertools
 import re
-from functools import partial
 
 import guides
 import pytest
 from conftest import cover
-from planning import ROOT, small
+from planning import ROOT, as_with_the_newest_compiler, small
 
 from nanotrain_jax.config import load
 from nanotrain_jax.config.resolve import resolve
@@ -87,7 +86,7 @@ def test_fixed_keys_are_kept():
 
 
 def test_the_choice_for_llama_on_one_host_shown_in_the_guides(monkeypatch):
-    monkeypatch.setattr(search, "margin", partial(margin, jax_version=(0, 12)))  # the guides show the newest compiler's
+    as_with_the_newest_compiler(monkeypatch)
     found = search.search(choice.neutral(load.load(ROOT / "configs/llama3_8b.yaml"), None), "h100", 8)
     counts = {"tried": found.tried, "too_large": found.rejected["needs more memory than there is"]}
     guides.hold("llama3_8b", "counts", counts)
