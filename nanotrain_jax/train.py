@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
 
 
 def with_remedy(error: OSError, folder: str) -> OSError:
-    """Return an error that says how to go on if a disk is full: that of a write names neither file nor folder."""
+    """Return an error with the remedy if a disk is full: that of a write names neither file nor folder."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return error
     reason = f"a disk that the run writes to is full, that of logging.dir={folder} or another"

@@ -260,8 +260,8 @@ def test_a_written_folder_is_refused_once_a_bit_of_it_changed(tmp_path, capsys):
     content[-3] ^= 16  # of a weight
     (back / FILE).write_bytes(content)
     assert convert.main(["--from", str(back), "--out", str(tmp_path / "again")]) == 2
-    told = f"error: {back / FILE} is not as it was written, by its checksum in {checksums.OF_FOLDER}; copy the folder"
-    assert told in capsys.readouterr().err
+    damage = f"{back / FILE} is not as it was written, by its checksum in {checksums.OF_FOLDER}; copy the folder"
+    assert f"error: {damage}" in capsys.readouterr().err
     (back / checksums.OF_FOLDER).unlink()  # as of a folder that others wrote
     hugging_face.opened(back)
 

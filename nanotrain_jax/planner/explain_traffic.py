@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from nanotrain_jax.config.schema import EIGHT_BITS
-from nanotrain_jax.costs import communication, compression, counts, mixture, muon, vision
+from nanotrain_jax.costs import communication, compression, counts, mixture, muon, tensor_traffic, vision
 from nanotrain_jax.costs.parameter_traffic import parameter_buffers, sharded_elements
 from nanotrain_jax.costs.traffic import Traffic
 from nanotrain_jax.models.parameters import LAYERS
@@ -52,9 +52,9 @@ def buffers(e: Estimate, t: Transfer) -> tuple[str, str]:
             return formula, f"({shown} + {each} x {times // each} x {n(queue)})"
         return f"{each} {often} b B T D / M" + " / t" * (split > 1), shown
     if t.what in (Traffic.ACTIVATIONS, Traffic.REGATHERED_ACTIVATIONS):
-        gathers, scatters = communication.tensor_passes(c)
+        gathers, scatters = tensor_traffic.tensor_passes(c)
         passes = scatters if t.op == "reduce_scatter" else gathers
-        ends = communication.ends_gathered(c) if t.op == "all_gather" else communication.ends_scattered(c)
+        ends = tensor_traffic.ends_gathered(c) if t.op == "all_gather" else tensor_traffic.ends_scattered(c)
         return f"b B T D ({passes} L + {ends})", f"{b} x {n(tokens)} x {n(m.d_model)} x ({passes} x {L} + {ends})"
     if t.what is Traffic.ADAPTERS:
         (_, times), R = counts.adapted(c), m.lora.rank

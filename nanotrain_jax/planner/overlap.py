@@ -3,7 +3,7 @@
 from typing import Literal
 
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.costs import communication, counts
+from nanotrain_jax.costs import communication, counts, tensor_traffic
 from nanotrain_jax.costs.traffic import Traffic
 
 When = Literal["microbatch", "step"]  # inside the loops; or once, after the backward
@@ -49,7 +49,7 @@ def _hidden_beside_hops(config: Config, op: str) -> float:
     all, but those of experts as without parallel.overlap_tensor; of the ends none."""
     m, L = config.model, counts.stage_layers(config)
     each = 0 if op == "all_gather" and config.memory.rematerialization.policy == "full" else 1  # of attention, of MLP
-    of_mlp = each + communication.plain_passes(config)[op == "reduce_scatter"]
+    of_mlp = each + tensor_traffic.plain_passes(config)[op == "reduce_scatter"]
     of_first = 2 * each * m.dense_layers
     hidden = L * (each + of_mlp * (HIDDEN_TENSOR if m.experts else 1)) + of_first
     return hidden / (L * (each + of_mlp) + of_first + 2)

@@ -7,7 +7,7 @@ are equally likely, kinds take turns), and starts or resumes a run that reads it
 
     refused     exit code 1 or 2, with one line that names a file, folder or key
     recovered   the losses and state of an undisturbed run, bitwise, with a line about what was found
-    told        other losses or another state, with a line about what changed
+    reported    other losses or another state, with a line about what changed
     same        the losses and state of an undisturbed run, without a line: the bit decides nothing
     SILENT      other losses or another state, without a line
     FAILED      a traceback, a crash or a hang
@@ -54,7 +54,7 @@ LIMIT = 300  # seconds of a trial
 # A line names a key of a config.
 KEY = re.compile(rf"\b({'|'.join(Config.model_fields)})\.\w+|unknown (key|section)|YAML")
 BAD = "SILENT", "FAILED"
-OUTCOMES = "refused", "recovered", "told", "same", *BAD
+OUTCOMES = "refused", "recovered", "reported", "same", *BAD
 # Lines of a run about what it found.
 SAID = re.compile(r"(?i)warning|changed since|differ|resumed from|starts |rebuilt|jumps|invalid|reused|initialized")
 CONFIG = {
@@ -306,7 +306,7 @@ def judged(ran: Ran, undisturbed: Ran, path: Path) -> tuple[str, str]:
     said = " | ".join(sorted(ran.said - undisturbed.said))
     if ran.result == undisturbed.result:
         return ("recovered" if said else "same"), said
-    return ("told" if said else "SILENT"), said
+    return ("reported" if said else "SILENT"), said
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ python scripts/prove/kill_trials.py [--trials 200] [--seed 0] [--only WORD] [--o
 
 Each run has a random layout in 1, 2 or 4 processes, on one host or two, and suffers FAULTS one after another, each in a
 trial: a process, all or a launcher is killed, a process is stopped, a disk is full, a clock jumps, the network is cut;
-while it trains, saves, starts, restores, compiles or ends. After each the run must go on by itself, or with the same
+while it trains, saves, starts, restores, compiles or ends. After each the run must continue by itself, or with the same
 command where its launcher has ended, lose at most the steps between two checkpoints (with asynchronous ones twice as
 many) and in the end have the losses of a run without faults, bit for bit. `trials.jsonl` in --out has a line for each;
 the same command continues. Exit code 1 if a trial fails. Linux; what needs root or a C compiler is left out without.
@@ -55,7 +55,7 @@ LAYOUTS = [
     ("parallel.data=4", "parallel.zero=1", "memory.offload_optimizer=nvme", "parallel.persist_below=64"),
 ]
 PER_RUN = 8  # trials
-GOES_ON = 240  # seconds, at most
+CONTINUES = 240  # seconds, at most
 PAUSE, CUT = 2, 25  # seconds
 
 
@@ -185,7 +185,7 @@ def possible(only: str) -> list[str]:
 
 def reach(run: Run, moment: str, rng: random.Random) -> None:
     """Wait until a run is at a moment: on its way to it, it may be killed."""
-    run.reaches(lambda: run.has_others_than({}), GOES_ON)
+    run.reaches(lambda: run.has_others_than({}), CONTINUES)
     before = run.workers()
     if moment in STARTS:
         kill_one(run, rng)
@@ -198,7 +198,7 @@ def reach(run: Run, moment: str, rng: random.Random) -> None:
         time.sleep(rng.uniform(0, 0.3))
     else:
         steps = run.step() + rng.randint(2, 15)
-        run.reaches(lambda: run.step() >= steps, GOES_ON)
+        run.reaches(lambda: run.step() >= steps, CONTINUES)
         if moment == "end":
             send(rng.choice(run.launchers).pid, signal.SIGTERM)
         if moment != "training":
@@ -207,17 +207,17 @@ def reach(run: Run, moment: str, rng: random.Random) -> None:
 
 
 def trial(run: Run, number: int, name: str, moment: str, rng: random.Random) -> Trial:
-    """Disturb a run and wait until it goes on."""
+    """Disturb a run and wait until it continues."""
     reach(run, moment, rng)
     began, before, resumed = time.monotonic(), run.workers(), len(run.resumed())
     must_start = True if moment == "end" else FAULTS[name].restarts
     FAULTS[name].apply(run, rng)
-    at, goes_on = wait(run, must_start, before)
+    at, continues = wait(run, must_start, before)
     seconds, started = time.monotonic() - began, run.workers() != before
     new = run.resumed()[resumed:] or [0]
     lost = max(at - new[-1], 0) if started else 0
-    problem = "" if goes_on else f"does not go on within {GOES_ON} s"
-    if goes_on and started and must_start is False:
+    problem = "" if continues else f"does not continue within {CONTINUES} s"
+    if continues and started and must_start is False:
         problem = "started again"
     if lost > EVERY * (1 + ("checkpoint.async=true" in run.command)):
         problem = f"lost {lost} steps"
@@ -233,9 +233,9 @@ def wait(run: Run, must_start: bool | None, before: dict[int, int]) -> tuple[int
 
     must_start: other processes than before come first.
     """
-    has_begun = not must_start or run.reaches(lambda: run.has_others_than(before), GOES_ON)
+    has_begun = not must_start or run.reaches(lambda: run.has_others_than(before), CONTINUES)
     at = run.step()
-    return at, has_begun and run.reaches(lambda: run.step() > at, GOES_ON)
+    return at, has_begun and run.reaches(lambda: run.step() > at, CONTINUES)
 
 
 def shape_of(number: int, rng: random.Random) -> Shape:
@@ -260,7 +260,7 @@ def trials_of(number: int, most: int, counts: dict[str, int], folder: Path, rng:
     with disturbed_run.disk(where):
         run = Run(where, config, shape, overrides, clock="clock jumps" in chosen)
         try:
-            until(lambda: run.step() or run.launchers[0].poll() is not None, GOES_ON)
+            until(lambda: run.step() or run.launchers[0].poll() is not None, CONTINUES)
             if not run.step():
                 raise RuntimeError(f"the run does not begin: {run.output_of_all()}")
             found = [trial(run, number, name, rng.choice(FAULTS[name].moments), rng) for name in chosen]
@@ -277,7 +277,7 @@ def ending(run: Run, config: Path) -> str:
         return "does not end"
     losses = run.losses()
     expected = undisturbed(run, config, max(losses))
-    wrong = [step for step, loss in expected.items() if losses.get(step) != loss]
+    wrong = [step for step in range(1, max(losses) + 1) if losses.get(step, 0.0) != expected.get(step)]
     return f"losses differ from step {wrong[0]}" if wrong else ""
 
 
@@ -338,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(table(done))
     failed = sum(bool(one.problem) for one in done)
     console.print(
-        f"{len(done) - failed} of {len(done)} faults: the run goes on, and ends with the losses of one without"
+        f"{len(done) - failed} of {len(done)} faults: the run continues, and ends with the losses of one without"
     )
     return int(failed > 0)
 

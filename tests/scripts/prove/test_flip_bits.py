@@ -25,7 +25,7 @@ UNDISTURBED = flip_bits.Ran(0, "resumed from step 6\nstep 7/9", "", SAME)
         ((0, "resumed from step 6", "", OTHER), "SILENT"),
         ((0, "resumed from step 6", "", None), "SILENT"),
         ((0, "warning: skipped checkpoint 6\nresumed from step 4", "", SAME), "recovered"),
-        ((0, "resumed from step 6\nchanged since the checkpoint: optimizer.lr", "", OTHER), "told"),
+        ((0, "resumed from step 6\nchanged since the checkpoint: optimizer.lr", "", OTHER), "reported"),
         ((2, "", "error: disk/moments is damaged\n", None), "refused"),
         ((2, "", "error: something is damaged\n", None), "FAILED"),  # names nothing
         ((1, "", "Traceback\nValueError: disk/moments\n", None), "FAILED"),
