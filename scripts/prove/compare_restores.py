@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -39,6 +41,7 @@ from nanotrain_jax.step.state import State
 
 STEPS = 3
 TOLERANCE = 1e-6
+TIMEOUT = 900  # seconds of a layout's processes
 MODEL = {"family": "llama", "num_layers": 5, "d_model": 32, "num_heads": 8, "num_kv_heads": 2, "vocab_size": 61}
 MODELS = {  # layers: no multiple of the stages; a capacity of all experts: where a token is computed changes nothing
     "dense": MODEL | {"d_ff": 64},
@@ -179,7 +182,7 @@ def processes(count: int, arguments: list[str]) -> dict:
     shared["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")
     started = [
         subprocess.Popen(
-            [sys.executable, __file__, "--worker", *arguments],
+            [sys.executable, "-X", "faulthandler", __file__, "--worker", *arguments],
             env=os.environ | {key: str(value) for key, value in (shared | {"RANK": rank}).items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -187,14 +190,20 @@ def processes(count: int, arguments: list[str]) -> dict:
         )
         for rank in range(count)
     ]
-    try:
-        printed = [process.communicate(timeout=300) for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    with ThreadPoolExecutor(count) as pool:
+        printed = list(pool.map(output_of, started))
     if any(process.returncode for process in started):
         raise RuntimeError("".join(err for _, err in printed))
     return json.loads(printed[0][0].splitlines()[-1])
+
+
+def output_of(process: subprocess.Popen) -> tuple[str, str]:
+    """Return what a process prints, and its errors; after TIMEOUT end it, with a report where its threads are."""
+    try:
+        return process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        return process.communicate()
 
 
 def worker(path: str, *keys: str) -> None:
