@@ -326,12 +326,18 @@ class Loop:
             "rollbacks": self.losses.count,
             "mismatches": self.verification.count,
         }
-        apart = (checkpointing.arrays(files, run.step), checkpointing.nbytes(files)) if files else ()
+        apart = (self.arrays_of(files), checkpointing.nbytes(files)) if files else ()
         write(number, adapters_alone(run.step.plan, run.step.in_layer_order(self.state)), meta, *apart)
         self.writer.save_seconds = time.perf_counter() - began
         if write is not self.write_local:
             self.saved = number
             self.saving.saved(number)
+
+    def arrays_of(self, files: Store) -> Iterator[Any]:
+        """Read the state on NVMe, one array after another as they are saved: the hang timeout is that of one."""
+        for tree in checkpointing.arrays(files, self.run.step):
+            self.watch.at("checkpoint", self.number)
+            yield tree
 
 
 def check_offload(run: Run, host_bytes: int) -> None:

@@ -17,6 +17,7 @@ from conftest import ROOT, STATE, cover, needs_cuda_compiler, on_devices, random
 from nanotrain_jax import train
 from nanotrain_jax.config import load
 from nanotrain_jax.costs import counts
+from nanotrain_jax.distributed import watchdog
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme import store as nvme
 from nanotrain_jax.planner.compiled import compile_step, ratios
@@ -270,7 +271,9 @@ PIPED = "parallel.pipe=2", "parallel.schedule=interleaved", "parallel.chunks=2",
 
 
 @pytest.mark.long
-def test_checkpoints_resume_in_either_mode_and_files_are_reused_only_if_they_match(tmp_path, capsys):
+def test_checkpoints_resume_in_either_mode_and_files_are_reused_only_if_they_match(tmp_path, capsys, monkeypatch):
+    at, phases = watchdog.Watchdog.at, []
+    monkeypatch.setattr(watchdog.Watchdog, "at", lambda self, *phase: (phases.append(phase), at(self, *phase)))
     disk = "memory.offload_optimizer=nvme", f"memory.nvme_dir={tmp_path}/disk"
 
     def train_to(folder, steps, *options):
@@ -278,6 +281,8 @@ def test_checkpoints_resume_in_either_mode_and_files_are_reused_only_if_they_mat
         return re.findall(r"master weights and moments: .* in .*, (.*)", capsys.readouterr().out)
 
     assert train_to("run", 3, *disk) == ["initialized"]
+    saved = list((tmp_path / "run" / "checkpoints" / "arrays" / "3").iterdir())
+    assert phases.count(("checkpoint", 3)) == 1 + len(saved) > 10  # each counts for the hang timeout
     assert train_to("run", 6, *disk) == ["reused (checksums match the checkpoint)"]
     assert train_to("run", 9, *PIPED) == []
     manifest = tmp_path / "disk" / "manifest.json"
