@@ -7,7 +7,7 @@ from nanotrain_jax.config.values import near_divisors
 
 def check_experts(config: Config) -> None:
     """Raise Misfit for what a mixture of experts (model.experts) is not made for yet."""
-    m, p, precision = config.model, config.parallel, config.precision
+    m, p = config.model, config.parallel
     if m.experts is None:
         if p.expert > 1:
             raise Misfit(f"parallel.expert={p.expert} without model.experts: there are none to share", "use 1")
@@ -25,7 +25,6 @@ def check_experts(config: Config) -> None:
         "parallel.vocab_over_pipe=true and first_dense": p.vocab_over_pipe
         and m.dense_layers
         and "use parallel.vocab_over_pipe=false",
-        "precision.matmul=float8": precision.matmul == "float8" and "leave it out",
         f"balance=bias and parallel.sync_every={p.sync_every}": p.sync_every
         and m.experts.balance == "bias"
         and "use model.experts.balance=loss",

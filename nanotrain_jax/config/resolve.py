@@ -190,7 +190,8 @@ def check_float8(config: Config) -> None:
     tokens = config.data.batch_size * config.data.seq_len // (p.replica * p.data * p.context * p.microbatches)
     sizes = {
         "model.d_model": m.d_model,
-        "model.d_ff / parallel.tensor": m.d_ff // t,
+        "model.d_ff / parallel.tensor": m.d_ff // t if m.dense_layers or not m.experts else 0,
+        "model.experts.d_ff / parallel.tensor": (m.experts.d_ff if m.experts else 0) // t,
         "the width of a device's query heads": head * m.num_heads // t,
         "the width of a device's key heads": head * max(1, m.num_kv_heads // t),
         "the tokens of a matmul": tokens // (t if p.overlap_tensor else 1),

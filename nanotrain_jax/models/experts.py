@@ -15,6 +15,8 @@ sent again to their experts.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,7 +30,7 @@ from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import Tree, all_reduce
 from nanotrain_jax.parallel.expert import exchange, routing
 from nanotrain_jax.parallel.expert.grouped_matmul import grouped_matmul
-from nanotrain_jax.parallel.tensor import tensor
+from nanotrain_jax.parallel.tensor import float8, tensor
 
 KEPT = jax.checkpoint_policies.save_only_these_names(*remat.SAVED)
 
@@ -92,13 +94,15 @@ class Experts(nnx.Module):
         self, x_MD: jax.Array, gates_M: jax.Array, weights: Tree, sizes_E: jax.Array, rows: int | None = None
     ) -> jax.Array:
         """x[M D], the rows of one expert after another -> y[M D] {sum tensor}. rows: as of `grouped_matmul`."""
-        gate_MF = remat.name(grouped_matmul(x_MD, weights["gate_EDF"], sizes_E, rows), "gate")
-        up_MF = remat.name(grouped_matmul(x_MD, weights["up_EDF"], sizes_E, rows), "up")
+        of_experts = partial(grouped_matmul, sizes_E=sizes_E, rows=rows, matmul=self.split.matmuls.matmul)
+        gate_MF = remat.name(of_experts(x_MD, weights["gate_EDF"]), "gate")
+        up_MF = remat.name(of_experts(x_MD, weights["up_EDF"]), "up")
         h_MF = gated(gate_MF, up_MF, self.features.activation) * gates_M[:, None].astype(x_MD.dtype)
-        return grouped_matmul(h_MF, weights["down_EFD"], sizes_E, rows)
+        return of_experts(h_MF, weights["down_EFD"])
 
     def of_shared(self, x_TD: jax.Array, weights: Tree) -> jax.Array:
         """x[T D] -> y[T D] {sum tensor}, of the experts that all tokens share, side by side as one."""
-        gate_TS = remat.name(tensor.column(x_TD, weights["shared_gate_DS"]), "gate")
-        up_TS = remat.name(tensor.column(x_TD, weights["shared_up_DS"]), "up")
-        return gated(gate_TS, up_TS, self.features.activation) @ weights["shared_down_SD"]
+        multiply = partial(float8.multiply, self.split.matmuls.matmul)
+        gate_TS = remat.name(multiply(x_TD, weights["shared_gate_DS"]), "gate")
+        up_TS = remat.name(multiply(x_TD, weights["shared_up_DS"]), "up")
+        return multiply(gated(gate_TS, up_TS, self.features.activation), weights["shared_down_SD"])

@@ -324,11 +324,14 @@ def encoder_time(config: Config, gpu: Gpu) -> float:
 
 
 def quantize_time(config: Config, gpu: Gpu) -> float:
-    """Return the seconds to quantize the operands of a layer's seven matmuls to FP8."""
+    """Return the seconds to quantize the operands of a layer's seven matmuls to FP8; of experts, of all their rows."""
     m, t, D, Q = config.model, config.parallel.tensor, config.model.d_model, counts.query_width(config.model)
-    K, num_up = counts.kv_width(m) * max(1, t / m.num_kv_heads), 1 + m.features.gated_mlp
-    of_tokens = counts.tokens_per_device(config) / config.parallel.microbatches * (2 * D + (Q + m.d_ff) / t)
-    of_weights = (2 * D * (Q + K) + (1 + num_up) * D * m.d_ff) / t
+    K, matrices = _stored_kv_width(config), 2 + m.features.gated_mlp
+    rows, mlps = (1, 1) if not m.experts else (mixture.rows_per_token(config), m.experts.num // config.parallel.expert)
+    shared = m.experts.shared if m.experts else 0
+    n = counts.tokens_per_device(config) / config.parallel.microbatches
+    of_tokens = n * ((1 + rows + (shared > 0)) * D + (Q + mixture.kept_ffn_width(config)) / t)
+    of_weights = (2 * D * (Q + K) + matrices * D * m.mlp_width * (mlps + shared)) / t
     return QUANTIZE * (of_tokens + of_weights) / (STREAM * gpu.memory_bandwidth) + 4 * 7 * KERNEL
 
 

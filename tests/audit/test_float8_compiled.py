@@ -1,5 +1,6 @@
 """8 bits compiled for H100s: which matmuls run in FP8, and what is on the wire."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -50,6 +51,23 @@ def test_all_matmuls_of_layers_run_in_float8(layout, remat, per_layer):
     # Over tensor, the forward's seven and two of the backward in as many parts as devices.
     assert matmuls(text) == {"float8": per_layer * L, "other": 3}  # the head
     assert hlo.matmul_flops(text) == pytest.approx(estimate(config, "h100").flops, rel=1e-2)
+
+
+@needs_cuda_compiler
+@pytest.mark.long
+def test_matmuls_of_experts_run_in_float8_but_the_router():
+    short = "model.num_layers=2", "data.seq_len=2048", "data.batch_size=64"
+    keys = "parallel.microbatches=1", "memory.remat=full", "precision.matmul=float8"
+    config = on_gpus(request.load(str(ROOT / "configs" / "moe_16b.yaml"), [*short, *keys]), 8, "h100")
+    mesh = meshes.make(**config.parallel.axes, devices=topology.compile_only("h100", 8))
+    step = steps.build(config, mesh)
+    text = step.train.lower(step.state, step.batch).compile().as_text()
+    calls = [re.search(r'"(__cublas[^"]*)".*op_name="([^"]*)"', line) for line in text.splitlines()]
+    calls = [call.groups() for call in calls if call]
+    of_experts = [target for target, name in calls if re.search("E[CDF]*,E[CDF]*->", name)]
+    assert len(of_experts) >= 9 and {*of_experts} == {"__cublas$lt$matmul$f8"}
+    others = {name for target, name in calls if "/layer/" in name and target != "__cublas$lt$matmul$f8"}
+    assert others and all("/mlp/router/" in name for name in others)
 
 
 @needs_cuda_compiler

@@ -165,6 +165,10 @@ BAD = [
         ["precision.matmul=float8", "precision.compute=bfloat16", "model.d_ff=72"],
         "72, must be a multiple of 16; use 80",
     ),
+    (
+        [*EXPERTS, "precision.matmul=float8", "precision.compute=bfloat16", "model.experts.d_ff=24"],
+        "model.experts.d_ff / parallel.tensor, 24, must be a multiple of 16; use 32",
+    ),
     (["precision.gather=float8", "precision.compute=bfloat16"], "only zero=3 gathers layers"),
     (["precision.gather=int8"], "precision.gather=int8 with precision.compute=float32; use bfloat16"),
     (

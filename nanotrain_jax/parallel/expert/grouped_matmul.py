@@ -8,12 +8,13 @@ group needs: one where the largest is at most SLACK times the mean, which execut
 no row is ever left out, and a group that has all rows takes E / SLACK rounds.
 
 `jax.lax.ragged_dot` computes the same; XLA:CPU and XLA:GPU expand it to a dense matmul of every row with every matrix,
-E times the FLOPs. Nothing here communicates.
+E times the FLOPs. In FP8 (`float8.FLOAT8`) cuBLASLt runs the batched matmuls. Nothing here communicates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,12 @@ from jax import lax
 
 from nanotrain_jax.parallel.collectives import as_varying, varying_axes
 from nanotrain_jax.parallel.loops import with_backward
+from nanotrain_jax.parallel.tensor import float8
+from nanotrain_jax.parallel.tensor.float8 import Matmul, Scaled
 
+Operand = jax.Array | Scaled
 SLACK = 1.25  # rows of a round over those of balanced groups
-MULTIPLE = 8  # of C: tiles of a matmul
+MULTIPLE = 16  # of C: tiles of a matmul, in FP8 too
 
 
 def rows_of_a_round(rows: int, groups: int, most: int | None = None) -> int:
@@ -36,47 +40,55 @@ def rounds(sizes_E: jax.Array, C: int) -> jax.Array:
     return jnp.maximum(1, -(-sizes_E.max() // C))
 
 
-def grouped_matmul(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, rows: int | None = None) -> jax.Array:
+def grouped_matmul(
+    x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, rows: int | None = None, matmul: Matmul = float8.PLAIN
+) -> jax.Array:
     """x[M D], w[E D F], sizes[E] (int32, of sum at most M) -> y[M F]. Backward: the same with w transposed, and x^T g.
 
-    rows: the sum of sizes for which a round is made, by default M.
+    rows: the sum of sizes for which a round is made, by default M. matmul: FLOAT8 rounds all of x, w and g with one
+    scale each, and stores x in 8 bits for the backward.
     """
     axes = sorted(varying_axes(x_MD) | varying_axes(w_EDF) | varying_axes(sizes_E))
     C = rows_of_a_round(rows or len(x_MD), len(sizes_E), len(x_MD))
-    return with_backward(_forward, _backward, static=(3,))(*as_varying((x_MD, w_EDF, sizes_E), axes), C)
+    run = with_backward(_forward, _backward, (0, 1))
+    return run(matmul, C, *as_varying((x_MD, w_EDF, sizes_E), axes))
 
 
-def _forward(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, C: int) -> tuple[jax.Array, tuple]:
-    return _multiply(x_MD, w_EDF, sizes_E, C), (x_MD, w_EDF, sizes_E)
+def _forward(matmul: Matmul, C: int, x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple]:
+    x = matmul.operand(x_MD)
+    of_blocks = partial(matmul.batched, "ECD,EDF->ECF", b=matmul.operand(w_EDF), exact=False)
+    return _multiply(of_blocks, x, sizes_E, C), (x, w_EDF, sizes_E)
 
 
-def _backward(C: int, residuals: tuple, g_MF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x_MD, w_EDF, sizes_E = residuals
-    return _multiply(g_MF, w_EDF.swapaxes(1, 2), sizes_E, C), _outer(x_MD, g_MF, sizes_E, C), None
+def _backward(matmul: Matmul, C: int, residuals: tuple, g_MF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, w_EDF, sizes_E = residuals
+    g = matmul.gradient(g_MF)
+    of_blocks = partial(matmul.batched, "ECF,EDF->ECD", b=matmul.operand(w_EDF), exact=True)
+    return _multiply(of_blocks, g, sizes_E, C), _outer(matmul, x, g, sizes_E, C), None
 
 
-def _multiply(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, C: int) -> jax.Array:
-    """y[M F], of all rounds."""
-    M, E, ends_E = len(x_MD), len(sizes_E), jnp.cumsum(sizes_E)
+def _multiply(of_blocks: Callable, x: Operand, sizes_E: jax.Array, C: int) -> jax.Array:
+    """x[M D] -> y[M F], of all rounds. of_blocks: x[E C D] -> y[E C F]"""
+    M = len(x.value if isinstance(x, Scaled) else x)
+    E, ends_E = len(sizes_E), jnp.cumsum(sizes_E)
     group_M = (jnp.arange(M)[:, None] >= ends_E[None]).sum(1)
     is_row_M, group_M = group_M < E, jnp.minimum(group_M, E - 1)
     place_M = jnp.arange(M) - (ends_E - sizes_E)[group_M]  # in its group
 
-    def add(turn: jax.Array | int, y_MF: jax.Array) -> jax.Array:
-        y_ECF = jnp.einsum("ECD,EDF->ECF", _blocks(x_MD, sizes_E, turn, C), w_EDF)
+    def of_round(turn: jax.Array | int, others: jax.Array | float) -> jax.Array:
+        y_ECF = of_blocks(_blocks(x, sizes_E, turn, C))
         place = place_M - turn * C
         is_here_M1 = (is_row_M & (place >= 0) & (place < C))[:, None]
-        return jnp.where(is_here_M1, y_ECF[group_M, jnp.clip(place, 0, C - 1)], y_MF)
+        return jnp.where(is_here_M1, y_ECF[group_M, jnp.clip(place, 0, C - 1)], others)
 
-    first = add(0, jnp.zeros_like(x_MD, shape=(M, w_EDF.shape[2])))
-    return _further_rounds(sizes_E, C, add, first)
+    return _further_rounds(sizes_E, C, of_round, of_round(0, 0.0))
 
 
-def _outer(x_MD: jax.Array, g_MF: jax.Array, sizes_E: jax.Array, C: int) -> jax.Array:
+def _outer(matmul: Matmul, x: Operand, g: Operand, sizes_E: jax.Array, C: int) -> jax.Array:
     """x^T g[E D F], summed over the rows of each group, of all rounds."""
 
     def of_round(turn: jax.Array | int) -> jax.Array:
-        return jnp.einsum("ECD,ECF->EDF", *(_blocks(rows, sizes_E, turn, C) for rows in (x_MD, g_MF)))
+        return matmul.batched("ECD,ECF->EDF", _blocks(x, sizes_E, turn, C), _blocks(g, sizes_E, turn, C), True)
 
     return _further_rounds(sizes_E, C, lambda turn, sums_EDF: sums_EDF + of_round(turn), of_round(0))
 
@@ -87,11 +99,12 @@ def _further_rounds(sizes_E: jax.Array, C: int, add: Callable, first: jax.Array)
         return lax.fori_loop(1, rounds(sizes_E, C), add, first)
 
 
-def _blocks(x_MD: jax.Array, sizes_E: jax.Array, turn: jax.Array | int, C: int) -> jax.Array:
+def _blocks(x: Operand, sizes_E: jax.Array, turn: jax.Array | int, C: int) -> Operand:
     """x[M D] -> x[E C D], the rows of each group in a round; zeros where it has no more."""
-    M = len(x_MD)
+    if isinstance(x, Scaled):
+        return x._replace(value=_blocks(x.value, sizes_E, turn, C))
     place_C = turn * C + jnp.arange(C)
     row_EC = (jnp.cumsum(sizes_E) - sizes_E)[:, None] + place_C[None]
     is_row_EC1 = (place_C[None] < sizes_E[:, None])[..., None]
-    x_ECD = x_MD[jnp.clip(row_EC, 0, M - 1)]
+    x_ECD = x[jnp.clip(row_EC, 0, len(x) - 1)]
     return jnp.where(is_row_EC1, x_ECD, jnp.zeros_like(x_ECD))

@@ -44,6 +44,7 @@ class Matmul(NamedTuple):
 
     operand(x) -> an operand; gradient(g) -> the gradient of a result as an operand
     contract(a, b, axes, exact) -> tensordot of two operands. exact: accumulate in float32, as backwards do
+    batched(equation, a, b, exact) -> einsum of two operands that have a batch dim
     wide: gradients of weights leave the matmul in float32. Where float32 follows, as in a reduction over devices, XLA
     then never rounds them, and saves a pass.
     """
@@ -51,6 +52,7 @@ class Matmul(NamedTuple):
     operand: Callable[[jax.Array], Any]
     gradient: Callable[[jax.Array], Any]
     contract: Callable[[Any, Any, Axes, bool], jax.Array]
+    batched: Callable[[str, Any, Any, bool], jax.Array]
     wide: bool = False
 
 
@@ -73,16 +75,28 @@ def _tensordot(a: jax.Array, b: jax.Array, axes: Axes, exact: bool = False) -> j
     return jnp.tensordot(a, b, axes)
 
 
+def _einsum(equation: str, a: jax.Array, b: jax.Array, exact: bool = False) -> jax.Array:
+    return jnp.einsum(equation, a, b)
+
+
 def _scaled_tensordot(a: Scaled, b: Scaled, axes: Axes, exact: bool = False) -> jax.Array:
+    return _of_scaled(partial(jnp.tensordot, axes=axes), a, b, exact)
+
+
+def _scaled_einsum(equation: str, a: Scaled, b: Scaled, exact: bool = False) -> jax.Array:
+    return _of_scaled(partial(jnp.einsum, equation), a, b, exact)
+
+
+def _of_scaled(multiply: Callable, a: Scaled, b: Scaled, exact: bool) -> jax.Array:
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
     dtype = a.scale.dtype
     a, b = lax.optimization_barrier((a, b))  # else XLA may convert weights back once, outside a loop over rows
-    return jnp.tensordot(dequantize(a), dequantize(b), axes, precision=precision, preferred_element_type=dtype)
+    return multiply(dequantize(a), dequantize(b), precision=precision, preferred_element_type=dtype)
 
 
-PLAIN = Matmul(lambda x: x, lambda g: g, _tensordot)
+PLAIN = Matmul(lambda x: x, lambda g: g, _tensordot, _einsum)
 WIDE = PLAIN._replace(wide=True)
-FLOAT8 = Matmul(partial(quantize, dtype=E4M3), partial(quantize, dtype=E5M2), _scaled_tensordot)
+FLOAT8 = Matmul(partial(quantize, dtype=E4M3), partial(quantize, dtype=E5M2), _scaled_tensordot, _scaled_einsum)
 
 
 def multiply(matmul: Matmul, x: jax.Array, w: jax.Array | Transposed, contracted: int = 1) -> jax.Array:

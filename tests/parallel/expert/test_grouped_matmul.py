@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from nanotrain_jax.parallel.expert import grouped_matmul, routing
+from nanotrain_jax.parallel.tensor import float8
 
 T, D, F, E, K = 40, 12, 20, 8, 3
 SIZES = {  # rows of each expert
@@ -34,6 +35,27 @@ def test_groups_equal_a_matmul_of_each_row_with_its_matrix(sizes):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     C = grouped_matmul.rows_of_a_round(T * K, E)
     assert int(grouped_matmul.rounds(sizes, C)) == max(1, -(-max(map(int, sizes)) // C))
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_in_float8_results_and_gradients_are_those_of_the_rounded_operands(sizes):
+    x, w, g, sizes = random(T * K, D), random(E, D, F), random(T * K, F), jnp.asarray(sizes)
+
+    def rounded(x, dtype):
+        return float8.dequantize(float8.quantize(x, dtype))
+
+    def found(x, w):
+        return grouped_matmul.grouped_matmul(x, w, sizes, matmul=float8.FLOAT8)
+
+    plain, vjp = jax.vjp(lambda x, w: grouped_matmul.grouped_matmul(x, w, sizes), x, w)
+    exact, exact_vjp = jax.vjp(
+        lambda x, w: grouped_matmul.grouped_matmul(x, w, sizes), rounded(x, float8.E4M3), rounded(w, float8.E4M3)
+    )
+    y, vjp_of_rounded = jax.vjp(found, x, w)
+    expected = exact, *exact_vjp(rounded(g, float8.E5M2))
+    for a, b, unrounded in zip((y, *vjp_of_rounded(g)), expected, (plain, *vjp(g)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        assert 0.005 < np.linalg.norm(a - unrounded) / np.linalg.norm(unrounded) < 0.08
 
 
 def test_a_round_has_at_most_a_quarter_more_rows_than_balanced_experts():

@@ -111,6 +111,7 @@ def test_matrices_are_gathered_in_bytes_and_vectors_as_they_are():
         ({"data": 4, "zero": 3}, "none"),
         pytest.param({"data": 2, "tensor": 2, "zero": 3}, "full", marks=pytest.mark.long),
         pytest.param({"data": 2, "pipe": 2, "zero": 3, "microbatches": 2}, "selective", marks=pytest.mark.long),
+        ({"data": 4, "expert": 2, "zero": 3}, "none"),
     ],
 )
 def test_losses_of_a_decoder_are_near_those_in_bfloat16(parallel, remat):
@@ -119,6 +120,8 @@ def test_losses_of_a_decoder_are_near_those_in_bfloat16(parallel, remat):
         precision = {"compute": "bfloat16", "matmul": eighth, "gather": eighth}
         tree = small(parallel=parallel | {"persist_below": 64}, precision=precision, memory={"remat": remat})
         tree["model"] |= {"d_ff": 64, "num_heads": 4, "num_kv_heads": 4, "d_model": 64}
+        if "expert" in parallel:
+            tree["model"] |= {"d_ff": None, "experts": {"num": 4, "top_k": 2, "d_ff": 32, "shared": 1}}
         config, mesh = resolved(tree)
         step = steps.build(config, mesh)
         state, log = step.init(), []
