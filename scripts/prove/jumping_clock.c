@@ -6,10 +6,13 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <sys/time.h>
 #include <time.h>
 
@@ -48,7 +51,27 @@ time_t time(time_t *where) {
     return now.tv_sec;
 }
 
-/* A deadline of this many seconds is a time of day, which the kernel does not know to have jumped. */
+/* A deadline that is a time of day, which the kernel does not know to have jumped: where it seems long past, threads
+ * of tensorstore would ask for it over and over. */
+long syscall(long number, ...) {
+    long (*original)(long, long, long, long, long, long, long) = dlsym(RTLD_NEXT, "syscall");
+    long given[6];
+    struct timespec here;
+    va_list rest;
+    va_start(rest, number);
+    for (int i = 0; i < 6; i++)
+        given[i] = va_arg(rest, long);
+    va_end(rest);
+    if (number == SYS_futex && (given[1] & FUTEX_CLOCK_REALTIME) && given[3]) {
+        here = *(const struct timespec *)given[3];
+        if (here.tv_sec > seconds())
+            here.tv_sec -= seconds();
+        given[3] = (long)&here;
+    }
+    return original(number, given[0], given[1], given[2], given[3], given[4], given[5]);
+}
+
+/* The same; a deadline of fewer seconds is not a time of day. */
 int pthread_cond_timedwait(pthread_cond_t *condition, pthread_mutex_t *mutex, const struct timespec *deadline) {
     int (*original)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *) =
         dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2"); /* else perhaps one of before 2003 */
