@@ -35,13 +35,22 @@ def overlap(config: Config, op: str, what: Traffic, exceeds_bucket: bool) -> tup
     if what is Traffic.SHARED_BY_STAGES:
         return 0.0, "microbatch"
     if what is Traffic.EXPERTS:
-        return 0.0, "microbatch"
+        return _hidden_exchange(config), "microbatch"
     if what in (Traffic.ATTENTION, Traffic.HEADS):
         return (HIDDEN_PIPE * (1 - last_hop(config)) if op == "permute" else 0.0), "microbatch"
     is_scattered_in_backward = what is Traffic.GRADIENTS and p.zero > 1 and op in ("reduce_scatter", "all_to_all")
     if what is Traffic.WEIGHTS or is_scattered_in_backward:
         return (HIDDEN_LAYERS if exceeds_bucket else 0.0), "microbatch"
     return 0.0, "step"
+
+
+def _hidden_exchange(config: Config) -> float:
+    """Return the fraction of the rows of experts that travels behind matmuls: those of shared experts and of attention,
+    or of attention alone; in the branches of a pipeline, and ragged, XLA moves few of them."""
+    p = config.parallel
+    if p.pipe > 1 or p.expert_exchange == "ragged":
+        return 0.2
+    return 0.8 if config.model.experts.shared else 0.4
 
 
 def _hidden_beside_hops(config: Config, op: str) -> float:
