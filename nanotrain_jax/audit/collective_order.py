@@ -17,7 +17,7 @@ from typing import NamedTuple
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.audit.hlo import Instruction, Program
 
-COLLECTIVES = {*hlo.OPERATIONS, "ragged-all-to-all", "collective-broadcast"}
+COLLECTIVES = {*hlo.OPERATIONS, "collective-broadcast"}
 CONTROL = re.compile(r"control-predecessors=\{([^}]*)\}")
 BODY = re.compile(r"body=%?([\w.\-]+)")
 ONE_EACH = re.compile(r"replica_groups=(?:\{(?:\{\d+\},?)+\}|\[\d+,1\]<=)")

@@ -63,6 +63,7 @@ OPERATIONS = {
     "all-reduce": "all_reduce",
     "reduce-scatter": "reduce_scatter",
     "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",  # of all places, which are as many as travel at most
     "collective-permute": "permute",
 }
 COMPUTES = {"fusion", "custom-call", "dot", "convolution", "while", "conditional", "call"}
@@ -197,7 +198,7 @@ def collectives(text: str, axes: Mapping[str, int], rates: Rates = NO_RATES) -> 
         if not over:
             continue  # groups of one device: no communication
         group = math.prod(axes[a] for a in over)
-        sent = sum(size(types[operand]) for operand in i.operands)
+        sent = sum(size(types[operand]) for operand in i.operands[: 1 if "ragged" in i.opcode else None])
         factor = {
             "all_gather": group - 1,  # of the input shard
             "all_reduce": 2 * (group - 1) / group,

@@ -11,6 +11,11 @@ def check_experts(config: Config) -> None:
     if m.experts is None:
         if p.expert > 1:
             raise Misfit(f"parallel.expert={p.expert} without model.experts: there are none to share", "use 1")
+    if p.expert_exchange != "padded" and p.expert == 1:
+        raise Misfit(
+            f"parallel.expert_exchange={p.expert_exchange} with parallel.expert=1: nothing is exchanged", "leave it out"
+        )
+    if m.experts is None:
         return
     if m.experts.num % p.expert:
         raise Misfit(

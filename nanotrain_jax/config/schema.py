@@ -47,6 +47,9 @@ class Parallel(Section):
     expert: Axis = key(
         1, "devices of data that share the experts of a mixture, each with num / expert of them; divides data"
     )
+    expert_exchange: Literal["padded", "ragged"] = key(
+        "padded", "with expert > 1: all places of the buffers of rows travel, or (on GPUs) those with a row"
+    )
     replica: Axis = key(1, "replicas of the data-parallel group; ZeRO shards inside a replica (HSDP)")
     sync_every: Count = key(
         0,

@@ -253,10 +253,12 @@ def trains_head(config: Config) -> bool:
 
 def split_of(config: Config, mesh: Mesh) -> Split:
     """Return how the devices of a mesh share the decoder of a resolved config."""
-    p = config.parallel
+    p, device = config.parallel, mesh.devices.flat[0]
+    if p.expert_exchange == "ragged" and device.platform == "cpu":
+        raise ValueError("parallel.expert_exchange=ragged needs GPUs: XLA has no ragged all-to-all for CPUs; use padded")
     # Full remat recomputes the layer's forward, which has just gathered what its backward needs.
     regather = config.memory.rematerialization.policy != "full"
-    is_flat = writes_layers_out(config, mesh.devices.flat[0].platform)
+    is_flat = writes_layers_out(config, device.platform)
     matmuls = tensor.MatmulOptions(regather, p.overlap_tensor, kind_of_matmul(config), together=is_flat)
     split = Split("tensor", p.tensor, p.sequence_parallel) if p.tensor > 1 else ONE_DEVICE
     return split._replace(
@@ -268,8 +270,9 @@ def split_of(config: Config, mesh: Mesh) -> Split:
         head_gradient=head_gradient(config),
         trains_head=trains_head(config),
         experts="expert" if p.expert > 1 else None,
+        is_ragged=p.expert_exchange == "ragged",
         flat=is_flat,
-        kernels=uses_kernels(config.model, mesh.devices.flat[0]),
+        kernels=uses_kernels(config.model, device),
     )
 
 

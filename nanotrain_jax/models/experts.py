@@ -82,7 +82,7 @@ class Experts(nnx.Module):
         devices = jax.lax.axis_size(axis)
         packed = exchange.pack(routes, devices, exchange.places(M, devices, self.capacity))
         with jax.named_scope("exchange"):
-            found = exchange.arrivals(packed, axis)
+            found = exchange.arrivals(packed, axis, self.split.is_ragged)
             x_SD, gates_S = routing.by_expert(x_TD, packed), routing.gates_of_rows(packed)
             x_SD, gates_S = exchange.send(x_SD, found, axis), exchange.send(gates_S, found, axis)
         y_SD = self.of_rows(x_SD, gates_S, weights, found.sizes_E, M)

@@ -29,6 +29,7 @@ class Split(NamedTuple):
     trains_head: bool = True  # False: the head (or tied embedding) is frozen
     kernels: bool = False  # norms, GELU and softmax by kernels/, on GPUs
     experts: str | None = None  # mesh axis whose devices share the experts of a layer; None: each has all
+    is_ragged: bool = False  # rows of experts travel without empty places
     flat: bool = False  # q, k and v by matmuls of two dims, to which XLA:GPU adds the biases; loops would keep copies
 
     def positions(self, tokens: int, starts_BT: jax.Array | None = None) -> jax.Array | None:

@@ -101,6 +101,22 @@ def all_to_all(x: jax.Array, axis: Axis, split: int, concatenate: int) -> jax.Ar
         return lax.all_to_all(as_varying(x, axis), axis, split_axis=split, concat_axis=concatenate, tiled=True)
 
 
+def ragged_all_to_all(x_S: jax.Array, axis: str, sent_N: jax.Array, received_N: jax.Array) -> jax.Array:
+    """x[N C ...], C places for each device -> the C places for this device of each; GPUs alone have it.
+
+    Of the places for device d the first sent[d] move, and come to the first received[this device] there; others are
+    zeros. sent, received: int32 [N]. Wire bytes per device: of the rows sent to others, at most (N-1)/N of x. It has no
+    gradient: of g it is the same with sent and received exchanged.
+    """
+    with _named("ragged_all_to_all", axis):
+        x_S, sent_N, received_N = as_varying((x_S, sent_N, received_N), axis)
+        devices = lax.axis_size(axis)
+        places = jnp.full_like(sent_N, len(x_S) // devices)
+        begins_N, here_N = places * jnp.arange(devices, dtype=places.dtype), places * lax.axis_index(axis)
+        empty = jnp.zeros_like(x_S)
+        return lax.ragged_all_to_all(x_S, empty, begins_N, sent_N, here_N, received_N, axis_name=axis)
+
+
 def buckets(sizes: Sequence[int], limit: float) -> list[list[int]]:
     """Group arrays in order into buckets of at most limit bytes -> indices. A larger array has its own bucket."""
     groups, room = [], 0

@@ -157,6 +157,7 @@ BAD = [
         "does not divide model.ex",
     ),
     ([*EXPERTS, "model.family=gpt2"], "model.experts with model.family=gpt2: experts are gated MLPs; use llama"),
+    ([*EXPERTS, "parallel.expert_exchange=ragged"], "with parallel.expert=1: nothing is exchanged; leave it out"),
     ([*EXPERTS, *APART, "model.experts.balance=bias"], "sync_every=5: not supported for a mixture of experts yet; use"),
     ([*EXPERTS, "train.lora={{rank: 2}}"], "use train.lora.targets=[q, k, v, out]"),
     (["parallel.tensor=4", "parallel.data=1"], "parallel.tensor=4 does not divide model.num_heads=2; use 1 or 2"),
@@ -243,6 +244,10 @@ BAD = [
     (["model.max_seq_len=16"], "longer than model.max_seq_len=16"),
     (["logging.dir={tmp}/small.yaml/run"], "cannot be written to"),
     (['logging.dir=""'], "logging.dir=''"),
+    (
+        [*EXPERTS, "parallel.expert=2", "parallel.data=2", "parallel.expert_exchange=ragged"],
+        "parallel.expert_exchange=ragged needs GPUs: XLA has no ragged all-to-all for CPUs; use padded",
+    ),
     (["model.attention=cudnn"], "model.attention=cudnn needs an NVIDIA GPU"),
     (["train.seed=4294967296"], "train.seed=4294967296"),
     (["checkpoint.resume={tmp}"], "holds no finished checkpoint"),

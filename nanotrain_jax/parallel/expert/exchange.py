@@ -14,8 +14,9 @@ N devices along a mesh axis share E experts, E/N each, in order. Each device has
 Shapes are static, so C is: rows beyond it are dropped, of the experts that get most, and of these the last tokens'. A
 dropped row adds nothing to its token and has no gradient: what is left is the residual stream. With C = M none can be.
 
-Wire bytes per device, each of `send` and `bring_back` and of their backwards: (N-1)/N of the buffer; `arrivals`: of
-4 E. Only gathers of rows beside it, no scatter (`routing.py`).
+Wire bytes per device, each of `send` and `bring_back` and of their backwards: (N-1)/N of the buffer, or with ragged
+arrivals of the rows in it (`lax.ragged_all_to_all`, which XLA:GPU has and XLA:CPU has not); `arrivals`: of 4 E. Only
+gathers of rows beside it, no scatter (`routing.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from nanotrain_jax.parallel.collectives import all_to_all
+from nanotrain_jax.parallel.collectives import all_to_all, ragged_all_to_all
 from nanotrain_jax.parallel.expert.routing import Routes, taken
 from nanotrain_jax.parallel.loops import with_backward
 
@@ -38,6 +40,14 @@ class Arrivals(NamedTuple):
     order_S: jax.Array  # the place of each row, in the order of experts, int32
     place_S: jax.Array  # the inverse
     sizes_E: jax.Array  # rows of each of this device's experts, int32 [E/N]
+    counts: Counts | None  # None: all places travel, empty ones too
+
+
+class Counts(NamedTuple):
+    """How many rows travel, int32 [N]."""
+
+    sent: jax.Array  # to each device
+    received: jax.Array  # from each device
 
 
 def places(rows: int, devices: int, capacity: float) -> int:
@@ -91,29 +101,42 @@ def dropped(routes: Routes, packed: Routes) -> jax.Array:
     return len(routes.order_M) - packed.sizes_E.sum()
 
 
-def arrivals(packed: Routes, axis: str) -> Arrivals:
-    """Return the order of the rows that arrive. Moves 4 E bytes."""
-    devices = jax.lax.axis_size(axis)
-    from_NE = all_to_all(packed.sizes_E.reshape(devices, -1), axis, 0, 0)  # from each device, of each expert here
+def arrivals(packed: Routes, axis: str, is_ragged: bool = False) -> Arrivals:
+    """Return the order of the rows that arrive. Moves 4 E bytes. is_ragged: empty places do not travel (GPUs)."""
+    to_NE = packed.sizes_E.reshape(lax.axis_size(axis), -1)
+    from_NE = all_to_all(to_NE, axis, 0, 0)  # from each device, of each expert here
+    devices = len(to_NE)
     place_C = jnp.arange(len(packed.token_M) // devices)
     expert_NC = (place_C[None, :, None] >= jnp.cumsum(from_NE, 1)[:, None]).sum(2)  # E/N: an empty place
     order_S = jnp.argsort(expert_NC.reshape(-1), stable=True)
-    return Arrivals(order_S, jnp.argsort(order_S), from_NE.sum(0))
+    counts = Counts(to_NE.sum(1), from_NE.sum(1)) if is_ragged else None
+    return Arrivals(order_S, jnp.argsort(order_S), from_NE.sum(0), counts)
 
 
 def send(x_S: jax.Array, found: Arrivals, axis: str) -> jax.Array:
     """x[N C ...], places -> x[N C ...], rows of this device's experts, those of the first one first."""
-    return _permuted(_exchanged(x_S, axis), found.order_S, found.place_S)
+    return _permuted(_exchanged(x_S, found.counts, axis), found.order_S, found.place_S)
 
 
 def bring_back(y_S: jax.Array, found: Arrivals, axis: str) -> jax.Array:
     """y[N C ...], in the order of experts -> y[N C ...], in the places of the devices that sent the rows."""
-    return _exchanged(_permuted(y_S, found.place_S, found.order_S), axis)
+    back = found.counts and Counts(found.counts.received, found.counts.sent)
+    return _exchanged(_permuted(y_S, found.place_S, found.order_S), back, axis)
 
 
-def _exchanged(x_S: jax.Array, axis: str) -> jax.Array:
-    x_NC = x_S.reshape(jax.lax.axis_size(axis), -1, *x_S.shape[1:])
+def _exchanged(x_S: jax.Array, counts: Counts | None, axis: str) -> jax.Array:
+    if counts:
+        return with_backward(_move_rows, _move_rows_back, (0,))(axis, x_S, counts)
+    x_NC = x_S.reshape(lax.axis_size(axis), -1, *x_S.shape[1:])
     return all_to_all(x_NC, axis, 0, 0).reshape(x_S.shape)
+
+
+def _move_rows(axis: str, x_S: jax.Array, counts: Counts) -> tuple[jax.Array, Counts]:
+    return ragged_all_to_all(x_S, axis, *counts), counts
+
+
+def _move_rows_back(axis: str, counts: Counts, g_S: jax.Array) -> tuple[jax.Array, None]:
+    return ragged_all_to_all(g_S, axis, counts.received, counts.sent), None
 
 
 def _permuted(x_S: jax.Array, order_S: jax.Array, inverse_S: jax.Array) -> jax.Array:
