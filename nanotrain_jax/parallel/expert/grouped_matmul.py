@@ -8,13 +8,15 @@ group needs: one where the largest is at most SLACK times the mean, which execut
 no row is ever left out, and a group that has all rows takes E / SLACK rounds.
 
 `jax.lax.ragged_dot` computes the same; XLA:CPU and XLA:GPU expand it to a dense matmul of every row with every matrix,
-E times the FLOPs. In FP8 (`float8.FLOAT8`) cuBLASLt runs the batched matmuls. Nothing here communicates.
+E times the FLOPs. In FP8 (`float8.FLOAT8`) cuBLASLt runs the batched matmuls. A kernel (`kernels.py`) may multiply
+instead, which needs no rounds. Nothing here communicates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,15 +42,33 @@ def rounds(sizes_E: jax.Array, C: int) -> jax.Array:
     return jnp.maximum(1, -(-sizes_E.max() // C))
 
 
+class Kernel(Protocol):
+    """What multiplies rows with the matrices of their groups, hashable."""
+
+    def multiply(self, x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        """x[M D], w[E D F], sizes[E] -> y[M F]; zeros after the last group."""
+
+    def outer(self, x_MD: jax.Array, g_MF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        """x[M D], g[M F], sizes[E] -> x^T g[E D F], summed over the rows of each group."""
+
+
 def grouped_matmul(
-    x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, rows: int | None = None, matmul: Matmul = float8.PLAIN
+    x_MD: jax.Array,
+    w_EDF: jax.Array,
+    sizes_E: jax.Array,
+    rows: int | None = None,
+    matmul: Matmul = float8.PLAIN,
+    kernel: Kernel | None = None,
 ) -> jax.Array:
     """x[M D], w[E D F], sizes[E] (int32, of sum at most M) -> y[M F]. Backward: the same with w transposed, and x^T g.
 
     rows: the sum of sizes for which a round is made, by default M. matmul: FLOAT8 rounds all of x, w and g with one
-    scale each, and stores x in 8 bits for the backward.
+    scale each, and stores x in 8 bits for the backward. kernel: multiplies in place of rounds, in the dtype of x; rows
+    after the last group, and their gradients, must then be finite.
     """
     axes = sorted(varying_axes(x_MD) | varying_axes(w_EDF) | varying_axes(sizes_E))
+    if kernel:
+        return with_backward(_by_kernel, _back_by_kernel, (0,))(kernel, *as_varying((x_MD, w_EDF, sizes_E), axes))
     C = rows_of_a_round(rows or len(x_MD), len(sizes_E), len(x_MD))
     run = with_backward(_forward, _backward, (0, 1))
     return run(matmul, C, *as_varying((x_MD, w_EDF, sizes_E), axes))
@@ -65,6 +85,15 @@ def _backward(matmul: Matmul, C: int, residuals: tuple, g_MF: jax.Array) -> tupl
     g = matmul.gradient(g_MF)
     of_blocks = partial(matmul.batched, "ECF,EDF->ECD", b=matmul.operand(w_EDF), exact=True)
     return _multiply(of_blocks, g, sizes_E, C), _outer(matmul, x, g, sizes_E, C), None
+
+
+def _by_kernel(kernel: Kernel, x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple]:
+    return kernel.multiply(x_MD, w_EDF, sizes_E), (x_MD, w_EDF, sizes_E)
+
+
+def _back_by_kernel(kernel: Kernel, residuals: tuple, g_MF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x_MD, w_EDF, sizes_E = residuals
+    return kernel.multiply(g_MF, w_EDF.swapaxes(1, 2), sizes_E), kernel.outer(x_MD, g_MF, sizes_E), None
 
 
 def _multiply(of_blocks: Callable, x: Operand, sizes_E: jax.Array, C: int) -> jax.Array:
