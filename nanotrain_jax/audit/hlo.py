@@ -8,7 +8,8 @@ once per iteration. Wire bytes are those a device sends on a ring of N devices, 
     permute                                  S
 
 A loop that runs at most once, from a `jax.named_scope("at_most_once_NAME")`, or as often as data need it, from
-"as_needed_NAME", counts as rates[NAME] executions on average, by default one.
+"as_needed_NAME", counts as rates[NAME] executions on average, by default one. So do the rows of a grouped matmul by a
+kernel, traced in "as_needed_NAME": it multiplies those that groups have, of all in its buffer.
 
 XLA:CPU sends 16-bit values as float32: audit the bytes of 16-bit programs on the GPU compile (audit/topology.py).
 """
@@ -70,9 +71,11 @@ COMPUTES = {"fusion", "custom-call", "dot", "convolution", "while", "conditional
 ARRAY = re.compile(r"\b(pred|bf16|f8\w+|[sufc]\d+)\[([\d,]*)\]")
 OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 GEMM = re.compile(r'"__cublas\$(gemm|lt\$matmul)')  # custom calls that multiply; others solve triangular systems
+GROUPED = re.compile(r"ragged_(?:contracting_dim_)?dot")  # in the op_name of a Mosaic kernel: those of tokamax
 CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 AT_MOST_ONCE = re.compile(r'(?:at_most_once|as_needed)_(\w+)/while"')
+AS_NEEDED = re.compile(r"as_needed_(\w+)")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -275,16 +278,19 @@ def matmul_flops(text: str, rates: Rates = NO_RATES) -> float:
     """Return the matmul FLOPs of a compiled program per device, 2 per multiply-add.
 
     cuDNN attention counts as full attention, whatever the mask, with a sliding window as that many keys: 2 matmuls
-    forward, 4 backward; the recomputation of scores in its backward is not counted.
+    forward, 4 backward; the recomputation of scores in its backward is not counted. A grouped matmul of tokamax counts
+    as the rows of its buffer times rates[NAME], without what its tiles multiply beside the rows of a group.
     """
     program = parse(text)
-    return sum(count * _flops(program, name, index) for name, index, count in walk(program, rates))
+    return sum(count * _flops(program, name, index, rates) for name, index, count in walk(program, rates))
 
 
-def _flops(program: Program, name: str, index: int) -> float:
+def _flops(program: Program, name: str, index: int, rates: Rates) -> float:
     """Return the FLOPs of one instruction, without the computations it calls."""
     block = program.computations[name]
     i = block[index]
+    if is_grouped_matmul(i):
+        return _grouped_flops(block, i) * rates.get((AS_NEEDED.findall(op_name(i)) or [""])[-1], 1)
     is_cublas = GEMM.search(i.attributes)
     if i.opcode != "dot" and not is_cublas and '"__cudnn$fmha' not in i.attributes:
         return 0.0
@@ -302,11 +308,29 @@ def _flops(program: Program, name: str, index: int) -> float:
     return 2.0 * math.prod(_shapes(i.type)[0]) * math.prod(shape[int(d)] for d in re.findall(r"\d+", contracted))
 
 
+def is_grouped_matmul(i: Instruction) -> bool:
+    """True for a kernel that multiplies rows with the matrices of their groups."""
+    is_mosaic = i.opcode == "custom-call" and 'custom_call_target="mosaic_gpu' in i.attributes
+    return is_mosaic and GROUPED.search(op_name(i)) is not None
+
+
+def _grouped_flops(block: list[Instruction], i: Instruction) -> float:
+    """Return the FLOPs of x[M D], w[E D F] -> y[M F], or of x[D M], g[M F] -> w[E D F]: 2 M D F, of all M rows."""
+    types = {other.name: other.type for other in block}
+    *_, result = _shapes(i.type)
+    operands = [shape for name in i.operands for shape in _shapes(types[name])]
+    if len(result) == 3:
+        g = [shape for shape in operands if len(shape) == 2][-1]
+        return 2.0 * g[0] * math.prod(result[1:])
+    w = next(shape for shape in operands if len(shape) == 3)
+    return 2.0 * result[0] * math.prod(w[1:])
+
+
 def flops_inside(program: Program, name: str, index: int) -> float:
-    """Return the FLOPs of one instruction and of the computations it calls."""
+    """Return the FLOPs of one instruction and of the computations it calls; of kernels for groups of all rows."""
     called = CALLED.findall(program.computations[name][index].attributes)
-    inner = (count * _flops(program, *place) for c in called for *place, count in _walk(program, c, 1))
-    return _flops(program, name, index) + sum(inner)
+    inner = (count * _flops(program, *place, NO_RATES) for c in called for *place, count in _walk(program, c, 1))
+    return _flops(program, name, index, NO_RATES) + sum(inner)
 
 
 def summary(found: list[Collective]) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """The HLO parser, on programs with known collectives and FLOPs."""
 
+from fractions import Fraction
 from functools import partial
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 from conftest import needs_cuda_compiler
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax.audit import hlo, topology
+from nanotrain_jax.audit import hlo, topology, traffic
 from nanotrain_jax.parallel import mesh as meshes
 
 X = jax.ShapeDtypeStruct((8, 128), jnp.float32)
@@ -208,3 +209,30 @@ def test_cudnn_attention_counts_the_keys_of_its_window(window, keys):
 
     text = jax.jit(run).lower(x, x, x).compile().as_text()
     assert hlo.matmul_flops(text) == (2 + 4) * 2 * 2 * 4 * 1024 * keys * 64
+
+
+KERNELS = """HloModule m
+
+%nothing () -> s32[] {
+  ROOT %zero = s32[] constant(0)
+}
+
+ENTRY %main (x: bf16[128,64], w: bf16[8,64,32], g: bf16[128,32], sizes: s32[8]) -> bf16[8,64,32] {
+  %x = bf16[128,64]{1,0} parameter(0)
+  %w = bf16[8,64,32]{2,1,0} parameter(1)
+  %g = bf16[128,32]{1,0} parameter(2)
+  %sizes = s32[8]{0} parameter(3)
+  %t = bf16[64,128]{1,0} transpose(%x), dimensions={1,0}
+  %y = bf16[128,32]{1,0} custom-call(%x, %w, %sizes), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/jvp(as_needed_rows)/eval_jaxpr/ragged_dot_sm90/mpmd_map"}
+  %other = bf16[128,32]{1,0} custom-call(%x, %w), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/softmax"}
+  ROOT %d = bf16[8,64,32]{2,1,0} custom-call(%sizes, %sizes, %t, %g), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/transpose(jvp(as_needed_rows))/ragged_contracting_dim_dot_sm90/mpmd_map"}
+}
+"""  # noqa: E501
+
+
+def test_a_kernel_for_groups_counts_the_rows_that_groups_have():
+    one = 2 * 128 * 64 * 32
+    assert hlo.matmul_flops(KERNELS) == 2 * one
+    assert hlo.matmul_flops(KERNELS, {"rows": Fraction(3, 4)}) == 1.5 * one
+    moved = {kernel.name: kernel.bytes for kernel in traffic.kernels(KERNELS)}
+    assert moved["y"] == 2 * (128 * 64 + 8 * 64 * 32 + 128 * 32) + 4 * 8
