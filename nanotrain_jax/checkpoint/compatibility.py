@@ -16,7 +16,7 @@ from nanotrain_jax.config.schema import Config
 
 Plain = dict[str, dict[str, Any]]  # section -> key -> value, from `Config.to_dict`
 # Model keys that do not change the result, but for rounding.
-SAME_RESULT = {"attention", "kernels", "loss_chunk", "unroll"}
+SAME_RESULT = {"attention", "kernels", "grouped_matmul", "loss_chunk", "unroll"}
 ROPE = {"rope_theta", "rope_scaling"}
 NEWER = {"head_dim", "qkv_bias", "qk_norm", "global_layers", "lora"}  # model keys that older versions do not save
 # Section, key, value where it is not saved: must be the same, besides the keys of `_must_match`.

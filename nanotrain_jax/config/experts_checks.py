@@ -1,16 +1,17 @@
 """Check that a mixture of experts goes with the other keys of a config."""
 
+from nanotrain_jax.config.derived import fits_grouped_kernel
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.values import near_divisors
+from nanotrain_jax.kernels.limits import GROUPED_TILE
 
 
 def check_experts(config: Config) -> None:
     """Raise Misfit for what a mixture of experts (model.experts) is not made for yet."""
     m, p = config.model, config.parallel
-    if m.experts is None:
-        if p.expert > 1:
-            raise Misfit(f"parallel.expert={p.expert} without model.experts: there are none to share", "use 1")
+    if m.experts is None and p.expert > 1:
+        raise Misfit(f"parallel.expert={p.expert} without model.experts: there are none to share", "use 1")
     if p.expert_exchange != "padded" and p.expert == 1:
         raise Misfit(
             f"parallel.expert_exchange={p.expert_exchange} with parallel.expert=1: nothing is exchanged", "leave it out"
@@ -34,6 +35,13 @@ def check_experts(config: Config) -> None:
         and m.experts.balance == "bias"
         and "use model.experts.balance=loss",
     }
+    if m.grouped_matmul == "tokamax" and not fits_grouped_kernel(config):
+        raise Misfit(
+            f"model.grouped_matmul=tokamax with precision.compute={config.precision.compute}, matmul="
+            f"{config.precision.matmul}, model.d_model={m.d_model} and model.experts.d_ff={m.experts.d_ff} over "
+            f"parallel.tensor={p.tensor}: its kernel needs 16 bits and widths that {GROUPED_TILE} divides",
+            "use model.grouped_matmul=auto",
+        )
     for what, remedy in refused.items():
         if remedy:
             raise Misfit(f"model.experts with {what}: not supported for a mixture of experts yet", remedy)

@@ -129,6 +129,11 @@ class Model(Section):
         "of the backward of norms and GELU, and the softmax of the loss; pallas: ours on GPUs; auto: pallas on NVIDIA "
         "GPUs from Ampere on, else xla",
     )
+    grouped_matmul: Literal["auto", "padded", "tokamax"] = key(
+        "auto",
+        "what multiplies the rows of experts (parallel/expert/kernels.py); tokamax: its kernel; auto: that where "
+        "pip install 'nanotrain_jax[kernels]' has brought it, on Hopper GPUs, in 16 bit; padded: matmuls of XLA",
+    )
     unroll: bool | Literal["auto"] = key(
         "auto",
         "write the loop over layers out: less memory traffic, longer to compile; auto: on GPUs, up to 48 layers, of "

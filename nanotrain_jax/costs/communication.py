@@ -239,6 +239,8 @@ def conditional_rates(config: Config) -> dict[str, Fraction]:
     """
     p = config.parallel
     of_experts = {"further_rounds": Fraction(0)}
+    if config.model.experts:
+        of_experts["rows"] = mixture.share_of_buffer(config)
     if execution(config) is not Execution.PIPELINE:
         return of_experts
     schedule, last_of_chunk = counts.outline(config), Fraction(1, p.microbatches)

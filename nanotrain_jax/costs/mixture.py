@@ -1,5 +1,7 @@
 """Counts of mixtures for the closed forms: rows of experts, and the first, dense layers. For resolved configs."""
 
+from fractions import Fraction
+
 from nanotrain_jax.config.execution import execution, writes_layers_out
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs.counts import (
@@ -13,9 +15,11 @@ from nanotrain_jax.costs.counts import (
     tokens_per_device,
     zero_devices_of,
 )
+from nanotrain_jax.models.experts import kernel_of
 from nanotrain_jax.models.parameters import ENDS
 from nanotrain_jax.parallel.expert.exchange import places
 from nanotrain_jax.parallel.expert.grouped_matmul import rows_of_a_round
+from nanotrain_jax.parallel.expert.kernels import buffer_rows
 
 
 def first_layers(config: Config) -> Config | None:
@@ -41,7 +45,9 @@ def looks_up_again(config: Config) -> bool:
 
 def padded_rows(config: Config) -> float:
     """Return how many rows a grouped matmul of experts multiplies for each that it has, while none needs more than one
-    round (parallel/expert/grouped_matmul.py): a little above 1.25."""
+    round (parallel/expert/grouped_matmul.py): a little above 1.25; 1 by a kernel, without the rest of its tiles."""
+    if kernel_of(config):
+        return 1.0
     count, rows = config.model.experts.num // config.parallel.expert, expert_rows(config)
     return rows_of_a_round(rows, count, exchanged_rows(config) or rows) * count / rows
 
@@ -49,6 +55,12 @@ def padded_rows(config: Config) -> float:
 def expert_rows(config: Config) -> int:
     """Return the rows that a device's experts get of a microbatch where they are balanced: top_k for each token."""
     return int(tokens_per_device(config) / config.parallel.microbatches) * config.model.experts.top_k
+
+
+def share_of_buffer(config: Config) -> Fraction:
+    """Return the share of the rows of a kernel's arrays that experts have, where they are balanced."""
+    rows = expert_rows(config)
+    return Fraction(rows, buffer_rows(exchanged_rows(config) or rows))
 
 
 def exchanged_rows(config: Config) -> int:

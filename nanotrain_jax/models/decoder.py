@@ -37,12 +37,13 @@ from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import head_gradient, writes_layers_out
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config, Model
-from nanotrain_jax.models import balance, contract, decode, decoder_table, dpo
+from nanotrain_jax.models import balance, contract, decode, decoder_table, dpo, experts
 from nanotrain_jax.models.decoder_layer import Layer, is_local, stacked
 from nanotrain_jax.models.ends import Ends
 from nanotrain_jax.models.modules import ONE_DEVICE, Split
 from nanotrain_jax.models.parameters import DENSE, ENDS, LAYERS, TENSOR, VOCAB
 from nanotrain_jax.parallel import remat
+from nanotrain_jax.parallel.expert import kernels
 from nanotrain_jax.parallel.sharding import Rules
 from nanotrain_jax.parallel.tensor import float8, tensor
 
@@ -202,8 +203,13 @@ def uses_kernels(config: Model, device: jax.Device) -> bool:
 
 def _is_ampere(device: jax.Device) -> bool:
     """True for an NVIDIA GPU that is Ampere or newer."""
+    return capability(device) >= 8.0
+
+
+def capability(device: jax.Device) -> float:
+    """Return the compute capability of an NVIDIA GPU, 0 of another device."""
     is_gpu = device.platform in ("gpu", "cuda")
-    return is_gpu and float(getattr(device, "compute_capability", None) or 8.0) >= 8.0
+    return float(getattr(device, "compute_capability", None) or 8.0) if is_gpu else 0.0
 
 
 def check_flash_rows(config: Config) -> None:
@@ -255,12 +261,13 @@ def split_of(config: Config, mesh: Mesh) -> Split:
     """Return how the devices of a mesh share the decoder of a resolved config."""
     p, device = config.parallel, mesh.devices.flat[0]
     if p.expert_exchange == "ragged" and device.platform == "cpu":
-        raise ValueError("parallel.expert_exchange=ragged needs GPUs: XLA has no ragged all-to-all for CPUs; use padded")
+        raise ValueError("parallel.expert_exchange=ragged needs GPUs: XLA:CPU has no ragged all-to-all; use padded")
     # Full remat recomputes the layer's forward, which has just gathered what its backward needs.
     regather = config.memory.rematerialization.policy != "full"
     is_flat = writes_layers_out(config, device.platform)
     matmuls = tensor.MatmulOptions(regather, p.overlap_tensor, kind_of_matmul(config), together=is_flat)
     split = Split("tensor", p.tensor, p.sequence_parallel) if p.tensor > 1 else ONE_DEVICE
+    kernel = experts.kernel_of(config, capability(device))
     return split._replace(
         matmuls=matmuls,
         context=p.context_attention if p.context > 1 else None,
@@ -273,6 +280,7 @@ def split_of(config: Config, mesh: Mesh) -> Split:
         is_ragged=p.expert_exchange == "ragged",
         flat=is_flat,
         kernels=uses_kernels(config.model, device),
+        grouped=kernels.KERNELS[kernel](device) if kernel else None,
     )
 
 

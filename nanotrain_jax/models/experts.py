@@ -16,23 +16,59 @@ sent again to their experts.
 from __future__ import annotations
 
 from functools import partial
+from importlib import metadata
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nanotrain_jax.config.schema import Model
+from nanotrain_jax.config.derived import fits_grouped_kernel
+from nanotrain_jax.config.schema import Config, Model
+from nanotrain_jax.kernels.limits import GROUPED_CAPABILITY
 from nanotrain_jax.models import balance, decoder_table
 from nanotrain_jax.models.modules import Split, fill
 from nanotrain_jax.models.ops import gated
 from nanotrain_jax.models.parameters import under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import Tree, all_reduce
-from nanotrain_jax.parallel.expert import exchange, routing
-from nanotrain_jax.parallel.expert.grouped_matmul import grouped_matmul
+from nanotrain_jax.parallel.expert import exchange, kernels, routing
+from nanotrain_jax.parallel.expert.grouped_matmul import SLACK, grouped_matmul
 from nanotrain_jax.parallel.tensor import float8, tensor
 
 KEPT = jax.checkpoint_policies.save_only_these_names(*remat.SAVED)
+
+
+def kernel_of(config: Config, capability: float = GROUPED_CAPABILITY) -> str | None:
+    """Return the name of the kernel that multiplies the rows of experts (`kernels.KERNELS`), None for padded matmuls.
+
+    capability: compute capability of NVIDIA GPUs, 0 for other devices. Raises ValueError if the config asks for a
+    kernel that is not installed or not for this device.
+    """
+    m = config.model
+    if m.experts is None or m.grouped_matmul == "padded":
+        return None
+    is_hopper = int(capability) == GROUPED_CAPABILITY
+    if m.grouped_matmul == "auto":
+        return "tokamax" if is_hopper and fits_grouped_kernel(config) and kernels.is_installed() else None
+    if not kernels.is_installed():
+        version = ".".join(map(str, kernels.FIRST_VERSION))
+        raise ValueError(
+            f"model.grouped_matmul={m.grouped_matmul}: tokamax {version} or newer is not installed; "
+            "pip install 'nanotrain_jax[kernels]' with Python 3.12 or newer, or use auto"
+        )
+    if not is_hopper:
+        raise ValueError(
+            f"model.grouped_matmul={m.grouped_matmul} needs NVIDIA GPUs of the Hopper generation (compute capability "
+            f"9), not {capability:g}; use auto or padded"
+        )
+    return m.grouped_matmul
+
+
+def way_of_matmuls(config: Config, capability: float) -> str:
+    """Describe what multiplies the rows of experts, for a line of output. Raises ValueError as `kernel_of`."""
+    kernel = kernel_of(config, capability)
+    way = f"the kernel of {kernel} {metadata.version(kernel)}" if kernel else f"matmuls padded {SLACK:g} times"
+    return f"experts: {way} (model.grouped_matmul={config.model.grouped_matmul})"
 
 
 class Experts(nnx.Module):
@@ -94,7 +130,8 @@ class Experts(nnx.Module):
         self, x_MD: jax.Array, gates_M: jax.Array, weights: Tree, sizes_E: jax.Array, rows: int | None = None
     ) -> jax.Array:
         """x[M D], the rows of one expert after another -> y[M D] {sum tensor}. rows: as of `grouped_matmul`."""
-        of_experts = partial(grouped_matmul, sizes_E=sizes_E, rows=rows, matmul=self.split.matmuls.matmul)
+        how = {"matmul": self.split.matmuls.matmul, "kernel": self.split.grouped}
+        of_experts = partial(grouped_matmul, sizes_E=sizes_E, rows=rows, **how)
         gate_MF = remat.name(of_experts(x_MD, weights["gate_EDF"]), "gate")
         up_MF = remat.name(of_experts(x_MD, weights["up_EDF"]), "up")
         h_MF = gated(gate_MF, up_MF, self.features.activation) * gates_M[:, None].astype(x_MD.dtype)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from nanotrain_jax.models.parameters import Parameter, Table
 from nanotrain_jax.parallel.context import context
+from nanotrain_jax.parallel.expert.grouped_matmul import Kernel
 from nanotrain_jax.parallel.tensor import tensor
 
 
@@ -28,6 +29,7 @@ class Split(NamedTuple):
     head_gradient: str = "float32"  # dtype in which the loss computes the gradient of the head
     trains_head: bool = True  # False: the head (or tied embedding) is frozen
     kernels: bool = False  # norms, GELU and softmax by kernels/, on GPUs
+    grouped: Kernel | None = None  # multiplies the rows of experts; None: padded matmuls do
     experts: str | None = None  # mesh axis whose devices share the experts of a layer; None: each has all
     is_ragged: bool = False  # rows of experts travel without empty places
     flat: bool = False  # q, k and v by matmuls of two dims, to which XLA:GPU adds the biases; loops would keep copies

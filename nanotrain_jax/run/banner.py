@@ -15,6 +15,8 @@ from nanotrain_jax.config.training_stages import Span, phases, spans
 from nanotrain_jax.costs import counts, memory
 from nanotrain_jax.data import batches
 from nanotrain_jax.data.tokenizer import CHAT_TEMPLATE
+from nanotrain_jax.models.decoder import capability
+from nanotrain_jax.models.experts import way_of_matmuls
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 from nanotrain_jax.run.metrics import EPOCHS, VAL_OF
 
@@ -44,6 +46,8 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
         lines.append("the tokenizer names no end token: documents run into each other; data.end_token sets one")
     if dataset.replaced:
         lines.append(f"warning: {dataset.replaced:,} invalid UTF-8 sequences in the text were replaced by U+FFFD")
+    if config.model.experts:
+        lines.append(way_of_matmuls(config, capability(mesh.devices.flat[0])))
     p, vocab = config.parallel, config.model.vocab_size
     rows = padded_vocab(vocab, p.vocab_shards)
     if rows > vocab and not config.model.factory:

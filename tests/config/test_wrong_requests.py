@@ -246,7 +246,7 @@ BAD = [
     (['logging.dir=""'], "logging.dir=''"),
     (
         [*EXPERTS, "parallel.expert=2", "parallel.data=2", "parallel.expert_exchange=ragged"],
-        "parallel.expert_exchange=ragged needs GPUs: XLA has no ragged all-to-all for CPUs; use padded",
+        "parallel.expert_exchange=ragged needs GPUs: XLA:CPU has no ragged all-to-all; use padded",
     ),
     (["model.attention=cudnn"], "model.attention=cudnn needs an NVIDIA GPU"),
     (["train.seed=4294967296"], "train.seed=4294967296"),

@@ -67,7 +67,7 @@ def grouped_matmul(
     after the last group, and their gradients, must then be finite.
     """
     axes = sorted(varying_axes(x_MD) | varying_axes(w_EDF) | varying_axes(sizes_E))
-    if kernel:
+    if kernel is not None:
         return with_backward(_by_kernel, _back_by_kernel, (0,))(kernel, *as_varying((x_MD, w_EDF, sizes_E), axes))
     C = rows_of_a_round(rows or len(x_MD), len(sizes_E), len(x_MD))
     run = with_backward(_forward, _backward, (0, 1))

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, hardware, memory
+from nanotrain_jax.models.experts import way_of_matmuls
 from nanotrain_jax.planner import compiled as compiler
 from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, stores_scores
 from nanotrain_jax.planner.formula import Section, number
@@ -30,6 +31,8 @@ def estimated(console: Console, e: Estimate) -> None:
     console.print(f"global batch: {c.data.batch_size} sequences of {c.data.seq_len} tokens")
     if c.train.lora:
         adapters(console, e)
+    if m.experts:
+        console.print(way_of_matmuls(c, hardware.find(e.gpu).capability))
     table = Table(title=f"peak memory per GPU, {name}", title_justify="left")
     for moment in ("", *e.moments):
         table.add_column(moment, justify="right" if moment else "left", style="bold" if moment == e.peak else None)
