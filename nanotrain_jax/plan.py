@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = command_line().parse_intermixed_args(argv)
     options.command = shlex.join(["python", "-m", "nanotrain_jax.plan", *(sys.argv[1:] if argv is None else argv)])
     console = Console(width=128, stderr=options.json == "-")
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # tokamax, of sizes that it has no tuned tiles for
     try:
         return plan(options, console)
     except (ValueError, OSError, topology.NoCompiler) as error:

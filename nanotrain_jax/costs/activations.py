@@ -21,7 +21,7 @@ from nanotrain_jax.costs.counts import (
     tokens_per_device,
     trained_matrices,
 )
-from nanotrain_jax.costs.mixture import first_layers, kept_ffn_width, padded_rows, rows_per_token
+from nanotrain_jax.costs.mixture import copied_rows, first_layers, kept_ffn_width, rows_per_token
 
 NO_REMAT = Remat("none")
 
@@ -202,7 +202,7 @@ def working_set(config: Config) -> float:
     like_x, inner = layer_widths(config.replace("parallel", zero=0), NO_REMAT, scores=False)
     size = b * tokens * ((like_x + 8 * config.model.d_model) / split_x + inner / p.tensor)
     if config.model.experts:  # rows of the experts of a token, their gradients, and both padded; of an exchange twice
-        wide = rows_per_token(config) + config.model.experts.top_k * padded_rows(config)
+        wide = rows_per_token(config) + copied_rows(config)
         size += 2 * (1 + (p.expert > 1)) * b * tokens * config.model.d_model * wide
     kept = block_by_hand(config) or block - 1
     return size + tokens * (score_bytes(config) + kept * b * layer_activations(config, NO_REMAT))

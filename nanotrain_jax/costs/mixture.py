@@ -52,6 +52,11 @@ def padded_rows(config: Config) -> float:
     return rows_of_a_round(rows, count, exchanged_rows(config) or rows) * count / rows
 
 
+def copied_rows(config: Config) -> float:
+    """Return how many rows a padded matmul of experts copies, for each token of a device; a kernel copies none."""
+    return 0.0 if kernel_of(config) else config.model.experts.top_k * padded_rows(config)
+
+
 def expert_rows(config: Config) -> int:
     """Return the rows that a device's experts get of a microbatch where they are balanced: top_k for each token."""
     return int(tokens_per_device(config) / config.parallel.microbatches) * config.model.experts.top_k
@@ -119,8 +124,8 @@ def expert_buffers(config: Config) -> tuple[float, float]:
 def wide_rows(config: Config) -> float:
     """Return the bytes of rows as wide as an expert in its backward: h and the gradients of h, gate and up, and two of
     them padded."""
-    experts, tokens = config.model.experts, tokens_per_device(config) / config.parallel.microbatches
-    if not experts:
+    tokens = tokens_per_device(config) / config.parallel.microbatches
+    if not config.model.experts:
         return 0.0
     each = BYTES[config.precision.compute] * tokens * config.model.mlp_width / config.parallel.tensor
-    return each * (4 * rows_per_token(config) + 2 * experts.top_k * padded_rows(config))
+    return each * (4 * rows_per_token(config) + 2 * copied_rows(config))

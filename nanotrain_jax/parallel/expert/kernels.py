@@ -10,6 +10,8 @@ is executed beside the rows, and no round is repeated. Its own backward loses th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from typing import NamedTuple
@@ -54,7 +56,7 @@ class Tokamax(NamedTuple):
         import tokamax
 
         x_SD = _aligned(x_MD)
-        with jax.named_scope(AS_NEEDED), jax.default_device(self._device()):
+        with self._context():
             y_SF = tokamax.ragged_dot(x_SD, w_EDF, sizes_E, implementation=self.implementation)
         y_MF = as_varying(y_SF[: len(x_MD)], sorted(varying_axes(x_MD)))
         is_row_M1 = (jnp.arange(len(x_MD)) < sizes_E.sum())[:, None]
@@ -64,16 +66,20 @@ class Tokamax(NamedTuple):
         """x[M D], g[M F], sizes[E] -> x^T g[E D F], summed over the rows of each group."""
         import tokamax
 
-        with jax.named_scope(AS_NEEDED), jax.default_device(self._device()):
+        with self._context():
             sums_EDF = tokamax.ragged_dot_general(
                 _aligned(x_MD), _aligned(g_MF), sizes_E, CONTRACT_ROWS, implementation=self.implementation
             )
         return as_varying(sums_EDF, sorted(varying_axes(x_MD)))
 
-    def _device(self) -> jax.Device:
-        """Return the device that tokamax, which asks JAX for it, shall choose tiles for: in a run one of its own."""
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """Let tokamax choose tiles for the device, which it asks JAX for, in a run one of its own; and promote dtypes,
+        as its kernels need."""
         here = [d for d in jax.local_devices() if d.device_kind == self.device.device_kind]
-        return here[0] if here else self.device
+        device = here[0] if here else self.device
+        with jax.named_scope(AS_NEEDED), jax.default_device(device), jax.numpy_dtype_promotion("standard"):
+            yield
 
 
 KERNELS = {"tokamax": Tokamax}
