@@ -1,9 +1,9 @@
 """Grouped matmuls by a kernel of tokamax, in place of the padded matmuls of `grouped_matmul.py`.
 
 tokamax (https://github.com/openxla/tokamax) has `ragged_dot`, a Pallas kernel (Mosaic) for NVIDIA GPUs of the Hopper
-generation. It multiplies a group in tiles of 64 rows or so, and skips tiles of no group: at most a tile for each group
-is executed beside the rows, and no round is repeated. Its own backward loses the axes over which arrays vary in
-`shard_map`; here its three forward calls are the forward and backward of `grouped_matmul`, whose results are cast.
+generation. It multiplies a group in tiles of 64 rows or so, and skips tiles of no group: beside the rows, parts of the
+tiles at both ends of a group are executed, and no round is repeated. Its own backward loses the axes over which arrays
+vary in `shard_map`; here its three forward calls are the forward and backward of `grouped_matmul`, and are cast.
 
 `KERNELS` has a kernel for each name; tokamax is imported where one multiplies. Nothing here communicates.
 """
