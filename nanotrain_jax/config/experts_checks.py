@@ -17,6 +17,8 @@ def check_experts(config: Config) -> None:
             f"parallel.expert_exchange={p.expert_exchange} with parallel.expert=1: nothing is exchanged", "leave it out"
         )
     if m.experts is None:
+        if m.grouped_matmul != "padded":
+            raise Misfit(f"model.grouped_matmul={m.grouped_matmul} without model.experts", "leave it out")
         return
     if m.experts.num % p.expert:
         raise Misfit(
@@ -40,7 +42,7 @@ def check_experts(config: Config) -> None:
             f"model.grouped_matmul=tokamax with precision.compute={config.precision.compute}, matmul="
             f"{config.precision.matmul}, model.d_model={m.d_model} and model.experts.d_ff={m.experts.d_ff} over "
             f"parallel.tensor={p.tensor}: its kernel needs 16 bits and widths that {GROUPED_TILE} divides",
-            "use model.grouped_matmul=auto",
+            "use model.grouped_matmul=padded",
         )
     for what, remedy in refused.items():
         if remedy:

@@ -129,10 +129,10 @@ class Model(Section):
         "of the backward of norms and GELU, and the softmax of the loss; pallas: ours on GPUs; auto: pallas on NVIDIA "
         "GPUs from Ampere on, else xla",
     )
-    grouped_matmul: Literal["auto", "padded", "tokamax"] = key(
-        "auto",
-        "what multiplies the rows of experts (parallel/expert/kernels.py); tokamax: its kernel; auto: that where "
-        "pip install 'nanotrain_jax[kernels]' has brought it, on Hopper GPUs, in 16 bit; padded: matmuls of XLA",
+    grouped_matmul: Literal["padded", "tokamax"] = key(
+        "padded",
+        "what multiplies the rows of experts: matmuls of XLA, padded; or tokamax's kernel, on Hopper GPUs, in 16 bit, "
+        "with pip install 'nanotrain_jax[kernels]'",
     )
     unroll: bool | Literal["auto"] = key(
         "auto",

@@ -15,7 +15,6 @@ from nanotrain_jax.costs.counts import (
     tokens_per_device,
     zero_devices_of,
 )
-from nanotrain_jax.models.experts import kernel_of
 from nanotrain_jax.models.parameters import ENDS
 from nanotrain_jax.parallel.expert.exchange import places
 from nanotrain_jax.parallel.expert.grouped_matmul import rows_of_a_round
@@ -43,10 +42,15 @@ def looks_up_again(config: Config) -> bool:
     return config.model.dense_layers > 0 and execution(config).is_by_hand
 
 
+def has_kernel(config: Config) -> bool:
+    """True if a kernel multiplies the rows of experts (parallel/expert/kernels.py)."""
+    return config.model.grouped_matmul != "padded"
+
+
 def padded_rows(config: Config) -> float:
     """Return how many rows a grouped matmul of experts multiplies for each that it has, while none needs more than one
     round (parallel/expert/grouped_matmul.py): a little above 1.25; 1 by a kernel, without the rest of its tiles."""
-    if kernel_of(config):
+    if has_kernel(config):
         return 1.0
     count, rows = config.model.experts.num // config.parallel.expert, expert_rows(config)
     return rows_of_a_round(rows, count, exchanged_rows(config) or rows) * count / rows
@@ -54,7 +58,7 @@ def padded_rows(config: Config) -> float:
 
 def copied_rows(config: Config) -> float:
     """Return how many rows a padded matmul of experts copies, for each token of a device; a kernel copies none."""
-    return 0.0 if kernel_of(config) else config.model.experts.top_k * padded_rows(config)
+    return 0.0 if has_kernel(config) else config.model.experts.top_k * padded_rows(config)
 
 
 def expert_rows(config: Config) -> int:

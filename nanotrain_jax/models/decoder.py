@@ -43,7 +43,6 @@ from nanotrain_jax.models.ends import Ends
 from nanotrain_jax.models.modules import ONE_DEVICE, Split
 from nanotrain_jax.models.parameters import DENSE, ENDS, LAYERS, TENSOR, VOCAB
 from nanotrain_jax.parallel import remat
-from nanotrain_jax.parallel.expert import kernels
 from nanotrain_jax.parallel.sharding import Rules
 from nanotrain_jax.parallel.tensor import float8, tensor
 
@@ -267,7 +266,6 @@ def split_of(config: Config, mesh: Mesh) -> Split:
     is_flat = writes_layers_out(config, device.platform)
     matmuls = tensor.MatmulOptions(regather, p.overlap_tensor, kind_of_matmul(config), together=is_flat)
     split = Split("tensor", p.tensor, p.sequence_parallel) if p.tensor > 1 else ONE_DEVICE
-    kernel = experts.kernel_of(config, capability(device))
     return split._replace(
         matmuls=matmuls,
         context=p.context_attention if p.context > 1 else None,
@@ -280,7 +278,7 @@ def split_of(config: Config, mesh: Mesh) -> Split:
         is_ragged=p.expert_exchange == "ragged",
         flat=is_flat,
         kernels=uses_kernels(config.model, device),
-        grouped=kernels.KERNELS[kernel](device) if kernel else None,
+        grouped=experts.kernel_of(config, device, capability(device)),
     )
 
 

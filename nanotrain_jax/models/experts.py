@@ -16,13 +16,11 @@ sent again to their experts.
 from __future__ import annotations
 
 from functools import partial
-from importlib import metadata
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from nanotrain_jax.config.derived import fits_grouped_kernel
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.kernels.limits import GROUPED_CAPABILITY
 from nanotrain_jax.models import balance, decoder_table
@@ -32,43 +30,43 @@ from nanotrain_jax.models.parameters import under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import Tree, all_reduce
 from nanotrain_jax.parallel.expert import exchange, kernels, routing
-from nanotrain_jax.parallel.expert.grouped_matmul import SLACK, grouped_matmul
+from nanotrain_jax.parallel.expert.grouped_matmul import SLACK, Kernel, grouped_matmul
 from nanotrain_jax.parallel.tensor import float8, tensor
 
 KEPT = jax.checkpoint_policies.save_only_these_names(*remat.SAVED)
 
 
-def kernel_of(config: Config, capability: float = GROUPED_CAPABILITY) -> str | None:
-    """Return the name of the kernel that multiplies the rows of experts (`kernels.KERNELS`), None for padded matmuls.
+def check_kernel(config: Config, capability: float) -> None:
+    """Raise ValueError if the config asks for a kernel that GPUs of this compute capability (0: other devices) lack."""
+    kernel = config.model.grouped_matmul
+    if kernel != "padded" and int(capability) != GROUPED_CAPABILITY:
+        raise ValueError(
+            f"model.grouped_matmul={kernel} needs NVIDIA GPUs of the Hopper generation (compute capability "
+            f"{GROUPED_CAPABILITY}), not {capability:g}; use padded"
+        )
 
-    capability: compute capability of NVIDIA GPUs, 0 for other devices. Raises ValueError if the config asks for a
-    kernel that is not installed or not for this device.
-    """
-    m = config.model
-    if m.experts is None or m.grouped_matmul == "padded":
+
+def kernel_of(config: Config, device: jax.Device, capability: float) -> Kernel | None:
+    """Return what multiplies the rows of experts on a device, None for padded matmuls. Raises ValueError if the config
+    asks for a kernel that the device lacks, or that is not installed."""
+    kernel = config.model.grouped_matmul
+    if kernel == "padded":
         return None
-    is_hopper = int(capability) == GROUPED_CAPABILITY
-    if m.grouped_matmul == "auto":
-        return "tokamax" if is_hopper and fits_grouped_kernel(config) and kernels.is_installed() else None
+    check_kernel(config, capability)
     if not kernels.is_installed():
         version = ".".join(map(str, kernels.FIRST_VERSION))
         raise ValueError(
-            f"model.grouped_matmul={m.grouped_matmul}: tokamax {version} or newer is not installed; "
-            "pip install 'nanotrain_jax[kernels]' with Python 3.12 or newer, or use auto"
+            f"model.grouped_matmul={kernel}: tokamax {version} or newer is not installed; pip install "
+            "'nanotrain_jax[kernels]' with Python 3.12 or newer, or use padded"
         )
-    if not is_hopper:
-        raise ValueError(
-            f"model.grouped_matmul={m.grouped_matmul} needs NVIDIA GPUs of the Hopper generation (compute capability "
-            f"9), not {capability:g}; use auto or padded"
-        )
-    return m.grouped_matmul
+    return kernels.KERNELS[kernel](device)
 
 
-def way_of_matmuls(config: Config, capability: float) -> str:
-    """Describe what multiplies the rows of experts, for a line of output. Raises ValueError as `kernel_of`."""
-    kernel = kernel_of(config, capability)
-    way = f"the kernel of {kernel} {metadata.version(kernel)}" if kernel else f"matmuls padded {SLACK:g} times"
-    return f"experts: {way} (model.grouped_matmul={config.model.grouped_matmul})"
+def way_of_matmuls(config: Config) -> str:
+    """Describe what multiplies the rows of experts, for a line of output."""
+    kernel = config.model.grouped_matmul
+    way = f"matmuls padded {SLACK:g} times" if kernel == "padded" else f"the kernel of {kernel}"
+    return f"experts: {way} (model.grouped_matmul={kernel})"
 
 
 class Experts(nnx.Module):

@@ -16,8 +16,7 @@ from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, flops, hardware, memory, offload
 from nanotrain_jax.costs.stored_parameters import frozen_elements
-from nanotrain_jax.kernels.limits import GROUPED_CAPABILITY
-from nanotrain_jax.models.experts import kernel_of
+from nanotrain_jax.models.experts import check_kernel
 from nanotrain_jax.planner.step_time import Transfer, times
 
 MEMORY_FRACTION = 0.75  # of a GPU's memory, which JAX preallocates (XLA_PYTHON_CLIENT_MEM_FRACTION)
@@ -121,14 +120,12 @@ def estimate(config: Config, gpu: str, memory_fraction: float = MEMORY_FRACTION)
 
 def on_hardware(config: Config, gpu: str) -> Config:
     """Return the config for the GPU: on simulated devices `auto` is no flash attention, no kernel of ours and no layers
-    written out, on GPUs that are not of the Hopper generation no kernel for experts. Raises ValueError if the config
-    asks for one there."""
-    capability = hardware.find(gpu).capability
-    kernel_of(config, capability)
-    instead = {"attention": "xla", "kernels": "xla", "unroll": False} if gpu == hardware.SIMULATED else {}
-    if capability != GROUPED_CAPABILITY:
-        instead["grouped_matmul"] = "padded"
-    return config.replace("model", **{key: to for key, to in instead.items() if getattr(config.model, key) == "auto"})
+    written out. Raises ValueError if the config asks for a kernel that the GPU lacks."""
+    check_kernel(config, hardware.find(gpu).capability)
+    on_simulated = {"attention": "xla", "kernels": "xla", "unroll": False} if gpu == hardware.SIMULATED else {}
+    return config.replace(
+        "model", **{key: to for key, to in on_simulated.items() if getattr(config.model, key) == "auto"}
+    )
 
 
 def checkpoint_bytes(config: Config) -> float:

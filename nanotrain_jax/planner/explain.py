@@ -25,7 +25,6 @@ from nanotrain_jax.costs import (
 from nanotrain_jax.costs.stored_parameters import frozen_elements, trained_parameters
 from nanotrain_jax.models import vision_table
 from nanotrain_jax.models.decoder_table import table
-from nanotrain_jax.models.experts import kernel_of
 from nanotrain_jax.models.parameters import DENSE, ENCODER, ENDS, LAYERS, VISION, Parameter
 from nanotrain_jax.planner.estimate import Estimate
 from nanotrain_jax.planner.explain_traffic import traffic
@@ -146,7 +145,7 @@ def compute(e: Estimate) -> Section:
     lines.append(Line("hardware FLOPs, per GPU and step", formula, numbers, e.flops, "FLOPs"))
     if m.experts:
         M, padding, k = c.parallel.microbatches, mixture.padded_rows(c), m.experts.top_k
-        formula = f"tokens / M x k x {'1, by a kernel' if kernel_of(c) else 'padding'}"
+        formula = f"tokens / M x k x {'1, by a kernel' if mixture.has_kernel(c) else 'padding'}"
         numbers = f"{n(tokens)} / {M} x {k} x {padding:.7g}"
         lines.append(Line("rows that experts multiply", formula, numbers, tokens / M * k * padding, "rows"))
     source = "PaLM (arXiv 2204.02311, appendix B), full attention; hardware: of the stage with the head, over tensor"

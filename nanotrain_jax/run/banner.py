@@ -15,7 +15,6 @@ from nanotrain_jax.config.training_stages import Span, phases, spans
 from nanotrain_jax.costs import counts, memory
 from nanotrain_jax.data import batches
 from nanotrain_jax.data.tokenizer import CHAT_TEMPLATE
-from nanotrain_jax.models.decoder import capability
 from nanotrain_jax.models.experts import way_of_matmuls
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 from nanotrain_jax.run.metrics import EPOCHS, VAL_OF
@@ -47,7 +46,7 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
     if dataset.replaced:
         lines.append(f"warning: {dataset.replaced:,} invalid UTF-8 sequences in the text were replaced by U+FFFD")
     if config.model.experts:
-        lines.append(way_of_matmuls(config, capability(mesh.devices.flat[0])))
+        lines.append(way_of_matmuls(config))
     p, vocab = config.parallel, config.model.vocab_size
     rows = padded_vocab(vocab, p.vocab_shards)
     if rows > vocab and not config.model.factory:

@@ -24,7 +24,7 @@ def check(config: Config, mesh: Mesh) -> None:
     if devices[0].platform == "cpu":  # devices and host share one memory
         share, name = len(devices), f"{len(devices)} simulated devices"
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        config = config.replace("model", attention="xla", kernels="xla", grouped_matmul="padded", unroll=False)
+        config = config.replace("model", attention="xla", kernels="xla", unroll=False)
     else:
         share, name = 1, f"one {devices[0].device_kind}"
         available = (devices[0].memory_stats() or {}).get("bytes_limit") or float("inf")

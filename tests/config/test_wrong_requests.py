@@ -157,6 +157,7 @@ BAD = [
         "does not divide model.ex",
     ),
     ([*EXPERTS, "model.family=gpt2"], "model.experts with model.family=gpt2: experts are gated MLPs; use llama"),
+    (["model.grouped_matmul=tokamax"], "model.grouped_matmul=tokamax without model.experts; leave it out"),
     ([*EXPERTS, "parallel.expert_exchange=ragged"], "with parallel.expert=1: nothing is exchanged; leave it out"),
     ([*EXPERTS, *APART, "model.experts.balance=bias"], "sync_every=5: not supported for a mixture of experts yet; use"),
     ([*EXPERTS, "train.lora={{rank: 2}}"], "use train.lora.targets=[q, k, v, out]"),

@@ -32,7 +32,7 @@ def estimated(console: Console, e: Estimate) -> None:
     if c.train.lora:
         adapters(console, e)
     if m.experts:
-        console.print(way_of_matmuls(c, hardware.find(e.gpu).capability))
+        console.print(way_of_matmuls(c))
     table = Table(title=f"peak memory per GPU, {name}", title_justify="left")
     for moment in ("", *e.moments):
         table.add_column(moment, justify="right" if moment else "left", style="bold" if moment == e.peak else None)
