@@ -25,9 +25,10 @@ from typing import NamedTuple
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import hardware, parameter_traffic
 from nanotrain_jax.models.parameters import LAYERS
-from nanotrain_jax.planner import overlap, search, step_time
+from nanotrain_jax.planner import overlap, search
+from nanotrain_jax.planner.compute_time import COLLECTIVE, KERNEL, STREAM
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate
-from nanotrain_jax.planner.step_time import Transfer
+from nanotrain_jax.planner.step_time import LINK, TICK, Transfer, link
 
 NVLINK_HOP, NETWORK_HOP = 3.4e-6, 14e-6  # seconds, of a ring
 NVLINK_LEVEL, NETWORK_LEVEL = 4e-6, 14e-6  # of a tree
@@ -96,7 +97,7 @@ def collectives(config: Config, transfer: Transfer) -> int:
 def collective_latency(e: Estimate, transfer: Transfer) -> float:
     """Return the seconds of latency of one collective: of a ring, or of a tree for an all-reduce."""
     axes = tuple(transfer.axis.split(","))
-    group, local = step_time.link(axes, tuple(e.config.parallel.axes.values()), hardware.find(e.gpu).joined)
+    group, local = link(axes, tuple(e.config.parallel.axes.values()), hardware.find(e.gpu).joined)
     domains = group / local
     if transfer.op == "all_reduce":
         return 2 * ((local - 1) * NVLINK_LEVEL + math.log2(domains) * NETWORK_LEVEL)
@@ -131,19 +132,20 @@ def base_of(found: Sequence[Point]) -> Point:
 
 def assumptions(gpu: str) -> list[tuple[str, str, str]]:
     """Return what the figures rest on: what, value, source."""
-    g, t = hardware.find(gpu), step_time
+    g = hardware.find(gpu)
     figures = "data sheet" if gpu in hardware.PUBLISHED else "your file"
     hidden = (
         f"{overlap.HIDDEN_TENSOR:.0%} of tensor's, {overlap.HIDDEN_LAYERS:.0%} of ZeRO's in the loops over layers, "
         f"{overlap.HIDDEN_PIPE:.0%} between stages; nothing of what moves once per step"
     )
     hops = f"{NVLINK_HOP * 1e6:g} us over NVLink, {NETWORK_HOP * 1e6:g} us over the network"
-    delays = f"kernel {t.KERNEL * 1e6:g} us, collective of tensor {t.COLLECTIVE * 1e6:g} us, tick {t.TICK * 1e6:g} us"
+    kernel, collective, tick = (1e6 * s for s in (KERNEL, COLLECTIVE, TICK))
+    delays = f"kernel {kernel:g} us, collective of tensor {collective:g} us, tick {tick:g} us"
     return [
         ("16-bit matmuls", f"{g.peak_flops / 1e12:g} TFLOP/s, of it {g.matmul:.0%}", f"{figures}; share assumed"),
-        ("memory", f"{g.memory_bandwidth / 1e12:.3g} TB/s, of it {t.STREAM:.0%}", f"{figures}; share assumed"),
-        ("NVLink", f"{g.nvlink / 1e9:g} GB/s among {g.joined}, of it {t.LINK:.0%}", f"{figures}; share assumed"),
-        ("network", f"{g.network / 1e9:g} GB/s per GPU, of it {t.LINK:.0%}", f"{figures}; share assumed"),
+        ("memory", f"{g.memory_bandwidth / 1e12:.3g} TB/s, of it {STREAM:.0%}", f"{figures}; share assumed"),
+        ("NVLink", f"{g.nvlink / 1e9:g} GB/s among {g.joined}, of it {LINK:.0%}", f"{figures}; share assumed"),
+        ("network", f"{g.network / 1e9:g} GB/s per GPU, of it {LINK:.0%}", f"{figures}; share assumed"),
         ("hop of a ring", hops, "NCCL's cost model"),
         ("latencies", delays, "assumed"),
         ("communication behind compute", hidden, "compiled programs, on average"),

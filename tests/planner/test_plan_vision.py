@@ -8,8 +8,8 @@ from planning import ROOT, run
 from nanotrain_jax.config.load import load
 from nanotrain_jax.costs import flops, hardware, vision
 from nanotrain_jax.planner import training_stages
+from nanotrain_jax.planner.compute_time import encoder_time
 from nanotrain_jax.planner.estimate import on_gpus
-from nanotrain_jax.planner.step_time import encoder_time
 
 CONFIG = ROOT / "configs" / "vision_language_74b.yaml"
 H100 = hardware.find("h100")

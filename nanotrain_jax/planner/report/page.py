@@ -22,10 +22,10 @@ from nanotrain_jax.costs import counts, hardware
 from nanotrain_jax.parallel.pipeline import gantt, schedule, schedule_text
 from nanotrain_jax.planner import formula
 from nanotrain_jax.planner.compiled import wire_bytes
+from nanotrain_jax.planner.compute_time import layers_time
 from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, stores_scores, verdict
 from nanotrain_jax.planner.report import markup, timeline
 from nanotrain_jax.planner.search import SearchResult
-from nanotrain_jax.planner.step_time import layers_time
 
 # Backgrounds, each with a text colour of sufficient contrast.
 BLUE, GREEN, PURPLE, SLATE = (f"background:{c};color:#fff" for c in ("#4477aa", "#228833", "#aa3377", "#5b6573"))

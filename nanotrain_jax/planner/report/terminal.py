@@ -13,10 +13,10 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, hardware, memory
 from nanotrain_jax.models.experts import way_of_matmuls
 from nanotrain_jax.planner import compiled as compiler
+from nanotrain_jax.planner.compute_time import STREAM
 from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, stores_scores
 from nanotrain_jax.planner.formula import Section, number
 from nanotrain_jax.planner.search import SearchResult, describe
-from nanotrain_jax.planner.step_time import STREAM
 from nanotrain_jax.planner.training_stages import Staged
 
 
