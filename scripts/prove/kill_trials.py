@@ -335,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             done, number = done + found, number + 1
             with file.open("a") as lines:
                 lines.writelines(json.dumps(one._asdict()) + "\n" for one in found)
-    console.print(table(done))
+    console.print(table(done), width=120)
     failed = sum(bool(one.problem) for one in done)
     console.print(
         f"{len(done) - failed} of {len(done)} faults: the run continues, and ends with the losses of one without"
