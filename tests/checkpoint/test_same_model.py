@@ -8,7 +8,7 @@ from nanotrain_jax.checkpoint import compatibility
 from nanotrain_jax.config import load
 from nanotrain_jax.config.resolve import resolve
 
-OTHER = {"attention": "xla", "kernels": "xla", "grouped_matmul": "padded", "loss_chunk": 32, "unroll": True}
+OTHER = {"attention": "xla", "kernels": "xla", "grouped_matmul": "tokamax", "loss_chunk": 32, "unroll": True}
 
 
 def saved(config, **model):

@@ -339,9 +339,9 @@ def script(name):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_checkpoint_restores_bitwise_in_any_layout_and_number_of_processes(capsys):
-    asked = "--model", "dense", "--first", "12"  # every axis and ZeRO stage, NVMe; 1, 2, 4 processes
+    asked = "--first", "7"  # of a dense model and a mixture: every axis and ZeRO stage, NVMe; 1, 2, 4 processes
     assert script("compare_restores").main(asked) == 0
-    assert "11 of 11 pairs" in capsys.readouterr().out
+    assert "12 of 12 pairs" in capsys.readouterr().out
 
 
 @pytest.mark.long
