@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import hlo, matmuls, wire
 
 ON_HOST = re.compile(r"\{[\d,]*:[^{}]*S\(5\)[^{}]*\}")
 STARTS = {"copy-start", "fusion-start", "async-start"}
@@ -38,7 +38,7 @@ def copies(text: str, rates: hlo.Rates = hlo.NO_RATES) -> list[Copy]:
         copy = blocks.get(name, {}).get(index)
         if copy and count:
             to, size, done = copy
-            flops = sum(hlo.flops_inside(program, *place) for place in hlo.overlapped(program, name, index))
+            flops = sum(matmuls.flops_inside(program, *place) for place in wire.overlapped(program, name, index))
             opposite = ((start, end) for start, (other, _, end) in blocks[name].items() if other != to)
             both_ways = any(start < done and index < end for start, end in opposite)
             source = hlo.op_name(program.computations[name][index])

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from nanotrain_jax.audit import copies, hlo, live_ranges, topology
+from nanotrain_jax.audit import copies, hlo, live_ranges, matmuls, topology, wire
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import communication, counts, hardware
 from nanotrain_jax.costs.traffic import Traffic
@@ -57,10 +57,10 @@ def compile_step(
         of_stages = {"stages": stages.per_stage(text, config, mesh.shape)}
     return {
         **memory,
-        "flops": hlo.matmul_flops(text, rates),
+        "flops": matmuls.flops(text, rates),
         "compile_seconds": seconds,
         "hbm": hbm.summary(text, config),
-        "collectives": hlo.summary(hlo.collectives(text, mesh.shape, rates)),
+        "collectives": wire.summary(wire.collectives(text, mesh.shape, rates)),
         "host_copies": copies.summary(copies.copies(text, rates)),
         "jax": jax.__version__,
         **of_stages,

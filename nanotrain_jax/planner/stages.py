@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import hlo, matmuls, wire
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import communication, counts
 from nanotrain_jax.parallel.pipeline import schedule as schedules
@@ -36,7 +36,7 @@ def per_stage(text: str, config: Config, axes: Mapping[str, int]) -> dict[str, A
 
 def wire_bytes(text: str, axes: Mapping[str, int], rates: hlo.Rates) -> float:
     """Return the wire bytes of a device with these rates."""
-    return float(sum(c.bytes * c.count for c in hlo.collectives(text, axes, rates)))
+    return float(sum(c.bytes * c.count for c in wire.collectives(text, axes, rates)))
 
 
 def rates_of_stage(config: Config, stage: int) -> dict[str, Fraction]:
@@ -67,7 +67,7 @@ def part_flops(text: str, config: Config) -> dict[str, float]:
     nothing = dict.fromkeys(communication.conditional_rates(config), 0) | {"accumulate": 1, "layer": 1}
 
     def in_every_tick(*parts: str) -> float:
-        return hlo.matmul_flops(text, nothing | dict.fromkeys(parts, 1)) / schedule.ticks
+        return matmuls.flops(text, nothing | dict.fromkeys(parts, 1)) / schedule.ticks
 
     outside = in_every_tick()  # of ticks; encoders that `first` runs, say
     forward, backward = in_every_tick("forward"), in_every_tick("backward")

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax.audit import hlo, topology
+from nanotrain_jax.audit import topology, wire
 from nanotrain_jax.config.load import Parser, at_least, refuse
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.collectives import all_gather, all_to_all, reduce_scatter
@@ -80,7 +80,7 @@ def compiled(name: str, size: int, mesh: jax.sharding.Mesh) -> tuple[Callable, j
 
 def figures(name: str, program: jax.stages.Compiled, x: jax.ShapeDtypeStruct, N: int) -> Row:
     """Return steps (collectives one after another) and wire bytes per device of the compiled program."""
-    found = hlo.collectives(program.as_text(), {AXIS: N})
+    found = wire.collectives(program.as_text(), {AXIS: N})
     return {
         "operation": name,
         "bytes": x.size * x.dtype.itemsize // N,

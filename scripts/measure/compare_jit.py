@@ -33,7 +33,7 @@ from jit_step import jit_step
 from rich.console import Console
 from rich.table import Table
 
-from nanotrain_jax.audit import hlo, topology
+from nanotrain_jax.audit import hlo, matmuls, topology, wire
 from nanotrain_jax.config import schema as configs
 from nanotrain_jax.config.derived import padded_vocab
 from nanotrain_jax.config.load import Parser, at_least, load, refuse
@@ -156,15 +156,15 @@ def audit(config: configs.Config, mesh: Mesh) -> list[dict]:
     return rows + [row | {"program": row["program"] + " (xla attention)"} for row in with_xla]
 
 
-def collectives(text: str, axes: Mapping[str, int], rates: hlo.Rates) -> list[hlo.Collective]:
-    """`hlo.collectives`, also of groups along a part of an axis: XLA's partitioner splits axes into factors."""
+def collectives(text: str, axes: Mapping[str, int], rates: hlo.Rates) -> list[wire.Collective]:
+    """`wire.collectives`, also of groups along a part of an axis: XLA's partitioner splits axes into factors."""
     factors = {}
     for axis, size in axes.items():
         divisors = [d for d in range(2, size + 1) if size % d == 0]
         while size > 1:
             prime = min(d for d in divisors if size % d == 0)
             factors[f"{axis} {size}"], size = prime, size // prime
-    found = hlo.collectives(text, factors, rates)
+    found = wire.collectives(text, factors, rates)
     return [c._replace(axes=tuple(dict.fromkeys(axis.split()[0] for axis in c.axes))) for c in found]
 
 
@@ -181,11 +181,11 @@ def audit_program(config: configs.Config, mesh: Mesh, step: steps.Step, name: st
     try:
         text = with_numbered_groups(program.as_text())
         rates = communication.conditional_rates(config)  # of branches of our pipeline
-        moved = row["collectives"] = hlo.summary(collectives(text, mesh.shape, rates))
+        moved = row["collectives"] = wire.summary(collectives(text, mesh.shape, rates))
         row["wire_bytes"] = sum(kind["bytes_per_device"] for kind in moved)
         row["exposed_bytes"] = sum(kind["exposed_bytes"] for kind in moved)
         row["unhidden_bytes"] = row["wire_bytes"] - sum(kind["behind_matmuls_bytes"] for kind in moved)
-        row["matmul_flops"] = float(hlo.matmul_flops(text, rates))
+        row["matmul_flops"] = float(matmuls.flops(text, rates))
     except ValueError as error:
         row["notes"] = [f"n/a: {error}"]
     return row

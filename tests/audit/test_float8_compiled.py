@@ -7,7 +7,7 @@ import pytest
 from conftest import needs_cuda_compiler
 from test_audit import LLAMA, ROOT, request
 
-from nanotrain_jax.audit import hlo, topology
+from nanotrain_jax.audit import hlo, matmuls, topology, wire
 from nanotrain_jax.costs import communication
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner.compiled import compile_step, wire_bytes
@@ -26,7 +26,7 @@ def compiled(*overrides):
     return step.train.lower(step.state, step.batch).compile().as_text(), config, mesh
 
 
-def matmuls(text):
+def cublas_matmuls(text):
     """Count the cuBLAS matmuls that a program runs, by target."""
     program, found = hlo.parse(text), Counter()
     for name, index, count in hlo.walk(program):
@@ -49,8 +49,8 @@ def matmuls(text):
 def test_all_matmuls_of_layers_run_in_float8(layout, remat, per_layer):
     text, config, _ = compiled(*layout, f"memory.remat={remat}", "precision.matmul=float8")
     # Over tensor, the forward's seven and two of the backward in as many parts as devices.
-    assert matmuls(text) == {"float8": per_layer * L, "other": 3}  # the head
-    assert hlo.matmul_flops(text) == pytest.approx(estimate(config, "h100").flops, rel=1e-2)
+    assert cublas_matmuls(text) == {"float8": per_layer * L, "other": 3}  # the head
+    assert matmuls.flops(text) == pytest.approx(estimate(config, "h100").flops, rel=1e-2)
 
 
 @needs_cuda_compiler
@@ -75,7 +75,7 @@ def test_zero_3_gathers_layers_in_half_the_bytes():
     moved = {}
     for gather in ("bfloat16", "float8"):
         text, config, mesh = compiled(f"precision.gather={gather}", "memory.remat=full")
-        found = [c for c in hlo.collectives(text, mesh.shape) if c.operation == "all_gather"]
+        found = [c for c in wire.collectives(text, mesh.shape) if c.operation == "all_gather"]
         moved[gather] = sum(c.bytes * c.count for c in found)
         rows = [row for row in communication.communication(config) if row["op"] == "all_gather"]
         assert moved[gather] == pytest.approx(sum(row["bytes_per_device"] for row in rows), rel=1e-4)

@@ -9,7 +9,7 @@ import pytest
 from conftest import needs_cuda_compiler
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax.audit import hlo, topology, traffic
+from nanotrain_jax.audit import hlo, matmuls, topology, traffic, wire
 from nanotrain_jax.parallel import mesh as meshes
 
 X = jax.ShapeDtypeStruct((8, 128), jnp.float32)
@@ -23,7 +23,7 @@ def compiled(function, in_specs, out_specs, *shapes, **sizes):
 
 
 def only(text, axes):
-    (found,) = hlo.collectives(text, axes)
+    (found,) = wire.collectives(text, axes)
     return found
 
 
@@ -93,7 +93,7 @@ def test_instructions_in_loops_count_once_per_iteration():
     shapes = X, jax.ShapeDtypeStruct((128, 128), jnp.float32)
     text, axes = compiled(nested, (P("data"), P()), P("data"), *shapes, data=4)
     assert only(text, axes).count == 15
-    assert hlo.matmul_flops(text) == 2 * 2 * 128 * (15 * 128 + 15 * 32 + 3 * 128)
+    assert matmuls.flops(text) == 2 * 2 * 128 * (15 * 128 + 15 * 32 + 3 * 128)
 
 
 def test_a_loop_without_a_known_trip_count_is_an_error_if_it_communicates():
@@ -102,7 +102,7 @@ def test_a_loop_without_a_known_trip_count_is_an_error_if_it_communicates():
 
     text, axes = compiled(until, P(), P(), X, data=2)
     with pytest.raises(ValueError, match=r"no known trip count"):
-        hlo.collectives(text, axes)
+        wire.collectives(text, axes)
 
 
 MESH = {"pipe": 1, "replica": 2, "data": 4, "context": 1, "tensor": 2}
@@ -149,7 +149,7 @@ def test_replica_groups_are_parsed_in_every_form_of_xla(groups, axes):
 
 def test_a_replica_group_that_spans_no_mesh_axes_is_an_error():
     with pytest.raises(ValueError, match=r"\[0, 5\]: must span whole axes"):
-        hlo.collectives(module("{{0,5},{1,4}}"), MESH)
+        wire.collectives(module("{{0,5},{1,4}}"), MESH)
 
 
 WORK = "%f = f32[8,16]{1,0} fusion(%x), kind=kLoop, calls=%add"
@@ -176,12 +176,12 @@ def test_a_collective_is_exposed_without_compute_between_its_start_and_done(betw
 
 def test_the_summary_groups_by_axis_and_operation():
     found = [
-        hlo.Collective("all_gather", ("data",), 10.0, 3, True, 0.0, ""),
-        hlo.Collective("all_gather", ("data",), 5.0, 2, False, 7.0, ""),
-        hlo.Collective("all_reduce", ("data",), 100.0, 1, False, 0.0, ""),
+        wire.Collective("all_gather", ("data",), 10.0, 3, True, 0.0, ""),
+        wire.Collective("all_gather", ("data",), 5.0, 2, False, 7.0, ""),
+        wire.Collective("all_reduce", ("data",), 100.0, 1, False, 0.0, ""),
     ]
     columns = "axis", "op", "bytes_per_device", "count", "exposed_bytes", "behind_matmuls_bytes"
-    assert [tuple(row[c] for c in columns) for row in hlo.summary(found)] == [
+    assert [tuple(row[c] for c in columns) for row in wire.summary(found)] == [
         ("data", "all_reduce", 100.0, 1, 0.0, 0.0),
         ("data", "all_gather", 40.0, 5, 30.0, 10.0),
     ]
@@ -208,7 +208,7 @@ def test_cudnn_attention_counts_the_keys_of_its_window(window, keys):
         return pull(y)
 
     text = jax.jit(run).lower(x, x, x).compile().as_text()
-    assert hlo.matmul_flops(text) == (2 + 4) * 2 * 2 * 4 * 1024 * keys * 64
+    assert matmuls.flops(text) == (2 + 4) * 2 * 2 * 4 * 1024 * keys * 64
 
 
 KERNELS = """HloModule m
@@ -232,7 +232,7 @@ ENTRY %main (x: bf16[128,64], w: bf16[8,64,32], g: bf16[128,32], sizes: s32[8]) 
 
 def test_a_kernel_for_groups_counts_the_rows_that_groups_have():
     one = 2 * 128 * 64 * 32
-    assert hlo.matmul_flops(KERNELS) == 2 * one
-    assert hlo.matmul_flops(KERNELS, {"rows": Fraction(3, 4)}) == 1.5 * one
+    assert matmuls.flops(KERNELS) == 2 * one
+    assert matmuls.flops(KERNELS, {"rows": Fraction(3, 4)}) == 1.5 * one
     moved = {kernel.name: kernel.bytes for kernel in traffic.kernels(KERNELS)}
     assert moved["y"] == 2 * (128 * 64 + 8 * 64 * 32 + 128 * 32) + 4 * 8

@@ -4,7 +4,7 @@ import pytest
 from conftest import cover, needs_cuda_compiler
 from test_audit import LLAMA, ROOT, request
 
-from nanotrain_jax.audit import hlo, topology
+from nanotrain_jax.audit import hlo, topology, wire
 from nanotrain_jax.costs import communication
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner.compiled import compile_step, ratios
@@ -52,7 +52,7 @@ def test_local_steps_move_nothing_between_replicas_until_they_synchronize():
     mesh = meshes.make(**config.parallel.axes, devices=topology.compile_only("h100", 8))
     step = steps.build(config, mesh)
     synchronize = step.synchronize.lower(step.state).compile()
-    moved = hlo.summary(hlo.collectives(synchronize.as_text(), mesh.shape))
+    moved = wire.summary(wire.collectives(synchronize.as_text(), mesh.shape))
     expected = communication.synchronization(config)
     assert between_replicas(moved) == pytest.approx(between_replicas(expected), rel=1e-6)
     assert hlo.memory(synchronize)["peak_bytes"] < compiled["peak_bytes"]

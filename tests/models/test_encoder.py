@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from conftest import cover, on_devices, random_tokens, resolved, small
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import wire
 from nanotrain_jax.costs import communication
 from nanotrain_jax.step import build as steps
 
@@ -77,6 +77,6 @@ def test_stages_share_an_encoder_with_one_gather_and_one_scatter(frozen, scatter
     step = step_of(LAYOUTS["pipe"], frozen)
     text = step.train.lower(step.state, step.batch).compile().as_text()
     rates = communication.conditional_rates(step.plan.config)
-    found = [row for row in hlo.collectives(text, step.plan.mesh.shape, rates) if row.axes == ("pipe",)]
+    found = [row for row in wire.collectives(text, step.plan.mesh.shape, rates) if row.axes == ("pipe",)]
     counts = {op: sum(row.count for row in found if row.operation == op) for op in ("all_gather", "reduce_scatter")}
     assert counts == {"all_gather": 2, "reduce_scatter": scatters}  # floats, integers

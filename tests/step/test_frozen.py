@@ -23,7 +23,7 @@ from conftest import (
 )
 from test_tensor_step import moves_the_bytes_of_the_papers
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import matmuls
 from nanotrain_jax.costs import communication, flops, memory
 from nanotrain_jax.models import decoder
 from nanotrain_jax.parallel.sharding import path_name
@@ -136,7 +136,7 @@ def test_bytes_and_flops_of_frozen_parts_equal_the_closed_forms(layout_and_patte
     moves_the_bytes_of_the_papers(tree)
     step = built(tree)
     config, text = step.plan.config, compiled_text(step)
-    found = hlo.matmul_flops(text, communication.conditional_rates(config))
+    found = matmuls.flops(text, communication.conditional_rates(config))
     assert found == pytest.approx(flops.step_flops(config), rel=1e-6)
     assert found < 0.95 * flops.step_flops(config.replace("train", freeze=()))
     local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(step.state)]

@@ -20,7 +20,7 @@ from conftest import (
 )
 from test_tensor_step import moves_the_bytes_of_the_papers
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import wire
 from nanotrain_jax.costs import communication, memory
 from nanotrain_jax.models import decoder
 from nanotrain_jax.step import build as steps
@@ -147,13 +147,13 @@ def test_a_step_moves_nothing_over_replica_and_a_synchronization_its_closed_form
     plain = tree(case)
     step = built(plain)
     config, mesh = step.plan.config, step.plan.mesh
-    for moved in hlo.collectives(compiled_text(step), mesh.shape, communication.conditional_rates(config)):
+    for moved in wire.collectives(compiled_text(step), mesh.shape, communication.conditional_rates(config)):
         assert "replica" not in moved.axes
     moves_the_bytes_of_the_papers(plain)
 
     expected = {(row["axis"], row["op"]): row["bytes_per_device"] for row in communication.synchronization(config)}
     text = step.synchronize.lower(step.state).compile().as_text()
-    summary = hlo.summary(hlo.collectives(text, mesh.shape, {}))
+    summary = wire.summary(wire.collectives(text, mesh.shape, {}))
     found = {(row["axis"], row["op"]): row["bytes_per_device"] for row in summary}
     scalar = {key: size for key, size in found.items() if key not in expected}  # is everything finite?
     assert sum(scalar.values()) < 8

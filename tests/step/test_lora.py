@@ -25,7 +25,7 @@ from conftest import (
 from test_tensor_step import moves_the_bytes_of_the_papers
 
 from nanotrain_jax import plan
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import matmuls
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.costs import communication, counts, flops, memory, mixture
 from nanotrain_jax.models import decoder
@@ -130,7 +130,7 @@ def test_adapters_equal_the_oracle_and_the_closed_forms(layout_and_lora):
     moves_the_bytes_of_the_papers(tree)
     config, text = step.plan.config, compiled_text(step)
     if config.parallel.context == 1:  # a ring computes parts of blocks that the closed form leaves out
-        found = hlo.matmul_flops(text, communication.conditional_rates(config))
+        found = matmuls.flops(text, communication.conditional_rates(config))
         assert found == pytest.approx(flops.step_flops(config), rel=1e-6)  # no gradient of a base weight
     local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(step.state)]
     assert sum(local) == pytest.approx(sum(memory.state(config).values()), abs=100)  # counters

@@ -28,7 +28,7 @@ from conftest import (
 from optax.contrib import MuonDimensionNumbers, muon
 from test_tensor_step import moves_the_bytes_of_the_papers
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import matmuls
 from nanotrain_jax.costs import communication, flops, memory
 from nanotrain_jax.models import decoder
 from nanotrain_jax.parallel.zero.muon import newton_schulz
@@ -135,7 +135,7 @@ def costs_what_the_closed_forms_say(tree):
     moves_the_bytes_of_the_papers(tree)
     step = built(tree)
     config, text = step.plan.config, compiled_text(step)
-    found = hlo.matmul_flops(text, communication.conditional_rates(config))
+    found = matmuls.flops(text, communication.conditional_rates(config))
     if config.parallel.context == 1:  # the closed form of ring attention is not exact for AdamW either
         assert found == pytest.approx(flops.step_flops(config), rel=1e-6)
     local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(step.state)]

@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import resolved, small
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import wire
 from nanotrain_jax.step import build as steps
 
 PARTS = "embed", "layer", "norm", "attention", "kernel", "rotary", "mlp", "loss", "clip", "update"
@@ -38,7 +38,7 @@ def test_every_part_and_phase_of_a_step_has_its_name(sharded):
 def test_every_collective_is_named_after_its_axes(sharded):
     """Also the transposes that autodiff makes: those have the name of what they are the transpose of."""
     text, mesh = sharded
-    found = hlo.collectives(text, mesh.shape)
+    found = wire.collectives(text, mesh.shape)
     assert {"tensor", "data", "context"} <= {axis for c in found for axis in c.axes}
     for c in found:
         named = re.findall(r"(?:all_reduce|all_gather|reduce_scatter|all_to_all|all_max|shift)((?:_[a-z]+)+)", c.source)

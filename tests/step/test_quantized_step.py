@@ -25,7 +25,7 @@ from conftest import (
 )
 from test_tensor_step import moves_the_bytes_of_the_papers
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import wire
 from nanotrain_jax.costs.communication import on_a_ring
 from nanotrain_jax.costs.parameter_traffic import parameter_buffers
 from nanotrain_jax.costs.traffic import Traffic
@@ -96,7 +96,7 @@ def test_gathers_in_8_bits_move_the_bytes_of_the_closed_form_and_change_losses_l
         precision = {"compute": "bfloat16", "gather": gather, "grad_reduce": "int8"}
         plain = small(model=model, parallel=layout | {"zero": 3, "persist_below": 64}, precision=precision)
         step = built(plain)
-        found = (c for c in hlo.collectives(compiled_text(step), step.plan.mesh.shape) if c.operation == "all_gather")
+        found = (c for c in wire.collectives(compiled_text(step), step.plan.mesh.shape) if c.operation == "all_gather")
         moved.append(sum(c.bytes * c.count for c in found))
         closed.append(gathered_on_cpus(step.plan.config))
         _, log = run(plain, updates=3)

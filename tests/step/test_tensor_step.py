@@ -17,7 +17,7 @@ from conftest import (
     stays_near_the_oracle,
 )
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import wire
 from nanotrain_jax.costs import communication
 from nanotrain_jax.step import build as steps
 
@@ -71,7 +71,7 @@ def moves_the_bytes_of_the_papers(tree):
         theory[c["axis"], c["op"]] += c["bytes_per_device"]
     text = compiled_text(step)
     in_order(text)
-    for c in hlo.summary(hlo.collectives(text, step.plan.mesh.shape, communication.conditional_rates(config))):
+    for c in wire.summary(wire.collectives(text, step.plan.mesh.shape, communication.conditional_rates(config))):
         found[c["axis"], c["op"]] += c["bytes_per_device"]
     # The loss and the gradients' norm; where targets are masked their number, too.
     scalars = 20 if config.data.attend_across_documents else 24

@@ -15,7 +15,7 @@ from conftest import (
 )
 from test_tensor_step import moves_the_bytes_of_the_papers
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import matmuls
 from nanotrain_jax.costs import communication, flops
 from nanotrain_jax.step import build as steps
 
@@ -89,7 +89,7 @@ def test_a_stage_with_one_layer_or_block_recomputes_it_only_in_its_backwards(rem
     config, mesh = resolved(split("pipe 4", remat=remat, layers=layers, schedule=schedule, microbatches=8).tree())
     step = steps.build(config, mesh)
     text = step.train.lower(step.state, step.batch).compile().as_text()
-    found = hlo.matmul_flops(text, communication.conditional_rates(config))
+    found = matmuls.flops(text, communication.conditional_rates(config))
     assert found == pytest.approx(flops.step_flops(config), rel=1e-3)
 
 

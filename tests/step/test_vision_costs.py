@@ -7,7 +7,7 @@ import jax
 import pytest
 from conftest import cover, resolved
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import matmuls, wire
 from nanotrain_jax.costs import communication, counts, flops, memory, vision
 from nanotrain_jax.models.vision_table import INVENTORY, table
 from nanotrain_jax.parallel.sharding import path_name
@@ -67,7 +67,7 @@ def test_flops_bytes_and_state_equal_the_closed_forms(case):
     config, mesh = resolved(small(*case))
     step = steps.build(config, mesh)
     text, rates = step.train.lower(step.state, step.batch).compile().as_text(), communication.conditional_rates(config)
-    assert hlo.matmul_flops(text, rates) == pytest.approx(flops.step_flops(config), rel=2e-3)  # products with a vector
+    assert matmuls.flops(text, rates) == pytest.approx(flops.step_flops(config), rel=2e-3)  # products with a vector
     local = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(step.state)]
     assert sum(local) == pytest.approx(sum(memory.state(config).values()), abs=SCALARS)
     batch = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(step.batch)]
@@ -75,7 +75,7 @@ def test_flops_bytes_and_state_equal_the_closed_forms(case):
     theory, found = Counter(), Counter()
     for row in communication.communication(config):
         theory[row["axis"], row["op"]] += row["bytes_per_device"]
-    for row in hlo.summary(hlo.collectives(text, mesh.shape, rates)):
+    for row in wire.summary(wire.collectives(text, mesh.shape, rates)):
         found[row["axis"], row["op"]] += row["bytes_per_device"]
     spared = Counter()
     if config.parallel.zero == 3 and config.parallel.microbatches > 1:  # XLA:CPU shares gathers between microbatches

@@ -11,7 +11,7 @@ import pytest
 from conftest import cover, needs_cuda_compiler
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax.audit import hlo, topology
+from nanotrain_jax.audit import hlo, topology, wire
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.context import attention_block, context
@@ -128,7 +128,7 @@ def test_one_device_needs_no_other_order_and_moves_nothing(kind, axis):
     attention = with_gradients(partial(ATTENTION[kind], axis=axis))
     run = jax.jit(attention if axis is None else on(mesh_of(1), attention))
     close(run(*operands(2)), one_device(2))
-    assert not hlo.collectives(run.lower(*operands(2)).compile().as_text(), mesh_of(1).shape)
+    assert not wire.collectives(run.lower(*operands(2)).compile().as_text(), mesh_of(1).shape)
 
 
 def forward_bytes(kind, size, N, K, head):
@@ -166,7 +166,7 @@ def test_the_wire_bytes_are_those_of_the_closed_forms(case):
     mesh, sizes = mesh_of(size), (kind, size, N, K, B * T // size * H * 4)
     forward = compile_on(mesh, lambda attention: attention, kind, operands(K)[:3])
     both = compile_on(mesh, two_layers, kind, operands(K))
-    moved = [hlo.collectives(program.as_text(), mesh.shape) for program in (forward, both)]
+    moved = [wire.collectives(program.as_text(), mesh.shape) for program in (forward, both)]
     totals = [sum(c.bytes * c.count for c in found) for found in moved]
     assert totals == [forward_bytes(*sizes), 2 * (forward_bytes(*sizes) + backward_bytes(*sizes))]
     operations = {"ring": {"permute"}, "gather": {"all_gather", "reduce_scatter"}, "ulysses": {"all_to_all"}}
@@ -270,7 +270,7 @@ def test_layers_with_remat_on_data_context_and_tensor_equal_one_device(case):
     close([dw[name] for name in WEIGHTS], [expected_dw[name] for name in WEIGHTS], 2e-6)
     sizes = kind, 2, N // 2, 2 // 2, B // 2 * T // 2 * H * 4  # devices, heads of a device, bytes of one
     again = policy == "nothing" or (policy == "saved" and kind == "ulysses")
-    found = [c for c in hlo.collectives(program.as_text(), mesh.shape) if c.operation != "all_reduce"]
+    found = [c for c in wire.collectives(program.as_text(), mesh.shape) if c.operation != "all_reduce"]
     expected = (1 + again) * forward_bytes(*sizes) + backward_bytes(*sizes)
     assert sum(c.bytes * c.count for c in found) == L * expected
 
@@ -344,7 +344,7 @@ def test_on_h100s_a_hop_is_one_attention_kernel_and_scores_are_never_in_memory(c
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_on_h100s_all_travels_behind_attention_but_the_gradients_on_their_way_home(case):
     kind, size = case
-    found = hlo.collectives(program_for_h100s(*case).as_text(), {"context": size})
+    found = wire.collectives(program_for_h100s(*case).as_text(), {"context": size})
     head = LONG // size * WIDTH * 2
     sizes = kind, size, HEADS, KEY_HEADS, head
     assert sum(c.bytes * c.count for c in found) == forward_bytes(*sizes) + backward_bytes(*sizes, itemsize=2)

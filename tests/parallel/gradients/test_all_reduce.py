@@ -10,7 +10,7 @@ import pytest
 from conftest import cover
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import hlo, wire
 from nanotrain_jax.parallel.gradients import all_reduce
 from nanotrain_jax.parallel.gradients.all_reduce import ALGORITHMS
 
@@ -68,7 +68,7 @@ def test_sums_of_integers_equal_psum_bitwise(name, N):
 def test_the_compiled_program_has_the_steps_and_bytes_of_the_closed_form(name, N):
     x = jnp.ones((N, 8 * 6 * 16))  # whole parts for every N
     text = run(mesh_of(data=N), partial(ALGORITHMS[name], axis="data"), x).as_text()
-    found, cost = hlo.collectives(text, {"data": N}), all_reduce.cost(name, N)
+    found, cost = wire.collectives(text, {"data": N}), all_reduce.cost(name, N)
     links = 2 if name == "two_rings" else 1
     assert {c.operation for c in found} <= {"permute"}
     assert sum(c.count for c in found) == links * cost.steps
@@ -102,7 +102,7 @@ def test_two_levels_send_a_shard_between_hosts(inner, outer):
     x = jnp.ones((N, 48))
     text = run(mesh, function, x, ("replica", "data")).as_text()
     moved = {"data": 0.0, "replica": 0.0}
-    for c in hlo.collectives(text, {"replica": outer, "data": inner}):
+    for c in wire.collectives(text, {"replica": outer, "data": inner}):
         moved[c.axes[0]] += c.count * c.bytes
     assert moved["data"] == pytest.approx(2 * (inner - 1) / inner * x[0].nbytes)
     assert moved["replica"] == pytest.approx(2 * (outer - 1) / outer * x[0].nbytes / inner)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import wire
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.gradients import quantization
 from nanotrain_jax.parallel.gradients.quantization import BLOCK, dequantize, quantize
@@ -70,7 +70,7 @@ def in_groups(x, mesh, axes):
 
 def wire_bytes(compiled, mesh):
     found = {}
-    for c in hlo.collectives(compiled.as_text(), mesh.shape):
+    for c in wire.collectives(compiled.as_text(), mesh.shape):
         found[c.operation] = found.get(c.operation, 0) + c.bytes * c.count
     return found
 

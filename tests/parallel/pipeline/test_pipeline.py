@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from small_layers import D, F, T, V, a_model, first, last, layer, one_device, some_tokens
 
 from nanotrain_jax import LayeredModel, layer_order, run_schedule
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import matmuls, wire
 from nanotrain_jax.parallel.collectives import as_varying
 from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline.executor import run_forward
@@ -233,7 +233,7 @@ FLOPS_OF = "1f1b", "interleaved", "zero_bubble", "zb_h1"  # whose programs two t
 def test_a_tick_has_two_permutes_and_none_in_a_branch(name):
     case = case_of(name, 4, 12)
     schedule = case.table
-    found = hlo.collectives(compiled(case).as_text(), {"pipe": 4, "data": 1}, turns(schedule))
+    found = wire.collectives(compiled(case).as_text(), {"pipe": 4, "data": 1}, turns(schedule))
     permutes = [c for c in found if c.operation == "permute"]
     assert [c.count for c in permutes] == [schedule.ticks] * 2
     assert not any("at_most_once" in c.source for c in permutes)
@@ -268,13 +268,13 @@ def useful_flops(layers, microbatches, rows):
 def test_executed_flops_equal_the_useful_ones(name):
     """Matmuls of each slot times its uses in the table: every forward and backward once, no part of it twice."""
     case = case_of(name, 4, 12)
-    found = hlo.matmul_flops(compiled(case).as_text(), turns(case.table))
+    found = matmuls.flops(compiled(case).as_text(), turns(case.table))
     assert found == pytest.approx(useful_flops(8 // 4, 12, ROWS), rel=1e-9)
 
 
 def test_masked_stages_compute_in_every_tick():
     case = Case("1f1b", 4, 12, idle="mask")
-    assert hlo.matmul_flops(compiled(case).as_text()) == pytest.approx(
+    assert matmuls.flops(compiled(case).as_text()) == pytest.approx(
         useful_flops(8 // 4, 12, ROWS) * case.table.ticks / 12, rel=1e-9
     )
 

@@ -7,7 +7,7 @@ import pytest
 from conftest import on_devices, random_tokens, resolved, small
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import wire
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.tensor import float8, tensor
 from nanotrain_jax.parallel.zero import zero
@@ -98,7 +98,7 @@ def test_matrices_are_gathered_in_bytes_and_vectors_as_they_are():
         expected = np.concatenate(shards, dims[name]).astype(jnp.bfloat16)
         for device in range(8):
             np.testing.assert_array_equal(full[device], expected)
-    found = hlo.collectives(compiled.as_text(), mesh.shape)
+    found = wire.collectives(compiled.as_text(), mesh.shape)
     scales, gain = 4 * 2 * 8, 4 * 64  # XLA:CPU sends 16 bit as float32
     assert sum(c.bytes for c in found) == 7 / 8 * (64 * 32 + 32 * 128 + scales + gain)
 

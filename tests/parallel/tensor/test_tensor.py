@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import wire
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.sharding import layout
 from nanotrain_jax.parallel.tensor import tensor, vocabulary
@@ -107,7 +107,7 @@ def test_a_block_moves_the_bytes_of_the_papers(sequence_parallel, options, opera
     mesh, spec = meshes.make(data=1, tensor=8), specs(sequence_parallel)
     text = on(mesh, gradients(sequence_parallel, options), spec, (P(), spec)).lower(*ARGUMENTS).compile().as_text()
     found = [
-        c for c in hlo.collectives(text, mesh.shape) if c.bytes * c.count > 8 * D * 4
+        c for c in wire.collectives(text, mesh.shape) if c.bytes * c.count > 8 * D * 4
     ]  # smaller ones: the gain's gradient, the loss
     size = B * T * D * 4 * 7 / 8
     # Enter and leave, and the backward of each (XLA:CPU may combine two all-reduces).
@@ -323,7 +323,7 @@ def compiled_loss(mesh, chunk, vocab, tokens, with_gradients):
 def test_the_loss_moves_three_scalars_per_token_and_no_logits():
     mesh = meshes.make(data=1, tensor=8)
     for chunk in (None, 16):
-        found = hlo.collectives(compiled_loss(mesh, chunk, 256, 64, False).as_text(), mesh.shape)
+        found = wire.collectives(compiled_loss(mesh, chunk, 256, 64, False).as_text(), mesh.shape)
         assert {(c.operation, c.axes) for c in found} == {("all_reduce", ("tensor",))}
         assert sum(c.bytes * c.count for c in found) == 2 * 7 / 8 * 3 * 64 * 4
         assert {c.count for c in found} == {64 // (chunk or 64)}

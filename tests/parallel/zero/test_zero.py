@@ -24,7 +24,7 @@ from conftest import (
 from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
-from nanotrain_jax.audit import hlo
+from nanotrain_jax.audit import wire
 from nanotrain_jax.models import decoder
 from nanotrain_jax.parallel.collectives import buckets
 from nanotrain_jax.parallel.zero.zero import UNSHARDED, choose_cuts, zero_specs
@@ -267,7 +267,7 @@ def test_per_layer_reduction_runs_once_per_step_inside_the_backward(zero):
     def moved(microbatches, when):
         config, mesh = resolved(sharded(zero=zero, data=8, microbatches=microbatches, grad_reduce=when))
         step = steps.build(config, mesh)
-        found = hlo.collectives(step.train.lower(step.state, step.batch).compile().as_text(), mesh.shape)
+        found = wire.collectives(step.train.lower(step.state, step.batch).compile().as_text(), mesh.shape)
         return sum(c.bytes * c.count for c in found), [c.count for c in found]
 
     (bytes_before, counts_before), *others = [
@@ -304,7 +304,7 @@ def test_small_arrays_are_communicated_in_flat_buckets(zero, together):
     def moved(bucket_mb):
         config, mesh = resolved(sharded(zero=zero, data=4, bucket_mb=bucket_mb, more={"model": {"num_layers": 4}}))
         step = steps.build(config, mesh)
-        found = hlo.collectives(step.train.lower(step.state, step.batch).compile().as_text(), mesh.shape)
+        found = wire.collectives(step.train.lower(step.state, step.batch).compile().as_text(), mesh.shape)
         found = [c for c in found if c.operation in together]
         counts = {kind: sum(c.count for c in found if c.operation == kind) for kind in together}
         return counts, sum(c.bytes * c.count for c in found)
