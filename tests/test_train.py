@@ -22,7 +22,7 @@ from nanotrain_jax.checkpoint import directory
 from nanotrain_jax.config import load
 from nanotrain_jax.config import schema as configs
 from nanotrain_jax.data import batches
-from nanotrain_jax.run import goodput, loop, shell
+from nanotrain_jax.run import goodput, held_out, loop, shell
 
 __all__ = ["config_file"]  # a fixture
 
@@ -166,9 +166,8 @@ def test_an_evaluation_keeps_two_batches_in_flight(monkeypatch):
     monkeypatch.setattr(batches, "evaluation", lambda *_: range(100))
     run = mock.MagicMock()
     run.evaluation.evaluate = evaluate
-    run.state.step = 0
     run.dataset.validation = [("", None, 1.0)]
-    assert loop.Loop(run, None, None, mock.Mock(), None).evaluate() == {"val_loss": 2.0}
+    assert held_out.means(run, mock.Mock(), mock.Mock()) == {"val_loss": 2.0}
     assert (len(most), max(most)) == (100, 2)
 
 

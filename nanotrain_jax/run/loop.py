@@ -19,7 +19,7 @@ from nanotrain_jax.data.mixture import Mixture
 from nanotrain_jax.distributed import watchdog
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
-from nanotrain_jax.run import device_speed, divergence, metrics, profile_summary
+from nanotrain_jax.run import device_speed, divergence, held_out, metrics, profile_summary
 from nanotrain_jax.run.origin import Run, back_to_checkpoint, reading_from
 from nanotrain_jax.run.phases import describe, is_over
 from nanotrain_jax.run.profiling import Profile
@@ -62,6 +62,10 @@ class Loop:
         """True after a loss spike, or a check that failed: no step follows, and nothing is saved."""
         return bool(self.losses.spike or self.mismatch)
 
+    def at(self, what: str) -> None:
+        """Tell the watchdog what the loop does now."""
+        self.watch.at(what, self.number)
+
     def run_steps(self, stopped: Callable[[int], bool]) -> None:
         """Run steps until the phase is over, until stopped(step) or the run goes back; save, unless it goes back."""
         self.writer.seen, self.writer.rollbacks = self.losses.see, self.losses.count
@@ -83,7 +87,7 @@ class Loop:
                 self.writer.write(is_last=not is_over(self.phase, self.number, self.state))
             if saves and self.number > self.saved and not self.goes_back:
                 self.save(write)
-            self.watch.at("end", self.number)  # leaving `writing` waits for the last checkpoint
+            self.at("end")  # leaving `writing` waits for the last checkpoint
 
     def after(self) -> Run:
         """Return the run after the last step so far; or from where it continues, if it goes back. Raises Diverged,
@@ -102,7 +106,7 @@ class Loop:
                 f"diverged: at step {spike.step} the {spike.text}, after {most} rollbacks; the newest checkpoint is of "
                 f"step {self.saved}; lower optimizer.lr={self.config.optimizer.lr:g}, or raise train.rollback.most"
             )
-        self.watch.at("restore", self.number)
+        self.at("restore")
         self.state, last, position = None, self.number, self.position_after(spike.step)
         run = reading_from(back_to_checkpoint(self.run.plan), self.run.dataset.fingerprint, position)
         run.losses.count, number = count, int(run.state.step)
@@ -118,7 +122,7 @@ class Loop:
         self.verification.count += 1
         self.writer.mismatches = self.verification.count
         self.verification.failed(self.number, self.mismatch, self.saved)
-        self.watch.at("restore", self.number)
+        self.at("restore")
         self.state = None
         run, fingerprint = back_to_checkpoint(self.run.plan), self.run.dataset.fingerprint
         number = int(run.state.step)
@@ -187,7 +191,7 @@ class Loop:
     def compile(self) -> Callable:
         """Compile the train step."""
         run, step = self.run, self.run.step
-        self.watch.at("compile", self.number)
+        self.at("compile")
         self.writer.say("compiling the step ...")
         started = time.perf_counter()
         train_step = step.train.lower(step.state, step.batch).compile()
@@ -203,7 +207,7 @@ class Loop:
         """With NVMe offload restore or initialize the files of the optimizer state."""
         run, files = self.run, self.files
         if files:
-            self.watch.at("restore", self.number)
+            self.at("restore")
             origin = checkpointing.restore(files, run.step, run.start, run.meta.nvme_digests if run.meta else [])
             self.writer.say(f"master weights and moments: {files.nbytes / 1e9:.3g} GB in {files.folder}, {origin}")
 
@@ -217,17 +221,17 @@ class Loop:
             self.writer.settle()
         profile.before(self.number)
         with jax.profiler.StepTraceAnnotation(profile_summary.STEP, step_num=self.number):
-            self.watch.at("data", self.number)
+            self.at("data")
             with jax.profiler.TraceAnnotation(profile_summary.INPUT):
                 batch = next(batches)
             if self.verification.is_due(self.number) and not self.is_intact(batch):
                 self.number -= 1
                 return
-            self.watch.at("dispatch", self.number)
+            self.at("dispatch")
             self.state, values, _ = self.train_step(self.state, batch)
             if self.synchronize and self.number % self.config.parallel.sync_every == 0:
                 self.state = self.synchronize(self.state)
-            self.watch.at("step", self.number)
+            self.at("step")
             self.writer.step(self.number, values)
             if self.files or profile.ends(self.number):
                 self.writer.settle()  # the NVMe update has synchronized with the device already
@@ -242,7 +246,8 @@ class Loop:
         is_due = train.eval_every and (self.number % train.eval_every == 0 or self.number == self.run.span.last)
         if is_due and (self.run.dataset.validation or self.run.plan.tasks):
             self.writer.settle()
-            self.writer.write(**self.evaluate(), tasks=self.score_tasks())
+            losses = held_out.means(self.run, self.state, self.at)
+            self.writer.write(**losses, tasks=held_out.scores(self.run, self.state, self.at))
             self.writer.start_clock()
         write = write if self.saving.is_due(self.number) else self.write_local
         if write is not self.write_local or self.saving.is_local_due(self.number):
@@ -254,7 +259,7 @@ class Loop:
     def is_intact(self, batch: Any = None) -> bool:
         """Compare arrays of which devices have copies, and compute the gradients of a batch, if given, twice."""
         self.writer.settle()
-        self.watch.at("verify", self.number)
+        self.at("verify")
         began = time.perf_counter()
         self.mismatch = self.checks.copies(self.state)
         if batch is not None and not self.mismatch:
@@ -266,44 +271,12 @@ class Loop:
     def time_devices(self) -> None:
         """Time matmuls on each device, and name the slowest if it is slow."""
         self.writer.settle()
-        self.watch.at("verify", self.number)
+        self.at("verify")
         slow = device_speed.slowest(device_speed.of_all(self.run.mesh))
         if slow:
             self.writer.slow = {"slow_device": slow.device, "slow_device_ratio": slow.ratio}
             self.writer.say(f"slow device after step {self.number}: {device_speed.described(slow, self.run.mesh)}")
         self.writer.start_clock()
-
-    def evaluate(self) -> dict[str, float]:
-        """Return val_loss, the mean per held-out target in nats; of a model that has some also further means, by name.
-
-        Of a named set as val_loss/NAME; val_loss of a mixture is the mean of its sources by their share. {} without
-        held-out text.
-        """
-        params, found = self.run.step.average(self.state.params), {}
-        for name, rows, share in self.run.dataset.validation:
-            for mean, value in self.means(params, rows).items():
-                found |= {f"{mean}/{name}" if name else mean: value}
-                found |= {mean: found.get(mean, 0.0) + share * value} if name and share else {}
-        return found
-
-    def means(self, params: Any, rows: data.Source) -> dict[str, float]:
-        """Return val_loss and further means over some validation rows. params: as `Step.evaluate` takes them."""
-        run, step, sums = self.run, self.run.evaluation, []
-        for batch in data.evaluation(rows, step.batch, run.config.train.eval_steps, step.token_order):
-            self.watch.at("evaluation", self.number)
-            sums.append(step.evaluate(params, batch))
-            jax.block_until_ready(sums[-2:-1])  # XLA:CPU aborts with too many executions in flight
-        loss, targets, *further = jax.tree.map(lambda *of_batches: sum(map(float, of_batches)), *sums)
-        named = {"accuracy": further[0]} if further and not isinstance(further[0], dict) else dict(*further)
-        return {"val_loss": loss / targets} | {name: total / targets for name, total in named.items()}
-
-    def score_tasks(self) -> dict[str, float]:
-        """Return the scores of train.tasks, by name."""
-        if self.run.plan.tasks is None:
-            return {}
-        self.watch.at("tasks", self.number)
-        step = self.run.step
-        return self.run.plan.tasks.scores(step.average(step.in_layer_order(self.state).params))
 
     def save(self, write: checkpoint.Save | local.Save) -> None:
         """Save a checkpoint of the last step, or a local copy of one, unless devices hold different copies of it. Its
@@ -312,7 +285,7 @@ class Loop:
             return
         run, files, number = self.run, self.files, self.number
         self.writer.write()
-        self.watch.at("checkpoint", number)
+        self.at("checkpoint")
         began = time.perf_counter()
         meta = {
             "config": run.config.to_dict(),
@@ -336,7 +309,7 @@ class Loop:
     def arrays_of(self, files: Store) -> Iterator[Any]:
         """Read the state on NVMe, one array after another as they are saved: the hang timeout is that of one."""
         for tree in checkpointing.arrays(files, self.run.step):
-            self.watch.at("checkpoint", self.number)
+            self.at("checkpoint")
             yield tree
 
 
