@@ -13,7 +13,7 @@ from nanotrain_jax.models.modules import Split, fill
 from nanotrain_jax.models.ops import add, project
 from nanotrain_jax.models.parameters import ENDS, under
 from nanotrain_jax.parallel.collectives import own_shard, position
-from nanotrain_jax.parallel.tensor import accuracy, tensor, vocabulary
+from nanotrain_jax.parallel.tensor import accuracy, embedding, tensor, vocabulary
 
 
 class Ends(nnx.Module):
@@ -64,7 +64,7 @@ class Ends(nnx.Module):
     def look_up(self, tokens_BT: jax.Array) -> jax.Array:
         """tokens[B T] -> their embeddings x[B T D]"""
         axis, sequence_parallel, axes = self.split.axis, self.split.sequence_parallel, self.split.vocab_axes
-        return vocabulary.look_up(self.embedding_VD[...], tokens_BT, axis, sequence_parallel, axes)
+        return embedding.look_up(self.embedding_VD[...], tokens_BT, axis, sequence_parallel, axes)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """x[B T D] -> logits[B T V] in float32. Not with a Split."""

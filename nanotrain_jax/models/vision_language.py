@@ -32,7 +32,7 @@ from nanotrain_jax.models.parameters import ENCODER, ENDS, VISION
 from nanotrain_jax.models.vision import encoder, patches, relevance
 from nanotrain_jax.parallel.collectives import Tree, as_varying, own_shard
 from nanotrain_jax.parallel.sharding import Rules, path_name
-from nanotrain_jax.parallel.tensor import vocabulary
+from nanotrain_jax.parallel.tensor import embedding
 
 EMBEDDING = decoder_table.EMBEDDING.removeprefix(f"{ENDS}/")
 
@@ -50,7 +50,7 @@ def build(config: Config, mesh: Mesh) -> Model:
 
     def encode(weights: Tree, batch: Tree, run: Callable) -> Tree:
         tokens_BQ = batch["inputs"][:, vision.max_tokens :]
-        x_BQD = vocabulary.look_up(weights[ENDS][EMBEDDING], tokens_BQ, axis, False, p.vocab_axes)
+        x_BQD = embedding.look_up(weights[ENDS][EMBEDDING], tokens_BQ, axis, False, p.vocab_axes)
         is_asked_BQ = not_predicted(batch["targets"][:, vision.max_tokens :])
         x_BKE, budget = look(vision, weights[VISION], batch["images"], relevance.Question(x_BQD, is_asked_BQ))
         x_BKE = run(ENCODER, partial(encoder.layer, is_kept_BK=budget.is_kept_BK, axis=axis), x_BKE)

@@ -21,7 +21,7 @@ from nanotrain_jax.parallel.pipeline import schedule as schedules
 from nanotrain_jax.parallel.pipeline import schedule_text
 from nanotrain_jax.parallel.pipeline.schedule import FUSED, IDLE, layers_of_chunks, row_order
 from nanotrain_jax.parallel.pipeline.slots import end_units
-from nanotrain_jax.parallel.tensor import vocabulary
+from nanotrain_jax.parallel.tensor import embedding, vocabulary
 
 LOSS = Fraction(4, 5)
 ONLY_LOSS = schedule_text.Ends(loss=LOSS)
@@ -114,7 +114,7 @@ def test_what_the_first_stage_runs_before_its_layers_is_in_its_ticks_of_the_firs
 
 
 def embed(ends, tokens):
-    return vocabulary.look_up(ends["embedding"], tokens, None, False, ("pipe",))
+    return embedding.look_up(ends["embedding"], tokens, None, False, ("pipe",))
 
 
 def loss(ends, x, tokens):

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from nanotrain_jax.audit import wire
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.sharding import layout
-from nanotrain_jax.parallel.tensor import tensor, vocabulary
+from nanotrain_jax.parallel.tensor import embedding, tensor, vocabulary
 
 B, T, D, F, V = 4, 16, 8, 32, 64
 
@@ -123,7 +123,7 @@ def test_the_embedding_is_looked_up_on_the_devices_that_store_its_rows(sequence_
 
     def run(table, tokens):
         def total(table):
-            x = vocabulary.look_up(table, tokens, "tensor", sequence_parallel)
+            x = embedding.look_up(table, tokens, "tensor", sequence_parallel)
             return jax.lax.psum((x**2).sum(), ("data", *(["tensor"] * sequence_parallel))), x
 
         (_, x), g = jax.value_and_grad(total, has_aux=True)(table)
@@ -214,7 +214,7 @@ def test_on_one_device_the_same_functions_need_no_mesh():
     table = normal(1, V, D)
 
     def run(x, gain, w_DF, w_FD, table):
-        (h_BTF,) = tensor.columns(x * gain[None, None] + vocabulary.look_up(table, tokens, None), [w_DF], None, False)
+        (h_BTF,) = tensor.columns(x * gain[None, None] + embedding.look_up(table, tokens, None), [w_DF], None, False)
         y_BTD = tensor.row(jnp.tanh(h_BTF), w_FD, None, False)
         return vocabulary.cross_entropy(y_BTD, table, targets, None, vocabulary.LossOptions(chunk=16))[0]
 
