@@ -142,6 +142,8 @@ def back_to_checkpoint(plan: Plan) -> Run:
     """Return the run as it was at its newest checkpoint, or its start; local copies, which may be of a step too late,
     are removed. Raises ValueError or OSError, on all processes."""
     local.forget(plan.requested.checkpoint)
+    if plan.requested.checkpoint.resume == "never":
+        plan = plan._replace(requested=plan.requested.replace("checkpoint", resume="auto"))  # its own checkpoints
     run = opened(plan)
     set_aside_damaged(run)
     return run

@@ -134,7 +134,8 @@ def test_a_resumed_run_finds_the_same_spike_and_goes_back_behind_a_damaged_check
 
 def test_a_run_with_more_spikes_than_rollbacks_stops(config_file, tmp_path, monkeypatch, capsys):
     poisoned(monkeypatch, 12 * 8, 14 * 8)
-    run(config_file, tmp_path / "run", "train.rollback={window: 8, deviations: 3, most: 1}", code=1)
+    keys = "train.rollback={window: 8, deviations: 3, most: 1}", "checkpoint.resume=never"
+    run(config_file, tmp_path / "run", *keys, code=1)
     out, err = capsys.readouterr()
     assert "rollback 1 of at most 1: at step 13 the loss " in out
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
