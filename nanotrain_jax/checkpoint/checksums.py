@@ -7,6 +7,7 @@ after the files they cover are on disk.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import time
@@ -16,11 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nanotrain_jax.checkpoint import durable
+from nanotrain_jax.distributed.processes import TRANSIENT_ERRNOS
 
 CHUNK = 1 << 24  # bytes
 THREADS = 4
 ALL = "files.json"
 OF_FOLDER = "nanotrain_checksums.json"  # in a model folder that we wrote: path -> [bytes, CRC-32] of its other files
+# Errors of this process, and of a network; not of a disk (EIO).
+OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
+NOT_DAMAGE = {*OURS, *TRANSIENT_ERRNOS} - {errno.EIO}
 LAG = 90  # seconds until a shared file system shows another host's writes, at most
 
 
@@ -55,7 +60,11 @@ def recorded(to: Path) -> bool:
 
 
 def damage(root: Path, to: Path, index: int = 0, count: int = 1) -> str:
-    """Verify this process's share of the files -> what is damaged, in a few words; "" if nothing."""
+    """Verify this process's share of the files -> what is damaged, in a few words; "" if nothing.
+
+    A file that is missing, or that its disk cannot read, is damaged. Raises other OSErrors: of a network, a limit of
+    this process.
+    """
     expected: dict[str, list[int]] = {}
     try:
         for file in sorted(to.glob("*-of-*.json")):
@@ -64,7 +73,9 @@ def damage(root: Path, to: Path, index: int = 0, count: int = 1) -> str:
         if expected.keys() != set(names):
             return f"{to.relative_to(root)} is damaged"
         actual = sums(root, names[index::count])
-    except OSError as error:  # missing, or a disk error
+    except OSError as error:
+        if error.errno in NOT_DAMAGE:
+            raise
         return f"{error.filename} cannot be read ({error.strerror})"
     except (ValueError, TypeError, AttributeError):
         return f"{to.relative_to(root)} is damaged"

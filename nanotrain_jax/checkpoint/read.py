@@ -6,7 +6,6 @@ tree of arrays is not damaged; that error names the arrays that differ.
 
 from __future__ import annotations
 
-import errno
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +30,6 @@ T = TypeVar("T")
 CANDIDATES = 50  # newest checkpoints to try
 MAX_NAMED = 3  # arrays named in an error message
 # Errors that this process causes, not the checkpoint.
-OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
 
 class Unreadable(ValueError):
@@ -116,15 +114,16 @@ def _damage(folder: str | Path, step: int) -> str:
     if not all(all_gather_text("recorded" if checksums.recorded(sums) else "")):
         problem = _unreadable_apart(folder, step)
     else:
-        problem = checksums.damage(root, sums, *share)
+        problem = on_all_processes(lambda: checksums.damage(root, sums, *share))
     return next(filter(None, all_gather_text(problem)), "")
 
 
 def _unreadable_apart(folder: str | Path, step: int) -> str:
-    """Read the arrays written one at a time -> why one cannot be read; "" if all can."""
+    """Read this process's share of the arrays written one at a time -> why one cannot be read; "" if all can."""
+    own, count = jax.process_index(), jax.process_count()
     try:
         with _readable(folder, step), ocp.StandardCheckpointer(multiprocessing_options=_alone()) as files:
-            for where in sorted(directory.apart_folder(folder, step).glob("*")):
+            for where in sorted(directory.apart_folder(folder, step).glob("*"))[own::count]:
                 files.restore(where, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), _metadata(where)))
     except Unreadable as error:
         return error.reason
@@ -343,7 +342,7 @@ def _readable(folder: str | Path, step: int) -> Iterator[None]:
         raise
     except Exception as error:
         code = directory.os_error_code(error)
-        if processes.is_transient(error) or code in (*processes.TRANSIENT_ERRNOS, *OURS):
+        if processes.is_transient(error) or code in (*processes.TRANSIENT_ERRNOS, *checksums.OURS):
             raise
         text = " ".join(str(error).split())[:100]
         raise Unreadable(folder, step, f"it cannot be read ({type(error).__name__}: {text})") from None

@@ -1,8 +1,10 @@
 """Checksums of folders, recorded and verified by several processes."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -52,6 +54,16 @@ def test_missing_files_are_reported(folder):
     assert text == f"{folder}/arrays/5/x cannot be read (No such file or directory)"
     (folder / "sums" / "files.json").unlink()
     assert damage(folder, 2) == [f"{folder}/sums/files.json cannot be read (No such file or directory)"] * 2
+
+
+def test_errors_of_a_network_or_of_this_process_are_not_damage(folder, monkeypatch):
+    record(folder, 1)
+    for number in errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EMFILE:
+        monkeypatch.setattr(checksums, "sums", mock.Mock(side_effect=OSError(number, "no", "file")))
+        with pytest.raises(OSError, match="no"):
+            damage(folder, 1)
+    monkeypatch.setattr(checksums, "sums", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error", "5/a")))
+    assert damage(folder, 1) == ["5/a cannot be read (Input/output error)"]
 
 
 def test_a_flipped_bit_in_the_checksums_is_detected(folder):
