@@ -24,7 +24,7 @@ import numpy as np
 
 from nanotrain_jax.checkpoint import checksums, directory, durable, lock, safetensors
 from nanotrain_jax.config.run_sections import Checkpoint
-from nanotrain_jax.distributed.processes import TRANSIENT_ERRNOS, of_first, on_all_processes
+from nanotrain_jax.distributed.processes import all_gather_text, of_first, on_all_processes
 
 KEY = "checkpoint.local_dir"
 RUN = ".run"  # in checkpoint.dir: which local copies are of this run; in a new folder a new one
@@ -76,11 +76,9 @@ def ready(config: Checkpoint, number: int) -> Iterator[None]:
         durable.write(Path(config.dir) / RUN, uuid.uuid4().hex.encode())
     run, own = run_of(config), of_process(config.local_dir)
     with ExitStack() as stack:
-        on_all_processes(lambda: stack.enter_context(lock.held(KEY, own)))
+        on_all_processes(lambda: stack.enter_context(lock.held(KEY, own, lock.patience())))
         _remove(own, run, number)
-        for folder in others(config.local_dir):
-            with suppress(OSError), lock.held(KEY, folder):  # else in use
-                _remove(folder, run, number)
+        _remove_unused(config.local_dir, run, number)
         yield
 
 
@@ -88,6 +86,14 @@ def forget(config: Checkpoint) -> None:
     """Remove the copies of all processes: the run goes back to before them."""
     if config.local_dir is not None:
         on_all_processes(lambda: _remove(of_process(config.local_dir), "", None))
+        _remove_unused(config.local_dir, "", None)
+
+
+def _remove_unused(local_dir: str, run: str, keep: int | None) -> None:
+    """Remove copies, as `_remove` does, from the folders that no process uses any more."""
+    for folder in others(local_dir):
+        with suppress(OSError), lock.held(KEY, folder):  # else in use
+            _remove(folder, run, keep)
 
 
 def _remove(folder: Path, run: str, keep: int | None) -> None:
@@ -102,18 +108,18 @@ def _remove(folder: Path, run: str, keep: int | None) -> None:
 
 
 @contextmanager
-def writing(config: Checkpoint, number: int) -> Iterator[Save | None]:
+def writing(config: Checkpoint, number: int, warn: Callable[[str], None]) -> Iterator[Save | None]:
     """Yield save(step, state, meta), which all processes call; None without checkpoint.local_dir.
 
     number: the last step so far, whose copy stays until the next is complete. save returns once the state is copied, so
-    that it may be donated, and writes in the background; leaving the context waits for the last write. Raises OSError
-    on all processes, here or at the next save, if a write fails.
+    that it may be donated, and writes in the background; leaving the context waits for the last write. A copy that a
+    process cannot write is left out, with warn(text) on all processes, and the run goes on.
     """
     if config.local_dir is None:
         yield None
         return
     with ThreadPoolExecutor(1) as background:
-        writer = _Writer(config, number, background)
+        writer = _Writer(config, number, background, warn)
         yield writer.save
         writer.wait()
 
@@ -121,8 +127,9 @@ def writing(config: Checkpoint, number: int) -> Iterator[Save | None]:
 class _Writer:
     """Writes the copies of this process in the background, one at a time. See `writing`."""
 
-    def __init__(self, config: Checkpoint, number: int, background: ThreadPoolExecutor):
-        self.config, self.background, self.last = config, background, number
+    def __init__(self, config: Checkpoint, number: int, background: ThreadPoolExecutor, warn: Callable[[str], None]):
+        self.config, self.background, self.warn = config, background, warn
+        self.step = self.last = number  # the newest copy; the newest that is complete
         self.folder, self.run = of_process(config.local_dir), run_of(config)
         self.start = of_first(
             uuid.uuid4().hex
@@ -132,25 +139,39 @@ class _Writer:
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
         """Copy this process's part of the state and start writing it."""
         self.wait()
-        shards = distinct_shards(state)
+        self.step, shards = step, distinct_shards(state)
         description = {"start": self.start, "arrays": directory.shapes(state), "meta": meta}
         content = json.dumps(description).encode()
-        with self._disk_errors():
-            on_all_processes(lambda: self._make_room(sum(x.nbytes for x in shards.values())))
+        if not self._succeeds(lambda: self._make_room(sum(x.nbytes for x in shards.values()))):
+            return
         for x in shards.values():
             x.copy_to_host_async()
         copied = {name: as_bytes(np.array(shards.pop(name))) for name in [*shards]}
-        self.written, self.last = self.background.submit(self._write, step, copied, content), step
+        self.written = self.background.submit(self._write, step, copied, content)
         if not self.config.asynchronous:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until all processes have written their last copy."""
-        with self._disk_errors():
-            on_all_processes(lambda: self.written and self.written.result())
+        """Wait until all processes have written their newest copy."""
+        written, self.written = self.written, None
+        if written and self._succeeds(written.result):
+            self.last = self.step
+
+    def _succeeds(self, work: Callable[[], None]) -> bool:
+        """Call work() on all processes; if it fails on one warn and return False on all."""
+        problem = ""
+        try:
+            work()
+        except OSError as error:
+            problem = str(error.strerror or error) or repr(error)
+        problem = next(filter(None, all_gather_text(problem)), "")
+        if problem:
+            where = f"{KEY}={self.config.local_dir}"
+            self.warn(f"warning: no local copy of step {self.step} ({where}): {problem}; the run goes on without it")
+        return not problem
 
     def _make_room(self, need: int) -> None:
-        """Remove all copies but the last and check the free disk space. Raises OSError."""
+        """Remove all copies but the last complete one and check the free disk space. Raises OSError."""
         _remove(self.folder, self.run, self.last)
         need, free = need + (1 << 20), shutil.disk_usage(self.folder).free
         if free < need:
@@ -163,19 +184,6 @@ class _Writer:
         safetensors.write(root / str(step), shapes, np.dtype(np.uint8), shards.pop)
         durable.write(root / str(step) / META, content)
         checksums.record(root, [str(step)], root / directory.SUMS / str(step))
-
-    @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        """Turn disk errors into an OSError with the remedy."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno is None or error.errno in TRANSIENT_ERRNOS:
-                raise
-            raise OSError(
-                f"no local copy can be written to {self.config.local_dir}: {error.strerror or error}; free disk space "
-                f"and start again, or leave {KEY} out"
-            ) from None
 
 
 def distinct_shards(state: Any) -> dict[str, jax.Array]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NamedTuple, TextIO
 
 from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, STOPPED, Connection, Message, join, log
-from nanotrain_jax.distributed.ranks import LAUNCHER, STOPS
+from nanotrain_jax.distributed.ranks import LAUNCHER, ROUND, STOPS
 from nanotrain_jax.distributed.watchdog import HUNG
 
 KILL_TIMEOUT = 30  # seconds for a process to exit after SIGKILL
@@ -139,6 +139,7 @@ class Agent:
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": master_port,
             LAUNCHER: os.getpid(),
+            ROUND: message["round"],
             "PYTHONUNBUFFERED": 1,
         } | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
         command = [*self.command, *message["overrides"]]

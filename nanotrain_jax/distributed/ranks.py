@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 PORT = 29500  # default port of process 0, as PyTorch's MASTER_PORT
 LAUNCHER = "NANOTRAIN_LAUNCHER"
+ROUND = "NANOTRAIN_ROUND"  # how often this package's launcher started processes before
 # Signals that ask a run to save and stop. Slurm sends USR1 where people ask for it, a closed terminal sends HUP.
 STOPS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 
@@ -142,6 +143,11 @@ def launcher_pid(env: Mapping[str, str] = os.environ) -> int | None:
     """Return the process id of this package's launcher; None if something else started this process."""
     pid = env.get(LAUNCHER, "")
     return int(pid) if pid.isdigit() else None
+
+
+def is_restart(env: Mapping[str, str] = os.environ) -> bool:
+    """True if this package's launcher has started processes of this run before."""
+    return env.get(ROUND, "0") != "0"
 
 
 @contextmanager

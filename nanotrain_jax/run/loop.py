@@ -80,7 +80,7 @@ class Loop:
         self.train_step = self.train_step or self.compile()
         with (
             checkpoint.writing(self.config.checkpoint) if saves else nullcontext() as write,
-            local.writing(self.config.checkpoint, self.number) as self.write_local,
+            local.writing(self.config.checkpoint, self.number, self.writer.say) as self.write_local,
         ):
             self.take_steps(stopped, write)
             if not self.goes_back:

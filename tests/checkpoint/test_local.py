@@ -1,9 +1,13 @@
 """Local copies of checkpoints (checkpoint.local_dir): a run resumes bitwise from its own, from peers', or without."""
 
+import errno
 import shutil
 import signal
+import threading
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from command import config_file, losses, main, same, saved_state, start, wait_for_lines
@@ -12,6 +16,7 @@ from local_copies import flip, kept, remove_checkpoint
 
 from nanotrain_jax.checkpoint import checksums, compatibility, directory, local, local_read, lock, safetensors
 from nanotrain_jax.config import schema as configs
+from nanotrain_jax.config.run_sections import Checkpoint
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.step import build as steps
 
@@ -104,16 +109,57 @@ def test_copies_of_another_run_are_not_used_and_make_room(stopped, tmp_path, cap
     )
 
 
-def test_a_full_disk_is_one_line_and_the_shared_checkpoint_stays(stopped, tmp_path, capsys, monkeypatch):
+def test_a_full_local_disk_is_one_warning_and_the_run_goes_on(stopped, tmp_path, capsys, monkeypatch):
     free = shutil.disk_usage(tmp_path)._replace(free=1000)
     usage = shutil.disk_usage
-    monkeypatch.setattr(local.shutil, "disk_usage", lambda path: free if "local" in str(path) else usage(path))
-    assert main(*stopped) == 2
-    err = capsys.readouterr().err
-    assert "no local copy can be written to" in err
-    assert "and 1,000 are free; free disk space and start again, or leave checkpoint.local_dir out\n" in err
-    assert err.count("\n") == 1
-    assert kept(tmp_path / "local" / "0") == [15]
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda path: free if "local/" in str(path) else usage(path))
+    assert main(*stopped) == 0
+    out = capsys.readouterr().out
+    assert f"warning: no local copy of step 18 (checkpoint.local_dir={tmp_path}/local): it needs " in out
+    assert "and 1,000 are free; the run goes on without it\n" in out
+    assert kept(tmp_path / "local" / "0") == [15]  # the one before stays
+
+
+def test_a_copy_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    (tmp_path / "local" / "0").mkdir(parents=True)
+    keys = {"dir": str(tmp_path), "local_dir": str(tmp_path / "local"), "async": False}
+    config, state, told = Checkpoint.model_validate(keys), {"x": jnp.ones(4)}, []
+    with local.ready(config, 0), local.writing(config, 0, told.append) as save:
+        save(1, state, {})
+        with monkeypatch.context() as patched:
+            patched.setattr(local.safetensors, "write", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+            save(2, state, {})
+        assert [text.partition(" (")[0] for text in told] == ["warning: no local copy of step 2"]
+        assert kept(tmp_path / "local" / "0") == [1]
+        save(3, state, {})
+    assert kept(tmp_path / "local" / "0") == [1, 3]
+
+
+def test_a_rollback_removes_copies_that_no_process_uses_too(tmp_path):
+    (tmp_path / "local" / "0").mkdir(parents=True)
+    config, state = Checkpoint(dir=str(tmp_path), local_dir=str(tmp_path / "local")), {"x": jnp.ones(4)}
+    with local.ready(config, 0), local.writing(config, 0, pytest.fail) as save:
+        save(1, state, {})
+    other = tmp_path / "local" / "1"  # of a process that was here when hosts had another order
+    shutil.copytree(tmp_path / "local" / "0", other)
+    local.forget(config)
+    assert [path.name for path in (tmp_path / "local").glob("?/[!.]*")] == []
+
+
+def test_a_lock_of_a_process_that_is_ending_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "OF_ORPHANS", 20.0)
+    for env, seconds in {(): 0, ("NANOTRAIN_LAUNCHER",): 20, ("NANOTRAIN_LAUNCHER", "NANOTRAIN_ROUND"): 180}.items():
+        with monkeypatch.context() as patched:
+            for name in env:
+                patched.setenv(name, "7")
+            assert lock.patience() == seconds
+    with lock.held(local.KEY, tmp_path), pytest.raises(OSError, match="in use"), lock.held(local.KEY, tmp_path):
+        pass
+    before = lock.held(local.KEY, tmp_path)
+    before.__enter__()
+    threading.Timer(0.2, before.__exit__, (None, None, None)).start()
+    with lock.held(local.KEY, tmp_path, patience=30):
+        pass
 
 
 LAYOUTS = {
