@@ -120,7 +120,7 @@ def mixture(model, p, x):
         total = scores[at][chosen].sum() if e.normalize else 1
         for i in chosen:
             weights = {"gate_DF": p["gate_EDF"][i], "up_DF": p["up_EDF"][i], "down_FD": p["down_EFD"][i]}
-            y[at] += scores[at][i] / total * mlp(model, weights, x[at])
+            y[at] += e.gate_scale * scores[at][i] / total * mlp(model, weights, x[at])
     if e.shared:
         y += mlp(model, {"gate_DF": p["shared_gate_DS"], "up_DF": p["shared_up_DS"], "down_FD": p["shared_down_SD"]}, x)
     return y

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from nanotrain_jax.config.experts import fixed
 from nanotrain_jax.config.schema import Config
 
 Plain = dict[str, dict[str, Any]]  # section -> key -> value, from `Config.to_dict`
@@ -23,6 +24,7 @@ NEWER = {"head_dim", "qkv_bias", "qk_norm", "global_layers", "lora"}  # model ke
 MUST_MATCH = ("optimizer", "name", "adamw"), ("optimizer", "factory", None), ("precision", "compute", None)
 REPORTED = {  # keys whose change is reported on resume: all that may change a bit of the result; None: whole sections
     "model": ("rope_theta", "rope_scaling", *sorted(SAME_RESULT)),
+    "model.experts": None,
     "vision": None,
     "parallel": None,
     "precision": None,
@@ -118,7 +120,8 @@ def of_weights(config: Config) -> dict[str, Any]:
     free = SAME_RESULT | ROPE | {"norm_eps", "activation", "sliding_window", "rope_local_theta"}
     free |= set() if config.model.features.learned_positions else {"max_seq_len"}
     free |= {key for key in NEWER if getattr(config.model, key) is None}
-    return {key: value for key, value in config.to_dict()["model"].items() if key not in free}
+    keys = {key: value for key, value in config.to_dict()["model"].items() if key not in free}
+    return keys | {"experts": fixed(keys["experts"])}
 
 
 def check(meta: Meta, requested: Config, config: Config, tokenizer: str | None) -> None:
@@ -136,6 +139,8 @@ def check(meta: Meta, requested: Config, config: Config, tokenizer: str | None) 
     model, then = config.to_dict()["model"], meta.config
     for key in _must_match(meta, config):
         now, was = model[key], then["model"].get(key)
+        if key == "experts":
+            key, now, was = _of_experts(now, was)
         if now == was:
             continue
         if key == "max_seq_len" and requested.model.max_seq_len is None:
@@ -159,6 +164,15 @@ def check(meta: Meta, requested: Config, config: Config, tokenizer: str | None) 
             )
 
 
+def _of_experts(now: Plain | None, was: Plain | None) -> tuple[str, Any, Any]:
+    """Return the first key of model.experts that a trained model fixes and that differs, and its values; of two that
+    are alike the whole."""
+    now, was = fixed(now), fixed(was)
+    differ = (name for name in now or {} if was and now[name] != was[name])
+    name = next(differ, None)
+    return (f"experts.{name}", now[name], was[name]) if name else ("experts", now, was)
+
+
 def _must_match(meta: Meta, config: Config) -> list[str]:
     """Return the model keys that must be the same in the checkpoint and the run."""
     free = set(SAME_RESULT)
@@ -174,7 +188,7 @@ def changes(meta: Meta, config: Config) -> Iterator[str]:
 
     optimizer.decay_steps is omitted if it equals train.steps in both.
     """
-    now, then = config.to_dict(), meta.config
+    now, then = map(_with_experts, (config.to_dict(), meta.config))
     follows = all(plain["optimizer"].get("decay_steps") == plain["train"].get("steps") for plain in (now, then))
     both = [(section, keys) for section, keys in REPORTED.items() if section in now and section in then]
     reported = [(section, key) for section, keys in both for key in keys or now[section]]
@@ -183,3 +197,8 @@ def changes(meta: Meta, config: Config) -> Iterator[str]:
             continue
         if now[section][key] != then[section][key]:
             yield f"{section}.{key} {then[section][key]} -> {now[section][key]}"
+
+
+def _with_experts(config: Plain) -> Plain:
+    """Return a config with model.experts as a section."""
+    return config | {"model.experts": config["model"].get("experts") or {}}

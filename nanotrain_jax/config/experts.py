@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import model_validator
 
 from nanotrain_jax.config.section import Section, key
 from nanotrain_jax.config.values import Count, Width
+
+# Keys that a trained model fixes; others may change when its training continues.
+FIXED = "num", "top_k", "d_ff", "shared", "first_dense", "router", "normalize", "gate_scale"
 
 
 class Experts(Section):
@@ -23,10 +27,16 @@ class Experts(Section):
     )
     router: Literal["softmax", "sigmoid"] = key("softmax", "scores of experts: softmax over them, or sigmoid of each")
     normalize: bool = key(True, "scale the scores of a token's experts to sum to 1")
+    gate_scale: float = key(1.0, "what multiplies the scores of a token's experts (DeepSeek-V3: 2.5)", gt=0)
     balance: Literal["loss", "bias", "none"] = key(
         "loss", "how experts are balanced; loss: by one beside the model's; bias: of the choice, without a gradient"
     )
-    balance_weight: float = key(0.01, "balance=loss: weight of that loss, which is 1 where experts are balanced", ge=0)
+    balance_weight: float | None = key(
+        None,
+        "weight of a loss that is 1 where experts are balanced, with balance=bias beside the bias; null: 0.01 with "
+        "balance=loss, else 0",
+        ge=0,
+    )
     bias_rate: float = key(0.001, "balance=bias: how far a step moves the bias of an expert", gt=0)
     capacity: float = key(
         1.25,
@@ -40,7 +50,8 @@ class Experts(Section):
     @property
     def weight(self) -> float:
         """Weight of the loss that balances experts."""
-        return self.balance_weight if self.balance == "loss" else 0.0
+        default = 0.01 if self.balance == "loss" else 0.0
+        return default if self.balance_weight is None else self.balance_weight
 
     @property
     def adds_loss(self) -> bool:
@@ -54,4 +65,23 @@ class Experts(Section):
                 f"model.experts.top_k={self.top_k} exceeds model.experts.num={self.num}: a token goes to each expert "
                 f"at most once; use at most {self.num}"
             )
+        if self.balance == "none" and self.balance_weight:
+            raise ValueError(
+                f"model.experts.balance_weight={self.balance_weight:g} with model.experts.balance=none: nothing "
+                "balances; use balance=loss, or leave balance_weight out"
+            )
+        if self.balance != "bias" and self.bias_rate != type(self).model_fields["bias_rate"].default:
+            raise ValueError(
+                f"model.experts.bias_rate={self.bias_rate:g} with model.experts.balance={self.balance}: no bias moves; "
+                "use balance=bias, or leave bias_rate out"
+            )
         return self
+
+
+def fixed(keys: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return of a section model.experts, as plain data, what a trained model fixes; a key that it lacks (one of an
+    older version) has its default. None: without experts."""
+    if keys is None:
+        return None
+    values = {name: keys.get(name, Experts.model_fields[name].default) for name in FIXED}
+    return values | {"balance": "bias" if keys.get("balance") == "bias" else "loss or none"}  # it has an array

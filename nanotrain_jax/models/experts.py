@@ -75,7 +75,7 @@ class Experts(nnx.Module):
     def __init__(self, config: Model, rngs: nnx.Rngs, split: Split):
         self.split, self.features = split, config.features
         e = config.experts
-        self.choice, self.capacity = routing.Choice(e.top_k, e.router, e.normalize), e.capacity
+        self.choice, self.capacity = routing.Choice(e.top_k, e.router, e.normalize, e.gate_scale), e.capacity
         self.rows = under(decoder_table.table(config, split.size), decoder_table.MLP)
         fill(self, self.rows, rngs)
 

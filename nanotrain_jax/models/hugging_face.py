@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanotrain_jax.config.experts import FIXED
 from nanotrain_jax.config.schema import Model
 from nanotrain_jax.models import decoder_table as ours
 from nanotrain_jax.models import hugging_face_config
@@ -26,7 +27,6 @@ FEATURES = (
     "centered_norms", "learned_positions", "gated_mlp", "activation", "biases", "qkv_bias", "qk_norm", "norms_after",
     "gains_from_one", "scaled_embeddings",
 )  # fmt: skip
-EXPERTS = "num", "top_k", "d_ff", "shared", "first_dense", "router", "normalize"  # keys of model.experts, likewise
 STACKS = ENDS, DENSE, LAYERS
 Shapes = Mapping[str, tuple[int, ...]]  # name -> shape
 
@@ -69,7 +69,8 @@ def kind_of(model: Model, model_type: str | None = None) -> str:
     family's, and others. Raises ValueError if none can.
     """
     model = model.model_copy(update={"lora": None})
-    of_family = {kind.family: name for name, kind in reversed(KINDS.items())}  # the first
+    alike = [(name, kind) for name, kind in KINDS.items() if bool(kind.experts) == bool(model.experts)]
+    of_family = {kind.family: name for name, kind in reversed(alike)}  # the first
     names = [name for name in (model_type, of_family.get(model.family), *KINDS) if name in KINDS]
     problems = {name: _misfit(name, model) for name in dict.fromkeys(names)}
     found = next((name for name, problem in problems.items() if problem is None), None)
@@ -104,7 +105,7 @@ def _computed(model: Model) -> dict[str, Any]:
     ropes = [(features.rope_local_theta, None) if has_own and local else rope for local in is_local]
     return {f"model.{key}": getattr(model, key) for key in SIZES} | {
         "model.num_kv_heads": model.num_kv_heads or model.num_heads,
-        "model.experts so": model.experts and model.experts.model_dump(include={*EXPERTS}),
+        "model.experts so": model.experts and model.experts.model_dump(include={*FIXED}),
         "features of that family": [getattr(features, name) for name in FEATURES],
         "model.sliding_window in these layers": [model.sliding_window if local else None for local in is_local],
         "model.rope_theta and model.rope_scaling so": [] if features.learned_positions else ropes,

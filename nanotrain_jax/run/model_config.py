@@ -9,6 +9,7 @@ from typing import Any
 from nanotrain_jax.checkpoint.compatibility import SAME_RESULT
 from nanotrain_jax.checkpoint.safetensors import read_json
 from nanotrain_jax.config import load as configs
+from nanotrain_jax.config.experts import fixed
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.config.values import HUGGING_FACE, expanded
@@ -59,7 +60,7 @@ def _completed(tree: dict[str, Any]) -> dict[str, Any]:
     known = hugging_face_config.section(read_json(folder / CONFIG), str(folder / CONFIG))
     given = {key: value for key, value in model.items() if value is not None}
     check_model(given, resolved_model(known), folder)
-    whole = {key: value for key, value in known.items() if isinstance(value, dict)}  # rope_scaling
+    whole = {key: value | given.get(key, {}) for key, value in known.items() if isinstance(value, dict)}
     return tree | {"model": known | given | whole, "data": _with_tokenizer(tree.get("data"), folder)}
 
 
@@ -69,7 +70,9 @@ def check_model(given: Mapping[str, Any], model: Model, folder: Path) -> None:
     for key, value in given.items():
         theirs = model.model_dump().get(key, value)
         both = isinstance(value, dict) and isinstance(theirs, dict)
-        if key not in free and (theirs | value if both else value) != theirs:
+        whole = theirs | value if both else value
+        is_same = fixed(whole) == fixed(theirs) if both and key == "experts" else whole == theirs
+        if key not in free and not is_same:
             raise ValueError(
                 f"model.{key}={value}, but {folder / CONFIG} says {theirs}; leave model.{key} out, or start from "
                 "other weights (checkpoint.resume)"

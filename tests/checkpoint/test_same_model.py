@@ -41,6 +41,28 @@ def test_a_key_that_changes_the_result_may_not(config):
         compatibility.check(saved(config, d_model=7), config, config, None)
 
 
+def test_what_balances_experts_may_change_and_their_sizes_may_not(config):
+    def mixture(**keys):
+        model = {"d_ff": None, "experts": {"num": 4, "top_k": 2, "d_ff": 32} | keys}
+        parsed = load.parse(small(model=model))
+        return resolve(parsed, parsed.parallel.axes)
+
+    before, now = mixture(), mixture(capacity=2.0, balance="none", z_loss=0.1)
+    compatibility.check(saved(before), now, now, None)
+    expected = ["balance loss -> none", "capacity 1.25 -> 2.0", "z_loss 0.0 -> 0.1"]
+    assert [*compatibility.changes(saved(before), now)] == [f"model.experts.{line}" for line in expected]
+    older = saved(before)
+    for key in "capacity", "first_dense", "gate_scale":  # of versions that had no such key
+        del older.config["model"]["experts"][key]
+    compatibility.check(older, now, now, None)
+    for key, value, was in ("top_k", 3, 2), ("gate_scale", 2.5, 1.0), ("balance", "bias", "loss or none"):
+        other = mixture(**{key: value})
+        with pytest.raises(ValueError, match=rf"model.experts.{key}={value} but the checkpoint was trained with {was}"):
+            compatibility.check(saved(before), other, other, None)
+    with pytest.raises(ValueError, match="but the checkpoint was trained with"):
+        compatibility.check(saved(before), config, config, None)
+
+
 CHANGED = {  # section -> keys that resume with another value
     "model": {"loss_chunk": 32, "unroll": True},
     "parallel": {"microbatches": 2, "bucket_mb": 1.0},

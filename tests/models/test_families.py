@@ -35,6 +35,10 @@ CASES = {  # family, and keys of model: none is what the family has without them
         "llama",
         {"experts": {"num": 4, "top_k": 3, "d_ff": 64, "shared": 2, "router": "sigmoid", "normalize": False}},
     ),
+    "experts, gates of DeepSeek-V3": (
+        "llama",
+        {"experts": {"num": 4, "top_k": 2, "d_ff": 64, "router": "sigmoid", "gate_scale": 2.5}},
+    ),
     "gated GELU": ("llama", {"activation": "gelu"}),
     "gpt2 without biases of queries, keys and values": ("gpt2", {"qkv_bias": False}),
 }

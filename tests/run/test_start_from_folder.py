@@ -151,6 +151,15 @@ def test_what_does_not_fit_the_folder_gives_one_line(sections, named, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_what_balances_experts_may_be_given_beside_those_of_the_folder(tmp_path):
+    model = folders.folder(tmp_path / "model", "mixtral")
+    run = started(tmp_path, model, {}, model={"experts": {"balance_weight": 0.001, "capacity": 4.0}})
+    experts = run.config.model.experts
+    assert (experts.balance_weight, experts.capacity, experts.num) == (0.001, 4.0, 5)
+    with pytest.raises(ValueError, match=r"model.experts=\{'num': 8\}, but .*config.json says .*'num': 5"):
+        started(tmp_path, model, {}, model={"experts": {"num": 8}})
+
+
 def test_keys_of_a_scaling_may_be_given_if_they_are_those_of_the_folder(tmp_path):
     model = folders.folder(tmp_path / "model", "llama_scaled")
     run = started(tmp_path, model, {}, model={"rope_scaling": {"factor": 8.0}})

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 
 from nanotrain_jax.parallel.loops import with_backward
 
+SMALLEST = 1e-20  # beside a sum that is not to be 0
+
 
 class Choice(NamedTuple):
     """How a router chooses."""
@@ -25,6 +27,7 @@ class Choice(NamedTuple):
     top_k: int  # experts of a token
     scores: str = "softmax"  # over experts; or sigmoid, of each expert by itself
     normalize: bool = True  # the gates of a token sum to 1
+    scale: float = 1.0  # multiplies them then
 
 
 class Routes(NamedTuple):
@@ -50,7 +53,8 @@ def route(logits_TE: jax.Array, choice: Choice, bias_E: jax.Array | None = None)
     _, expert_Tk = jax.lax.top_k(chosen_by_TE, choice.top_k)
     gates_Tk = jnp.take_along_axis(scores_TE, expert_Tk, axis=-1)
     if choice.normalize:
-        gates_Tk = gates_Tk / gates_Tk.sum(-1, keepdims=True)
+        gates_Tk = gates_Tk / (gates_Tk.sum(-1, keepdims=True) + SMALLEST)
+    gates_Tk = gates_Tk * choice.scale
     order_M = jnp.argsort(expert_Tk.reshape(-1), stable=True)
     row_Tk = jnp.argsort(order_M).reshape(expert_Tk.shape)
     sizes_E = (expert_Tk.reshape(-1, 1) == jnp.arange(logits_TE.shape[1])[None]).sum(0, dtype=jnp.int32)
