@@ -32,6 +32,7 @@ from nanotrain_jax.generation.session import Session
 from nanotrain_jax.models.parameters import ENDS
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.collectives import Tree
+from nanotrain_jax.run.model_config import resolved_model
 
 GREEDY = Choice(Sampling(temperature=0.0), ())
 PROMPT = 8  # different tokens, repeated
@@ -134,7 +135,8 @@ def figures(options: argparse.Namespace) -> dict:
         loaded = generate.load(options)
         cases = [(rows, int(tokens)) for rows in batches for tokens in options.tokens.split(",")]
         return timed(loaded.engine, loaded.context, cases, options.repeats)
-    section, devices = load(options.config).model.model_dump(), compile_only(options.gpu, options.gpus)
+    section = resolved_model(load(options.config).model.model_dump()).model_dump()
+    devices = compile_only(options.gpu, options.gpus)
     found = {rows: compiled(section, devices, rows, options.slots) for rows in batches}
     for rows, of_rows in found.items():
         print(f"{rows} rows: {of_rows['bytes'] / 1e9:.3f} GB a step and GPU, {of_rows['ratio']:.3f} of the least")

@@ -9,7 +9,7 @@ no row is ever left out, and a group that has all rows takes E / SLACK rounds.
 
 `jax.lax.ragged_dot` computes the same; XLA:CPU and XLA:GPU expand it to a dense matmul of every row with every matrix,
 E times the FLOPs. In FP8 (`float8.FLOAT8`) cuBLASLt runs the batched matmuls. A kernel (`kernels.py`) may multiply
-instead, which needs no rounds. Nothing here communicates.
+instead, which needs no rounds. Fewer rows than groups are multiplied one by one. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ def grouped_matmul(
 
 
 def _forward(matmul: Matmul, C: int, x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple]:
+    if len(x_MD) < len(sizes_E) and matmul is float8.PLAIN:
+        return _row_by_row(x_MD, w_EDF, sizes_E), (x_MD, w_EDF, sizes_E)
     x = matmul.operand(x_MD)
     of_blocks = partial(matmul.batched, "ECD,EDF->ECF", b=matmul.operand(w_EDF), exact=False)
     return _multiply(of_blocks, x, sizes_E, C), (x, w_EDF, sizes_E)
@@ -99,10 +101,8 @@ def _back_by_kernel(kernel: Kernel, residuals: tuple, g_MF: jax.Array) -> tuple[
 def _multiply(of_blocks: Callable, x: Operand, sizes_E: jax.Array, C: int) -> jax.Array:
     """x[M D] -> y[M F], of all rounds. of_blocks: x[E C D] -> y[E C F]"""
     M = len(x.value if isinstance(x, Scaled) else x)
-    E, ends_E = len(sizes_E), jnp.cumsum(sizes_E)
-    group_M = (jnp.arange(M)[:, None] >= ends_E[None]).sum(1)
-    is_row_M, group_M = group_M < E, jnp.minimum(group_M, E - 1)
-    place_M = jnp.arange(M) - (ends_E - sizes_E)[group_M]  # in its group
+    is_row_M, group_M = _groups(M, sizes_E)
+    place_M = jnp.arange(M) - (jnp.cumsum(sizes_E) - sizes_E)[group_M]  # in its group
 
     def of_round(turn: jax.Array | int, others: jax.Array | float) -> jax.Array:
         y_ECF = of_blocks(_blocks(x, sizes_E, turn, C))
@@ -111,6 +111,20 @@ def _multiply(of_blocks: Callable, x: Operand, sizes_E: jax.Array, C: int) -> ja
         return jnp.where(is_here_M1, y_ECF[group_M, jnp.clip(place, 0, C - 1)], others)
 
     return _further_rounds(sizes_E, C, of_round, of_round(0, 0.0))
+
+
+def _groups(M: int, sizes_E: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """-> of each row whether it is of a group, and of which, [M]"""
+    group_M = (jnp.arange(M)[:, None] >= jnp.cumsum(sizes_E)[None]).sum(1)
+    return group_M < len(sizes_E), jnp.minimum(group_M, len(sizes_E) - 1)
+
+
+def _row_by_row(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """x[M D] -> y[M F], for fewer rows than groups, as tokens that are generated have: reads the matrix of each row, M
+    of them, where a batched matmul reads those of all groups. No matmul: XLA fuses the look-up with the sum."""
+    is_row_M, group_M = _groups(len(x_MD), sizes_E)
+    products_MDF = x_MD[..., None].astype(jnp.float32) * w_EDF[group_M].astype(jnp.float32)
+    return jnp.where(is_row_M[:, None], products_MDF.sum(1), 0.0).astype(x_MD.dtype)
 
 
 def _outer(matmul: Matmul, x: Operand, g: Operand, sizes_E: jax.Array, C: int) -> jax.Array:

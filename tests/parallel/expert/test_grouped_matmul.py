@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from nanotrain_jax.audit import matmuls
 from nanotrain_jax.parallel.expert import grouped_matmul, routing
 from nanotrain_jax.parallel.tensor import float8
 
@@ -37,6 +38,18 @@ def test_groups_equal_a_matmul_of_each_row_with_its_matrix(sizes):
     assert int(grouped_matmul.rounds(sizes, C)) == max(1, -(-max(map(int, sizes)) // C))
 
 
+def test_fewer_rows_than_groups_are_multiplied_one_by_one():
+    x, w, sizes, group = random(5, D), random(E, D, F), jnp.asarray([0, 1, 0, 0, 2, 0, 0, 1]), [1, 4, 4, 7]
+    y, vjp = jax.vjp(lambda x, w: grouped_matmul.grouped_matmul(x, w, sizes), x, w)
+    np.testing.assert_allclose(y[:4], jnp.einsum("md,mdf->mf", x[:4], w[np.asarray(group)]), rtol=1e-5, atol=1e-5)
+    assert not y[4].any()
+    of_x, of_w = vjp(jnp.ones_like(y))
+    np.testing.assert_allclose(of_x[:4], w[np.asarray(group)].sum(2), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(of_w[4], jnp.outer(x[1] + x[2], jnp.ones(F)), rtol=1e-5, atol=1e-5)
+    text = jax.jit(grouped_matmul.grouped_matmul).lower(x, w, sizes).compile().as_text()
+    assert matmuls.flops(text) == 0  # all matrices would be read
+
+
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_in_float8_results_and_gradients_are_those_of_the_rounded_operands(sizes):
     x, w, g, sizes = random(T * K, D), random(E, D, F), random(T * K, F), jnp.asarray(sizes)
@@ -62,6 +75,11 @@ def test_a_round_has_at_most_a_quarter_more_rows_than_balanced_experts():
     for rows, groups in ((4096 * 2, 8), (4096 * 6, 64), (8192 * 8, 256)):
         assert rows < grouped_matmul.rows_of_a_round(rows, groups) * groups <= 1.30 * rows
     assert grouped_matmul.rows_of_a_round(3, 8) == 3  # all rows of one expert
+
+
+def test_scores_that_are_all_zero_leave_finite_gates():
+    routes = routing.route(jnp.full((2, E), -1e4), routing.Choice(K, "sigmoid"))
+    assert not routes.gates_Tk.any()
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
