@@ -13,8 +13,8 @@ expert e, and P[e] its mean probability, each layer adds to the loss of a token
     balance_weight E sum f[e] P[e]    1 where balanced (Switch Transformer, arXiv 2101.03961, equations 4 to 6)
     z_loss z                          (ST-MoE, arXiv 2202.08906, equation 5)
 
-With balance=bias no loss balances: what chooses experts has a bias, which each step moves by bias_rate, down for
-experts with more than the mean load of the step's batch, up for those with less (arXiv 2408.15664).
+With balance=bias what chooses experts has a bias, which each step moves by bias_rate, down for experts with more than
+the mean load of the step's batch, up for those with less (arXiv 2408.15664); balance_weight is 0 then by default.
 
 f is that of a microbatch on all devices (arXiv 2501.11873): it all-reduces L E float32 for each microbatch, with the
 number of targets, over the axes of the batch. The logged loss is the cross-entropy alone; gradients are of the sum.
@@ -23,6 +23,7 @@ number of targets, over the axes of the batch. The logged loss is the cross-entr
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ import jax.numpy as jnp
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.models.contract import Model
 from nanotrain_jax.models.decoder_table import BIAS
+from nanotrain_jax.models.parameters import LAYERS
 from nanotrain_jax.parallel.collectives import Tree, all_reduce, as_varying, varying_axes
 from nanotrain_jax.parallel.expert.routing import Choice, Routes
 from nanotrain_jax.parallel.mesh import BATCH_AXES
@@ -119,6 +121,7 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
     experts, L, p = config.model.experts, config.model.main_layers, config.parallel
     batch_axes = [axis for axis in BATCH_AXES if axis != "replica" or not p.sync_every]  # of what steps together
     same_axes = [axis for axis in p.vocab_axes if axis == "pipe" or p.sequence_parallel]  # devices have the same rows
+    is_frozen = any(re.search(pattern, f"{LAYERS}/mlp/{BIAS}") for pattern in config.train.freeze)
     measures = {"load": (L, experts.num), "z": (), "entropy": ()} | ({"dropped": ()} if p.expert > 1 else {})
 
     def first(ends: Tree, batch: Tree, run: Callable) -> Tree:
@@ -165,7 +168,7 @@ def build(model: Model, config: Config, layer: Callable) -> Model:
         measures={**measures, **model.measures},
         report=partial(report, experts.top_k),
         details=partial(loads_by_layer, experts.first_dense),
-        adjust=adjust if experts.balance == "bias" else None,
+        adjust=adjust if experts.balance == "bias" and not is_frozen else None,
         correct=None,
         token_losses=of_x(model.token_losses),
         of_rows=of_x(model.of_rows),

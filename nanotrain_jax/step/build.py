@@ -111,7 +111,8 @@ def train(plan: Plan, state: State, batch: Tree) -> tuple[State, dict[str, jax.A
     loss, grads, squares, measures = gradients(plan, state, batch)
     grads = plan.zero.reduce(grads, select(state.params, plan.trainable), plan.trainable_shards)
     grads, feedback = sum_kept(plan, grads, state.feedback, state.step)
-    loss, measures = all_reduce((loss, measures or {}), plan.together(plan.loss_axes))
+    sums = all_reduce((loss, measures or {}), plan.together(plan.loss_axes))
+    loss, measures = jax.tree.map(lambda x: x / scale, sums)
     means = {"loss": loss} | {f"{TRAIN}{name}": x for name, x in report(plan, measures).items()}
     clip = clip_by_global_norm(grads, plan.config.optimizer.grad_clip, scale, plan.axes_apart)
     params, opt, pending = apply_update(plan, state, grads, clip)

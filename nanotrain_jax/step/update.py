@@ -96,9 +96,9 @@ def synchronize(plan: Plan, state: State) -> State:
 
 
 def metrics(plan: Plan, before: State, after: State, means: dict[str, jax.Array], clip: Clip) -> dict[str, jax.Array]:
-    """Return the metrics of the step between two states. means: of the batch, times the loss scale."""
+    """Return the metrics of the step between two states. means: of the batch."""
     values = {
-        **{name: mean / before.scale.value if before.scale else mean for name, mean in means.items()},
+        **means,
         "grad_norm": clip.norm,
         "lr": jnp.asarray(plan.lr_schedule(optimizer.num_updates(before)), jnp.float32),
         "skipped_steps": after.skipped,

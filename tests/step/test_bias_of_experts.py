@@ -35,6 +35,16 @@ def test_a_step_moves_the_bias_against_the_load():
     assert metrics["train_load"] > 1
 
 
+def test_a_frozen_bias_stays_and_a_loss_scale_does_not_change_what_is_logged():
+    frozen = of(ONE, train={"freeze": ["^layers/mlp/"]}, precision={"compute": "float16", "loss_scale": 1024.0})
+    step = built(frozen)
+    state, log = run(frozen, updates=1)
+    assert not np.asarray(biases(step, state)).any()
+    _, plain = run(of(ONE), updates=1)
+    for name in "loss", "train_load", "train_router_z", "train_router_entropy":
+        assert log[0][name] == pytest.approx(plain[0][name], rel=2e-2)
+
+
 def test_the_bias_chooses_and_does_not_weigh():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(32, E)), jnp.float32)
     bias = jnp.zeros(E).at[3].set(10.0)
