@@ -66,6 +66,7 @@ EXPLAINED = [(name, []) for name in CONFIGS] + [
     ("llama3_8b", ["parallel.replica=2", "parallel.data=4", "precision.grad_reduce=int8", "precision.gather=float8"]),
     ("llama3_8b", ["parallel.zero=0", "precision.grad_reduce=float8"]),
     ("moe_laptop", ["parallel.expert=4"]),
+    ("moe_16b", ["train.lora={targets: [q, v]}", "memory.remat=selective", "parallel.expert_exchange=ragged"]),
     ("moe_16b", ["parallel.pipe=4", "parallel.data=16", "model.experts.first_dense=2"]),
     ("llama3_8b", [*PAIRS, "model.loss_chunk=1024", "parallel.context=2", "parallel.tensor=4", "parallel.data=1"]),
     ("llama3_8b", ["train.freeze=[/mlp/, ^ends/]"]),

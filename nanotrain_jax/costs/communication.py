@@ -160,21 +160,28 @@ def router_buffers(config: Config) -> list[tuple[tuple[str, ...], float]]:
 def exchanged_bytes(config: Config) -> float:
     """Return the bytes of the buffers that travel over expert in a step (parallel/expert/exchange.py), of all layers.
 
-    Rows of w D bytes to their experts and back, in the forward and in the backward, to their experts once more for the
-    gradients of gate and up, or if full remat computes these again: 5 times; with block:n the forward's twice more.
-    Beside each row its gate, float32, there and its gradient back, and 4 bytes per expert: how many rows.
+    Rows of w D bytes as often as `exchanges` says. Beside each row its gate, float32, there and its gradient back, and
+    4 bytes per expert: how many rows.
     """
     m, rows = config.model, mixture.exchanged_rows(config)
     if not rows:
         return 0.0
-    policy = config.memory.rematerialization.policy
-    trains = any(not counts.rows(config)[f"{MLP}/{name}_EDF"].is_frozen for name in ("gate", "up"))
-    again = policy == "block"
-    back = 1 - counts.last_matmuls_spared(config) if again else 0  # of the block's recomputation
-    times = 4 + (trains or policy == "full") + again + back
-    of_row = times * BYTES[config.precision.compute] * m.d_model + 4 * (3 + again)
+    again = config.memory.rematerialization.policy == "block"
+    of_row = exchanges(config) * BYTES[config.precision.compute] * m.d_model + 4 * (3 + again)
     layers = counts.stage_layers(config) * counts.runs(config, LAYERS)
     return layers * (rows * of_row + 4 * m.experts.num * (2 + again))
+
+
+def exchanges(config: Config) -> float:
+    """Return how often rows travel in the forward and backward of a microbatch.
+
+    To their experts and back, in the forward and in the backward; to their experts once more for the gradients of gate
+    and up, or if full remat computes these again: 5 times. With block:n the forward's twice more.
+    """
+    policy = config.memory.rematerialization.policy
+    trains = any(not counts.rows(config)[f"{MLP}/{name}_EDF"].is_frozen for name in ("gate", "up"))
+    of_block = 2 - counts.last_matmuls_spared(config) if policy == "block" else 0
+    return 4 + (trains or policy == "full") + of_block
 
 
 def shares_of_ends(config: Config) -> int:

@@ -14,7 +14,7 @@ from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import hardware
 from nanotrain_jax.data import corpus, token_folder, tokenizer
-from nanotrain_jax.planner import search, training_stages
+from nanotrain_jax.planner import layouts, search, training_stages
 from nanotrain_jax.planner.estimate import MEMORY_FRACTION, Estimate
 
 # Searched keys of parallel -> default; a layout is written without those that have it.
@@ -82,6 +82,7 @@ def adopted(config: Config, layout: Mapping[str, Mapping[str, Any]]) -> Config:
     """Return a config with the searched keys of a layout (nested data; a key left out has its default)."""
     p = {"data": 1, "vocab_over_pipe": False} | DEFAULTS | dict(layout["parallel"])
     p = {key: value for key, value in p.items() if f"parallel.{key}" in search.SEARCHED}
+    p |= {"expert_exchange": layouts.exchange(config, p["expert"])}
     config = config.replace("parallel", auto=False, **p).replace("memory", remat=layout["memory"]["remat"])
     return config.replace("model", loss_chunk=layout.get("model", {}).get("loss_chunk", 0))
 
@@ -148,7 +149,7 @@ def vocabulary(config: Config) -> int | None:
 def neutral(config: Config, vocab: int | None) -> Config:
     """Return the config on one device with the default layout and offload as configured: where a search starts."""
     plain = {"auto": False, "microbatches": 1, "chunks": 1, "schedule": "1f1b", "prefetch": False}
-    plain |= {"grad_reduce": "after_backward"}
+    plain |= {"grad_reduce": "after_backward", "expert_exchange": "padded"}
     one = dict.fromkeys(config.parallel.axes, 1)
     on_device = {"offload_params": "none", "offload_activations": "none"}  # they require ZeRO 3 and a remat policy
     together = {"sync_every": 0, "compress": "none", "full_sync_steps": 0}  # they require several replicas
@@ -156,5 +157,6 @@ def neutral(config: Config, vocab: int | None) -> Config:
     plainest = config.replace("parallel", **plain, **together).replace("memory", remat="none", **on_device)
     plainest = plainest.replace("train", **batches)
     resolved = resolve(plainest.replace("model", loss_chunk=0), one, vocab)
-    resolved = resolved.replace("parallel", **{key: getattr(config.parallel, key) for key in together})
+    kept = {key: getattr(config.parallel, key) for key in (*together, "expert_exchange")}
+    resolved = resolved.replace("parallel", **kept)
     return resolved.replace("memory", **{key: getattr(config.memory, key) for key in on_device})

@@ -119,7 +119,7 @@ def exchanged_rows(e: Estimate) -> tuple[str, str]:
     """Return the full buffers of rows that travel to their experts and back, S of a microbatch."""
     c, n = e.config, number
     b, again = counts.BYTES[c.precision.compute], c.memory.rematerialization.policy == "block"
-    times = 5 + 2 * again - again * counts.last_matmuls_spared(c)
+    times = communication.exchanges(c)
     layers = counts.stage_layers(c) * counts.runs(c, LAYERS)
     rows = f"{n(mixture.exchanged_rows(c))} x ({n(times)} x {b} x {n(c.model.d_model)} + {4 * (3 + again)})"
     formula = f"L M (S ({n(times)} b D + {4 * (3 + again)}) + {4 * (2 + again)} E)"

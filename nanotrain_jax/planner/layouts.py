@@ -71,7 +71,14 @@ def meshes(config: Config, gpu: str, gpus: int, fixed: Mapping[str, Any], reject
         if not fitting:
             rejected[Rejection.EXPERT] += 1
         for size in fitting:
-            yield from _with_attention(mesh.replace("parallel", expert=size), axes, fixed, rejected)
+            yield from _with_attention(
+                mesh.replace("parallel", expert=size, expert_exchange=exchange(config, size)), axes, fixed, rejected
+            )
+
+
+def exchange(config: Config, expert: int) -> str:
+    """Return parallel.expert_exchange of a layout; with all experts on each device nothing is exchanged."""
+    return config.parallel.expert_exchange if expert > 1 else "padded"
 
 
 def expert_sizes(config: Config, data: int, inside: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import Counter
 
 import guides
 import pytest
@@ -130,6 +131,17 @@ def test_as_many_devices_share_experts_as_divide_both():
     for data, inside, sizes in ((16, 8, [1, 8]), (16, 4, [1, 4, 8]), (6, 8, [1, 2]), (1, 8, [1])):
         assert layouts.expert_sizes(mixture, data, inside) == sizes
         assert layouts.expert_sizes(dense, data, inside) == [1]
+
+
+def test_layouts_without_an_exchange_have_no_ragged_one():
+    config = load.load(ROOT / "configs/moe_16b.yaml", ["parallel.expert_exchange=ragged", "parallel.microbatches=1"])
+    found = [*layouts.meshes(choice.neutral(config, None), "h100", 64, {}, Counter())]
+    assert {(mesh.parallel.expert > 1, mesh.parallel.expert_exchange) for mesh in found} == {
+        (True, "ragged"),
+        (False, "padded"),
+    }
+    layout = {"parallel": {"data": 64, "expert": 1}, "memory": {"remat": "full"}}
+    assert choice.adopted(config, layout).parallel.expert_exchange == "padded"
 
 
 def test_activations_hop_behind_attention_and_mlps_not_behind_experts():
