@@ -1,5 +1,7 @@
 """Check that a mixture of experts goes with the other keys of a config."""
 
+from math import gcd
+
 from nanotrain_jax.config.derived import fits_grouped_kernel
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config
@@ -23,7 +25,7 @@ def check_experts(config: Config) -> None:
     if m.experts.num % p.expert:
         raise Misfit(
             f"parallel.expert={p.expert} does not divide model.experts.num={m.experts.num}: each device has as many",
-            f"use {near_divisors(m.experts.num, p.expert)}",
+            f"use {near_divisors(gcd(m.experts.num, p.data), p.expert)}",
         )
     of_mlp = [name for name in (m.lora.targets if m.lora else ()) if name in ("gate", "up", "down")]
     refused = {  # what -> remedy

@@ -24,8 +24,9 @@ def check_tensor(config: Config) -> None:
     tokens = "data.seq_len" if p.context == 1 else "data.seq_len / parallel.context"
 
     def misfits(t: int) -> list[str]:
-        sizes = {"model.num_heads": N, "model.d_ff": m.d_ff} | ({tokens: T} if p.sequence_parallel else {})
-        sizes |= {"model.experts.d_ff": m.mlp_width} if m.dense_layers else {}
+        sizes = {"model.num_heads": N} | ({tokens: T} if p.sequence_parallel else {})
+        sizes |= {"model.d_ff": m.d_ff} if m.dense_layers or not m.experts else {}
+        sizes |= {"model.experts.d_ff": m.experts.d_ff} if m.experts else {}
         problems = [f"does not divide {name}={size}" for name, size in sizes.items() if size % t]
         return problems + [f"neither divides model.num_kv_heads={K} nor is a multiple of it"] * bool(K % t and t % K)
 

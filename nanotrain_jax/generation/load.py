@@ -143,7 +143,7 @@ def build(
     tensor = placement.tensor or most_shards(section, len(devices))
     mesh = meshes.make(tensor=tensor, data=-1, devices=devices)
     tree = {
-        "model": dict(section) | {"attention": "xla"},  # of training; decoding has its own
+        "model": dict(section) | {"attention": "xla", "grouped_matmul": "padded"},  # of training; decoding has its own
         "parallel": {"tensor": tensor, "data": mesh.shape["data"], "sequence_parallel": False},
         "precision": {"compute": placement.dtype or ("float32" if on_cpu else "bfloat16")},
         "data": {"source": "synthetic", "seq_len": 1, "batch_size": mesh.shape["data"]},

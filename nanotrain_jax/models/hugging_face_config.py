@@ -65,7 +65,7 @@ def _dense(kind: Kind, config: Mapping[str, Any], experts: Mapping[str, Any], or
     if "mlp_only_layers" not in kind.defaults:
         return {}
     layers = config.get("mlp_only_layers") or []
-    if layers != [*range(len(layers))]:
+    if not isinstance(layers, list) or layers != [*range(len(layers))]:
         raise ValueError(f"{origin}: mlp_only_layers={layers!r}: not supported; only the first layers may be, in order")
     d_ff = config.get("intermediate_size", kind.defaults["intermediate_size"]) if layers else experts["d_ff"]
     return {"experts": {**experts, "first_dense": len(layers)}, "d_ff": d_ff}

@@ -138,6 +138,10 @@ BAD = [
     ([*EXPERTS, "parallel={{data: 8, expert: 3}}"], "parallel.expert=3 does not divide parallel.data=8: it is a part"),
     ([*EXPERTS, "parallel={{expert: -1}}"], "parallel.expert=-1: must be at least 1"),
     (["parallel={{data: 8, expert: 2}}"], "parallel.expert=2 without model.experts: there are none to share; use 1"),
+    ([*EXPERTS, "model.experts.num=6", "parallel={{data: 4, expert: 4}}"], "num=6: each device has as many; use 2"),
+    ([*EXPERTS, "model.experts.d_ff=15", "parallel={{tensor: 2}}"], "=2 does not divide model.experts.d_ff=15; use 1"),
+    (["model.experts={{num: 4, top_k: 2, d_ff: 8, balance: none, balance_weight: 1}}"], "=none: nothing balances; use"),
+    ([*EXPERTS, "model.experts.bias_rate=0.01"], "model.experts.balance=loss: no bias moves; use balance=bias, or"),
     ([*EXPERTS, "model.d_ff=24"], "model.d_ff=24 with model.experts.d_ff=16: every MLP is a mixture of experts"),
     (
         [*EXPERTS, "model.experts.first_dense=2", "model.num_layers=2"],

@@ -35,6 +35,8 @@ def test_what_config_json_leaves_out_is_as_transformers_has_it():
     assert {section(name)["norm_eps"] for name in bases} == {1e-5, 1e-6}
     experts = {"num": 128, "top_k": 8, "d_ff": 768, "normalize": False, "first_dense": 0}
     assert section("qwen3_moe")["experts"] == experts and section("qwen3_moe")["d_ff"] == 768
+    with pytest.raises(ValueError, match="mlp_only_layers=5: not supported; only the first layers may be, in order"):
+        section("qwen3_moe", mlp_only_layers=5)
     assert section("mixtral")["experts"] == {"num": 8, "top_k": 2, "d_ff": 48}
     assert section("mistral")["sliding_window"] == 4096 and "sliding_window" not in section(
         "mistral", sliding_window=None
