@@ -92,11 +92,15 @@ def matmuls_time(config: Config, gpu: Gpu) -> dict[str, float]:
         return _matmul((n, k, out), b, gpu) / faster
 
     attention = matmul(D, Q / t) + matmul(Q / t, D) + 2 * matmul(D, K / t)
-    return {
-        "attention": attention,
-        "up": (1 + m.features.gated_mlp) * matmul(D, F / t),
-        "down": matmul(F / t, D),
-    }
+    weights = D * m.mlp_width * _stored_mlps(config) / t  # of a mixture more than a token multiplies
+    mlp = _matmul((n, D, F / t), b, gpu, weights) / faster
+    return {"attention": attention, "up": (1 + m.features.gated_mlp) * mlp, "down": mlp}
+
+
+def _stored_mlps(config: Config) -> int:
+    """Return how many MLPs of a layer a device has: of a mixture its experts, and the shared ones."""
+    experts = config.model.experts
+    return experts.num // config.parallel.expert + experts.shared if experts else 1
 
 
 def _stored_kv_width(config: Config) -> float:
@@ -141,11 +145,11 @@ def quantize_time(config: Config, gpu: Gpu) -> float:
     """Return the seconds to quantize the operands of a layer's seven matmuls to FP8; of experts, of all their rows."""
     m, t, D, Q = config.model, config.parallel.tensor, config.model.d_model, counts.query_width(config.model)
     K, matrices = _stored_kv_width(config), 2 + m.features.gated_mlp
-    rows, mlps = (1, 1) if not m.experts else (mixture.rows_per_token(config), m.experts.num // config.parallel.expert)
+    rows = mixture.rows_per_token(config) if m.experts else 1
     shared = m.experts.shared if m.experts else 0
     n = counts.tokens_per_device(config) / config.parallel.microbatches
     of_tokens = n * ((1 + rows + (shared > 0)) * D + (Q + mixture.kept_ffn_width(config)) / t)
-    of_weights = (2 * D * (Q + K) + matrices * D * m.mlp_width * (mlps + shared)) / t
+    of_weights = (2 * D * (Q + K) + matrices * D * m.mlp_width * _stored_mlps(config)) / t
     return QUANTIZE * (of_tokens + of_weights) / (STREAM * gpu.memory_bandwidth) + 4 * 7 * KERNEL
 
 
@@ -172,8 +176,10 @@ def update_time(config: Config, gpu: Gpu) -> float:
     return streamed + muon.flops(config) / rate
 
 
-def _matmul(sizes: tuple[float, float, float], b: int, gpu: Gpu) -> float:
-    """Return the seconds of [m k] @ [k n]; in float32 (TF32) the matrix units run at half their rate."""
+def _matmul(sizes: tuple[float, float, float], b: int, gpu: Gpu, weights: float | None = None) -> float:
+    """Return the seconds of [m k] @ [k n]; in float32 (TF32) the matrix units run at half their rate. weights: elements
+    that it reads of [k n]; None: all."""
     m, k, n = sizes
+    weights = k * n if weights is None else weights
     flops = 2.0 * m * k * n / (gpu.matmul * gpu.peak_flops * (1.0 if b == 2 else 0.5))
-    return KERNEL + max(flops, b * (m * k + k * n + m * n) / (STREAM * gpu.memory_bandwidth))
+    return KERNEL + max(flops, b * (m * k + weights + m * n) / (STREAM * gpu.memory_bandwidth))

@@ -14,6 +14,7 @@ from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.costs import hardware, memory
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text, slots
 from nanotrain_jax.planner import choice, layouts, search
+from nanotrain_jax.planner.compute_time import matmuls_time
 from nanotrain_jax.planner.estimate import estimate, margin
 from nanotrain_jax.planner.step_time import link, tensor_hops_time, times
 
@@ -142,6 +143,20 @@ def test_layouts_without_an_exchange_have_no_ragged_one():
     }
     layout = {"parallel": {"data": 64, "expert": 1}, "memory": {"remat": "full"}}
     assert choice.adopted(config, layout).parallel.expert_exchange == "padded"
+
+
+def test_experts_take_at_least_as_long_as_their_weights_are_read():
+    keys = [
+        "parallel={data: 1}",
+        "data.batch_size=1",
+        "data.seq_len=512",
+        "parallel.microbatches=1",
+        "model.loss_chunk=0",
+    ]
+    config = resolve(load.load(ROOT / "configs/moe_16b.yaml", keys), {"data": 1})
+    gpu = hardware.find("h100")
+    weights = 2 * 2048 * 1408 * (64 + 2)  # bytes of w_down of a layer
+    assert matmuls_time(config, gpu)["down"] > weights / gpu.memory_bandwidth
 
 
 def test_activations_hop_behind_attention_and_mlps_not_behind_experts():
