@@ -7,8 +7,7 @@ tree of arrays is not damaged; that error names the arrays that differ.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,17 +16,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from nanotrain_jax.checkpoint import checksums, conversions, directory
+from nanotrain_jax.checkpoint import checksums, conversions, directory, starting_point
 from nanotrain_jax.checkpoint.compatibility import Meta
 from nanotrain_jax.config import load
-from nanotrain_jax.config.schema import Checkpoint, Config
-from nanotrain_jax.config.values import HUGGING_FACE
+from nanotrain_jax.config.schema import Config
 from nanotrain_jax.distributed import processes
 from nanotrain_jax.distributed.processes import all_gather_text, on_all_processes, raise_on_all
 from nanotrain_jax.models.parameters import LAYERS
 
 T = TypeVar("T")
-CANDIDATES = 50  # newest checkpoints to try
 MAX_NAMED = 3  # arrays named in an error message
 # Errors that this process causes, not the checkpoint.
 
@@ -40,56 +37,20 @@ class Unreadable(ValueError):
         self.reason = reason
 
 
-def agree(config: Checkpoint) -> Path | None:
-    """Return the result of `find`, once all processes see the same newest checkpoint.
-
-    Raises ValueError if they do not within `checksums.LAG` seconds.
-    """
-    for second in range(checksums.LAG + 1):
-        folder = on_all_processes(lambda: find(config))
-        newest_seen = all_gather_text(f"step {directory.latest_step(folder)} in {folder}" if folder else "none")
-        if len(set(newest_seen)) == 1:
-            return folder
-        time.sleep(second < checksums.LAG)
-    other = next(i for i, text in enumerate(newest_seen) if text != newest_seen[0])
-    raise_on_all(
-        f"the newest checkpoint that process 0 sees is {newest_seen[0]}, and process {other} {newest_seen[other]}; "
-        "choose a logging.dir on a file system that all hosts share"
-    )
-
-
-def find(config: Checkpoint) -> Path | None:
-    """Return the checkpoint folder to resume from (checkpoint.resume); None: start at step 0, perhaps from hf:FOLDER.
-
-    The run's own checkpoints take precedence, so that a run started from a path restarts with the same command.
-    Raises ValueError if a given path has no checkpoints, or if this run would mix with another.
-    """
-    own = directory.latest_step(config.dir)
-    if own is not None:
-        if config.resume == "never":
-            raise ValueError(
-                f"checkpoint.dir={config.dir!r} already holds step {own}, which checkpoint.resume=never would mix with "
-                "another run; use checkpoint.resume=auto to resume, or another checkpoint.dir (or logging.dir)"
-            )
-        return Path(config.dir)
-    if config.resume in ("auto", "never") or config.resume.startswith(HUGGING_FACE):
-        return None
-    if directory.latest_step(config.resume) is None:
-        raise ValueError(
-            f"checkpoint.resume={config.resume!r} holds no finished checkpoint; give another folder, auto or never"
-        )
-    return Path(config.resume)
-
-
-def newest(folder: str | Path, verify: bool, use: Callable[[int], T]) -> tuple[int, T, dict[int, str]]:
+def newest(
+    folder: str | Path, verify: bool, use: Callable[[int], T], steps: Sequence[int] | None = None
+) -> tuple[int, T, dict[int, str]]:
     """Find the newest intact checkpoint -> its step, use(step), {newer damaged step: what is wrong}.
+
+    steps: where to look, newest first; None: all.
 
     A checkpoint is intact if its files match their checksums and use(step) does not raise Unreadable. With
     verify=False, or without checksums (the run ended before they were written), only use(step) decides. All processes
     return the same. Raises ValueError if no checkpoint is intact, and other exceptions of use(step).
     """
     damaged: dict[int, str] = {}
-    for step in json.loads(all_gather_text(json.dumps(directory.finished(folder)[:CANDIDATES]))[0]):
+    steps = directory.finished(folder)[: starting_point.CANDIDATES] if steps is None else steps
+    for step in json.loads(all_gather_text(json.dumps(steps))[0]):
         problem, result = _damage(folder, step) if verify else "", None
         if not problem:
             result, problem = _attempt(use, step)

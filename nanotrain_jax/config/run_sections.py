@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from nanotrain_jax.config.mixture import Sources
 from nanotrain_jax.config.model import Lora
 from nanotrain_jax.config.section import Pair, Section, key
-from nanotrain_jax.config.values import Count, Path, Positive, Resume, Seed, Sequences, Service
+from nanotrain_jax.config.values import HUGGING_FACE, Count, Path, Positive, Resume, Seed, Sequences, Service
 
 
 def check_pattern(pattern: str) -> None:
@@ -178,6 +178,9 @@ class Checkpoint(Section):
         "auto: from the newest checkpoint in dir, if any | never | PATH of another run's checkpoints | hf:FOLDER: the "
         "weights of a model folder of Hugging Face",
     )
+    step: Positive | None = key(
+        None, "with resume=PATH: which of these checkpoints the run starts from; null: the newest"
+    )
     verify: bool = key(True, "verify checksums before loading; if damaged, fall back to the previous checkpoint")
 
     @property
@@ -201,6 +204,15 @@ class Checkpoint(Section):
             )
         if self.dir and os.path.realpath(self.dir) == os.path.realpath(self.local_dir):
             raise ValueError(f"{key} is checkpoint.dir too; use a folder on a disk of each host")
+        return self
+
+    @model_validator(mode="after")
+    def _start(self) -> Checkpoint:
+        if self.step and (self.resume in ("auto", "never") or self.resume.startswith(HUGGING_FACE)):
+            raise ValueError(
+                f"checkpoint.step={self.step} with checkpoint.resume={self.resume}: it is a step of another "
+                "run; use checkpoint.resume=PATH of its checkpoints, and another logging.dir"
+            )
         return self
 
     @model_validator(mode="after")

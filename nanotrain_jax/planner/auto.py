@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from nanotrain_jax.checkpoint import read as restore
-from nanotrain_jax.checkpoint.directory import latest_step
+from nanotrain_jax.checkpoint import starting_point
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
@@ -23,7 +23,7 @@ def with_layout(config: Config) -> tuple[Config, list[str]]:
     """
     if not config.parallel.auto:
         return config, []
-    folder = restore.agree(config.checkpoint)
+    folder = starting_point.agree(config.checkpoint)
     kept = on_all_processes(lambda: _kept(config, folder) if folder else None)
     if kept:
         return kept, [f"parallel: auto keeps the layout of the checkpoint: {search.describe(kept)}"]
@@ -34,9 +34,10 @@ def with_layout(config: Config) -> tuple[Config, list[str]]:
 
 
 def _kept(config: Config, folder: Path) -> Config | None:
-    """Return the config with the layout of the newest checkpoint; None if it does not suit these devices or keys."""
+    """Return the config with the layout of the checkpoint that it starts from; None if that does not suit these devices
+    or keys."""
     try:
-        saved = restore.read_meta(folder, latest_step(folder)).config
+        saved = restore.read_meta(folder, starting_point.candidates(folder, config.checkpoint)[0]).config
     except restore.Unreadable:
         return None
     chosen = choice.adopted(config, saved)

@@ -8,6 +8,7 @@ import jax
 
 from nanotrain_jax.checkpoint import base as bases
 from nanotrain_jax.checkpoint import read as restore
+from nanotrain_jax.checkpoint import starting_point
 from nanotrain_jax.checkpoint.compatibility import Base
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.distributed.processes import of_first, on_all_processes
@@ -21,7 +22,7 @@ from nanotrain_jax.step.build import State, Step, shardings
 def new_base(requested: Config, checkpoints: Path | None) -> Base | None:
     """Return the base with which a run starts; None: it trains no adapters, or resumes some.
 
-    checkpoints: those to resume from (`restore.agree`). Raises ValueError or OSError, on all processes.
+    checkpoints: those to resume from (`starting_point.agree`). Raises ValueError or OSError, on all processes.
     """
     if requested.train.lora is None:
         return None
@@ -42,8 +43,8 @@ def _origin(requested: Config, checkpoints: Path | None) -> tuple[Path | None, i
                 "or checkpoint.resume=PATH, the checkpoints of a run"
             )
         return folder, None
-    verify = requested.checkpoint.verify
-    step, meta, _ = restore.newest(checkpoints, verify, lambda number: restore.read_meta(checkpoints, number))
+    verify, steps = requested.checkpoint.verify, starting_point.candidates(checkpoints, requested.checkpoint)
+    step, meta, _ = restore.newest(checkpoints, verify, lambda number: restore.read_meta(checkpoints, number), steps)
     if meta.base:
         return None, None
     if checkpoints == Path(requested.checkpoint.dir):

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from jax.sharding import Mesh
 
-from nanotrain_jax.checkpoint import compatibility, directory, local
-from nanotrain_jax.checkpoint import read as restore
+from nanotrain_jax.checkpoint import compatibility, directory, local, starting_point
 from nanotrain_jax.checkpoint.compatibility import Base
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span
@@ -95,7 +94,7 @@ def opened(plan: Plan) -> Run:
     """Restore the newest checkpoint that checkpoint.resume says, or initialize the state. Raises ValueError or OSError,
     on all processes."""
     requested, phases = plan.requested, plan.phases
-    checkpoints, keys = restore.agree(requested.checkpoint), requested.train.rollback
+    checkpoints, keys = starting_point.agree(requested.checkpoint), requested.train.rollback
     resumed, warnings = resume.resume_local(checkpoints, requested, phases)
     base = None if resumed else adapters.new_base(requested, checkpoints)
     if not resumed and (checkpoints is None or base):

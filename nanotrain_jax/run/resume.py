@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import ValidationError
 
-from nanotrain_jax.checkpoint import compatibility, conversions, directory, local_read
+from nanotrain_jax.checkpoint import compatibility, conversions, directory, local_read, starting_point
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.compatibility import Base, Meta
 from nanotrain_jax.config.schema import Config, Optimizer
@@ -48,7 +48,7 @@ class Resumed(NamedTuple):
 
 
 def resume(folder: Path, requested: Config, phases: list[Phase]) -> Resumed:
-    """Restore the newest valid checkpoint of a folder. requested: the config before `resolve`.
+    """Restore the newest valid checkpoint of a folder, or that of checkpoint.step. requested: before `resolve`.
 
     If data.seq_len changed, the position in tokens is preserved. Raises ValueError if no checkpoint can be read, or if
     the newest one does not match the model.
@@ -58,7 +58,8 @@ def resume(folder: Path, requested: Config, phases: list[Phase]) -> Resumed:
         meta = restore.read_meta(folder, number)
         return meta, _checked_state(meta, requested, phases, restore.Saved(folder, number))
 
-    number, (meta, state), damaged = restore.newest(folder, requested.checkpoint.verify, read)
+    steps = starting_point.candidates(folder, requested.checkpoint)
+    number, (meta, state), damaged = restore.newest(folder, requested.checkpoint.verify, read, steps)
     notes = [f"warning: skipped checkpoint {bad} in {folder}: {problem}" for bad, problem in damaged.items()]
     phases = phases[index_at(phases, number, meta.batch_size) :]
     if meta.weights_only:
@@ -72,7 +73,7 @@ def resume_local(checkpoints: Path | None, requested: Config, phases: list[Phase
     """Restore the newest local copies (checkpoint.local_dir), and return warnings about others; None: there are none
     that are newer than all checkpoints. requested, phases: as for `resume`.
 
-    checkpoints: the folder of those (`restore.agree`). Raises ValueError if they do not match the model.
+    checkpoints: the folder of those (`starting_point.agree`). Raises ValueError if they do not match the model.
     """
     keys = requested.checkpoint
     is_own = checkpoints is not None and checkpoints == Path(keys.dir)

@@ -192,7 +192,7 @@ def saved_and_found(tmp_path, state, abstract):
     """Save a state and restore it onto other shardings -> it or None, and warnings."""
     config = configs.Checkpoint(dir=str(tmp_path), local_dir=str(tmp_path / "local"))
     (tmp_path / "local" / "0").mkdir(parents=True)
-    with local.ready(config, 0), local.writing(config, 0) as save:
+    with local.ready(config, 0), local.writing(config, 0, pytest.fail) as save:
         save(1, state, META)
 
     def use(copies):

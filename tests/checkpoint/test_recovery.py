@@ -102,6 +102,12 @@ def test_another_run_can_start_from_a_checkpoint_by_its_path(config_file, tmp_pa
     assert records(tmp_path / "b")[-1]["step"] == 21
     assert main(config_file, f"logging.dir={tmp_path}/c", f"checkpoint.resume={tmp_path}/none") == 2
     assert "holds no finished checkpoint" in capsys.readouterr().err
+    earlier = f"logging.dir={tmp_path}/d", f"checkpoint.resume={tmp_path}/a/checkpoints"
+    assert main(config_file, *earlier, "checkpoint.step=7") == 2
+    assert "checkpoint.step=7 is not in checkpoint.resume=" in capsys.readouterr().err
+    for steps in "11", "12":  # then from its own checkpoint
+        assert main(config_file, *earlier, "checkpoint.step=5", f"train.steps={steps}") == 0
+    assert [r["step"] for r in records(tmp_path / "d")] == list(range(6, 13))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanotrain_jax import launch, plan, prepare, train
-from nanotrain_jax.checkpoint import read
+from nanotrain_jax.checkpoint import starting_point
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.parallel.pipeline.schedule import SCHEDULES
 
@@ -70,7 +70,7 @@ def here(tmp_path, monkeypatch, capsys):
     (tmp_path / "folder.yaml" / "kept.bin").write_bytes(b"of somebody")
     monkeypatch.setattr(train.meshes, "configure", lambda *settings: [])
     monkeypatch.setattr(train.processes, "initialize", lambda *settings: None)
-    monkeypatch.setattr(read, "agree", accept)
+    monkeypatch.setattr(starting_point, "agree", accept)
     monkeypatch.setattr(launch, "Coordinator", accept)
     monkeypatch.setattr(launch, "Agent", accept)
     mains = {"train": train.main, "plan": plan.main, "launch": launch.main, "prepare": prepare.main}

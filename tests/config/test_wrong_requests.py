@@ -142,6 +142,7 @@ BAD = [
     ([*EXPERTS, "model.experts.d_ff=15", "parallel={{tensor: 2}}"], "=2 does not divide model.experts.d_ff=15; use 1"),
     (["model.experts={{num: 4, top_k: 2, d_ff: 8, balance: none, balance_weight: 1}}"], "=none: nothing balances; use"),
     ([*EXPERTS, "model.experts.bias_rate=0.01"], "model.experts.balance=loss: no bias moves; use balance=bias, or"),
+    (["checkpoint.step=5"], "checkpoint.step=5 with checkpoint.resume=auto: it is a step of another run; use"),
     ([*EXPERTS, "model.d_ff=24"], "model.d_ff=24 with model.experts.d_ff=16: every MLP is a mixture of experts"),
     (
         [*EXPERTS, "model.experts.first_dense=2", "model.num_layers=2"],

@@ -177,10 +177,10 @@ def test_a_hang_while_a_checkpoint_is_read_ends_the_run_with_a_report(config_fil
     """The command itself, with a read that never returns."""
     keys = str(config_file), f"logging.dir={tmp_path}/run", "train.eval_every=0", "runtime.hang_timeout=1"
     script = (
-        "import sys, time; from nanotrain_jax import train; from nanotrain_jax.checkpoint import read; "
+        "import sys, time; from nanotrain_jax import train; from nanotrain_jax.checkpoint import starting_point; "
         "from nanotrain_jax.distributed import watchdog; watchdog.START_END_FACTOR = 30; "
         "from nanotrain_jax.run import shell; shell.begin(finishes=True); "
-        "read.agree = lambda config: time.sleep(600); sys.exit(train.main(['--config', *sys.argv[1:]]))"
+        "starting_point.agree = lambda config: time.sleep(600); sys.exit(train.main(['--config', *sys.argv[1:]]))"
     )
     done = subprocess.run([sys.executable, "-c", script, *keys], capture_output=True, text=True, timeout=240)
     assert done.returncode == watchdog.HUNG
