@@ -1,12 +1,13 @@
 """Train a mixture of experts beside the dense model of equal active parameters: losses, and loads of experts.
 
     python scripts/prove/compare_mixture.py [--config configs/moe_laptop.yaml] [--seeds 3] [--jobs 1]
-                                            [--out runs/mixture] [section.key=value ...]
+                                            [--bias-rate 0.01] [--out runs/mixture] [section.key=value ...]
 
 Each of three models trains once per seed by `nanotrain_jax.train`, on the same tokens: `dense` has in place of experts
 an MLP as wide as those that a token goes to, and `loss` and `bias` are the mixture with these values of
-model.experts.balance. Runs that are complete are read, others continue from their newest checkpoint. Load: tokens of
-the busiest expert of any layer over the mean, the largest of all logged steps after optimizer.warmup_steps.
+model.experts.balance, `bias` without a loss that balances. Runs that are complete are read, others continue from their
+newest checkpoint. Load: tokens of the busiest expert of any layer over the mean, the largest of all logged steps after
+optimizer.warmup_steps.
 """
 
 import argparse
@@ -43,19 +44,22 @@ class Result(NamedTuple):
     loads: list[float]  # the largest, one per seed; empty: it has no experts
 
 
-def overrides_of(name: str, config: Config) -> list[str]:
+def overrides_of(name: str, config: Config, bias_rate: float) -> list[str]:
     """Return the overrides of a model. Raises ValueError unless the config has a mixture in every layer."""
     experts = config.model.experts
     if experts is None or experts.first_dense:
         raise ValueError("a mixture in every layer is compared; set model.experts, without first_dense")
-    if name != DENSE:
-        return [f"model.experts.balance={name}"]
+    if name == "loss":
+        return ["model.experts.balance=loss"]
+    if name == "bias":
+        keys = {"balance": "bias", "balance_weight": "null", "bias_rate": bias_rate}
+        return [f"model.experts.{key}={value}" for key, value in keys.items()]
     return ["model.experts=null", f"model.d_ff={experts.d_ff * (experts.top_k + experts.shared)}", "parallel.expert=1"]
 
 
 def job(asked: argparse.Namespace, name: str, seed: int) -> Job:
     """Return the run of a model with a seed, checked. Raises ValueError or OSError."""
-    of_model = overrides_of(name, load(asked.config, asked.overrides))
+    of_model = overrides_of(name, load(asked.config, asked.overrides), asked.bias_rate)
     overrides = [*asked.overrides, *of_model, f"train.seed={seed}", f"data.seed={seed}"]
     found = Job(name, seed, load(asked.config, overrides), asked.out / f"{name}_{seed}", asked.config, overrides)
     check(found)
@@ -101,6 +105,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=path_argument, default=ROOT / "configs" / "moe_laptop.yaml")
     parser.add_argument("--seeds", type=at_least(1), default=3, help="runs of each model (default: %(default)s)")
     parser.add_argument("--jobs", type=at_least(1), default=1, help="runs at the same time (default: %(default)s)")
+    parser.add_argument(
+        "--bias-rate", type=float, default=0.01, help="model.experts.bias_rate of `bias` (default: %(default)s)"
+    )
     parser.add_argument("--out", type=folder_argument, default=Path("runs/mixture"), help="folder of runs and picture")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args(argv)

@@ -24,7 +24,8 @@ def test_the_models_have_equal_active_parameters_data_and_steps(tmp_path):
         job.config for job in jobs(tmp_path, "parallel.expert=2", "model.experts.shared=1", "model.vocab_size=61")
     )
     assert dense.model.experts is None
-    assert [m.model.experts.balance for m in mixtures] == ["loss", "bias"]
+    weights = [(m.model.experts.balance, m.model.experts.weight) for m in mixtures]
+    assert weights == [("loss", 0.05), ("bias", 0.0)]
     for mixture in mixtures:
         m = mixture.model
         router = m.num_layers * m.d_model * m.experts.num
