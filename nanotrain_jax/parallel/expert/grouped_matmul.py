@@ -9,7 +9,8 @@ no row is ever left out, and a group that has all rows takes E / SLACK rounds.
 
 `jax.lax.ragged_dot` computes the same; XLA:CPU and XLA:GPU expand it to a dense matmul of every row with every matrix,
 E times the FLOPs. In FP8 (`float8.FLOAT8`) cuBLASLt runs the batched matmuls. A kernel (`kernels.py`) may multiply
-instead, which needs no rounds. Fewer rows than groups are multiplied one by one. Nothing here communicates.
+instead, which needs no rounds. Of fewer rows, half the groups or less, each is multiplied by itself. Nothing here
+communicates.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def grouped_matmul(
 
 
 def _forward(matmul: Matmul, C: int, x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, tuple]:
-    if len(x_MD) < len(sizes_E) and matmul is float8.PLAIN:
+    if 2 * len(x_MD) <= len(sizes_E) and matmul is float8.PLAIN:
         return _row_by_row(x_MD, w_EDF, sizes_E), (x_MD, w_EDF, sizes_E)
     x = matmul.operand(x_MD)
     of_blocks = partial(matmul.batched, "ECD,EDF->ECF", b=matmul.operand(w_EDF), exact=False)
@@ -120,8 +121,8 @@ def _groups(M: int, sizes_E: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _row_by_row(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """x[M D] -> y[M F], for fewer rows than groups, as tokens that are generated have: reads the matrix of each row, M
-    of them, where a batched matmul reads those of all groups. No matmul: XLA fuses the look-up with the sum."""
+    """x[M D] -> y[M F], for few rows, those of tokens that are generated: reads the matrix of each row, M of them, where
+    a batched matmul reads those of all groups. No matmul: XLA:GPU fuses the look-up with the sum."""
     is_row_M, group_M = _groups(len(x_MD), sizes_E)
     products_MDF = x_MD[..., None].astype(jnp.float32) * w_EDF[group_M].astype(jnp.float32)
     return jnp.where(is_row_M[:, None], products_MDF.sum(1), 0.0).astype(x_MD.dtype)

@@ -38,13 +38,13 @@ def test_groups_equal_a_matmul_of_each_row_with_its_matrix(sizes):
     assert int(grouped_matmul.rounds(sizes, C)) == max(1, -(-max(map(int, sizes)) // C))
 
 
-def test_fewer_rows_than_groups_are_multiplied_one_by_one():
-    x, w, sizes, group = random(5, D), random(E, D, F), jnp.asarray([0, 1, 0, 0, 2, 0, 0, 1]), [1, 4, 4, 7]
+def test_few_rows_are_multiplied_one_by_one():
+    x, w, sizes, group = random(4, D), random(E, D, F), jnp.asarray([0, 1, 0, 0, 2, 0, 0, 0]), [1, 4, 4]
     y, vjp = jax.vjp(lambda x, w: grouped_matmul.grouped_matmul(x, w, sizes), x, w)
-    np.testing.assert_allclose(y[:4], jnp.einsum("md,mdf->mf", x[:4], w[np.asarray(group)]), rtol=1e-5, atol=1e-5)
-    assert not y[4].any()
+    np.testing.assert_allclose(y[:3], jnp.einsum("md,mdf->mf", x[:3], w[np.asarray(group)]), rtol=1e-5, atol=1e-5)
+    assert not y[3].any()
     of_x, of_w = vjp(jnp.ones_like(y))
-    np.testing.assert_allclose(of_x[:4], w[np.asarray(group)].sum(2), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(of_x[:3], w[np.asarray(group)].sum(2), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(of_w[4], jnp.outer(x[1] + x[2], jnp.ones(F)), rtol=1e-5, atol=1e-5)
     text = jax.jit(grouped_matmul.grouped_matmul).lower(x, w, sizes).compile().as_text()
     assert matmuls.flops(text) == 0  # all matrices would be read
