@@ -9,6 +9,7 @@ least of several, side by side with a sum over 400 MB in the same run. Compiled 
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from jax.sharding import NamedSharding
 from nanotrain_jax import generate
 from nanotrain_jax.audit import traffic
 from nanotrain_jax.audit.topology import NoCompiler, compile_only
+from nanotrain_jax.config.experts import Experts
 from nanotrain_jax.config.load import Parser, at_least, load, refuse
 from nanotrain_jax.generation import load as models
 from nanotrain_jax.generation.engine import PLACE, ROWS, STRIDE, Choice, Engine, Rows
@@ -32,6 +34,7 @@ from nanotrain_jax.generation.session import Session
 from nanotrain_jax.models.parameters import ENDS
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.collectives import Tree
+from nanotrain_jax.parallel.sharding import path_name
 from nanotrain_jax.run.model_config import resolved_model
 
 GREEDY = Choice(Sampling(temperature=0.0), ())
@@ -44,18 +47,24 @@ def local_bytes(tree: Tree) -> int:
     return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def needed_bytes(engine: Engine) -> int:
-    """Return the bytes of weights that a step reads on a device: all but an embedding that is not the head."""
+def needed_bytes(engine: Engine, rows: int, experts: Experts | None) -> int:
+    """Return the bytes of weights that a step reads on a device: all but an embedding that is not the head, and of few
+    rows the experts that they go to alone."""
     ends = engine.params[ENDS]
     unread = {name: x for name, x in ends.items() if "embedding" in name} if len(ends) > 2 else {}
-    return local_bytes(engine.params) - local_bytes(unread)
+    of_rows = rows * experts.top_k / experts.num if experts else 1.0
+    leaves = jax.tree_util.tree_leaves_with_path(engine.params)
+    of_experts = [x for path, x in leaves if re.search(r"_(EDF|EFD)$", path_name(path))]
+    saved = local_bytes(of_experts) * (1 - of_rows) if of_rows <= 0.5 else 0
+    return local_bytes(engine.params) - local_bytes(unread) - int(saved)
 
 
-def timed(engine: Engine, context: int, cases: list[tuple[int, int]], repeats: int) -> dict:
+def timed(loaded: models.Loaded, cases: list[tuple[int, int]], repeats: int) -> dict:
     """Time steps of so many rows after so many tokens on this machine, and a sum -> figures."""
+    engine, experts = loaded.engine, loaded.config.model.experts
     numbers = jnp.ones(SUMMED, jnp.float32)
     total = jax.jit(jnp.sum)
-    sessions = {case: Session(engine, GREEDY, context) for case in cases}
+    sessions = {case: Session(engine, GREEDY, loaded.context) for case in cases}
     for (rows, tokens), session in sessions.items():
         session.feed([[1 + i % PROMPT for i in range(tokens)]] * rows)
     seconds: dict = {}
@@ -75,10 +84,12 @@ def timed(engine: Engine, context: int, cases: list[tuple[int, int]], repeats: i
             session.rows = session.rows._replace(place=session.rows.place._replace(slot=jnp.int32(tokens)))
             measure((rows, tokens), partial(steps, session))
     bandwidth = numbers.nbytes / seconds["sum"]
-    print(f"a sum reads {bandwidth / 1e9:.1f} GB/s; a step reads {needed_bytes(engine) / 1e9:.3f} GB of weights")
+    weights = {rows: needed_bytes(engine, rows, experts) for rows, _ in sessions}
+    read = ", ".join(f"{size / 1e9:.3f} GB ({rows} rows)" for rows, size in weights.items())
+    print(f"a sum reads {bandwidth / 1e9:.1f} GB/s; a step reads of weights {read}")
     found = []
     for (rows, tokens), session in sessions.items():
-        step, needed = seconds[rows, tokens] / STRIDE, needed_bytes(engine) + local_bytes(session.rows.caches)
+        step, needed = seconds[rows, tokens] / STRIDE, weights[rows] + local_bytes(session.rows.caches)
         found.append({"rows": rows, "tokens": tokens, "step_s": step, "bytes": needed, "tokens_per_s": rows / step})
         print(
             f"{rows} rows after {tokens} tokens: {rows / step:,.1f} tokens/s, {step * 1e3:.1f} ms a step, "
@@ -101,7 +112,7 @@ def compiled(section: dict, devices: Sequence[jax.Device], rows: int, slots: int
     state = Rows([], type(PLACE)(put((), PLACE.slot), put((rows,), ROWS)), put((rows,), ROWS))
     program = engine.program("loop", GREEDY).lower(engine.params, caches, state).compile()
     moved = sum(kernel.bytes * kernel.count for kernel in traffic.kernels(program.as_text())) / STRIDE
-    least = needed_bytes(engine) + local_bytes(caches)
+    least = needed_bytes(engine, rows, resolved.model.experts) + local_bytes(caches)
     layout = {axis: size for axis, size in mesh.shape.items() if size > 1}
     memory = program.memory_analysis()
     return {
@@ -134,7 +145,7 @@ def figures(options: argparse.Namespace) -> dict:
     if options.config is None:
         loaded = generate.load(options)
         cases = [(rows, int(tokens)) for rows in batches for tokens in options.tokens.split(",")]
-        return timed(loaded.engine, loaded.context, cases, options.repeats)
+        return timed(loaded, cases, options.repeats)
     section = resolved_model(load(options.config).model.model_dump()).model_dump()
     devices = compile_only(options.gpu, options.gpus)
     found = {rows: compiled(section, devices, rows, options.slots) for rows in batches}

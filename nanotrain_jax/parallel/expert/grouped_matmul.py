@@ -121,8 +121,8 @@ def _groups(M: int, sizes_E: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _row_by_row(x_MD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """x[M D] -> y[M F], for few rows, those of tokens that are generated: reads the matrix of each row, M of them, where
-    a batched matmul reads those of all groups. No matmul: XLA:GPU fuses the look-up with the sum."""
+    """x[M D] -> y[M F], for few rows, those of tokens that are generated: reads the matrix of each row, where a batched
+    matmul reads those of all groups. No matmul: XLA:GPU fuses the look-up with the sum."""
     is_row_M, group_M = _groups(len(x_MD), sizes_E)
     products_MDF = x_MD[..., None].astype(jnp.float32) * w_EDF[group_M].astype(jnp.float32)
     return jnp.where(is_row_M[:, None], products_MDF.sum(1), 0.0).astype(x_MD.dtype)
