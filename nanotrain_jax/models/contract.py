@@ -115,7 +115,7 @@ class Model:
                 `Step.of_rows` returns it, without gradients. None: there is no such function
     measures    name -> shape of further sums, float32, which `last` then returns by name as a third value, instead of
                 `correct`: steps and evaluations log their means over what it counts
-    report      report(means of measures, of the whole batch) -> what is logged of them, scalars; None: the means
+    report      report(means of measures, of a batch or evaluation) -> what is logged of them, scalars; None: the means
     details     details(means of measures) -> further scalars that evaluations alone log. None: there are none
     adjust      adjust(layers, measures) -> layers, after an update that was not skipped: constants that follow from
                 what was measured, not from gradients. layers: this device's rows of layers; measures: those with a

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.run.origin import Run
 from nanotrain_jax.step import build as steps
+from nanotrain_jax.step.measures import of_evaluation
 
 Seen = Callable[[str], None]  # told what the run does, as progress (distributed/watchdog.py)
 
@@ -35,9 +37,10 @@ def _of_rows(run: Run, params: Any, rows: data.Source, at: Seen) -> dict[str, fl
         at("evaluation")
         sums.append(step.evaluate(params, batch))
         jax.block_until_ready(sums[-2:-1])  # XLA:CPU aborts with too many executions in flight
-    loss, targets, *further = jax.tree.map(lambda *of_batches: sum(map(float, of_batches)), *sums)
+    loss, targets, *further = jax.tree.map(lambda *of_batches: sum(map(np.float64, of_batches)), *sums)
     named = {"accuracy": further[0]} if further and not isinstance(further[0], dict) else dict(*further)
-    return {"val_loss": loss / targets} | {name: total / targets for name, total in named.items()}
+    found = of_evaluation(step.plan, {name: total / targets for name, total in named.items()})
+    return {"val_loss": float(loss / targets)} | {name: float(value) for name, value in found.items()}
 
 
 def scores(run: Run, state: steps.State, at: Seen) -> dict[str, float]:

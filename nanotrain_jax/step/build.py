@@ -182,14 +182,7 @@ def average_replicas(params: Tree) -> Tree:
 
 def evaluate(plan: Plan, params: Tree, batch: Tree) -> tuple:
     """-> sum of losses, number of targets of a batch, and what else `forward.measure` returns."""
-    sums = all_reduce(run_forward_only(plan, params, microbatched(plan, batch), forward.measure), plan.loss_axes)
-    if plan.model.report is None:
-        return sums
-    loss, count, measures = sums
-    total = count.astype(jnp.float32)
-    means = jax.tree.map(lambda x: x / total, measures)
-    found = report(plan, means) | (plan.model.details(means) if plan.model.details else {})
-    return loss, count, jax.tree.map(lambda x: x * total, found)
+    return all_reduce(run_forward_only(plan, params, microbatched(plan, batch), forward.measure), plan.loss_axes)
 
 
 def of_rows(plan: Plan, params: Tree, batch: Tree) -> jax.Array:

@@ -42,6 +42,11 @@ def report(plan: Plan, means: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return plan.model.report(means) if plan.model.report else means
 
 
+def of_evaluation(plan: Plan, means: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return what an evaluation logs of the means of measures over all its batches."""
+    return report(plan, means) | (plan.model.details(means) if plan.model.details else {})
+
+
 def _forward(loss: jax.Array, measures: Tree, probes: Tree) -> tuple[jax.Array, Tree]:
     return loss, measures
 

@@ -6,19 +6,19 @@
 Each of three models trains once per seed by `nanotrain_jax.train`, on the same tokens: `dense` has in place of experts
 an MLP as wide as those that a token goes to, and `loss` and `bias` are the mixture with these values of
 model.experts.balance, `bias` without a loss that balances. Runs that are complete are read, others continue from their
-newest checkpoint. Load: tokens of the busiest expert of any layer over the mean, the largest of all logged steps after
-optimizer.warmup_steps.
+newest checkpoint. Load: tokens of the busiest expert of any layer over the mean, after optimizer.warmup_steps: of all
+held-out tokens of an evaluation, the largest of these, and of the few tokens of a step, the mean.
 """
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from math import nan
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import matplotlib.figure
@@ -41,7 +41,8 @@ class Result(NamedTuple):
     name: str
     curve: list[curves.Point]  # (step, validation loss), mean over seeds
     losses: list[float]  # after the last step, one per seed; nan: the run failed
-    loads: list[float]  # the largest, one per seed; empty: it has no experts
+    loads: list[float]  # the largest of evaluations, one per seed; empty: it has no experts
+    of_steps: list[float]  # mean of the logged steps
 
 
 def overrides_of(name: str, config: Config, bias_rate: float) -> list[str]:
@@ -66,27 +67,31 @@ def job(asked: argparse.Namespace, name: str, seed: int) -> Job:
     return found
 
 
-def largest_load(job: Job) -> float:
-    """Return the largest load of an expert in any logged step after the warm-up; nan without one."""
+def loads_of(job: Job, name: str) -> list[float]:
+    """Return loads of the busiest expert after the warm-up. name: `load`, of evaluations; `train_load`, of steps."""
     records, _ = curves.read(job.folder / "metrics.jsonl")
-    warmup = job.config.optimizer.warmup_steps
-    return max((record["train_load"] for record in records if record["step"] > warmup), default=nan)
+    return [record[name] for record in records if record["step"] > job.config.optimizer.warmup_steps and name in record]
 
 
 def result_of(jobs: Sequence[Job]) -> Result:
     """Return the result of the runs of one model."""
-    loads = [] if jobs[0].layout == DENSE else [largest_load(job) for job in jobs]
-    return Result(jobs[0].layout, mean_curve([job.curve() for job in jobs]), [job.loss for job in jobs], loads)
+    mixtures = [] if jobs[0].layout == DENSE else jobs
+    loads = [max(loads_of(job, "load"), default=nan) for job in mixtures]
+    of_steps = [fmean(loads_of(job, "train_load") or [nan]) for job in mixtures]
+    curve = mean_curve([job.curve() for job in jobs])
+    return Result(jobs[0].layout, curve, [job.loss for job in jobs], loads, of_steps)
 
 
 def table(results: Sequence[Result]) -> Table:
     """Return the losses of each model beside those of the dense one with the same seeds, and loads."""
     dense, *_ = results
-    shown = Table("model", "validation loss, mean", "less the dense model's, each seed", "largest load, each seed")
+    shown = Table(
+        "model", "validation loss, mean", "less the dense model's, each seed", "largest load", "mean of steps"
+    )
     for result in results:
         less = " ".join(f"{loss - other:+.4f}" for loss, other in zip(result.losses, dense.losses, strict=True))
-        loads = " ".join(f"{load:.2f}" for load in result.loads)
-        shown.add_row(result.name, f"{statistics.fmean(result.losses):.4f}", less, loads)
+        loads = [" ".join(f"{load:.2f}" for load in of_seeds) for of_seeds in (result.loads, result.of_steps)]
+        shown.add_row(result.name, f"{fmean(result.losses):.4f}", less, *loads)
     return shown
 
 
@@ -125,7 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = [result_of(of_seeds) for of_seeds in jobs]
     draw(results, asked.out / "losses.png")
     Console(width=128).print(table(results))
-    print(json.dumps([{"model": r.name, "losses": r.losses, "loads": r.loads} for r in results]))
+    print(
+        json.dumps([{"model": r.name, "losses": r.losses, "loads": r.loads, "of_steps": r.of_steps} for r in results])
+    )
     return 0 if all(done) else 1
 
 

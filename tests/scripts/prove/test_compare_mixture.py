@@ -25,7 +25,7 @@ def test_the_models_have_equal_active_parameters_data_and_steps(tmp_path):
     )
     assert dense.model.experts is None
     weights = [(m.model.experts.balance, m.model.experts.weight) for m in mixtures]
-    assert weights == [("loss", 0.05), ("bias", 0.0)]
+    assert weights == [("loss", 0.1), ("bias", 0.0)]
     for mixture in mixtures:
         m = mixture.model
         router = m.num_layers * m.d_model * m.experts.num
