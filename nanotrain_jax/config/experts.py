@@ -13,6 +13,8 @@ from nanotrain_jax.config.values import Count, Width
 # Keys that a trained model fixes; others may change when its training continues.
 FIXED = "num", "top_k", "d_ff", "shared", "first_dense", "router", "normalize", "gate_scale"
 
+WEIGHT = 0.01  # balance_weight with balance=loss
+
 
 class Experts(Section):
     """A mixture of experts (models/experts.py): each token goes to top_k of num gated MLPs. No token is dropped where
@@ -50,7 +52,9 @@ class Experts(Section):
     @property
     def weight(self) -> float:
         """Weight of the loss that balances experts."""
-        default = 0.01 if self.balance == "loss" else 0.0
+        if self.balance == "none":
+            return 0.0
+        default = WEIGHT if self.balance == "loss" else 0.0
         return default if self.balance_weight is None else self.balance_weight
 
     @property
@@ -65,7 +69,8 @@ class Experts(Section):
                 f"model.experts.top_k={self.top_k} exceeds model.experts.num={self.num}: a token goes to each expert "
                 f"at most once; use at most {self.num}"
             )
-        if self.balance == "none" and self.balance_weight:
+        is_given = self.balance_weight not in (None, 0.0, WEIGHT)  # older versions saved the default, whatever balances
+        if self.balance == "none" and is_given:
             raise ValueError(
                 f"model.experts.balance_weight={self.balance_weight:g} with model.experts.balance=none: nothing "
                 "balances; use balance=loss, or leave balance_weight out"

@@ -48,6 +48,9 @@ def test_what_balances_experts_may_change_and_their_sizes_may_not(config):
         return resolve(parsed, parsed.parallel.axes)
 
     before, now = mixture(), mixture(capacity=2.0, balance="none", z_loss=0.1)
+    weights = {how: mixture(balance=how, balance_weight=0.01).model.experts.weight for how in ("loss", "bias", "none")}
+    assert weights == {"loss": 0.01, "bias": 0.01, "none": 0.0}  # none: as older versions saved it
+    assert [mixture(balance=how).model.experts.weight for how in ("loss", "bias", "none")] == [0.01, 0.0, 0.0]
     compatibility.check(saved(before), now, now, None)
     expected = ["balance loss -> none", "capacity 1.25 -> 2.0", "z_loss 0.0 -> 0.1"]
     assert [*compatibility.changes(saved(before), now)] == [f"model.experts.{line}" for line in expected]
