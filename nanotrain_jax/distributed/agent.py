@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple, TextIO
 
-from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, STOPPED, Connection, Message, join, log
+from nanotrain_jax.distributed.exit_codes import HUNG, STOPPED, WRONG_REQUEST
+from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, Connection, Message, join, log
 from nanotrain_jax.distributed.ranks import LAUNCHER, ROUND, STOPS
-from nanotrain_jax.distributed.watchdog import HUNG
 
 KILL_TIMEOUT = 30  # seconds for a process to exit after SIGKILL
 
@@ -178,8 +178,8 @@ class Agent:
                 return  # the root cause may not have exited yet
             what = " and ".join(f"process {w.rank} on host {self.host} {describe_exit(w)}" for w in causes or failed)
             self.failed_slots = [w.gpus for w in causes]
-            is_wrong_request = all(w.process.returncode == 2 for w in causes or failed)
-            self._send_failed(connection, what, bool(causes), 2 if is_wrong_request else 1)
+            is_wrong_request = all(w.process.returncode == WRONG_REQUEST for w in causes or failed)
+            self._send_failed(connection, what, bool(causes), WRONG_REQUEST if is_wrong_request else 1)
             deadline = time.monotonic() + GRACE
             while time.monotonic() < deadline and any(w.process.poll() is None for w in self.workers):
                 time.sleep(POLL_INTERVAL)

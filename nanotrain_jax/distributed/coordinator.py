@@ -20,7 +20,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
-from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, STOPPED, Connection, Message, Refused, admit, log
+from nanotrain_jax.distributed.exit_codes import STOPPED, WRONG_REQUEST
+from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, Connection, Message, Refused, admit, log
 
 LOOPBACK = "127.0.0.1"
 MAX_STRANGERS = 128  # connections at once that have not proved the token; more are closed, and agents retry
@@ -94,8 +95,8 @@ class Coordinator:
 
     def _count(self, failed: Message) -> None:
         """Count a failure. Raises RunEnded unless the run restarts."""
-        if failed["code"] == 2:  # a wrong request fails again
-            raise RunEnded(2, "")
+        if failed["code"] == WRONG_REQUEST:  # it fails again
+            raise RunEnded(WRONG_REQUEST, "")
         if failed["stopping"]:
             raise RunEnded(STOPPED, f"{failed['what']} while stopping")
         if self.restarts == self.policy.max_restarts:
@@ -248,7 +249,7 @@ class Coordinator:
             if message["is"] == "done":
                 del running[host]
                 stopping |= message["stopping"]
-            elif message["blames"] or message["code"] == 2:
+            elif message["blames"] or message["code"] == WRONG_REQUEST:
                 return message
             elif not failed:
                 failed = message

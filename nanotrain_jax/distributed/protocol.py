@@ -26,7 +26,6 @@ from typing import Any
 Message = dict[str, Any]
 POLL_INTERVAL = 0.05  # seconds
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
-STOPPED = 75  # exit code: stopped by a signal before the last step (EX_TEMPFAIL of sysexits.h)
 GRACE = 2  # seconds to wait for processes or messages before acting without them
 NONCE = PROOF = 32  # bytes
 HANDSHAKE_TIMEOUT = 10  # seconds

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, TextIO
 
 from pydantic import TypeAdapter
 
+from nanotrain_jax.distributed.exit_codes import HUNG
 from nanotrain_jax.distributed.phase_clock import PhaseClock
 
-HUNG = 3  # exit code after a hang timeout, of this process or another one
 MIN_TIMEOUT = 600  # seconds, where runtime.hang_timeout is not set
 TIMEOUT_STEPS = 20  # the timeout is at least this many median steps
 CHECKPOINT_FACTOR = 6  # timeouts, for a checkpoint
