@@ -1,7 +1,8 @@
 """The training command: `python -m nanotrain_jax.train --config FILE [section.key=value ...]`
 
 Exit codes: 0 done, or stopped by SIGTERM, SIGUSR1, SIGHUP or Ctrl-C after saving a checkpoint; 2 invalid request (one
-line on stderr); 3 hang timeout, or another process is lost; 130 Ctrl-C before the run began; 1 any other failure.
+line on stderr); 3 no failure of this process alone: a hang timeout, another process is lost, processes do not meet, or
+a disk or network fails for all; 130 Ctrl-C before the run began; 1 any other failure.
 """
 
 from __future__ import annotations
@@ -345,5 +346,5 @@ if __name__ == "__main__":
         code = shell.run(partial(main, began=BEGAN))
     except Exception as error:
         traceback.print_exc()
-        code = watchdog.HUNG if processes.is_peer_failure(error) else 1
+        code = processes.exit_code(error)
     processes.exit_process(code)

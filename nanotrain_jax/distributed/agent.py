@@ -39,7 +39,7 @@ class Agent:
         self.workers: list[Worker] = []
         self.output_threads: list[threading.Thread] = []
         self.failed_slots: list[list[str]] = []
-        self.round = 0
+        self.round = self.total = 0  # total: workers of the round, on all hosts
         self.first_failure = 0.0  # time.monotonic() of the first failure in this round
         self.signals: list[int] = []
         self.stopping = False
@@ -131,6 +131,7 @@ class Agent:
     def _start(self, message: Message) -> None:
         self.first_failure = 0.0
         master_addr, master_port = message["address"]
+        self.total = message["total"]
         slots = self.slots[: message["count"]]
         gpus = [gpu for slot in slots for gpu in slot]
         env_of_all = {
@@ -177,7 +178,8 @@ class Agent:
             if not causes and not all_exited and time.monotonic() < self.first_failure + GRACE:
                 return  # the root cause may not have exited yet
             what = " and ".join(f"process {w.rank} on host {self.host} {describe_exit(w)}" for w in causes or failed)
-            self.failed_slots = [w.gpus for w in causes]
+            is_all = len(causes) == self.total  # nothing would be left: try again with all
+            self.failed_slots = [] if is_all else [w.gpus for w in causes]
             is_wrong_request = all(w.process.returncode == WRONG_REQUEST for w in causes or failed)
             self._send_failed(connection, what, bool(causes), WRONG_REQUEST if is_wrong_request else 1)
             deadline = time.monotonic() + GRACE

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from nanotrain_jax.distributed.exit_codes import HUNG
 from nanotrain_jax.distributed.ranks import Process, without_proxy
 
 # Texts in errors of JAX, gloo and NCCL, of several types, after the failure of another process.
@@ -28,13 +29,17 @@ PIECE = 1024  # bytes of a text that processes exchange at once
 LARGE_PIECE = 1 << 28  # bytes of an array that one process sends to all at once
 
 
+class SharedError(OSError):
+    """An error that all processes raise together, whichever met it (`on_all_processes`)."""
+
+
 def initialize(
     process: Process, gpus: Sequence[int] = (), timeout: int = 300, absent: Callable[[], str] | None = None
 ) -> None:
     """Join the other processes, if any; call before the first use of a device.
 
     gpus: see `local_gpus`. CPU devices use gloo for collectives. timeout: seconds for the rendezvous; after it this
-    process exits with code 1. absent: says which processes give no sign, for that message; "": not known.
+    process exits with HUNG: it waited. absent: says which processes give no sign, for that message; "": not known.
     """
     if process.count == 1:
         return
@@ -43,7 +48,7 @@ def initialize(
 
     def give_up(why: str) -> None:
         print(f"{this_process}: {why}", file=sys.stderr, flush=True)
-        os._exit(1)
+        os._exit(HUNG)
 
     if process.coordinator and process.index == 0:
         try:  # gRPC would share the port with another run, or abort
@@ -125,8 +130,16 @@ def is_transient(error: Exception) -> bool:
     return lost or is_peer_failure(error)
 
 
+def exit_code(error: Exception) -> int:
+    """Return the exit code after an error that a launcher may retry: HUNG unless it is of this process alone."""
+    return HUNG if isinstance(error, SharedError) or is_peer_failure(error) else 1
+
+
 def on_all_processes(work: Callable[[], T]) -> T:
-    """Return work(), called by every process. If one raises ValueError or OSError, all raise it and disconnect."""
+    """Return work(), called by every process. If one raises ValueError or OSError, all disconnect and raise that text.
+
+    Raises SharedError; with one process what work raises.
+    """
     result, error = None, None
     try:
         result = work()
@@ -138,7 +151,7 @@ def on_all_processes(work: Callable[[], T]) -> T:
     if failures and jax.process_count() > 1:
         jax.distributed.shutdown()
         number, text = failures[0].split(" ", 1)
-        error = OSError(text)
+        error = SharedError(text)
         error.errno = int(number) or None
     if error is not None:
         raise error
@@ -146,7 +159,7 @@ def on_all_processes(work: Callable[[], T]) -> T:
 
 
 def raise_on_all(text: str) -> NoReturn:
-    """Raise ValueError (one process) or OSError (several); every process must call this."""
+    """Raise ValueError (one process) or SharedError (several); every process must call this."""
 
     def fail() -> None:
         raise ValueError(text)

@@ -19,6 +19,7 @@ from conftest import cover, records, small
 from launching import FOREVER, ROOT, finished, free_port, launched, one, status_of
 
 from nanotrain_jax.checkpoint import directory
+from nanotrain_jax.distributed.exit_codes import HUNG
 
 
 @pytest.fixture
@@ -190,7 +191,7 @@ def test_a_host_that_returns_joins_at_a_checkpoint_and_the_losses_stay(config_fi
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rendezvous_timeout_is_one_line(rank, config_file, tmp_path):
     env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    _, err = finished(one(config_file, env, f"logging.dir={tmp_path}/run", "runtime.join_timeout=3"), 1)
+    _, err = finished(one(config_file, env, f"logging.dir={tmp_path}/run", "runtime.join_timeout=3"), HUNG)
     errors = [line for line in err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1, err
     assert f"process {rank} of 2 (from RANK): rendezvous timeout: not all processes reached 127.0.0.1:" in errors[0]
@@ -251,7 +252,7 @@ def test_a_port_in_use_is_one_line(config_file, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        _, err = finished(one(config_file, env, f"logging.dir={tmp_path}/run"), 1)
+        _, err = finished(one(config_file, env, f"logging.dir={tmp_path}/run"), HUNG)
     assert (
         f"error: process 0 of 2 (from RANK): cannot listen at 127.0.0.1:{port} (Address already in use); "
         "choose another port" in err.splitlines()
