@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from unittest import mock
 
 import jax
@@ -18,7 +19,7 @@ from command import config_file, losses, main
 from conftest import cover, exit_code, records
 
 from nanotrain_jax import train
-from nanotrain_jax.checkpoint import directory
+from nanotrain_jax.checkpoint import directory, write
 from nanotrain_jax.config import load
 from nanotrain_jax.config import schema as configs
 from nanotrain_jax.data import batches
@@ -216,13 +217,23 @@ def test_a_profile_survives_a_resume_within_it_and_the_end_of_the_run(config_fil
 
 
 @pytest.mark.parametrize("apart", cover([False], [True], str))
-def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(apart, config_file, tmp_path, capfd):
+def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(apart, config_file, tmp_path, capfd, monkeypatch):
     keys = ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=2", "train.log_every=1", "logging.tensorboard=true"]
     keys += ["parallel.data=1", "parallel.replica=2", "parallel.sync_every=2"] if apart else []
     keys.append(f"logging.dir={tmp_path}/run")
     assert main(config_file, *keys) == 0
+    ended, plain = [], write.writing
+
+    @contextmanager
+    def writing(config):
+        with plain(config) as save:
+            yield save
+        ended.append("as usual")  # so that several processes complete a checkpoint that is being written
+
+    monkeypatch.setattr(write, "writing", writing)
     diverges = "optimizer.lr=1.0e+30", "optimizer.min_lr=1.0e+30", "optimizer.grad_clip=0", "optimizer.warmup_steps=0"
     assert main(config_file, *keys, *diverges, "train.steps=20", "train.max_skipped=6", "train.log_every=4") == 1
+    assert ended == ["as usual"]
     err = capfd.readouterr().err
     assert "NaN or Inf" not in err  # of tensorboardX
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]

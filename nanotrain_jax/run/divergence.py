@@ -21,17 +21,17 @@ def skipped_in_a_row(writer: Writer, config: Config) -> int:
     return max(map(int, all_gather_text(str(own)))) if config.parallel.sync_every else own
 
 
-def check(writer: Writer, config: Config, number: int, saved: int) -> None:
-    """Raise Diverged after too many skipped steps in a row. number: of the newest step; saved: of that with the newest
-    checkpoint, 0 without one."""
+def found(writer: Writer, config: Config, number: int, saved: int) -> str:
+    """Return what to say after too many skipped steps in a row; "" before. number: of the newest step; saved: of that
+    with the newest checkpoint, 0 without one."""
     most, every = config.train.max_skipped, config.parallel.sync_every
     if not most or (every and number % every) or skipped_in_a_row(writer, config) < most:
-        return
+        return ""
     good = "no step was taken"
     if writer.taken:
         good = f"the last that was not skipped is step {writer.taken[0]}, with loss {writer.taken[1]:.4g}"
     good += f"; the last checkpoint is of step {saved}" if saved else "; there is no checkpoint"
-    raise Diverged(
+    return (
         f"diverged: the gradients of {most} steps in a row until step {number - 1} are not finite; {good}; lower "
         f"optimizer.lr={config.optimizer.lr:g}, or raise train.max_skipped={most} (0: never stop)"
     )

@@ -52,6 +52,7 @@ class Loop:
         """Begin, or begin again, with a run in this phase."""
         self.run, self.losses = run, run.losses
         self.mismatch = ""  # what a check of the hardware found
+        self.diverged = ""  # why the run stops: too many skipped steps in a row
         self.phase, self.config, self.state = run.phases[0], run.config, run.state
         self.first = self.number = int(run.state.step)
         self.saved = run.saved  # step of the newest checkpoint
@@ -59,8 +60,11 @@ class Loop:
 
     @property
     def goes_back(self) -> bool:
-        """True after a loss spike, or a check that failed: no step follows, and nothing is saved."""
-        return bool(self.losses.spike or self.mismatch)
+        """True after a loss spike, a check that failed or too many skipped steps: no step follows, nothing is saved.
+
+        The loop ends as usual, which completes a checkpoint that is being written; then `after` goes back, or raises.
+        """
+        return bool(self.losses.spike or self.mismatch or self.diverged)
 
     def at(self, what: str) -> None:
         """Tell the watchdog what the loop does now."""
@@ -94,6 +98,8 @@ class Loop:
         Corrupted, ValueError or OSError."""
         if self.mismatch:
             return self.back_to_intact()
+        if self.diverged:
+            raise divergence.Diverged(self.diverged)
         if self.losses.spike:
             return self.back()
         return self.run._replace(state=self.state, position=self.position, tokens=self.tokens, saved=self.saved)
@@ -182,9 +188,8 @@ class Loop:
             self.writer.start_clock()
             while not (self.goes_back or is_over(self.phase, self.number, self.state) or stopped(self.number)):
                 self.take_step(batches, profile)
-                if self.mismatch:
+                if self.mismatch or self.diverges():
                     break
-                divergence.check(self.writer, self.config, self.number, self.saved)
                 self.between_steps(write)
             self.writer.settle()
 
@@ -255,6 +260,11 @@ class Loop:
             if divergence.skipped_in_a_row(self.writer, self.config) < divergence.SUSPECT and not self.losses.spike:
                 self.save(write)
             self.writer.start_clock()
+
+    def diverges(self) -> bool:
+        """Note whether the run stops after the last step, as too many in a row were skipped (train.max_skipped)."""
+        self.diverged = divergence.found(self.writer, self.config, self.number, self.saved)
+        return bool(self.diverged)
 
     def is_intact(self, batch: Any = None) -> bool:
         """Compare arrays of which devices have copies, and compute the gradients of a batch, if given, twice."""
