@@ -4,8 +4,9 @@ Starts the processes of a run on this host and prints their output. If one fails
 the newest valid checkpoint. With several hosts, start one launcher per host with the same arguments; host 0 leads. An
 elastic run continues without lost hosts, and with those that return.
 
-Exit codes: 0 done; 2 invalid request; 75 stopped by SIGTERM or Ctrl-C with a checkpoint saved, or at least an older one
-(the same command resumes); 1 any other failure: more than --max-restarts failures, missing hosts, a second signal.
+Exit codes: 0 done; 2 invalid request; 4 the run stopped on purpose (see train.py); 75 stopped by SIGTERM or Ctrl-C with
+a checkpoint saved, or at least an older one (the same command resumes); 1 any other failure: more than --max-restarts
+failures, missing hosts, a second signal.
 """
 
 from __future__ import annotations

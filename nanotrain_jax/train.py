@@ -2,7 +2,8 @@
 
 Exit codes: 0 done, or stopped by SIGTERM, SIGUSR1, SIGHUP or Ctrl-C after saving a checkpoint; 2 invalid request (one
 line on stderr); 3 no failure of this process alone: a hang timeout, another process is lost, processes do not meet, or
-a disk or network fails for all; 130 Ctrl-C before the run began; 1 any other failure.
+a disk or network fails for all; 4 stopped on purpose (one line on stderr): the run diverged, or hardware computes
+wrong; 130 Ctrl-C before the run began; 1 any other failure.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_phase, spans
 from nanotrain_jax.data import batches
 from nanotrain_jax.distributed import processes, ranks, watchdog
+from nanotrain_jax.distributed.exit_codes import ENDED
 from nanotrain_jax.distributed.phase_clock import PhaseClock
 from nanotrain_jax.distributed.processes import on_all_processes, raise_on_all
 from nanotrain_jax.distributed.ranks import STOPS
@@ -104,7 +106,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
             return refuse_unless_transient(with_remedy(error, config.logging.dir))
         except (Diverged, Corrupted) as error:
             refuse(error)
-            return 1
+            return ENDED
     return 0
 
 

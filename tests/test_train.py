@@ -23,6 +23,7 @@ from nanotrain_jax.checkpoint import directory, write
 from nanotrain_jax.config import load
 from nanotrain_jax.config import schema as configs
 from nanotrain_jax.data import batches
+from nanotrain_jax.distributed.exit_codes import ENDED
 from nanotrain_jax.run import goodput, held_out, loop, shell
 
 __all__ = ["config_file"]  # a fixture
@@ -232,7 +233,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_good_checkpoints(apart, config_
 
     monkeypatch.setattr(write, "writing", writing)
     diverges = "optimizer.lr=1.0e+30", "optimizer.min_lr=1.0e+30", "optimizer.grad_clip=0", "optimizer.warmup_steps=0"
-    assert main(config_file, *keys, *diverges, "train.steps=20", "train.max_skipped=6", "train.log_every=4") == 1
+    assert main(config_file, *keys, *diverges, "train.steps=20", "train.max_skipped=6", "train.log_every=4") == ENDED
     assert ended == ["as usual"]
     err = capfd.readouterr().err
     assert "NaN or Inf" not in err  # of tensorboardX

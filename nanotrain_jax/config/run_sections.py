@@ -54,7 +54,7 @@ class Rollback(Section):
     deviations: float = key(6.0, "a spike is a loss so many standard deviations above the mean of the window", gt=0)
     window: int = key(128, "steps before it whose losses count; before there are as many none is one", ge=8, le=4096)
     not_finite: Positive = key(3, "a spike are also so many losses in a row that are not finite")
-    most: Positive = key(3, "rollbacks of a run; after one more spike it stops with exit code 1")
+    most: Positive = key(3, "rollbacks of a run; after one more spike it stops with exit code 4")
 
 
 class Objective(Section):
@@ -105,7 +105,7 @@ class Train(Section):
         (), "files of multiple choice (evaluate --tasks) to score at each evaluation, as task/NAME"
     )
     max_skipped: Count = key(
-        20, "stop, with exit code 1, after so many skipped steps in a row: their gradients were not finite; 0: never"
+        20, "stop, with exit code 4, after so many skipped steps in a row: their gradients were not finite; 0: never"
     )
     rollback: Rollback | None = key(
         None,
@@ -258,7 +258,7 @@ class Runtime(Section):
         "compared between devices; 0: never",
     )
     on_mismatch: Literal["rollback", "stop"] = key(
-        "rollback", "after such a check fails: rollback: on from the newest checkpoint | stop, with exit code 1"
+        "rollback", "after such a check fails: rollback: on from the newest checkpoint | stop, with exit code 4"
     )
     time_devices_every: Count = key(
         0,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple, TextIO
 
-from nanotrain_jax.distributed.exit_codes import HUNG, STOPPED, WRONG_REQUEST
+from nanotrain_jax.distributed.exit_codes import ENDED, HUNG, STOPPED, WRONG_REQUEST
 from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, Connection, Message, join, log
 from nanotrain_jax.distributed.ranks import LAUNCHER, ROUND, STOPS
 
@@ -180,8 +180,7 @@ class Agent:
             what = " and ".join(f"process {w.rank} on host {self.host} {describe_exit(w)}" for w in causes or failed)
             is_all = len(causes) == self.total  # nothing would be left: try again with all
             self.failed_slots = [] if is_all else [w.gpus for w in causes]
-            is_wrong_request = all(w.process.returncode == WRONG_REQUEST for w in causes or failed)
-            self._send_failed(connection, what, bool(causes), WRONG_REQUEST if is_wrong_request else 1)
+            self._send_failed(connection, what, bool(causes), code_of(failed, causes))
             deadline = time.monotonic() + GRACE
             while time.monotonic() < deadline and any(w.process.poll() is None for w in self.workers):
                 time.sleep(POLL_INTERVAL)
@@ -208,6 +207,14 @@ class Agent:
             thread.join(GRACE)
         self.workers.clear()
         self.output_threads.clear()
+
+
+def code_of(failed: list[Worker], causes: list[Worker]) -> int:
+    """Return the exit code of a run whose workers failed, one of FINAL; 1: it may start again."""
+    if any(w.process.returncode == ENDED for w in failed):  # all decide alike; others lost the first that ended
+        return ENDED
+    is_wrong_request = all(w.process.returncode == WRONG_REQUEST for w in causes or failed)
+    return WRONG_REQUEST if is_wrong_request else 1
 
 
 def describe_exit(worker: Worker) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
-from nanotrain_jax.distributed.exit_codes import STOPPED, WRONG_REQUEST
+from nanotrain_jax.distributed.exit_codes import FINAL, STOPPED
 from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, Connection, Message, Refused, admit, log
 
 LOOPBACK = "127.0.0.1"
@@ -95,8 +95,8 @@ class Coordinator:
 
     def _count(self, failed: Message) -> None:
         """Count a failure. Raises RunEnded unless the run restarts."""
-        if failed["code"] == WRONG_REQUEST:  # it fails again
-            raise RunEnded(WRONG_REQUEST, "")
+        if failed["code"] in FINAL:  # the processes have said why
+            raise RunEnded(failed["code"], "")
         if failed["stopping"]:
             raise RunEnded(STOPPED, f"{failed['what']} while stopping")
         if self.restarts == self.policy.max_restarts:
@@ -243,13 +243,14 @@ class Coordinator:
                 message |= {"host": host, "blames": True}
             elif message["round"] != self.round:
                 continue
-            if grows and message["is"] == "failed" and not message["stopping"]:  # e.g. it could not save yet
+            is_final = message["is"] == "failed" and message["code"] in FINAL
+            if grows and message["is"] == "failed" and not (message["stopping"] or is_final):  # e.g. could not save yet
                 log(f"{message['what']}, asked to save")
                 return GROWN
             if message["is"] == "done":
                 del running[host]
                 stopping |= message["stopping"]
-            elif message["blames"] or message["code"] == WRONG_REQUEST:
+            elif message["blames"] or is_final:
                 return message
             elif not failed:
                 failed = message

@@ -1,8 +1,10 @@
 """Exit codes of training and of its launcher, beside 0 (done) and 1 (any other failure).
 
-A launcher restarts a run after 1 and HUNG, and with --elastic drops no process that exits with HUNG.
+A launcher passes FINAL on, and restarts after 1 and HUNG; with --elastic it drops no process that exits with HUNG.
 """
 
 WRONG_REQUEST = 2
 HUNG = 3  # no process of its own: a hang timeout, another process is lost, or a failure that all processes share
+ENDED = 4  # the run stopped on purpose: it diverged, or hardware computes wrong
 STOPPED = 75  # stopped by a signal before the last step (EX_TEMPFAIL of sysexits.h)
+FINAL = WRONG_REQUEST, ENDED  # it would end so again

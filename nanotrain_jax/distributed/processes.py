@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from nanotrain_jax.distributed.exit_codes import HUNG
+from nanotrain_jax.distributed.exit_codes import ENDED, HUNG
 from nanotrain_jax.distributed.ranks import Process, without_proxy
 
 # Texts in errors of JAX, gloo and NCCL, of several types, after the failure of another process.
@@ -168,9 +168,9 @@ def raise_on_all(text: str) -> NoReturn:
 
 
 def exit_process(code: int) -> None:
-    """Exit with this code. On failure do not wait for other processes, which may be lost."""
+    """Exit with this code. On failure do not wait for other processes, which may be lost; all end with 0 or ENDED."""
     for stream in sys.stdout, sys.stderr:
         stream.flush()
-    if code and jax.distributed.is_initialized():
+    if code not in (0, ENDED) and jax.distributed.is_initialized():
         os._exit(code)
     sys.exit(code)

@@ -5,7 +5,7 @@ python scripts/prove/flip_bits.py [--flips 200] [--seed 0] [--only KIND]
 Small runs are prepared once. Each trial copies their folder, flips one random bit of one random file (files of a kind
 are equally likely, kinds take turns), and starts or resumes a run that reads it, in a process of its own. Outcomes:
 
-    refused     exit code 1 or 2, with one line that names a file, folder or key
+    refused     exit code 1, 2 or 4, with one line that names a file, folder or key
     recovered   the losses and state of an undisturbed run, bitwise, with a line about what was found
     reported    other losses or another state, with a line about what changed
     same        the losses and state of an undisturbed run, without a line: the bit decides nothing
@@ -298,7 +298,7 @@ def arrays(where: Path) -> dict:
 def judged(ran: Ran, undisturbed: Ran, path: Path) -> tuple[str, str]:
     """Return the outcome of a trial, and the line that tells of the flip. path: of the flipped file."""
     lines = [line for line in ran.err.splitlines() if line.strip()]
-    if ran.code in (1, 2) and len(lines) == 1:
+    if ran.code in (1, 2, 4) and len(lines) == 1:
         is_named = KEY.search(lines[0]) or any(part in lines[0] for part in path.parts)
         return ("refused" if is_named else "FAILED"), lines[0]
     if ran.code != 0:

@@ -1,13 +1,14 @@
 """Errors of several processes and the agent of a host, without training: which exit code, who is left out, the end."""
 
 import errno
+import os
 
 import jax
 import pytest
-from launching import Launched
+from launching import HANG, Launched
 
 from nanotrain_jax.distributed import processes
-from nanotrain_jax.distributed.exit_codes import HUNG
+from nanotrain_jax.distributed.exit_codes import ENDED, HUNG
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,25 @@ def test_an_elastic_run_never_leaves_out_all_its_processes(tmp_path):
     assert codes == [0]
     assert ") exited with code 1; restart 1 of 3" in err
     assert [start["WORLD_SIZE"] for start in run.log()[0]] == ["1", "1"]
+
+
+def test_a_run_that_stopped_on_purpose_is_not_restarted(tmp_path):
+    # Process 0 ends last, and process 3 aborts because it loses another one.
+    plan = {(0, 0): "time.sleep(0.5); sys.exit(4)", (0, 1): "sys.exit(4)", (0, 2): HANG, (0, 3): "os.abort()"}
+    run = Launched(tmp_path, plan, "--processes", "2", "--elastic", hosts=2)
+    assert run.wait_for_exit()[::2] == ([ENDED, ENDED], "")
+    assert {len(starts) for starts in run.log().values()} == {1}
+
+
+def test_processes_that_stop_on_purpose_wait_for_each_other(monkeypatch):
+    def end(code):
+        raise ProcessLookupError(code)
+
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", end)
+    for code in 0, ENDED:
+        with pytest.raises(SystemExit) as ended:
+            processes.exit_process(code)
+        assert ended.value.code == code
+    with pytest.raises(ProcessLookupError):  # the others may be lost
+        processes.exit_process(1)

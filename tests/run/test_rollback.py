@@ -11,6 +11,7 @@ from launching import finished, launched
 
 from nanotrain_jax.config.run_sections import Rollback
 from nanotrain_jax.data import batches as data
+from nanotrain_jax.distributed.exit_codes import ENDED
 from nanotrain_jax.run import goodput
 from nanotrain_jax.run.rollback import Losses
 
@@ -135,7 +136,7 @@ def test_a_resumed_run_finds_the_same_spike_and_goes_back_behind_a_damaged_check
 def test_a_run_with_more_spikes_than_rollbacks_stops(config_file, tmp_path, monkeypatch, capsys):
     poisoned(monkeypatch, 12 * 8, 14 * 8)
     keys = "train.rollback={window: 8, deviations: 3, most: 1}", "checkpoint.resume=never"
-    run(config_file, tmp_path / "run", *keys, code=1)
+    run(config_file, tmp_path / "run", *keys, code=ENDED)
     out, err = capsys.readouterr()
     assert "rollback 1 of at most 1: at step 13 the loss " in out
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from launching import finished, free_port, one
 
+from nanotrain_jax.distributed.exit_codes import ENDED
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.collectives import position
 from nanotrain_jax.parallel.mesh import AXES
@@ -155,7 +156,7 @@ def test_different_copies_are_never_saved_and_stop_a_run_that_does_not_come_past
 ):
     """The weights change after the only check of a step, before a checkpoint."""
     flip_weights(monkeypatch, 2, at=9, times=2)
-    run(config_file, tmp_path / "run", "runtime.verify_every=100", code=1)
+    run(config_file, tmp_path / "run", "runtime.verify_every=100", code=ENDED)
     out, err = capsys.readouterr()
     assert "silent error after step 10: of equal copies, params/" in out
     assert "back to step 5, and on" in out
@@ -170,7 +171,7 @@ def test_different_copies_are_never_saved_and_stop_a_run_that_does_not_come_past
 def test_a_run_that_is_told_to_stop_says_where_and_resumes(config_file, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         flip_gradient(patch, 1, at=7)
-        run(config_file, tmp_path / "run", "runtime.on_mismatch=stop", code=1)
+        run(config_file, tmp_path / "run", "runtime.on_mismatch=stop", code=ENDED)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: silent error after step 7: computed twice, gradients/")
     assert " on process 0, local device 1 (data 1); the newest checkpoint is of step 5; " in line
