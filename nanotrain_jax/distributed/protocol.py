@@ -25,7 +25,9 @@ from typing import Any
 
 Message = dict[str, Any]
 POLL_INTERVAL = 0.05  # seconds
-KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
+# When a connection is lost: seconds without data, seconds between probes, probes; milliseconds without the
+# acknowledgement of data, during which there are no probes.
+LOSS = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 GRACE = 2  # seconds to wait for processes or messages before acting without them
 NONCE = PROOF = 32  # bytes
 HANDSHAKE_TIMEOUT = 10  # seconds
@@ -45,7 +47,7 @@ class Connection:
         """key: of this connection. own: COORDINATOR or AGENT."""
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():  # detects a host that lost power
+        for name, value in LOSS.items():  # detects a host that lost power
             if hasattr(socket, name):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.socket, self.lines = sock, sock.makefile("rb")

@@ -1,7 +1,9 @@
-"""The launcher's port: who may speak, what is refused, what others can see."""
+"""The launcher's port: who may speak, what is refused, what others can see, and a side that is silent."""
 
+import ctypes
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -61,6 +63,22 @@ def test_messages_arrive_in_both_directions():
     agent.socket.shutdown(socket.SHUT_WR)
     leader.socket.shutdown(socket.SHUT_WR)
     assert (list(leader.receive()), list(agent.receive())) == ([{"host": 1}, {"host": 2}], [{"code": 0}])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a socket filter")
+def test_a_side_that_acknowledges_nothing_is_lost(monkeypatch):
+    assert protocol.LOSS["TCP_USER_TIMEOUT"] == 60_000
+    monkeypatch.setitem(protocol.LOSS, "TCP_USER_TIMEOUT", 500)
+    leader, _, of_agent = joined()
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes of each packet
+    program = struct.pack("HP", 1, ctypes.addressof(drop_all))
+    of_agent.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER: as if its host had lost power
+    heard = []
+    thread = threading.Thread(target=lambda: heard.extend([*leader.receive(), "lost"]), daemon=True)
+    thread.start()
+    leader.send(code=0)
+    thread.join(20)  # keepalive alone ends no connection with data on its way
+    assert heard == ["lost"]
 
 
 def test_another_token_is_refused_on_both_sides():
