@@ -57,6 +57,7 @@ class Coordinator:
         self.events: queue.Queue[tuple[Connection | None, int, Message]] = queue.Queue()
         self.connections: dict[int, Connection] = {}  # by host
         self.ready: dict[int, Message] = {}  # "ready" messages of hosts whose workers are not started
+        self.joining = threading.Lock()  # of both
         self.round = self.restarts = 0  # restarts: rounds that begin after a failure
         self.full = policy.most or 0  # processes that the config is for
 
@@ -132,11 +133,13 @@ class Coordinator:
         for message in connection.receive():
             if message["is"] == "ready":
                 host = message["host"]
-                self.connections[host], self.ready[host] = connection, message
+                with self.joining:
+                    self.connections[host], self.ready[host] = connection, message
             self.events.put((connection, host, message))
-        if self.connections.get(host) is connection:  # else the agent has reconnected
-            del self.connections[host]
-            self.ready.pop(host, None)
+        with self.joining:
+            if self.connections.get(host) is connection:  # else the agent has reconnected
+                del self.connections[host]
+                self.ready.pop(host, None)
         self.events.put((connection, host, {"is": "gone"}))
 
     def _rendezvous(self) -> dict[int, Message]:
@@ -180,7 +183,10 @@ class Coordinator:
         a message "grown". Raises RunEnded if all are done."""
         running = self._start(ready, total, overrides)
         ended = self._wait_for_end(running, ready, total)
-        for connection in list(self.connections.values()):
+        with self.joining:  # who is here answers "ready" again, and must not begin before that answer
+            self.ready.clear()
+            connections = list(self.connections.values())
+        for connection in connections:
             connection.send(do="stop", host=ended["host"])
         return ended
 
