@@ -6,7 +6,7 @@ elastic run continues without lost hosts, and with those that return.
 
 Exit codes: 0 done; 2 invalid request; 4 the run stopped on purpose (see train.py); 75 stopped by SIGTERM or Ctrl-C with
 a checkpoint saved, or at least an older one (the same command resumes); 1 any other failure: more than --max-restarts
-failures, missing hosts, a second signal.
+failures in a row, missing hosts, a second signal.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ from nanotrain_jax.distributed import ranks
 from nanotrain_jax.distributed.agent import Agent
 from nanotrain_jax.distributed.coordinator import LOOPBACK, Coordinator, RestartPolicy
 from nanotrain_jax.distributed.protocol import GRACE, Refused
+from nanotrain_jax.distributed.watchdog import MIN_TIMEOUT, START_END_FACTOR
 from nanotrain_jax.run import model_config, shell
 
 MAX_PROCESSES = 1024  # per host
+FORGET_FACTOR = 2 * START_END_FACTOR  # hang timeouts: a start that lasts longer did not only hang, but trained
 RUN = ("-m", "nanotrain_jax.train")
 TOKEN = "NANOTRAIN_TOKEN"
 MIN_TOKEN, MAX_TOKEN = 16, 4096  # bytes
@@ -69,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.join_timeout,
             options.min_processes,
             options.max_processes or (options.min_processes and this_host.count * len(slots)),
+            FORGET_FACTOR * (config.runtime.hang_timeout or MIN_TIMEOUT),
         )
         leader = Coordinator(listener, place, token, rules, lambda *left: restarted(config, *left))
         lead = threading.Thread(target=leader.run, daemon=True)
@@ -96,7 +99,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
         "--processes", type=at_least(1), help="processes on this host (default: one per GPU; without GPUs 1)"
     )
     parser.add_argument(
-        "--max-restarts", type=at_least(0), default=3, help="restart this many times at most (default: %(default)s)"
+        "--max-restarts",
+        type=at_least(0),
+        default=3,
+        help=f"restart this many times at most (default: %(default)s); after a start that lasted {FORGET_FACTOR} "
+        f"runtime.hang_timeout (unset: {FORGET_FACTOR * MIN_TIMEOUT // 60} minutes) restarts count from 0 again",
     )
     parser.add_argument(
         "--elastic",

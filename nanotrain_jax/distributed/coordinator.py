@@ -12,6 +12,7 @@ coordinator -> agents   save: workers save a checkpoint and exit, as at a signal
 
 from __future__ import annotations
 
+import math
 import queue
 import socket
 import threading
@@ -45,6 +46,7 @@ class RestartPolicy(NamedTuple):
     join_timeout: int  # seconds to wait for hosts
     least: int | None = None  # processes with which a run starts, also at first; None: at first with those of all hosts
     most: int | None = None  # processes that the config is for; None: those of the first start
+    forget_after: float = math.inf  # seconds of a start, after which the restarts before it do not count
 
 
 class Coordinator:
@@ -58,7 +60,7 @@ class Coordinator:
         self.connections: dict[int, Connection] = {}  # by host
         self.ready: dict[int, Message] = {}  # "ready" messages of hosts whose workers are not started
         self.joining = threading.Lock()  # of both
-        self.round = self.restarts = 0  # restarts: rounds that begin after a failure
+        self.round = self.restarts = 0  # restarts: rounds that begin after a failure, those that count
         self.full = policy.most or 0  # processes that the config is for
 
     def run(self) -> None:
@@ -82,10 +84,11 @@ class Coordinator:
             if total != self.full:
                 begins = "continuing" if self.round else "starting"
                 log(f"{begins} with {total} of {self.full} processes: {' '.join(overrides)}")
+            began = time.monotonic()
             ended = self._run_round(ready, total, overrides)
             self.round += 1
             if ended["is"] == "failed":
-                self._count(ended)
+                self._count(ended, time.monotonic() - began)
 
     def _planned(self, ready: dict[int, Message]) -> tuple[int, list[str]]:
         """Return how many processes of these hosts to start, and config overrides for them. May raise ValueError."""
@@ -94,12 +97,14 @@ class Coordinator:
             return count, []
         return self.plan(self.full, count, min(message["devices"] for message in ready.values()))
 
-    def _count(self, failed: Message) -> None:
-        """Count a failure. Raises RunEnded unless the run restarts."""
+    def _count(self, failed: Message, seconds: float) -> None:
+        """Count a failure, so many seconds after the start. Raises RunEnded unless the run restarts."""
         if failed["code"] in FINAL:  # the processes have said why
             raise RunEnded(failed["code"], "")
         if failed["stopping"]:
             raise RunEnded(STOPPED, f"{failed['what']} while stopping")
+        if seconds > self.policy.forget_after:
+            self.restarts = 0
         if self.restarts == self.policy.max_restarts:
             raise RunEnded(1, f"{failed['what']}; giving up after {self.restarts} restarts (--max-restarts)")
         self.restarts += 1

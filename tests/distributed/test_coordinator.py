@@ -23,7 +23,7 @@ class Host:
 
     def __init__(self, address, host, processes):
         self.host, self.connection = host, join(socket.create_connection(address), TOKEN)
-        self.connection.socket.settimeout(20)
+        self.connection.socket.settimeout(10)
         self.messages = self.connection.receive()
         self.ready(processes)
 
@@ -54,3 +54,14 @@ def test_a_host_that_joined_begins_with_what_it_has_after_it_was_stopped():
     first.ready(1)
     threading.Timer(0.3, second.ready, [1]).start()  # one of its processes cannot start again
     assert [(host.hears("start")["count"], host.host) for host in (first, second)] == [(1, 0), (1, 1)]
+
+
+def test_restarts_before_a_long_start_do_not_count():
+    for forget_after, codes in (3600, [1, 1]), (0, [1, 1, 1, 1, 2]):
+        host = Host(led(1, 1, False, 5, None, None, forget_after), 0, 1)
+        for number, code in enumerate(codes):
+            host.hears("start")
+            host.fails(number, code=code)
+            host.hears("stop")
+            host.ready(1)
+        assert host.hears("end")["code"] == codes[-1]
