@@ -11,7 +11,7 @@ from launching import ROOT
 
 from nanotrain_jax import launch, train
 from nanotrain_jax.config import load
-from nanotrain_jax.distributed import processes, ranks
+from nanotrain_jax.distributed import exit_codes, processes, ranks
 from nanotrain_jax.distributed.ranks import Process
 from nanotrain_jax.parallel import mesh as meshes
 
@@ -175,6 +175,15 @@ def test_the_jobset_gives_host_indices_and_runs_the_launcher():
         )
     assert container["ports"] == [{"containerPort": ranks.PORT}]
     assert job["parallelism"] == job["completions"]
+    by_action = {}
+    for rule in job["podFailurePolicy"]["rules"]:  # in their order
+        on = rule.get("onExitCodes", {"containerName": container["name"], "operator": "In", "values": []})
+        assert (on["containerName"], on["operator"]) == (container["name"], "In")
+        by_action.setdefault(rule["action"], []).extend(on["values"])
+    assert by_action == {"FailJob": sorted(exit_codes.FINAL), "Ignore": [exit_codes.STOPPED]}
+    (rule,) = spec["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert (job["template"]["spec"]["restartPolicy"], job["backoffLimit"]) == ("Never", 0)  # as the policies need
     assert container["command"][:3] == ["python", "-m", "nanotrain_jax.launch"]
     options, run = launch.parse(container["command"][3:] + container["args"])
     assert options.processes == container["resources"]["limits"]["nvidia.com/gpu"]
