@@ -18,7 +18,7 @@ from nanotrain_jax.distributed.exit_codes import ENDED, HUNG, STOPPED, WRONG_REQ
 from nanotrain_jax.distributed.protocol import GRACE, POLL_INTERVAL, Connection, Message, join, log
 from nanotrain_jax.distributed.ranks import LAUNCHER, ROUND, STOPS
 
-KILL_TIMEOUT = 30  # seconds for a process to exit after SIGKILL
+KILL_TIMEOUT = 30  # seconds for all processes to exit after SIGKILL
 
 
 class Worker(NamedTuple):
@@ -198,13 +198,15 @@ class Agent:
         for worker in self.workers:
             with suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + KILL_TIMEOUT
         for worker in self.workers:
             try:
-                worker.process.wait(KILL_TIMEOUT)
+                worker.process.wait(max(deadline - time.monotonic(), 0))
             except subprocess.TimeoutExpired:  # blocked in the kernel: a driver, a file system
                 log(f"process {worker.rank} (pid {worker.process.pid}) did not exit {KILL_TIMEOUT} s after SIGKILL")
+        deadline = time.monotonic() + GRACE
         for thread in self.output_threads:
-            thread.join(GRACE)
+            thread.join(max(deadline - time.monotonic(), 0))
         self.workers.clear()
         self.output_threads.clear()
 

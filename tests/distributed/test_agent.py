@@ -2,12 +2,14 @@
 
 import errno
 import os
+import subprocess
+from types import SimpleNamespace
 
 import jax
 import pytest
 from launching import HANG, Launched
 
-from nanotrain_jax.distributed import processes
+from nanotrain_jax.distributed import agent, processes
 from nanotrain_jax.distributed.exit_codes import ENDED, HUNG
 
 
@@ -56,3 +58,26 @@ def test_processes_that_stop_on_purpose_wait_for_each_other(monkeypatch):
         assert ended.value.code == code
     with pytest.raises(ProcessLookupError):  # the others may be lost
         processes.exit_process(1)
+
+
+def test_all_processes_that_do_not_end_take_the_time_of_one(monkeypatch, capsys):
+    class Stuck:
+        """A process in the kernel, and a thread that reads its output; both wait by `clock`."""
+
+        pid, clock = 1, 0.0
+
+        def wait(self, timeout):
+            Stuck.clock += timeout
+            raise subprocess.TimeoutExpired("stuck", timeout)
+
+        def join(self, timeout):
+            Stuck.clock += timeout
+
+    monkeypatch.setattr(agent.os, "killpg", lambda *_: None)
+    monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: Stuck.clock))
+    host = agent.Agent(0, [[]] * 8, [], {}, False)
+    host.workers = [agent.Worker(rank, Stuck(), []) for rank in range(8)]
+    host.output_threads = [Stuck() for _ in range(16)]
+    host._stop()
+    assert Stuck.clock == agent.KILL_TIMEOUT + agent.GRACE
+    assert capsys.readouterr().err.count("did not exit 30 s after SIGKILL") == 8
