@@ -19,7 +19,7 @@ from conftest import cover, records, small
 from launching import FOREVER, ROOT, finished, free_port, launched, one, status_of
 
 from nanotrain_jax.checkpoint import directory
-from nanotrain_jax.distributed.exit_codes import HUNG
+from nanotrain_jax.distributed.exit_codes import ENDED, HUNG
 
 
 @pytest.fixture
@@ -246,6 +246,16 @@ def test_a_failed_write_on_one_process_ends_all_and_the_previous_checkpoint_resu
     keys = [f"logging.dir={run}", f"train.steps={newest + 1}", "checkpoint.every=0"]
     out, _ = finished(launched(1, config_file, *keys))
     assert f"resumed from step {newest}" in out
+
+
+@pytest.mark.long
+def test_a_run_that_diverges_ends_with_the_checkpoint_that_it_names_and_is_not_restarted(config_file, tmp_path):
+    keys = [f"logging.dir={tmp_path}/run", "train.steps=20", "train.eval_every=0", "checkpoint.every=1"]
+    keys += ["optimizer.lr=1.0e+30", "optimizer.min_lr=1.0e+30", "optimizer.warmup_steps=0", "optimizer.grad_clip=0"]
+    _, err = finished(launched(2, config_file, *keys, "train.max_skipped=2"), ENDED)  # one may still be written then
+    named = re.findall(r"^\[[01]\] error: diverged: .*; the last checkpoint is of step (\d+); lower", err, re.MULTILINE)
+    assert named == [str(directory.latest_step(tmp_path / "run" / "checkpoints"))] * 2
+    assert "restart" not in err
 
 
 def test_a_port_in_use_is_one_line(config_file, tmp_path):
