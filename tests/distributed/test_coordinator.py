@@ -5,6 +5,7 @@ import threading
 
 from nanotrain_jax import launch
 from nanotrain_jax.distributed.coordinator import Coordinator, RestartPolicy
+from nanotrain_jax.distributed.exit_codes import ENDED
 from nanotrain_jax.distributed.protocol import join
 
 TOKEN = b"0123456789abcdef"
@@ -54,6 +55,18 @@ def test_a_host_that_joined_begins_with_what_it_has_after_it_was_stopped():
     first.ready(1)
     threading.Timer(0.3, second.ready, [1]).start()  # one of its processes cannot start again
     assert [(host.hears("start")["count"], host.host) for host in (first, second)] == [(1, 0), (1, 1)]
+
+
+def test_a_run_that_stops_on_purpose_ends_also_as_a_host_joins():
+    address = led(2, 3, True, 1, 1, 2)
+    first = Host(address, 0, 1)
+    first.hears("start")
+    second = Host(address, 1, 1)
+    first.hears("save")
+    first.fails(0, code=ENDED)
+    for host in first, second:
+        host.hears("stop")
+        assert host.hears("end")["code"] == ENDED
 
 
 def test_restarts_before_a_long_start_do_not_count():
