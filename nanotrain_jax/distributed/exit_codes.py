@@ -4,7 +4,7 @@ A launcher passes FINAL on, and restarts after 1 and HUNG; with --elastic it dro
 """
 
 WRONG_REQUEST = 2
-HUNG = 3  # no process of its own: a hang timeout, another process is lost, or a failure that all processes share
+HUNG = 3  # no failure of this process alone: a hang timeout, another process is lost, or all met a failure together
 ENDED = 4  # the run stopped on purpose: it diverged, or hardware computes wrong
 STOPPED = 75  # stopped by a signal before the last step (EX_TEMPFAIL of sysexits.h)
 FINAL = WRONG_REQUEST, ENDED  # it would end so again
