@@ -158,7 +158,7 @@ class FirstAlone(Launched):
 
 @pytest.mark.long
 def test_a_run_starts_with_the_least_processes_grows_to_the_most_and_has_a_spare_host(tmp_path):
-    numbers = "--min-processes", "1", "--max-processes", "2", "--join-timeout", "3"
+    numbers = "--min-processes", "1", "--max-processes", "2", "--join-timeout", "8"
     plan = {(0, 0): HANG, (1, 0): HANG, (0, 1): HANG}
     run = FirstAlone(tmp_path, plan, "--processes", "1", "--elastic", *numbers, hosts=3)
     run.wait_for_starts(1)

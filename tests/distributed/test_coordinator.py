@@ -24,7 +24,7 @@ class Host:
 
     def __init__(self, address, host, processes):
         self.host, self.connection = host, join(socket.create_connection(address), TOKEN)
-        self.connection.socket.settimeout(10)
+        self.connection.socket.settimeout(60)
         self.messages = self.connection.receive()
         self.ready(processes)
 
@@ -44,7 +44,7 @@ class Host:
 
 
 def test_a_host_that_joined_begins_with_what_it_has_after_it_was_stopped():
-    address = led(2, 3, True, 1, 1, 2)  # elastic, at most 2 processes
+    address = led(2, 3, True, 4, 1, 2)  # elastic, at most 2 processes
     first = Host(address, 0, 1)
     assert first.hears("start")["total"] == 1
     second = Host(address, 1, 2)
@@ -58,7 +58,7 @@ def test_a_host_that_joined_begins_with_what_it_has_after_it_was_stopped():
 
 
 def test_a_run_that_stops_on_purpose_ends_also_as_a_host_joins():
-    address = led(2, 3, True, 1, 1, 2)
+    address = led(2, 3, True, 4, 1, 2)
     first = Host(address, 0, 1)
     first.hears("start")
     second = Host(address, 1, 1)
