@@ -1,7 +1,7 @@
 """Train a mixture of experts beside the dense model of equal active parameters: losses, and loads of experts.
 
     python scripts/prove/compare_mixture.py [--config configs/moe_laptop.yaml] [--seeds 3] [--jobs 1]
-                                            [--bias-rate 0.01] [--out runs/mixture] [section.key=value ...]
+                                            [--bias-rate 0.005] [--out runs/mixture] [section.key=value ...]
 
 Each of three models trains once per seed by `nanotrain_jax.train`, on the same tokens: `dense` has in place of experts
 an MLP as wide as those that a token goes to, and `loss` and `bias` are the mixture with these values of
@@ -111,7 +111,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=at_least(1), default=3, help="runs of each model (default: %(default)s)")
     parser.add_argument("--jobs", type=at_least(1), default=1, help="runs at the same time (default: %(default)s)")
     parser.add_argument(
-        "--bias-rate", type=float, default=0.01, help="model.experts.bias_rate of `bias` (default: %(default)s)"
+        "--bias-rate", type=float, default=0.005, help="model.experts.bias_rate of `bias` (default: %(default)s)"
     )
     parser.add_argument("--out", type=folder_argument, default=Path("runs/mixture"), help="folder of runs and picture")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
