@@ -108,7 +108,7 @@ EXPERT_LAYOUTS = [
     (2, "data=2 context=4 expert=2 context_attention=ulysses zero=3"),
     (1, "data=8 expert=4 zero=3 prefetch=true"),
     (2, "pipe=4 data=2 expert=1 schedule=1f1b microbatches=4 zero=3"),
-    (4, "pipe=2 context=2 data=2 expert=2 schedule=1f1b microbatches=2 zero=1"),
+    (4, "pipe=2 context=2 data=2 expert=2 context_attention=gather schedule=1f1b microbatches=2 zero=1"),
     (2, "tensor=8 data=1"),
     (8, "pipe=2 data=4 expert=4 schedule=zb_h2 microbatches=4 zero=2"),
     (1, "data=8 expert=2 zero=3 persist_below=1000"),
