@@ -25,16 +25,14 @@ import hashlib
 import logging
 import math
 import os
-import signal
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import jax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -46,11 +44,10 @@ from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span, of_phase, spans
 from nanotrain_jax.data import batches
-from nanotrain_jax.distributed import processes, ranks, watchdog
+from nanotrain_jax.distributed import processes, ranks, stop_signals, watchdog
 from nanotrain_jax.distributed.exit_codes import ENDED
 from nanotrain_jax.distributed.phase_clock import PhaseClock
 from nanotrain_jax.distributed.processes import on_all_processes, raise_on_all
-from nanotrain_jax.distributed.ranks import STOPS
 from nanotrain_jax.evaluation.in_training import Tasks
 from nanotrain_jax.models import hugging_face
 from nanotrain_jax.nvme import checkpointing, folders
@@ -90,7 +87,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a key of the config")
     arguments = parser.parse_intermixed_args(argv)
-    with stop_signals() as stopped, ExitStack() as stack:
+    with stop_signals.until_stopped() as stopped, ExitStack() as stack:
         try:
             config = model_config.load(arguments.config, arguments.overrides)
             if arguments.show_data:
@@ -123,37 +120,6 @@ def refuse_unless_transient(error: Exception) -> int:
     if processes.is_transient(error):
         raise error
     return refuse(error)
-
-
-@contextmanager
-def stop_signals() -> Iterator[Callable[[int], bool]]:
-    """Yield stopped(step), to call before each step: it returns True after a SIGTERM, Ctrl-C, SIGUSR1 or SIGHUP.
-
-    With several processes it returns True on all of them before the same step, whichever received the signal. A second
-    signal has its usual effect, unless a launcher handles it.
-    """
-    received = []
-
-    def handle(number, frame):
-        received.append(number)
-        if ranks.launcher_pid() is None:
-            signal.signal(number, before[number])
-
-    def stopped(step: int) -> bool:
-        if jax.process_count() == 1:
-            return bool(received)
-        if received:  # jax.distributed handles SIGTERM and notifies all processes
-            received.clear()
-            os.kill(os.getpid(), signal.SIGTERM)
-        return multihost_utils.reached_preemption_sync_point(step)
-
-    heard = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handle) for number in heard}
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def process_of(config: Config) -> ranks.Process:

@@ -113,7 +113,7 @@ def writing(config: Checkpoint, number: int, warn: Callable[[str], None]) -> Ite
 
     number: the last step so far, whose copy stays until the next is complete. save returns once the state is copied, so
     that it may be donated, and writes in the background; leaving the context waits for the last write. A copy that a
-    process cannot write is left out, with warn(text) on all processes, and the run goes on.
+    process cannot write is left out, with warn(text) on all processes, and the run continues.
     """
     if config.local_dir is None:
         yield None
@@ -167,7 +167,7 @@ class _Writer:
         problem = next(filter(None, all_gather_text(problem)), "")
         if problem:
             where = f"{KEY}={self.config.local_dir}"
-            self.warn(f"warning: no local copy of step {self.step} ({where}): {problem}; the run goes on without it")
+            self.warn(f"warning: no local copy of step {self.step} ({where}): {problem}; the run continues without it")
         return not problem
 
     def _make_room(self, need: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run tells of its weights between steps: mean losses on held-out text, and scores of tasks."""
+"""Evaluations of a run between steps: mean losses on held-out text, and scores of tasks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanotrain_jax.run.origin import Run
 from nanotrain_jax.step import build as steps
 from nanotrain_jax.step.measures import of_evaluation
 
-Seen = Callable[[str], None]  # told what the run does, as progress (distributed/watchdog.py)
+Seen = Callable[[str], None]  # called with what the run does, as progress (distributed/watchdog.py)
 
 
 def means(run: Run, state: steps.State, at: Seen) -> dict[str, float]:

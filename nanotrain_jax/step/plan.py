@@ -26,8 +26,9 @@ from nanotrain_jax.parallel.pipeline.schedule import row_order
 from nanotrain_jax.parallel.sharding import path_name, specs
 from nanotrain_jax.parallel.zero import muon
 from nanotrain_jax.parallel.zero.communication import Communication
+from nanotrain_jax.parallel.zero.cuts import UNSHARDED, Cut, choose_cuts
 from nanotrain_jax.parallel.zero.optimizer_step import select
-from nanotrain_jax.parallel.zero.zero import UNSHARDED, ZERO, Cut, Shards, Zero, choose_cuts
+from nanotrain_jax.parallel.zero.zero import ZERO, Shards, Zero
 from nanotrain_jax.step import frozen
 from nanotrain_jax.step import optimizer as optim
 

@@ -109,27 +109,27 @@ def test_copies_of_another_run_are_not_used_and_make_room(stopped, tmp_path, cap
     )
 
 
-def test_a_full_local_disk_is_one_warning_and_the_run_goes_on(stopped, tmp_path, capsys, monkeypatch):
+def test_a_full_local_disk_is_one_warning_and_the_run_continues(stopped, tmp_path, capsys, monkeypatch):
     free = shutil.disk_usage(tmp_path)._replace(free=1000)
     usage = shutil.disk_usage
     monkeypatch.setattr(local.shutil, "disk_usage", lambda path: free if "local/" in str(path) else usage(path))
     assert main(*stopped) == 0
     out = capsys.readouterr().out
     assert f"warning: no local copy of step 18 (checkpoint.local_dir={tmp_path}/local): it needs " in out
-    assert "and 1,000 are free; the run goes on without it\n" in out
+    assert "and 1,000 are free; the run continues without it\n" in out
     assert kept(tmp_path / "local" / "0") == [15]  # the one before stays
 
 
 def test_a_copy_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
     (tmp_path / "local" / "0").mkdir(parents=True)
     keys = {"dir": str(tmp_path), "local_dir": str(tmp_path / "local"), "async": False}
-    config, state, told = Checkpoint.model_validate(keys), {"x": jnp.ones(4)}, []
-    with local.ready(config, 0), local.writing(config, 0, told.append) as save:
+    config, state, warnings = Checkpoint.model_validate(keys), {"x": jnp.ones(4)}, []
+    with local.ready(config, 0), local.writing(config, 0, warnings.append) as save:
         save(1, state, {})
         with monkeypatch.context() as patched:
             patched.setattr(local.safetensors, "write", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
             save(2, state, {})
-        assert [text.partition(" (")[0] for text in told] == ["warning: no local copy of step 2"]
+        assert [text.partition(" (")[0] for text in warnings] == ["warning: no local copy of step 2"]
         assert kept(tmp_path / "local" / "0") == [1]
         save(3, state, {})
     assert kept(tmp_path / "local" / "0") == [1, 3]

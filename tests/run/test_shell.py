@@ -8,8 +8,7 @@ import textwrap
 
 import pytest
 
-from nanotrain_jax import train
-from nanotrain_jax.distributed import ranks
+from nanotrain_jax.distributed import ranks, stop_signals
 
 # Ctrl-C acts whatever started the tests.
 SHELL = "import signal, sys, time; from nanotrain_jax.run import shell\n"
@@ -61,7 +60,7 @@ def test_closed_standard_streams_are_the_null_device(tmp_path):
 
 @pytest.mark.parametrize("number", ranks.STOPS)
 def test_each_stop_signal_is_heard_before_the_next_step(number):
-    with train.stop_signals() as stopped:
+    with stop_signals.until_stopped() as stopped:
         assert not stopped(0)
         os.kill(os.getpid(), number)
         assert stopped(1)
@@ -71,7 +70,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with train.stop_signals() as stopped:
+        with stop_signals.until_stopped() as stopped:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not stopped(0)
     finally:

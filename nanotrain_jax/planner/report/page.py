@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
-from math import floor, log10
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,7 @@ from nanotrain_jax.planner import formula
 from nanotrain_jax.planner.compiled import wire_bytes
 from nanotrain_jax.planner.compute_time import layers_time
 from nanotrain_jax.planner.estimate import Estimate, Verdict, margin, stores_scores, verdict
-from nanotrain_jax.planner.report import markup, timeline
+from nanotrain_jax.planner.report import markup, timeline, units
 from nanotrain_jax.planner.search import SearchResult
 
 # Backgrounds, each with a text colour of sufficient contrast.
@@ -57,7 +56,6 @@ TIMES = {  # parts of a step's time; others: several mesh axes together
     "host": (GREY, "exposed copies to and from host memory"),
 }
 DRAWN = {"stages": 8, "chunks": 4, "microbatches": 16, "units": 32}  # at most; with chunks half the stages
-GB = 1e9
 SHOWN = 10  # candidates, and reasons for rejection
 SIGNS: dict[Verdict, str] = {"fits": "✓", "may not fit": "?", "does not fit": "✕"}
 CLASSES: dict[Verdict, str] = {"fits": "good", "may not fit": "maybe", "does not fit": "bad"}
@@ -93,7 +91,7 @@ def html(
     any. origin: config, command line, versions and date to show. All their text is escaped.
     """
     m = plan.config.model
-    name = f"{escape(m.family)} <span>{_short(counts.all_parameters(plan.config))} parameters</span>"
+    name = f"{escape(m.family)} <span>{units.short(counts.all_parameters(plan.config))} parameters</span>"
     title = (f"{origin.config}: " if origin else "") + f"{m.family} on {plan.gpus} x {plan.gpu}"
     body = [_headline(plan, name, compiled), _memory(plan, compiled), _timeline(plan, compiled), _time(plan)]
     body += [_schedule(plan), _communication(plan, compiled), _candidates(plan, found), _formulas(explained)]
@@ -127,7 +125,7 @@ def _headline(plan: Estimate, name: str, compiled: Mapping[str, Any] | None) -> 
     if c.model.loss_chunk:
         facts["loss chunk"] = f"{c.model.loss_chunk:,} tokens"
     free = plan.limit_bytes - (compiled["peak_bytes"] if compiled else plan.peak_bytes)
-    headroom = f"{_gb(abs(free))} {'free' if free >= 0 else 'over'}, {'compiled' if compiled else 'estimated'}"
+    headroom = f"{units.gb(abs(free))} {'free' if free >= 0 else 'over'}, {'compiled' if compiled else 'estimated'}"
     fit = verdict(compiled["peak_bytes"], 0.0, plan.limit_bytes) if compiled else plan.verdict
     if fit == "may not fit":
         headroom += f", less than the estimate's margin of {margin(c):.0%}: compile it (--compile)"
@@ -135,8 +133,8 @@ def _headline(plan: Estimate, name: str, compiled: Mapping[str, Any] | None) -> 
     of_schedule = "of the schedule's time" if p.pipe > 1 else "no pipeline stages"
     speed, batch = plan.tokens_per_second, f"{c.data.batch_size:,} x {c.data.seq_len:,} tokens"
     tiles = (
-        ("peak memory per GPU", *_gb(plan.peak_bytes).split(), f"of a limit of {_gb(plan.limit_bytes)}"),
-        ("step, modelled", *_seconds(plan.step_seconds).split(), f"for {batch}"),
+        ("peak memory per GPU", *units.gb(plan.peak_bytes).split(), f"of a limit of {units.gb(plan.limit_bytes)}"),
+        ("step, modelled", *units.seconds(plan.step_seconds).split(), f"for {batch}"),
         ("tokens/s, modelled", f"{speed:,.0f}", "", f"{speed / plan.gpus:,.0f} per GPU"),
         ("MFU, modelled", f"{100 * plan.mfu:.1f}", "%", mfu),
         ("bubble, modelled", f"{100 * plan.bubble_fraction:.1f}", "%", of_schedule),
@@ -164,22 +162,23 @@ def _memory(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
         total = sum(size for _, size, _ in parts)
         over, mark = "", line
         if total > limit:
-            over, note = " over", f"{_gb(total - limit)} over"
+            over, note = " over", f"{units.gb(total - limit)} over"
             mark += f'<i class="excess" style="left:{limit / scale:.4%};width:{(total - limit) / scale:.4%}"></i>'
         peak = "<small>peak</small>" if name == plan.peak else ""
-        figure = f"<span><b>{_gb(total)}</b><small>{note}</small></span>"
-        return f'<div class="row{over}"><span>{name}{peak}</span>{markup.bar(parts, scale, _gb, mark)}{figure}</div>'
+        figure = f"<span><b>{units.gb(total)}</b><small>{note}</small></span>"
+        bar = markup.bar(parts, scale, units.gb, mark)
+        return f'<div class="row{over}"><span>{name}{peak}</span>{bar}{figure}</div>'
 
     flag = f"left:{limit / scale:.4%}" if limit < scale / 2 else f"right:{1 - limit / scale:.4%}"
-    flag = f'<div class="flag"><span style="{flag}">limit {_gb(limit)}</span></div>'
+    flag = f'<div class="flag"><span style="{flag}">limit {units.gb(limit)}</span></div>'
     rows = [f'<div class="row"><span></span>{flag}</div>']
     rows += [row(moment, [(k, v, PARTS[k][0]) for k, v in parts.items()]) for moment, parts in moments.items()]
     lead = f"""Memory of a GPU in the moments of a step that can be its peak. The line is the limit: JAX
-    preallocates {limit / capacity:.0%} of the {_gb(capacity)}. While a checkpoint is written, each host holds
-    {_gb(plan.host_bytes)} of state."""
+    preallocates {limit / capacity:.0%} of the {units.gb(capacity)}. While a checkpoint is written, each host holds
+    {units.gb(plan.host_bytes)} of state."""
     if plan.on_host:
-        parts = ", ".join(f"{part} {_gb(size)}" for part, size in plan.on_host.items())
-        lead += f" Host memory per GPU: {_gb(sum(plan.on_host.values()))} ({parts})."
+        parts = ", ".join(f"{part} {units.gb(size)}" for part, size in plan.on_host.items())
+        lead += f" Host memory per GPU: {units.gb(sum(plan.on_host.values()))} ({parts})."
     if stores_scores(plan.config):
         lead += " No flash attention: attention scores are stored, and the estimate is less accurate."
     if compiled:
@@ -189,11 +188,11 @@ def _memory(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
         rows.append(row("compiled", parts, f"ratio {peak / plan.peak_bytes:.3f}"))
         lead += " Compiled: peak memory of the real step; its arguments are params, optimizer state and a batch."
     table = [
-        [markup.key(style, part), *(_number(parts[part] / GB) for parts in moments.values()), meaning]
+        [markup.key(style, part), *(units.gigabytes(parts[part]) for parts in moments.values()), meaning]
         for part, (style, meaning) in PARTS.items()
         if part in moments[plan.peak]
     ]
-    table.append(["total", *(_number(size / GB) for size in sums.values()), ""])
+    table.append(["total", *(units.gigabytes(size) for size in sums.values()), ""])
     head = ["part", *(f">{moment}, GB" for moment in moments), "description"]
     bars = f'<div class="rows">{"".join(rows)}</div>'
     return markup.section("Peak memory per GPU", lead, bars + markup.table(head, table, {len(table) - 1}))
@@ -206,7 +205,7 @@ def _timeline(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
     drawn = f'<div class="scroll gantt" tabindex="0">{timeline.picture(found, plan.limit_bytes)}</div>'
     keys = {kind: markup.key(f"background:{color}", kind) for kind, color in timeline.COLORS.items()}
     rows = [
-        [_number(row["bytes"] / GB), keys[row["kind"]], row["phase"], row["type"], row["source"]]
+        [units.gigabytes(row["bytes"]), keys[row["kind"]], row["phase"], row["type"], row["source"]]
         for row in found["holders"]
     ]
     table = markup.table([">GB", "kind", "traced in", "array", "source"], rows)
@@ -220,11 +219,11 @@ def _time(plan: Estimate) -> str:
     for part, s in plan.seconds.items():
         style, meaning = TIMES.get(part, (SLATE, EXPOSED))
         bar.append((_axes(part), s, style))
-        rows.append([markup.key(style, _axes(part)), _seconds(s), f"{s / plan.step_seconds:.2%}", meaning])
-    rows.append(["step", _seconds(plan.step_seconds), "100%", ""])
+        rows.append([markup.key(style, _axes(part)), units.seconds(s), f"{s / plan.step_seconds:.2%}", meaning])
+    rows.append(["step", units.seconds(plan.step_seconds), "100%", ""])
     table = markup.table(["part", ">time, modelled", ">of the step", "description"], rows, {len(rows) - 1})
     lead = "Modelled by a roofline: the slowest of matrix units, memory and link bounds each operation."
-    drawn = f'<div class="rows">{markup.bar(bar, plan.step_seconds, _seconds)}</div>'
+    drawn = f'<div class="rows">{markup.bar(bar, plan.step_seconds, units.seconds)}</div>'
     return markup.section("Step time breakdown", lead, drawn + table)
 
 
@@ -264,8 +263,8 @@ def _communication(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
     for t in traffic:
         bar = markup.mini((t.exposed / longest, YELLOW), ((t.seconds - t.exposed) / longest, WAITS))
         when = "per microbatch" if t.when == "microbatch" else "per step"
-        times = bar, _seconds(t.seconds), _seconds(t.exposed)
-        rows.append([_axes(t.axis), t.op.replace("_", "-"), _number(t.bytes / GB), *times, t.link, when, t.why])
+        times = bar, units.seconds(t.seconds), units.seconds(t.exposed)
+        rows.append([_axes(t.axis), t.op.replace("_", "-"), units.gigabytes(t.bytes), *times, t.link, when, t.why])
     head = ["axis", "operation", ">GB per GPU", "", ">time, modelled", ">exposed", "link", "when", "traffic"]
     body = markup.table(head, rows) if rows else "<p>No communication between GPUs.</p>"
     if compiled:
@@ -274,9 +273,13 @@ def _communication(plan: Estimate, compiled: Mapping[str, Any] | None) -> str:
         for axis, op in {**theory, **actual}:
             expected, row = theory[axis, op], actual.get((axis, op), {})
             size = row.get("bytes_per_device", 0.0)
-            sizes = _number(size / GB), _number(expected / GB), f"{size / expected:.3f}" if expected else "-"
+            sizes = (
+                units.gigabytes(size),
+                units.gigabytes(expected),
+                f"{size / expected:.3f}" if expected else "-",
+            )
             exposed = f"{row['exposed_bytes'] / size:.1%}" if size else "-"
-            rows.append([_axes(axis), op.replace("_", "-"), *sizes, _number(row.get("count", 0)), exposed])
+            rows.append([_axes(axis), op.replace("_", "-"), *sizes, units.number(row.get("count", 0)), exposed])
         head = ["axis", "operation", ">compiled, GB", ">estimated, GB", ">ratio", ">count", ">exposed"]
         body += "<h3>In the compiled step</h3>" + markup.table(head, rows)
     lead = "Bytes that a GPU sends per step, and their time. Exposed time, in colour, is not hidden behind compute."
@@ -294,7 +297,7 @@ def _candidates(plan: Estimate, found: SearchResult | None) -> str:
         remat = e.config.memory.remat + f", loss_chunk={e.config.model.loss_chunk}" * (e.config.model.loss_chunk > 0)
         layout = _mesh(e), p.zero, _schedule_name(e), p.chunks, f"{p.microbatches:,}", remat
         numbers = f"{100 * e.mfu:.1f}", f"{100 * e.bubble_fraction:.1f}"
-        rows.append([rank, *layout, _number(e.peak_bytes / GB), bar, _seconds(e.step_seconds), *numbers])
+        rows.append([rank, *layout, units.gigabytes(e.peak_bytes), bar, units.seconds(e.step_seconds), *numbers])
     head = ["", "mesh", ">ZeRO", "schedule", ">chunks", ">microbatches", "remat", ">peak GB", "", ">step, modelled"]
     current = {i for i, e in enumerate(best) if e.config == plan.config}
     if best:
@@ -332,24 +335,3 @@ def _mesh(e: Estimate) -> str:
 
 def _schedule_name(e: Estimate) -> str:
     return e.config.parallel.schedule if e.config.parallel.pipe > 1 else "no pipeline"
-
-
-def _number(x: float) -> str:
-    """Format whole numbers in full, others to three digits."""
-    if float(x).is_integer():
-        return f"{x:,.0f}"
-    return f"{x:,.{max(0, 2 - floor(log10(abs(x))))}f}" if abs(x) >= 1e-4 else f"{x:.3g}"
-
-
-def _gb(size: float) -> str:
-    return f"{_number(size / GB)} GB"
-
-
-def _seconds(s: float) -> str:
-    unit, size = ("s", 1.0) if s >= 1 or s == 0 else ("ms", 1e-3) if s >= 1e-3 else ("µs", 1e-6)
-    return f"{_number(s / size)} {unit}"
-
-
-def _short(count: int) -> str:
-    unit, size = next((u for u in (("T", 1e12), ("B", 1e9), ("M", 1e6)) if count >= u[1]), ("K", 1e3))
-    return f"{_number(count / size)}{unit}"

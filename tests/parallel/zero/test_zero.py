@@ -27,7 +27,8 @@ from jax.sharding import PartitionSpec as P
 from nanotrain_jax.audit import wire
 from nanotrain_jax.models import decoder
 from nanotrain_jax.parallel.collectives import buckets
-from nanotrain_jax.parallel.zero.zero import UNSHARDED, choose_cuts, zero_specs
+from nanotrain_jax.parallel.zero.cuts import UNSHARDED, choose_cuts
+from nanotrain_jax.parallel.zero.zero import zero_specs
 from nanotrain_jax.step import build as steps
 
 # Every stage, policy, family and number of devices, replicas, prefetch, arrays in one bucket and in several. With MORE
