@@ -33,11 +33,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from nanotrain_jax.config.derived import fits_flash
 from nanotrain_jax.config.execution import head_gradient, writes_layers_out
-from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.schema import Config, Model
-from nanotrain_jax.models import balance, contract, decode, decoder_table, dpo, experts
+from nanotrain_jax.models import balance, contract, decode, decoder_table, device_kernels, dpo
 from nanotrain_jax.models.decoder_layer import Layer, is_local, stacked
 from nanotrain_jax.models.ends import Ends
 from nanotrain_jax.models.modules import ONE_DEVICE, Split
@@ -181,52 +179,6 @@ def has_partial_gradient(path: tuple, split: Split) -> bool:
     return split.sequence_parallel or (split.axis is not None and PARAMETERS[path[-1].key].is_partial)
 
 
-def attention_kernel(config: Model, dtype: jnp.dtype, device: jax.Device) -> str:
-    """Resolve `auto` for a device: cudnn (flash attention) if it supports the model, else xla.
-
-    Raises ValueError if the config sets cudnn and it does not support the model.
-    """
-    is_supported = _is_ampere(device) and fits_flash(config, dtype.name)
-    if config.attention == "cudnn" and not is_supported:
-        raise ValueError(
-            "model.attention=cudnn needs an NVIDIA GPU (Ampere or newer), a 16-bit precision.compute and a head dim of "
-            f"at most 128 that 8 divides, not {device.platform}, {dtype} and {config.head_width}; use auto or xla"
-        )
-    return ("cudnn" if is_supported else "xla") if config.attention == "auto" else config.attention
-
-
-def uses_kernels(config: Model, device: jax.Device) -> bool:
-    """True if norms, GELU and softmax run by our kernels on a device of this kind (`model.kernels`)."""
-    return config.kernels == "pallas" or (config.kernels == "auto" and _is_ampere(device))
-
-
-def _is_ampere(device: jax.Device) -> bool:
-    """True for an NVIDIA GPU that is Ampere or newer."""
-    return capability(device) >= 8.0
-
-
-def capability(device: jax.Device) -> float:
-    """Return the compute capability of an NVIDIA GPU, 0 of another device."""
-    is_gpu = device.platform in ("gpu", "cuda")
-    return float(getattr(device, "compute_capability", None) or 8.0) if is_gpu else 0.0
-
-
-def check_flash_rows(config: Config) -> None:
-    """Raise Misfit for rows whose parts cuDNN attention cannot take: their backward needs an even number of tokens.
-
-    A row is cut into 2 c parts for context parallelism but Ulysses, and in two to keep documents or pictures apart.
-    """
-    p, d = config.parallel, config.data
-    is_cut = (p.context > 1 and p.context_attention != "ulysses") or not d.attend_across_documents or config.vision
-    multiple = 4 * p.context if is_cut else 2
-    if d.seq_len % multiple:
-        longer = -(-d.seq_len // multiple) * multiple
-        raise Misfit(
-            f"data.seq_len={d.seq_len} must be a multiple of {multiple} for flash attention",
-            f"use data.seq_len={longer}, or model.attention=xla",
-        )
-
-
 def constants(config: Model) -> tuple[str, ...]:
     """Return the names of arrays of layers that have no gradient."""
     names = {
@@ -277,17 +229,17 @@ def split_of(config: Config, mesh: Mesh) -> Split:
         experts="expert" if p.expert > 1 else None,
         is_ragged=p.expert_exchange == "ragged",
         flat=is_flat,
-        kernels=uses_kernels(config.model, device),
-        grouped=experts.kernel_of(config, device, capability(device)),
+        kernels=device_kernels.has_ours(config.model, device),
+        grouped=device_kernels.of_experts(config, device),
     )
 
 
 def build(config: Config, mesh: Mesh, counts_correct: bool = False) -> contract.Model:
     """Build the decoder of a resolved config for the training step, with its objective. counts_correct: with
     `Model.correct`."""
-    kernel = attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
+    kernel = device_kernels.of_attention(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
     if kernel == "cudnn":
-        check_flash_rows(config)
+        device_kernels.check_flash_rows(config)
     decoder = config.model.model_copy(update={"attention": kernel})
     split = split_of(config, mesh)
     graphs, shapes = abstract(decoder, split)

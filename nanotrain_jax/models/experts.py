@@ -22,44 +22,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nanotrain_jax.config.schema import Config, Model
-from nanotrain_jax.kernels.limits import GROUPED_CAPABILITY
 from nanotrain_jax.models import balance, decoder_table
 from nanotrain_jax.models.modules import Split, fill
 from nanotrain_jax.models.ops import gated
 from nanotrain_jax.models.parameters import under
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.collectives import Tree, all_reduce
-from nanotrain_jax.parallel.expert import exchange, kernels, routing
-from nanotrain_jax.parallel.expert.grouped_matmul import SLACK, Kernel, grouped_matmul
+from nanotrain_jax.parallel.expert import exchange, routing
+from nanotrain_jax.parallel.expert.grouped_matmul import SLACK, grouped_matmul
 from nanotrain_jax.parallel.tensor import float8, tensor
 
 KEPT = jax.checkpoint_policies.save_only_these_names(*remat.SAVED)
-
-
-def check_kernel(config: Config, capability: float) -> None:
-    """Raise ValueError if the config asks for a kernel that GPUs of this compute capability (0: other devices) lack."""
-    kernel = config.model.grouped_matmul
-    if kernel != "padded" and int(capability) != GROUPED_CAPABILITY:
-        raise ValueError(
-            f"model.grouped_matmul={kernel} needs NVIDIA GPUs of the Hopper generation (compute capability "
-            f"{GROUPED_CAPABILITY}), not {capability:g}; use padded"
-        )
-
-
-def kernel_of(config: Config, device: jax.Device, capability: float) -> Kernel | None:
-    """Return what multiplies the rows of experts on a device, None for padded matmuls. Raises ValueError if the config
-    asks for a kernel that the device lacks, or that is not installed."""
-    kernel = config.model.grouped_matmul
-    if kernel == "padded":
-        return None
-    check_kernel(config, capability)
-    if not kernels.is_installed():
-        version = ".".join(map(str, kernels.FIRST_VERSION))
-        raise ValueError(
-            f"model.grouped_matmul={kernel}: tokamax {version} or newer is not installed; pip install "
-            "'nanotrain_jax[kernels]' with Python 3.12 or newer, or use padded"
-        )
-    return kernels.KERNELS[kernel](device)
 
 
 def way_of_matmuls(config: Config) -> str:

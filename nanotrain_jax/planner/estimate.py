@@ -16,7 +16,7 @@ from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.costs import counts, flops, hardware, memory, offload
 from nanotrain_jax.costs.stored_parameters import frozen_elements
-from nanotrain_jax.models.experts import check_kernel
+from nanotrain_jax.models.device_kernels import check_grouped
 from nanotrain_jax.planner.step_time import Transfer, times
 
 MEMORY_FRACTION = 0.75  # of a GPU's memory, which JAX preallocates (XLA_PYTHON_CLIENT_MEM_FRACTION)
@@ -121,7 +121,7 @@ def estimate(config: Config, gpu: str, memory_fraction: float = MEMORY_FRACTION)
 def on_hardware(config: Config, gpu: str) -> Config:
     """Return the config for the GPU: on simulated devices `auto` is no flash attention, no kernel of ours and no layers
     written out. Raises ValueError if the config asks for a kernel that the GPU lacks."""
-    check_kernel(config, hardware.find(gpu).capability)
+    check_grouped(config, hardware.find(gpu).capability)
     on_simulated = {"attention": "xla", "kernels": "xla", "unroll": False} if gpu == hardware.SIMULATED else {}
     return config.replace(
         "model", **{key: to for key, to in on_simulated.items() if getattr(config.model, key) == "auto"}

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from nanotrain_jax.config import schema as configs
 from nanotrain_jax.config.derived import padded_vocab
-from nanotrain_jax.models import decoder
+from nanotrain_jax.models import decoder, device_kernels
 from nanotrain_jax.parallel import remat
 from nanotrain_jax.parallel.sharding import layout
 from nanotrain_jax.parallel.xla_options import gpu_options
@@ -58,7 +58,7 @@ class JitPlan:
 
 def jit_plan(config: configs.Config, mesh: Mesh, constrain: bool) -> JitPlan:
     """Return the plan of a step. Shards are those of our optimizer state."""
-    kernel = decoder.attention_kernel(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
+    kernel = device_kernels.of_attention(config.model, jnp.dtype(config.precision.compute), mesh.devices.flat[0])
     graphs, _ = decoder.abstract(config.model.model_copy(update={"attention": kernel}))
     moments = steps.build(config, mesh).state.opt.moments
     return JitPlan(

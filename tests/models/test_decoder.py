@@ -16,7 +16,7 @@ from nanotrain_jax.config import load
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.costs import counts, flops
 from nanotrain_jax.models import decoder as model
-from nanotrain_jax.models import decoder_table
+from nanotrain_jax.models import decoder_table, device_kernels
 from nanotrain_jax.models.parameters import LAYERS
 
 AXES = {"pipe": 1, "replica": 1, "data": 1, "context": 1, "tensor": 1}
@@ -188,7 +188,7 @@ class Device(NamedTuple):
 )
 def test_the_attention_kernel_is_chosen_by_its_requirements(keys, dtype, device, kernel):
     config, _ = resolved(small(model=keys))
-    assert model.attention_kernel(config.model, jnp.dtype(dtype), device) == kernel
+    assert device_kernels.of_attention(config.model, jnp.dtype(dtype), device) == kernel
 
 
 @pytest.mark.parametrize(
@@ -205,10 +205,10 @@ def test_rows_that_flash_attention_cannot_cut_are_refused(seq_len, multiple, key
     """What XLA's compiler says for each, with jax 0.10.2: Unsupported sequence length Q 45, KV 45."""
     config = load.parse({**keys, "data": {"seq_len": seq_len} | keys.get("data", {})})
     if seq_len % multiple == 0:
-        model.check_flash_rows(config)
+        device_kernels.check_flash_rows(config)
         return
     with pytest.raises(ValueError, match=f"data.seq_len={seq_len} must be a multiple of {multiple} for flash"):
-        model.check_flash_rows(config)
+        device_kernels.check_flash_rows(config)
 
 
 def test_layers_are_one_loop_for_any_number():

@@ -16,7 +16,7 @@ from nanotrain_jax.config import load
 from nanotrain_jax.config.misfit import Misfit
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.costs import flops
-from nanotrain_jax.models import experts
+from nanotrain_jax.models import device_kernels
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.parallel.expert import kernels
 from nanotrain_jax.parallel.expert.grouped_matmul import grouped_matmul
@@ -89,16 +89,17 @@ def test_a_kernel_executes_no_padding():
 @pytest.mark.parametrize(
     ("installed", "capability", "message"),
     [
-        (False, 9.0, ": tokamax 0.0.17 or newer is not installed; pip install 'nanotrain_jax[kernels]' with Python"),
-        (True, 8.0, " needs NVIDIA GPUs of the Hopper generation (compute capability 9), not 8; use padded"),
+        (False, "9.0", ": tokamax 0.0.17 or newer is not installed; pip install 'nanotrain_jax[kernels]' with Python"),
+        (True, "8.0", " needs NVIDIA GPUs of the Hopper generation (compute capability 9), not 8; use padded"),
     ],
 )
 def test_a_kernel_that_is_missing_is_refused(installed, capability, message, monkeypatch):
     monkeypatch.setattr(kernels, "is_installed", lambda: installed)
+    device = SimpleNamespace(platform="gpu", compute_capability=capability)
     with pytest.raises(ValueError) as error:
-        experts.kernel_of(mixture(), jax.devices()[0], capability)
+        device_kernels.of_experts(mixture(), device)
     assert f"model.grouped_matmul=tokamax{message}" in str(error.value)
-    assert experts.kernel_of(mixture("padded"), jax.devices()[0], capability) is None
+    assert device_kernels.of_experts(mixture("padded"), device) is None
 
 
 @pytest.mark.parametrize("changed", [{"d_ff": 96}, {"compute": "float32"}, {"tensor": 4}], ids=str)
