@@ -131,9 +131,8 @@ class _Writer:
         self.config, self.background, self.warn = config, background, warn
         self.step = self.last = number  # the newest copy; the newest that is complete
         self.folder, self.run = of_process(config.local_dir), run_of(config)
-        self.start = of_first(
-            uuid.uuid4().hex
-        )  # a host that was lost may come back with the same step of another start
+        # A host that was lost may come back with a copy of the same step of another start.
+        self.start = of_first(uuid.uuid4().hex)
         self.written: Future[None] | None = None
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:

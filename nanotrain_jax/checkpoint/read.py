@@ -26,7 +26,6 @@ from nanotrain_jax.models.parameters import LAYERS
 
 T = TypeVar("T")
 MAX_NAMED = 3  # arrays named in an error message
-# Errors that this process causes, not the checkpoint.
 
 
 class Unreadable(ValueError):
