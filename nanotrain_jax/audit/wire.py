@@ -77,9 +77,8 @@ def overlapped(program: hlo.Program, name: str, index: int) -> list[tuple[str, i
         return overlapped(program, *wrapper) if wrapper else []
     if '"is_sync":true' in start.attributes:
         return []
-    done = next(
-        (k for k, i in enumerate(block) if i.opcode.endswith("-done") and start.name in i.operands), len(block)
-    )  # else the done is in the next iteration of the loop
+    dones = (k for k, i in enumerate(block) if i.opcode.endswith("-done") and start.name in i.operands)
+    done = next(dones, len(block))  # the end of the loop's body: its done is in the next iteration
     return [(name, k) for k in range(index + 1, done)]
 
 

@@ -96,9 +96,8 @@ def squared_norm(params, rows):
 def test_every_layout_measures_the_same(layout, expected):
     (noise, metric), expected = averages(layout), expected("expert" in str(layout))
     np.testing.assert_allclose(noise.relative_trace, expected.relative_trace, rtol=1e-5)
-    np.testing.assert_allclose(
-        noise.relative_square, expected.relative_square, atol=1e-5 * expected.relative_trace / 32
-    )  # a difference of two
+    atol = 1e-5 * expected.relative_trace / 32  # a difference of two
+    np.testing.assert_allclose(noise.relative_square, expected.relative_square, atol=atol)
     assert np.isnan(metric) == (expected.relative_square <= 0)  # of random tokens, nothing but noise
 
 
