@@ -71,8 +71,9 @@ class Meta(BaseModel):
 
     config: resolved, as plain data; tokens: consumed so far; batch_size: sequences of the last step (both None in
     checkpoints of older versions); nvme: digest of the NVMe files of each process. weights_only: it holds no state of
-    an optimizer. base: of adapters (train.lora), which are then the only weights in it. losses: those of the newest
-    steps; rollbacks: their number so far (both with train.rollback). mismatches: checks of the hardware that failed.
+    an optimizer, or none that is wanted. base: of adapters (train.lora), which are then the only weights in it. losses:
+    those of the newest steps; rollbacks: their number so far (both with train.rollback). mismatches: checks of the
+    hardware that failed.
     """
 
     model_config = ConfigDict(strict=True)
@@ -98,6 +99,13 @@ class Meta(BaseModel):
         if not isinstance(seq_len, int) or seq_len < 1:
             raise ValueError(f"data.seq_len is {seq_len!r}")
         return config
+
+    def of_weights(self) -> Meta:
+        """Return what of it holds for a run that takes the weights alone."""
+        start = Position(position=0, fingerprint="")
+        return Meta(
+            config=self.config, tokenizer=self.tokenizer, data=start, tokens=0, weights_only=True, base=self.base
+        )
 
     @property
     def seq_len(self) -> int:

@@ -15,6 +15,8 @@ Weights in 16 bits are those of the mean of the master weights. Of step counts a
 taken instead of the mean. The outer step is linear in the mean of weights, so a resume within H steps loses nothing of
 them.
 
+Float32 weights of a run that takes the weights alone are the master weights, where there are some.
+
 Residuals of parallel.compress have a last dim of size R in every run, and of another number of replicas are read one
 array at a time. Those of gradients, which are summed over replicas, are added up and divided among all; with
 parallel.sync_every every replica has their mean, since differences of weights are averaged.
@@ -52,6 +54,16 @@ def were_apart(have: Shapes) -> bool:
     return any(path.startswith(OUTER) for path in have)
 
 
+def master_of(path: str) -> str:
+    """Return the path of the float32 weights of an array of the parameters; of another array its own."""
+    return path.replace(PARAMS, MASTER, 1) if path.startswith(PARAMS) else path
+
+
+def weights_of(have: Shapes) -> Shapes:
+    """Return the weights among the arrays of a checkpoint, and what tells how replicas have them."""
+    return {path: shape for path, shape in have.items() if path.startswith((PARAMS, MASTER, OUTER))}
+
+
 def source(path: str, wanted: jax.ShapeDtypeStruct, have: Shapes) -> Source | None:
     """Return what to read for an array of the state; None: it is zero. have: the arrays of the checkpoint."""
     was_apart = were_apart(have)
@@ -70,13 +82,15 @@ def source(path: str, wanted: jax.ShapeDtypeStruct, have: Shapes) -> Source | No
         if weight == path:
             return None
         return Source(MASTER + weight if MASTER + weight in have else PARAMS + weight, wanted)
+    master = master_of(path)
+    if master != path and master in have and wanted.dtype == jnp.float32 and not was_apart:
+        return Source(master, wanted)
     saved = have.get(path, ())[-1:] if was_apart and path != "step" and not path.startswith(OUTER) else ()
     is_apart = _has_replicas(wanted)
     if saved == (wanted.shape[-1:] if is_apart else ()):
         return Source(path, wanted)
     array = _of_replicas(wanted, saved)
-    master = path.replace(PARAMS, MASTER, 1)
-    if saved and path.startswith(PARAMS) and master in have:
+    if saved and master != path and master in have:
         return Source(master, array.update(dtype=jnp.float32))
     return Source(path, array)
 

@@ -17,6 +17,7 @@ from nanotrain_jax.distributed.processes import on_all_processes
 APART = "arrays"  # <step>/<path of an array>: arrays written one at a time
 SUMS = "checksums"  # <step>/, see checksums.py
 DAMAGED = "damaged"  # <step>/<step>, moved here unchanged
+CHECKPOINTS = "checkpoints"  # in the folder of a run
 FINISHED = "_CHECKPOINT_METADATA"  # a file in each finished checkpoint
 
 
@@ -51,6 +52,11 @@ def finished(folder: str | Path) -> list[int]:
     folder = Path(folder).absolute()
     steps = ocp.utils.checkpoint_steps(folder) if folder.is_dir() else []
     return sorted((s for s in steps if (folder / str(s) / FINISHED).exists()), reverse=True)
+
+
+def of_run(folder: str | Path) -> Path:
+    """Return the folder of the checkpoints of a run, which may be given itself."""
+    return Path(folder) if latest_step(folder) is not None else Path(folder) / CHECKPOINTS
 
 
 def parts(step: int) -> tuple[str, str]:

@@ -115,24 +115,28 @@ def read_meta(folder: str | Path, step: int) -> Meta:
         return Meta.model_validate(manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta)
 
 
-def read_state(folder: str | Path, step: int, abstract: Any, is_padded: Callable[[str], bool]) -> Any:
+def read_state(
+    folder: str | Path, step: int, abstract: Any, is_padded: Callable[[str], bool], weights_only: bool = False
+) -> Any:
     """Restore the arrays of a checkpoint onto the shardings of abstract -> a tree like abstract.
 
     abstract: ShapeDtypeStructs with shardings, on a mesh that may differ from the saved one; None: do not read. Arrays
     for whose path ("params/ends/embedding_VD") is_padded is true may have been saved with more or fewer rows (padding
     of the vocabulary or of layers): they are truncated, or padded with zeros. Arrays of replicas that step apart may
-    have been saved for another number of them (checkpoint/conversions.py). Raises Unreadable if files are missing or
-    damaged, ValueError if the checkpoint has other arrays or shapes.
+    have been saved for another number of them (checkpoint/conversions.py). weights_only: as if the checkpoint held no
+    more. Raises Unreadable if files are missing or damaged, ValueError if the checkpoint has other arrays or shapes.
     """
     wanted = dict(_leaves(abstract))
     state = Path(folder).absolute() / str(step) / "state"
     with _readable(folder, step):
         stored = {state: _metadata(state)}
-        for path in wanted.keys() - directory.shapes(stored[state]).keys():
+        beside = {*wanted, *map(conversions.master_of, wanted)} - directory.shapes(stored[state]).keys()
+        for path in sorted(beside):
             apart = directory.apart_folder(folder, step) / path.replace("/", ".")
             if apart.exists():
                 stored[apart] = _metadata(apart)
     have = {path: shape for tree in stored.values() for path, shape in directory.shapes(tree).items()}
+    have = conversions.weights_of(have) if weights_only else have
     sources = {path: conversions.source(path, x, have) for path, x in wanted.items()}
     needed = {source.path: source.array for source in sources.values() if source}
     differences = _differences(needed, have, [*unread(abstract), *wanted], is_padded)
@@ -157,14 +161,15 @@ class Saved(NamedTuple):
 
     folder: Path
     step: int
+    weights_only: bool = False  # of what it holds only these are wanted
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """See `saved_shapes`."""
-        return saved_shapes(*self)
+        return saved_shapes(self.folder, self.step)
 
     def state(self, abstract: Any, is_padded: Callable[[str], bool]) -> Any:
         """See `read_state`."""
-        return read_state(*self, abstract, is_padded)
+        return read_state(self.folder, self.step, abstract, is_padded, self.weights_only)
 
 
 def saved_shapes(folder: str | Path, step: int) -> dict[str, tuple[int, ...]]:
@@ -260,20 +265,20 @@ def of_run(folder: str | Path, step: int | None, use: Callable[[Path, int], T]) 
     folder: a run's folder (with checkpoints/ in it) or a checkpoint folder. Raises ValueError or OSError if there is no
     such checkpoint, or no intact one.
     """
-    subfolder = Path(folder) / "checkpoints"
-    folder = subfolder if directory.latest_step(subfolder) is not None else Path(folder)
-    steps = directory.finished(folder)
+    checkpoints = directory.of_run(folder)
+    steps = directory.finished(checkpoints)
     if not steps:
         raise ValueError(f"{folder} holds no finished checkpoint; give the folder of a run or of its checkpoints")
     if step is None:
-        _, used, _ = newest(folder, True, lambda number: use(folder, number))
+        _, used, _ = newest(checkpoints, True, lambda number: use(checkpoints, number))
         return used
     if step not in steps:
-        raise ValueError(f"{folder} holds no checkpoint of step {step}; use {' or '.join(map(str, reversed(steps)))}")
-    problem = _damage(folder, step)
+        stored = " or ".join(map(str, reversed(steps)))
+        raise ValueError(f"{checkpoints} holds no checkpoint of step {step}; use {stored}")
+    problem = _damage(checkpoints, step)
     if problem:
-        raise Unreadable(folder, step, problem)
-    return use(folder, step)
+        raise Unreadable(checkpoints, step, problem)
+    return use(checkpoints, step)
 
 
 def _weights(folder: str | Path, step: int) -> tuple[Any, Config]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nanotrain_jax.checkpoint import checksums, directory
 from nanotrain_jax.config.run_sections import Checkpoint
-from nanotrain_jax.config.values import HUGGING_FACE
+from nanotrain_jax.config.values import HUGGING_FACE, WEIGHTS
 from nanotrain_jax.distributed.processes import all_gather_text, on_all_processes, raise_on_all
 
 CANDIDATES = 50  # newest checkpoints to try
@@ -48,7 +48,8 @@ def find(config: Checkpoint) -> Path | None:
         return Path(config.dir)
     if config.resume in ("auto", "never") or config.resume.startswith(HUGGING_FACE):
         return None
-    steps = directory.finished(config.resume)
+    folder = directory.of_run(config.resume.removeprefix(WEIGHTS))
+    steps = directory.finished(folder)
     if not steps:
         raise ValueError(
             f"checkpoint.resume={config.resume!r} holds no finished checkpoint; give another folder, auto or never"
@@ -58,7 +59,12 @@ def find(config: Checkpoint) -> Path | None:
             f"checkpoint.step={config.step} is not in checkpoint.resume={config.resume!r}; it holds "
             f"{', '.join(map(str, steps))}"
         )
-    return Path(config.resume)
+    return folder
+
+
+def takes_weights_alone(config: Checkpoint, folder: Path) -> bool:
+    """True if the run starts at step 0 with the weights of the checkpoints in a folder that `find` returned."""
+    return config.resume.startswith(WEIGHTS) and folder != Path(config.dir)
 
 
 def candidates(folder: Path, config: Checkpoint) -> list[int]:

@@ -175,11 +175,11 @@ class Checkpoint(Section):
     )
     resume: Resume = key(
         "auto",
-        "auto: from the newest checkpoint in dir, if any | never | PATH of another run's checkpoints | hf:FOLDER: the "
-        "weights of a model folder of Hugging Face",
+        "auto: from the newest checkpoint in dir, if any | never | PATH of another run, which goes on here | "
+        "weights:PATH: its weights alone, at step 0 | hf:FOLDER: those of a model folder of Hugging Face",
     )
     step: Positive | None = key(
-        None, "with resume=PATH: which of these checkpoints the run starts from; null: the newest"
+        None, "with resume=PATH or weights:PATH: which checkpoint the run starts from; null: the newest"
     )
     verify: bool = key(True, "verify checksums before loading; if damaged, fall back to the previous checkpoint")
 
@@ -211,7 +211,7 @@ class Checkpoint(Section):
         if self.step and (self.resume in ("auto", "never") or self.resume.startswith(HUGGING_FACE)):
             raise ValueError(
                 f"checkpoint.step={self.step} with checkpoint.resume={self.resume}: it is a step of another "
-                "run; use checkpoint.resume=PATH of its checkpoints, and another logging.dir"
+                "run; use checkpoint.resume=PATH of that run, and another logging.dir"
             )
         return self
 

@@ -51,7 +51,7 @@ def is_chat(source: Any) -> bool:
 
 
 def _expanded_resume(resume: str) -> str:
-    kind = HUGGING_FACE if resume.startswith(HUGGING_FACE) else ""
+    kind = next((kind for kind in (HUGGING_FACE, WEIGHTS) if resume.startswith(kind)), "")
     return kind + expanded(resume.removeprefix(kind))
 
 
@@ -79,6 +79,7 @@ def _not_a_bool(value: Any) -> Any:
 
 
 HUGGING_FACE = "hf:"  # of a path: a model folder
+WEIGHTS = "weights:"  # of a path: only the weights of a run's checkpoints
 INT32 = 2**31 - 1  # range of the step and token counters on a device
 Positive = Annotated[int, Field(gt=0, le=INT32)]
 Count = Annotated[int, Field(ge=0, le=INT32)]

@@ -6,7 +6,6 @@ layer order, as without NVMe: either kind of run resumes from the other's checkp
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -42,11 +41,11 @@ def store(config: Config, step: Step) -> Store:
     return Store(folder, shapes, compatibility.of_weights(config), layout, others)
 
 
-def restore(files: Store, step: Step, start: tuple[Path, int] | None, digests: Sequence[str]) -> str:
+def restore(files: Store, step: Step, start: read.Saved | None, digests: Sequence[str]) -> str:
     """Restore the files from a checkpoint, or initialize them; -> a phrase for the log. Raises OSError, on all
     processes, each of which restores its own.
 
-    start: folder and step of the checkpoint (None: initialize). digests: of the files of each process, as in the
+    start: the checkpoint (None: initialize). digests: of the files of each process, as in the
     checkpoint.
     """
     is_reused = bool(start and files.matches(digests))
@@ -75,7 +74,7 @@ def _initialize(files: Store, step: Step) -> None:
             files.put(name, i, group.init(np.int32(i)))
 
 
-def _rebuild(files: Store, step: Step, start: tuple[Path, int]) -> None:
+def _rebuild(files: Store, step: Step, start: read.Saved) -> None:
     """Write the files of this process from a checkpoint, without waiting for others: reads what it needs."""
     for name, group in groups(step.plan).items():
         for leaf, x in enumerate(jax.tree.leaves(group.state)):
@@ -84,7 +83,7 @@ def _rebuild(files: Store, step: Step, start: tuple[Path, int]) -> None:
 
 
 def _rebuild_array(
-    files: Store, step: Step, array: tuple[str, int], sharding: NamedSharding, start: tuple[Path, int]
+    files: Store, step: Step, array: tuple[str, int], sharding: NamedSharding, start: read.Saved
 ) -> None:
     """Write a stacked array, a leaf of a group: read one copy of each shard at a time, of all layers if the rows of a
     shard are not adjacent in the checkpoint."""
@@ -95,7 +94,7 @@ def _rebuild_array(
     left = {block.device for block in blocks.values()}
     while left:
         first = min(left, key=lambda device: device.id)
-        x = _read_checkpoint(step, _abstract(step, name, leaf, one_copy(sharding, first, order is not None)), *start)
+        x = _read_checkpoint(step, _abstract(step, name, leaf, one_copy(sharding, first, order is not None)), start)
         places = sharding.addressable_devices_indices_map(x.shape)
         shards = {str(shard.index[dims]): shard.data for shard in x.addressable_shards}
         found = {device for device in left if str(places[device][dims]) in shards}
@@ -178,10 +177,10 @@ def _in_files(files: Store, name: str, leaf: int, like: jax.ShapeDtypeStruct) ->
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards, dtype=like.dtype)
 
 
-def _read_checkpoint(step: Step, abstract: State, folder: Path, number: int) -> jax.Array:
-    """Read the single array of abstract from the checkpoint of step `number` in folder. Raises OSError."""
+def _read_checkpoint(step: Step, abstract: State, start: read.Saved) -> jax.Array:
+    """Read the single array of abstract from a checkpoint. Raises OSError."""
     try:
-        (x,) = jax.tree.leaves(read.read_state(folder, number, abstract, step.plan.is_padded))
+        (x,) = jax.tree.leaves(start.state(abstract, step.plan.is_padded))
     except ValueError as error:
         raise OSError(str(error)) from None
     return x

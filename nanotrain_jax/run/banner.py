@@ -117,7 +117,10 @@ def summary(config: Config, latest: dict[str, Any], bigram: float | None, number
     """
     folder = shlex.quote(config.logging.dir)
     unit, units = ("pair", "pairs") if config.train.objective else ("token", "targets")
-    lines = [f"{'stopped' if number < config.train.steps else 'done'} at step {number} of {config.train.steps}"]
+    is_done = number >= config.train.steps
+    lines = [f"{'done' if is_done else 'stopped'} at step {number} of {max(number, config.train.steps)}"]
+    if number > config.train.steps:
+        lines[0] += f", beyond train.steps={config.train.steps}: nothing was trained"
     if "loss" in latest:
         lines.append(f"  training loss     {latest['loss']:.4f}")
     if "val_loss" in latest:

@@ -21,7 +21,7 @@ from flax import nnx
 
 from nanotrain_jax.checkpoint import by_layer, checksums, compatibility, durable, safetensors
 from nanotrain_jax.checkpoint import read as restore
-from nanotrain_jax.checkpoint.directory import latest_step
+from nanotrain_jax.checkpoint.directory import CHECKPOINTS, latest_step
 from nanotrain_jax.config import load as configs
 from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config, Model
@@ -43,7 +43,6 @@ FILES = (
 )  # fmt: skip
 GENERATION, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
-CHECKPOINTS = "checkpoints"
 PROMPT = 16  # tokens of the prompt whose logits are compared
 ROOM = 1 << 26  # bytes beside weights
 TRAINED_TOKENS = 2048  # data.seq_len of a run, at most

@@ -36,8 +36,9 @@ def attach(phases: list[Phase], state: State, resumed: Resumed | None = None) ->
     config, dataset, step = phases[-1].config, phases[-1].dataset, phases[-1].step
     if config.train.objective is None:
         return phases, []
-    has_one = resumed and resumed.meta.config["train"].get("objective")
-    if resumed and not has_one and resumed.start[0] == Path(config.checkpoint.dir):
+    continues = resumed is not None and not resumed.meta.weights_only
+    has_one = continues and resumed.meta.config["train"].get("objective")
+    if continues and not has_one:
         raise ValueError(
             f"checkpoint.dir={config.checkpoint.dir!r} holds a run without train.objective; to go on from its weights "
             f"use another logging.dir, and checkpoint.resume={config.checkpoint.dir}"

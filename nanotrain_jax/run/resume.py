@@ -23,6 +23,7 @@ from nanotrain_jax.data.batches import Dataset
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.parallel.collectives import Tree
+from nanotrain_jax.parallel.zero.optimizer_step import merge
 from nanotrain_jax.run import adapters, hugging_face, sources
 from nanotrain_jax.run.model_config import TOKENIZER, check_model, folder_of
 from nanotrain_jax.run.phases import Phase, index_at
@@ -56,17 +57,36 @@ def resume(folder: Path, requested: Config, phases: list[Phase]) -> Resumed:
 
     def read(number: int) -> tuple[Meta, State]:
         meta = restore.read_meta(folder, number)
-        return meta, _checked_state(meta, requested, phases, restore.Saved(folder, number))
+        if starting_point.takes_weights_alone(requested.checkpoint, folder) or _is_to_begin(meta, requested, folder):
+            meta = meta.of_weights()
+        return meta, _checked_state(meta, requested, phases, restore.Saved(folder, number, meta.weights_only))
 
     steps = starting_point.candidates(folder, requested.checkpoint)
     number, (meta, state), damaged = restore.newest(folder, requested.checkpoint.verify, read, steps)
     notes = [f"warning: skipped checkpoint {bad} in {folder}: {problem}" for bad, problem in damaged.items()]
-    phases = phases[index_at(phases, number, meta.batch_size) :]
     if meta.weights_only:
-        notes.append(f"starts from the weights in {folder}")
+        notes.append(f"starts from the weights of step {number} in {folder}")
         return Resumed(phases, state, 0, 0, notes, (folder, number), meta, damaged, 0)
+    _check_is_left(phases, number, requested, folder)
+    phases = phases[index_at(phases, number, meta.batch_size) :]
     resumed = Resumed(phases, state, 0, meta.tokens_seen, notes, (folder, number), meta, damaged, number)
     return _continued(resumed, f"step {number} in {folder}")
+
+
+def _check_is_left(phases: list[Phase], number: int, requested: Config, folder: Path) -> None:
+    """Raise ValueError if a run would continue another one that is beyond its last step already."""
+    last, keys = phases[-1].span.last, requested.checkpoint
+    if folder != Path(keys.dir) and number >= last:
+        raise ValueError(
+            f"checkpoint.resume={keys.resume!r} continues after step {number}, and this run ends at step {last}; use "
+            f"checkpoint.resume=weights:{keys.resume} to start at step 0 with its weights, or more steps"
+        )
+
+
+def _is_to_begin(meta: Meta, requested: Config, folder: Path) -> bool:
+    """True if a run begins train.objective with the weights of a run that had none."""
+    is_new = requested.train.objective and not meta.config["train"].get("objective")
+    return bool(is_new) and folder != Path(requested.checkpoint.dir)
 
 
 def resume_local(checkpoints: Path | None, requested: Config, phases: list[Phase]) -> tuple[Resumed | None, list[str]]:
@@ -95,7 +115,7 @@ def _checked_state(
     meta: Meta, requested: Config, phases: list[Phase], saved: restore.Saved | local_read.Copies
 ) -> State:
     """Restore the state of a checkpoint that matches the model. Raises ValueError if it does not."""
-    saved_by = phases[index_at(phases, saved.step, meta.batch_size)]
+    saved_by = phases[0 if meta.weights_only else index_at(phases, saved.step, meta.batch_size)]
     compatibility.check(meta, requested, saved_by.config, saved_by.dataset.tokenizer)
     read_it = _read_weights if meta.weights_only else partial(_read_state, meta, saved_by.config)
     state = read_it(saved, saved_by.step)
@@ -188,21 +208,25 @@ def _matching(path: Path, config: Config, dataset: Dataset) -> hugging_face.Fold
 
 
 def _read_weights(saved: restore.Saved, step: Step) -> State:
-    """Return the state before the first step with the weights of a checkpoint that has no more."""
-    empty = jax.tree.map(lambda _: None, step.state)
-    wanted = empty._replace(params=states.weights_like(step.plan))
+    """Return the state before the first step with the weights of a checkpoint; of adapters without their base."""
+    like = states.adapters_alone(step.plan, step.state._replace(params=states.weights_like(step.plan)))
+    wanted = State(*[None] * len(State._fields))._replace(params=like.params)
     _, in_stage_order = states.orders(step.plan, wanted)
     weights = in_stage_order(saved.state(wanted, step.plan.is_padded))
     return _started(step, weights.params)
 
 
 def _started(step: Step, weights: Tree) -> State:
-    """Return the state before the first step with given weights, which it donates."""
+    """Return the state before the first step with given weights, which it donates; of adapters without their base."""
+    plan = step.plan
 
     def start(weights: Tree) -> State:
-        return states.without_nvme_state(step.plan, states.from_weights(step.plan, weights))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), states.weights_like(plan))
+        state = states.from_weights(plan, merge(weights, zeros))
+        return states.adapters_alone(plan, states.without_nvme_state(plan, state))
 
-    return jax.jit(start, out_shardings=shardings(step.state), donate_argnums=0)(weights)
+    places = shardings(states.adapters_alone(plan, step.state))
+    return jax.jit(start, out_shardings=places, donate_argnums=0)(weights)
 
 
 def _read_state(meta: Meta, config: Config, source: restore.Saved | local_read.Copies, step: Step) -> State:

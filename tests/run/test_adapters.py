@@ -93,6 +93,20 @@ def merged_by_peft(base, adapter):
     return result
 
 
+@pytest.mark.long
+def test_a_run_starts_with_the_adapters_of_another(words, tmp_path, capsys):
+    _, run = trained(tmp_path, words)
+    second = ["train.steps=1", "optimizer.lr=1e-37", "parallel.zero=3", "optimizer.weight_decay=0"]
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    file = config_file(tmp_path, words, f"weights:{run}", model=tree["model"], data=tree["data"])
+    capsys.readouterr()
+    assert train.main(["--config", file, f"logging.dir={tmp_path}/second", *second]) == 0
+    assert f"starts from the weights of step 4 in {run}/checkpoints" in capsys.readouterr().out
+    (_, (before, _)), (number, (state, _)) = saved_state(run), saved_state(tmp_path / "second")
+    assert number == 1
+    same(state["params"], before["params"])
+
+
 CASES = [("gpt2", {"targets": ["q", "v", "down"], "rslora": True})]  # a llama is merged in the test of commands below
 MORE = [
     ("llama", {}),
