@@ -23,7 +23,6 @@ import argparse
 import errno
 import hashlib
 import logging
-import math
 import os
 import socket
 import traceback
@@ -54,7 +53,7 @@ from nanotrain_jax.nvme import checkpointing, folders
 from nanotrain_jax.nvme import store as stores
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import auto
-from nanotrain_jax.run import capacity, model_config, shell, show_data, sinks
+from nanotrain_jax.run import capacity, length, model_config, shell, show_data, sinks
 from nanotrain_jax.run.divergence import Diverged
 from nanotrain_jax.run.folders import new_folder
 from nanotrain_jax.run.metrics import PROCESSES
@@ -152,7 +151,8 @@ def prepare(config: Config, watch: watchdog.Watchdog | None = None) -> Run:
     notes = on_all_processes(lambda: configure(config, process.count))
     requested, of_layout = auto.with_layout(config)
     notes += of_layout
-    mesh, phases = on_all_processes(lambda: build(requested))
+    done = length.progress(requested)
+    mesh, phases = on_all_processes(lambda: build(requested, done))
     tasks = on_all_processes(lambda: tasks_of(phases[0], mesh))
     check_same_data(phases)
     at("restore", 0)
@@ -187,13 +187,14 @@ def configure(config: Config, count: int) -> list[str]:
     return meshes.configure(runtime.simulate // count, runtime.deterministic, cache)
 
 
-def build(config: Config) -> tuple[Mesh, list[Phase]]:
-    """Build the mesh, and the step of each phase of each stage of training."""
+def build(config: Config, done: length.Progress) -> tuple[Mesh, list[Phase]]:
+    """Build the mesh, and the step of each phase of each stage of training. done: so far, of a run that resumes."""
     mesh = meshes.make(**config.parallel.axes)
     if jax.process_index() == 0:
         sinks.check(config)
     datasets: Datasets = {}
-    config = with_steps(config, datasets)
+    if length.is_by_data(config):
+        config = config.replace("train", steps=length.steps(config, dataset_of(config, datasets), done))
     phases = []
     for span in spans(config):
         phases += build_stage(training_stages.of_span(config, span), span, mesh, datasets)
@@ -228,41 +229,6 @@ def check_data(phases: list[Phase]) -> None:
                 f"train.stages: the vocabulary of {phase.config.data.origin} has {sizes[0]} ids, that of "
                 f"{first.config.data.origin} has {sizes[1]}; set model.vocab_size={max(sizes)}"
             )
-
-
-def with_steps(config: Config, datasets: Datasets) -> Config:
-    """Return the config with the train.steps of train.epochs, if it has them: the fewest that take at least so many
-    rows, as batches go on into the next epoch. Raises ValueError or OSError."""
-    epochs = config.train.epochs
-    if config.data.exhausted == "end":
-        return ending(config, datasets)
-    if epochs is None:
-        return config
-    if config.data.kind == "synthetic":
-        raise ValueError(f"train.epochs={epochs:g} with data.source=synthetic, which never ends; use train.steps")
-    if config.data.parts:
-        raise ValueError(
-            f"train.epochs={epochs:g} with a mixture: its sources end at different steps; use train.steps, or "
-            "data.exhausted=end"
-        )
-    rows = len(dataset_of(config, datasets).train)
-    return config.replace("train", steps=math.ceil(round(epochs * rows / config.data.batch_size, 6)) or 1)
-
-
-def ending(config: Config, datasets: Datasets) -> Config:
-    """Return the config with at most the steps in which no source is read twice (data.exhausted=end). Raises ValueError
-    or OSError."""
-    if config.train.stages or config.train.epochs is not None:
-        key = "stages" if config.train.stages else "epochs"
-        raise ValueError(f"data.exhausted=end with train.{key}, which says how long the run is; leave one of them out")
-    train = dataset_of(config, datasets).train
-    rows, batch_size = train.rows_once if config.data.parts else len(train), config.data.batch_size
-    if rows < batch_size:
-        raise ValueError(
-            f"data.exhausted=end with data.batch_size={batch_size}: a source ends after {rows} sequences; use a "
-            "smaller batch, more text, or data.exhausted=repeat"
-        )
-    return config.replace("train", steps=min(config.train.steps, rows // batch_size))
 
 
 def dataset_of(config: Config, datasets: Datasets) -> batches.Dataset:

@@ -26,6 +26,7 @@ def with_adapters(config: Config) -> Config:
 
 def check(config: Config) -> None:
     """Raise Misfit unless what is updated, and how, fits together."""
+    check_length(config)
     check_frozen(config)
     check_saved_model(config)
     check_rollback(config)
@@ -36,6 +37,26 @@ def check(config: Config) -> None:
     check_compression(config)
     check_local_steps(config)
     check_muon(config)
+
+
+def check_length(config: Config) -> None:
+    """Raise Misfit unless the data can decide how long a run is (train.epochs, data.exhausted=end)."""
+    t, source = config.train, config.data.origin
+    if config.data.exhausted == "end":
+        others = {"stages": t.stages, "epochs": t.epochs is not None, "batch_growth": t.batch_growth}
+        other = next((name for name, value in others.items() if value), None)
+        if other:
+            why = "whose batches depend on the noise scale" if other == "batch_growth" else "which says how long it is"
+            raise Misfit(f"data.exhausted=end with train.{other}, {why}", "leave one of them out")
+    if t.epochs is None:
+        return
+    if config.data.kind == "synthetic":
+        raise Misfit(f"train.epochs={t.epochs:g} with data.source={source}, which never ends", "use train.steps")
+    if config.data.parts:
+        raise Misfit(
+            f"train.epochs={t.epochs:g} with a mixture: its sources end at different steps",
+            "use train.steps, or data.exhausted=end",
+        )
 
 
 def check_frozen(config: Config) -> None:

@@ -57,7 +57,7 @@ def resume(folder: Path, requested: Config, phases: list[Phase]) -> Resumed:
 
     def read(number: int) -> tuple[Meta, State]:
         meta = restore.read_meta(folder, number)
-        if starting_point.takes_weights_alone(requested.checkpoint, folder) or _is_to_begin(meta, requested, folder):
+        if takes_weights_alone(meta, requested, folder):
             meta = meta.of_weights()
         return meta, _checked_state(meta, requested, phases, restore.Saved(folder, number, meta.weights_only))
 
@@ -83,10 +83,12 @@ def _check_is_left(phases: list[Phase], number: int, requested: Config, folder: 
         )
 
 
-def _is_to_begin(meta: Meta, requested: Config, folder: Path) -> bool:
-    """True if a run begins train.objective with the weights of a run that had none."""
-    is_new = requested.train.objective and not meta.config["train"].get("objective")
-    return bool(is_new) and folder != Path(requested.checkpoint.dir)
+def takes_weights_alone(meta: Meta, requested: Config, folder: Path) -> bool:
+    """True if a run starts at step 0 with the weights of a checkpoint: those of weights:PATH, those that have no more,
+    and those of a run without train.objective before one with it."""
+    keys = requested.checkpoint
+    is_first = requested.train.objective and not meta.config["train"].get("objective") and folder != Path(keys.dir)
+    return meta.weights_only or bool(is_first) or starting_point.takes_weights_alone(keys, folder)
 
 
 def resume_local(checkpoints: Path | None, requested: Config, phases: list[Phase]) -> tuple[Resumed | None, list[str]]:

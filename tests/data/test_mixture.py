@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanotrain_jax import prepare, train
+from nanotrain_jax import prepare
 from nanotrain_jax.config import load as request
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.data import corpus
@@ -18,6 +18,7 @@ from nanotrain_jax.data.dataset import ValidationSet
 from nanotrain_jax.data.mixture import Mixture
 from nanotrain_jax.data.tokenizer import of_bytes
 from nanotrain_jax.data.windows import Windows
+from nanotrain_jax.run import length
 
 NAMES = {"inputs": None, "targets": None}
 
@@ -229,13 +230,8 @@ def test_data_that_do_not_go_together_are_refused(tmp_path):
         load(sources["one"], validation=[{"name": "same", "source": sources["one"]}])
     mixed = [{"name": name, "source": sources[name]} for name in ("folder", "lines")]
     config = request.parse({"data": {"source": mixed, "seq_len": 16, "batch_size": 4, "exhausted": "end"}})
-    steps = train.with_steps(config.replace("train", steps=10**6), {}).train.steps
-    assert steps == load(mixed).train.rows_once // 4
-    assert train.with_steps(config.replace("train", steps=2), {}).train.steps == 2
-    for wrong, message in (
-        (config.replace("data", batch_size=10**5), "use a smaller batch"),
-        (config.replace("train", epochs=1.0), "exhausted=end with train.epochs"),
-        (config.replace("data", exhausted="repeat").replace("train", epochs=1.0), "epochs=1 with a mixture"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            train.with_steps(wrong, {})
+    dataset = load(mixed)
+    steps = length.steps(config.replace("train", steps=10**6), dataset, length.Progress())
+    assert steps == dataset.train.rows_once // 4
+    with pytest.raises(ValueError, match="epochs=1 with a mixture"):
+        length.is_by_data(config.replace("data", exhausted="repeat").replace("train", epochs=1.0))
