@@ -64,8 +64,11 @@ def weights_of(have: Shapes) -> Shapes:
     return {path: shape for path, shape in have.items() if path.startswith((PARAMS, MASTER, OUTER))}
 
 
-def source(path: str, wanted: jax.ShapeDtypeStruct, have: Shapes) -> Source | None:
-    """Return what to read for an array of the state; None: it is zero. have: the arrays of the checkpoint."""
+def source(path: str, wanted: jax.ShapeDtypeStruct, have: Shapes, weights_only: bool = False) -> Source | None:
+    """Return what to read for an array of the state; None: it is zero. have: the arrays of the checkpoint.
+
+    weights_only: parameters are float32 and made of master weights where there are some.
+    """
     was_apart = were_apart(have)
     if path.startswith(FEEDBACK):  # `compressed.to_read` knows what to read
         same = not path.startswith(RESIDUAL) or have[path][-1] == wanted.shape[-1]
@@ -83,14 +86,14 @@ def source(path: str, wanted: jax.ShapeDtypeStruct, have: Shapes) -> Source | No
             return None
         return Source(MASTER + weight if MASTER + weight in have else PARAMS + weight, wanted)
     master = master_of(path)
-    if master != path and master in have and wanted.dtype == jnp.float32 and not was_apart:
+    if weights_only and master in have and not was_apart:
         return Source(master, wanted)
     saved = have.get(path, ())[-1:] if was_apart and path != "step" and not path.startswith(OUTER) else ()
     is_apart = _has_replicas(wanted)
     if saved == (wanted.shape[-1:] if is_apart else ()):
         return Source(path, wanted)
     array = _of_replicas(wanted, saved)
-    if saved and master != path and master in have:
+    if saved and path.startswith(PARAMS) and master in have:
         return Source(master, array.update(dtype=jnp.float32))
     return Source(path, array)
 

@@ -130,14 +130,14 @@ def read_state(
     state = Path(folder).absolute() / str(step) / "state"
     with _readable(folder, step):
         stored = {state: _metadata(state)}
-        beside = {*wanted, *map(conversions.master_of, wanted)} - directory.shapes(stored[state]).keys()
-        for path in sorted(beside):
+        names = {*wanted, *map(conversions.master_of, wanted)} if weights_only else {*wanted}
+        for path in names - directory.shapes(stored[state]).keys():
             apart = directory.apart_folder(folder, step) / path.replace("/", ".")
             if apart.exists():
                 stored[apart] = _metadata(apart)
     have = {path: shape for tree in stored.values() for path, shape in directory.shapes(tree).items()}
     have = conversions.weights_of(have) if weights_only else have
-    sources = {path: conversions.source(path, x, have) for path, x in wanted.items()}
+    sources = {path: conversions.source(path, x, have, weights_only) for path, x in wanted.items()}
     needed = {source.path: source.array for source in sources.values() if source}
     differences = _differences(needed, have, [*unread(abstract), *wanted], is_padded)
     if differences:

@@ -9,6 +9,7 @@ import jax
 import yaml
 
 from nanotrain_jax.checkpoint import durable, local
+from nanotrain_jax.checkpoint.directory import CHECKPOINTS
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import of_run
 from nanotrain_jax.data import batches as data
@@ -37,7 +38,8 @@ def make_ready(run: Run, folder: Path) -> None:
         new_folder(local.KEY, local.of_process(run.config.checkpoint.local_dir))
     if jax.process_index() == 0:
         config = of_run(run.config, run.requested)
-        durable.write(folder / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
+        kept = for_another_run(config, run.requested)
+        durable.write(folder / "config.yaml", yaml.safe_dump(kept.to_dict(), sort_keys=False).encode())
         for source in model_folders(run):
             conversion.copy_files(source, folder)
         if config.train.objective:
@@ -45,6 +47,19 @@ def make_ready(run: Run, folder: Path) -> None:
         # The tokenizer makes the folder self-contained.
         for name, text in (data.files_of(run.config.data) if run.dataset.tokenizer else {}).items():
             durable.write(folder / name, text.encode())
+
+
+def for_another_run(config: Config, requested: Config) -> Config:
+    """Return a resolved config without what follows from keys that another run may change: the folder of its
+    checkpoints, the steps of its decay, what its adapters freeze.
+
+    requested: before `resolve`.
+    """
+    if Path(config.checkpoint.dir) == Path(config.logging.dir) / CHECKPOINTS:
+        config = config.replace("checkpoint", dir=None)
+    if config.train.lora:
+        config = config.replace("model", lora=None).replace("train", freeze=requested.train.freeze)
+    return config.replace("optimizer", decay_steps=requested.optimizer.decay_steps)
 
 
 def model_folders(run: Run) -> list[Path]:

@@ -107,6 +107,17 @@ def test_a_run_starts_with_the_adapters_of_another(words, tmp_path, capsys):
     same(state["params"], before["params"])
 
 
+@pytest.mark.long
+def test_the_config_of_a_run_trains_other_adapters(words, tmp_path):
+    _, run = trained(tmp_path, words)
+    kept = yaml.safe_load((run / "config.yaml").read_text())
+    assert kept["model"]["lora"] is None and kept["train"]["freeze"] == []
+    wider = ["train.lora={rank: 5, alpha: 5}", "train.steps=1", f"logging.dir={tmp_path}/wider"]
+    assert train.main(["--config", str(run / "config.yaml"), *wider]) == 0
+    (_, (state, _)) = saved_state(tmp_path / "wider")
+    assert 5 in state["params"]["layers"]["attention"]["q_A_DR"].shape
+
+
 CASES = [("gpt2", {"targets": ["q", "v", "down"], "rslora": True})]  # a llama is merged in the test of commands below
 MORE = [
     ("llama", {}),

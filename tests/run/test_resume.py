@@ -8,7 +8,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import yaml
 from command import arrays_of, config_file, flip, main, same, saved_state
 from conftest import on_devices, random_tokens, records, resolved, small
 from launching import finished, launched
@@ -48,7 +47,7 @@ def test_the_weights_of_a_run_are_loaded_as_host_arrays_without_a_mesh(config_fi
     same(params, stored)
     assert {len(x) for x in jax.tree.leaves(state["params"]["layers"])} == {4}  # 3 layers on 2 stages
     assert params["ends"]["embedding_VD"].shape == (384, 32)  # padded from 257
-    assert config.to_dict() == yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config.to_dict() == load.load(tmp_path / "run" / "config.yaml").to_dict()
 
     earlier, _ = nanotrain_jax.load_params(tmp_path / "run" / "checkpoints", step=5)
     assert not np.array_equal(earlier["ends"]["embedding_VD"], params["ends"]["embedding_VD"])
@@ -60,6 +59,19 @@ def test_the_weights_of_a_run_are_loaded_as_host_arrays_without_a_mesh(config_fi
     same(nanotrain_jax.load_params(tmp_path / "run")[0], earlier)
     with pytest.raises(ValueError, match=r"checkpoint 10 in .* is damaged"):
         nanotrain_jax.load_params(tmp_path / "run", step=10)
+
+
+@pytest.mark.long
+def test_the_config_of_a_run_gives_another_run_its_own_folder_and_schedule(config_file, tmp_path):
+    keys = "optimizer.decay_steps=null", "train.eval_every=0"
+    assert main(config_file, f"logging.dir={tmp_path}/a", "train.steps=6", "checkpoint.every=2", *keys) == 0
+    before = sorted((tmp_path / "a").rglob("*"))
+    again = tmp_path / "a" / "config.yaml"
+    assert main(again, f"logging.dir={tmp_path}/b", "train.steps=12", "checkpoint.keep=1") == 0
+    assert sorted((tmp_path / "a").rglob("*")) == before
+    assert [r["step"] for r in records(tmp_path / "b")] == list(range(1, 13))
+    assert main(config_file, f"logging.dir={tmp_path}/c", "train.steps=12", *keys) == 0
+    assert [r["lr"] for r in records(tmp_path / "b")] == [r["lr"] for r in records(tmp_path / "c")]
 
 
 @pytest.mark.long
