@@ -40,6 +40,7 @@ class Run(NamedTuple):
     name: str
     records: list[dict[str, Any]]  # ordered by step
     config: dict[str, Any]  # section.key -> value
+    first: int = 0  # step from which it started: of another run's checkpoint
 
     def values(self, metric: str) -> list[float]:
         """Return the values of a metric that are finite."""
@@ -100,13 +101,17 @@ def read(folder: Path) -> Run:
         raise ValueError(f"{metrics} has no records ({unreadable} lines cannot be read); give a run with some")
     if unreadable:
         print(f"warning: {unreadable} lines of {metrics} cannot be read; they are left out", file=sys.stderr)
-    defaults = flat(Config().to_dict())  # of keys that a run from before them does not have
-    return Run(str(folder), records, defaults | flat(read_config(folder / "config.yaml", option="RUN")))
+    config = flat(Config().to_dict())  # of keys that a run from before them does not have
+    config |= flat(read_config(folder / "config.yaml", option="RUN"))
+    if config["train.epochs"] is not None:
+        del config["train.steps"]
+    first = min((line.first for line in goodput.read(folder)), default=0)
+    return Run(str(folder), records, config, first)
 
 
 def draw(runs: Sequence[Run], metric: str, against: str, picture: Path) -> None:
     """Draw a metric of all runs. Raises ValueError if a run has no value of it, or OSError."""
-    lines = {run.name: curves.series(run.records, metric, against) for run in runs}
+    lines = {run.name: curves.series(run.records, metric, against, run.first) for run in runs}
     for run in runs:
         if not lines[run.name]:
             known = sorted({key for record in run.records for key in record if curves.number(record, key) is not None})

@@ -26,6 +26,7 @@ from rich.table import Table
 from nanotrain_jax.config.load import Parser, folder_argument, load, nested, path_argument, path_override, refuse
 from nanotrain_jax.config.training_stages import spans
 from nanotrain_jax.run import curves
+from nanotrain_jax.run.length import is_by_data
 
 LR, MIN_LR = "optimizer.lr", "optimizer.min_lr"
 OWN = {"train.seed", "data.seed", "logging.dir", "checkpoint.dir"}  # set for each run
@@ -84,10 +85,15 @@ def overrides_of(values: dict[str, str], asked: argparse.Namespace) -> list[str]
     return overrides
 
 
-def final_loss(folder: Path, steps: int) -> float | None:
-    """Return the validation loss of the last step, nan if it is not finite; None if the run is not complete."""
-    for record in curves.read(folder / "metrics.jsonl")[0]:
-        if record["step"] == steps and "val_loss" in record:
+def final_loss(folder: Path, steps: int | None) -> float | None:
+    """Return the validation loss of the last step, nan if it is not finite; None if the run is not complete.
+
+    steps: of the run; None: those that it took.
+    """
+    records, _ = curves.read(folder / "metrics.jsonl")
+    last = steps or (records[-1]["step"] if records else 0)
+    for record in records:
+        if record["step"] == last and "val_loss" in record:
             return math.nan if record["val_loss"] is None else record["val_loss"]
     return None
 
@@ -102,13 +108,14 @@ def train(asked: argparse.Namespace, values: dict[str, str], seed: int) -> tuple
     """Train unless the run is complete -> its folder, and the final validation loss."""
     folder = folder_of(asked, values, seed)
     overrides = [*overrides_of(values, asked), f"train.seed={seed}", f"data.seed={seed}"]
-    steps = spans(load(asked.config, overrides))[-1].last
-    loss, code = final_loss(folder, steps), 0
+    config = load(asked.config, overrides)
+    steps = None if is_by_data(config) else spans(config)[-1].last  # the run knows: one that is complete takes no step
+    loss, code = steps and final_loss(folder, steps), 0
     if loss is None:
         overrides += [path_override("logging.dir", folder), path_override("checkpoint.dir", folder / "checkpoints")]
         command = [sys.executable, "-m", "nanotrain_jax.train", "--config", str(asked.config), *overrides]
         code = finished(command)
-        loss = final_loss(folder, steps)
+        loss = final_loss(folder, steps) if steps or code == 0 else None
     result = f"no final validation loss (exit code {code})" if loss is None else f"{loss:.4f}"
     print(f"{folder}: {result}", flush=True)
     return folder, loss
@@ -152,6 +159,7 @@ def check(asked: argparse.Namespace, grid: Grid) -> None:
         raise ValueError(f"--over: two combinations would share {twice}; sweep them apart, each with its own --out")
     for values in combinations(grid):
         config = load(asked.config, overrides_of(values, asked))
+        is_by_data(config)  # raises ValueError
         if not config.train.eval_every or not config.data.val_fraction:
             raise ValueError("train.eval_every=0 or data.val_fraction=0: a sweep compares validation losses; set both")
     settings = json.dumps(load(asked.config, [*asked.overrides, "logging.dir=."]).to_dict(), indent=1)

@@ -86,6 +86,15 @@ def test_a_metric_is_drawn_against_steps_or_seconds(runs, figures, tmp_path):
     assert [lines(figure)[runs[0]] for figure in figures] == [[[4, 3.1], [8, 2.1]], [[2.0, 3.1], [4.0, 2.1]]]
 
 
+def test_a_run_from_the_step_of_another_begins_at_0_seconds(tmp_path):
+    log = write(tmp_path / "a", [4.0, 3.0, 2.5, 2.0]) / "metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[1:]))
+    line = {"began": 0.0, "time": 1.0, "first": 3, "step": 4, "skipped": 0, "seconds": {}}
+    (tmp_path / "a" / "goodput.jsonl").write_text(json.dumps(line) + "\n")
+    run = compare.read(tmp_path / "a")
+    assert curves.series(run.records, "val_loss", "seconds", run.first) == [(0.5, 3.1), (2.5, 2.1)]
+
+
 def test_a_step_that_ran_twice_counts_once(tmp_path):
     records = [{"step": 1, "step_seconds": 1.0, "loss": 3.0}, {"step": 2, "step_seconds": 5.0, "loss": 2.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*records, records[1] | {"loss": 1}]))

@@ -57,17 +57,17 @@ def last(jsonl: Path, until: int) -> dict[str, Any]:
     return values
 
 
-def series(records: Sequence[dict[str, Any]], metric: str, against: str) -> list[Point]:
+def series(records: Sequence[dict[str, Any]], metric: str, against: str, first: int = 0) -> list[Point]:
     """Return the points of a metric of records, where it is a finite number. against: a key of AGAINST.
 
-    loss is the mean since the previous record. Seconds are the sum of those of steps: without compilation,
-    evaluations and checkpoints.
+    loss is the mean since the previous record. Seconds are the sum of those of steps after step `first`: without
+    compilation, evaluations and checkpoints.
     """
     needed, _ = AGAINST[against]
     records = [record for record in records if number(record, needed) is not None]
     places = [record[needed] for record in records]
     if against == "seconds":
-        steps = (step - before for before, step in pairwise([0, *(record["step"] for record in records)]))
+        steps = (step - before for before, step in pairwise([first, *(record["step"] for record in records)]))
         places = accumulate(count * seconds for count, seconds in zip(steps, places, strict=True))
     if metric == "loss":
         records = [record | {"loss": record.get("mean_loss", record.get("loss"))} for record in records]

@@ -20,7 +20,7 @@ from nanotrain_jax.data.mixture import Mixture
 from nanotrain_jax.distributed import watchdog
 from nanotrain_jax.nvme import checkpointing
 from nanotrain_jax.nvme.store import Store
-from nanotrain_jax.run import device_speed, divergence, held_out, metrics, profile_summary
+from nanotrain_jax.run import device_speed, divergence, held_out, metrics, profile_summary, rollback
 from nanotrain_jax.run.origin import Run, back_to_checkpoint, reading_from
 from nanotrain_jax.run.phases import describe, is_over
 from nanotrain_jax.run.profiling import Profile
@@ -117,6 +117,8 @@ class Loop:
         self.state, last, position = None, self.number, self.position_after(spike.step)
         run = reading_from(back_to_checkpoint(self.run.plan), self.run.dataset.fingerprint, position)
         run.losses.count, number = count, int(run.state.step)
+        skipped = {"step": number, "position": position, "fingerprint": self.run.dataset.fingerprint, "count": count}
+        rollback.remember(self.config.checkpoint.dir, rollback.Skipped(**skipped))
         self.writer.undo(last, number, run.tokens)
         self.writer.say(
             f"rollback {count} of at most {most}: at step {spike.step} the {spike.text}; back to step {number}, and "

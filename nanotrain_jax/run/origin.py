@@ -16,7 +16,7 @@ from nanotrain_jax.config.training_stages import Span
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.distributed.watchdog import Watchdog
 from nanotrain_jax.evaluation.in_training import Tasks
-from nanotrain_jax.run import adapters, model_config, reference, resume
+from nanotrain_jax.run import adapters, model_config, reference, resume, rollback
 from nanotrain_jax.run.phases import Phase
 from nanotrain_jax.run.rollback import Losses
 from nanotrain_jax.step import build as steps
@@ -91,8 +91,22 @@ class Run(NamedTuple):
 
 
 def opened(plan: Plan) -> Run:
-    """Restore the newest checkpoint that checkpoint.resume says, or initialize the state. Raises ValueError or OSError,
-    on all processes."""
+    """Restore the newest checkpoint that checkpoint.resume says, or initialize the state; past what a rollback skipped.
+
+    Raises ValueError or OSError, on all processes.
+    """
+    run, keys = _restored(plan), plan.requested
+    step = int(run.state.step)
+    skipped = rollback.recall(keys.checkpoint.dir, step) if keys.checkpoint.is_on else None
+    if not skipped:
+        return run
+    run.losses.count = skipped.count
+    note = f"past the batches that rollback {skipped.count} skipped: on with sequence {skipped.position:,} of the data"
+    return reading_from(run._replace(notes=[*run.notes, note]), skipped.fingerprint, skipped.position)
+
+
+def _restored(plan: Plan) -> Run:
+    """Restore the newest checkpoint that checkpoint.resume says, or initialize the state."""
     requested, phases = plan.requested, plan.phases
     checkpoints, keys = starting_point.agree(requested.checkpoint), requested.train.rollback
     resumed, warnings = resume.resume_local(checkpoints, requested, phases)

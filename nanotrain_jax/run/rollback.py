@@ -1,20 +1,30 @@
-"""Loss spikes (train.rollback): which step is one.
+"""Loss spikes (train.rollback): which step is one, and what was skipped behind it.
 
 A spike is a loss far above those of a window of steps before it, or several losses in a row that are not finite. The
 run then goes back to the newest checkpoint, and on with the batch after the spike: it never sees the batches between
 again (PaLM, arXiv 2204.02311, section 5.1). The host reads the loss of a step while the next one runs, as it does
-without, so a spike costs that step too.
+without, so a spike costs that step too. Until the next checkpoint <checkpoint.dir>/rollback.txt says what is skipped:
+a run that is killed before does not read these batches either.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+import jax
+from pydantic import BaseModel, ConfigDict, Field
+
+from nanotrain_jax.checkpoint import durable
 from nanotrain_jax.config.run_sections import Rollback
+from nanotrain_jax.distributed.processes import of_first, on_all_processes
+
+FILE = "rollback.txt"  # in checkpoint.dir: CRC-32 and JSON of Skipped
 
 
 class Spike(NamedTuple):
@@ -58,3 +68,38 @@ class Losses:
         if loss <= mean + keys.deviations * deviation:
             return ""
         return f"loss {loss:.4g} is above {mean:.4g} + {keys.deviations:g} x {deviation:.2g} of {keys.window} steps"
+
+
+class Skipped(BaseModel):
+    """What a rollback skipped: after step `step` the run reads the data of this fingerprint from `position` on."""
+
+    model_config = ConfigDict(strict=True)
+    step: int = Field(ge=0)
+    position: int = Field(ge=0)  # in sequences
+    fingerprint: str
+    count: int = Field(ge=1)  # rollbacks so far
+
+
+def remember(folder: str | Path, skipped: Skipped) -> None:
+    """Keep what a rollback skipped, durably. folder: checkpoint.dir. Raises OSError, on all processes."""
+    text = skipped.model_dump_json().encode()
+    content = b"%08x %s" % (zlib.crc32(text), text)
+    on_all_processes(lambda: durable.write(Path(folder) / FILE, content) if jax.process_index() == 0 else None)
+
+
+def recall(folder: str | Path, step: int) -> Skipped | None:
+    """Return what the last rollback skipped, if the run is at the step to which it went back: a later checkpoint knows
+    its own position. Raises ValueError or OSError, on all processes."""
+    text = of_first(on_all_processes(lambda: _kept(Path(folder) / FILE) if jax.process_index() == 0 else ""))
+    skipped = Skipped.model_validate_json(text) if text else None
+    return skipped if skipped and skipped.step == step else None
+
+
+def _kept(path: Path) -> str:
+    """Return the JSON in a file of `remember`; "": there is none. Raises ValueError if it is damaged."""
+    if not path.is_file():
+        return ""
+    checksum, _, text = path.read_bytes().partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(text):
+        raise ValueError(f"{path} is damaged: it says which batches a rollback skipped; remove it to read them again")
+    return text.decode()

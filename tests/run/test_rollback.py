@@ -13,6 +13,7 @@ from nanotrain_jax.config.run_sections import Rollback
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.distributed.exit_codes import ENDED
 from nanotrain_jax.run import goodput
+from nanotrain_jax.run.loop import Loop
 from nanotrain_jax.run.rollback import Losses
 
 __all__ = ["config_file"]  # a fixture
@@ -131,6 +132,33 @@ def test_a_resumed_run_finds_the_same_spike_and_goes_back_behind_a_damaged_check
     assert saved_state(tmp_path / "run")[0] == 20
     assert "back to step 10, " in capsys.readouterr().out
     same(saved_state(tmp_path / "run"), saved_state(tmp_path / "again"))
+
+
+def test_a_run_that_is_killed_after_a_rollback_does_not_read_the_batches_either(
+    config_file, tmp_path, monkeypatch, capsys
+):
+    poisoned(monkeypatch, 12 * 8)
+    plain = Loop.again
+
+    def killed(self, run):
+        if hasattr(self, "run"):
+            raise KeyboardInterrupt
+        plain(self, run)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Loop, "again", killed)
+        main(config_file, f"logging.dir={tmp_path}/run", *KEYS)
+    assert "rollback 1 of at most 3" in capsys.readouterr().out
+    run(config_file, tmp_path / "run")
+    out = capsys.readouterr().out
+    assert "past the batches that rollback 1 skipped: on with sequence 104 of the data" in out
+    assert "rollback 1 of" not in out and "  rollbacks         1 (loss spikes)" in out
+    run(config_file, tmp_path / "whole")
+    same(saved_state(tmp_path / "run"), saved_state(tmp_path / "whole"))
+    kept = tmp_path / "run" / "checkpoints" / "rollback.txt"
+    kept.write_bytes(kept.read_bytes().replace(b"104", b"105"))
+    run(config_file, tmp_path / "run", code=2)
+    assert "rollback.txt is damaged: it says which batches" in capsys.readouterr().err
 
 
 def test_a_run_with_more_spikes_than_rollbacks_stops(config_file, tmp_path, monkeypatch, capsys):

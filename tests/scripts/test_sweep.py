@@ -50,6 +50,20 @@ def test_every_combination_is_trained_once_and_an_interrupted_run_resumes(reques
     assert [len(records(folder)) for folder in folders] == [5, 4]  # step 3 ran twice
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("keys", [["train.epochs=0.1", "train.steps=null"], ["data.exhausted=end", "train.steps=7"]])
+def test_runs_whose_length_the_data_decide_are_ranked(keys, request_of, tmp_path, capsys):
+    request = [*request_of, *LRS, *keys, "data.seq_len=256"]
+    assert sweep.main(request) == 0
+    first = capsys.readouterr().out
+    assert "best" in first and "no final" not in first
+    before = [len(records(folder)) for folder in sorted((tmp_path / "out").glob("*_seed=0"))]
+    assert before[0] == before[1] > 0
+    assert sweep.main(request) == 0
+    assert capsys.readouterr().out.splitlines()[-6:] == first.splitlines()[-6:]
+    assert [len(records(folder)) for folder in sorted((tmp_path / "out").glob("*_seed=0"))] == before
+
+
 @pytest.fixture
 def instead_of_training(monkeypatch):
     """Return a function that replaces training by a final loss of the overrides (None: none); -> list of commands."""
