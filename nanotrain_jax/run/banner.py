@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from nanotrain_jax.data.tokenizer import CHAT_TEMPLATE
 from nanotrain_jax.models.experts import way_of_matmuls
 from nanotrain_jax.parallel.pipeline import schedule, schedule_text
 from nanotrain_jax.run.metrics import EPOCHS, VAL_OF
+from nanotrain_jax.run.phases import Phase
 
 
 def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: list[str]) -> str:
@@ -29,6 +31,11 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
         f"{config.data.origin}: {len(dataset.train):,} training and {len(dataset.val):,} held-out sequences of "
         f"{config.data.seq_len} tokens; {', '.join(map(str, batch_sizes))} sequences per step",
     ]
+    first = config.train.batch_schedule
+    if sum(phase.steps for phase in first) >= min(span.last - span.first for span in spans(config)):
+        lines.append("warning: the run, or a stage of it, ends before train.batch_schedule comes to data.batch_size")
+    if config.train.eval_every and not (dataset.validation or config.train.tasks):
+        lines.append("warning: nothing is held out, so train.eval_every has no effect; use data.val_fraction")
     if config.optimizer.warmup_steps > config.train.steps:
         warmup = config.optimizer.warmup_steps
         lines.append(f"warning: the run ends during warm-up: optimizer.warmup_steps={warmup} > train.steps")
@@ -38,13 +45,7 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
         lines.append(f"data.exhausted=end: at most {config.train.steps:,} steps, in which no source is read twice")
     for name, rows, _ in dataset.further:
         lines.append(f"validation {name}: {len(rows):,} sequences")
-    lines += [*dataset.notes, *without_effect(config)]
-    if dataset.pieces:
-        lines.append(f"every document is too long to be held out: cut at line ends into {dataset.pieces:,} pieces")
-    if not dataset.has_ends:
-        lines.append("the tokenizer names no end token: documents run into each other; data.end_token sets one")
-    if dataset.replaced:
-        lines.append(f"warning: {dataset.replaced:,} invalid UTF-8 sequences in the text were replaced by U+FFFD")
+    lines += [*of_data(dataset), *without_effect(config)]
     if config.model.experts:
         lines.append(way_of_matmuls(config))
     p, vocab = config.parallel, config.model.vocab_size
@@ -75,6 +76,25 @@ def introduction(config: Config, mesh: Mesh, dataset: batches.Dataset, notes: li
             "learning; use precision.loss_scale=dynamic, or bfloat16"
         )
     return "\n".join(lines + notes)
+
+
+def of_data(dataset: batches.Dataset) -> list[str]:
+    """Return lines about what is remarkable of data."""
+    lines = [*dataset.notes]
+    if dataset.pieces:
+        lines.append(f"documents too long to be held out are cut at line ends, into {dataset.pieces:,} pieces")
+    if not dataset.has_ends:
+        lines.append("the tokenizer names no end token: documents run into each other; data.end_token sets one")
+    if dataset.replaced:
+        lines.append(f"warning: {dataset.replaced:,} invalid UTF-8 sequences in the text were replaced by U+FFFD")
+    return lines
+
+
+def of_later_data(phases: Sequence[Phase]) -> list[str]:
+    """Return lines about data that later stages of training read, and the current one does not."""
+    data = {phase.config.data.origin: phase.dataset for phase in phases}
+    del data[phases[0].config.data.origin]
+    return [f"{origin}: {line}" for origin, dataset in data.items() for line in of_data(dataset)]
 
 
 def without_effect(config: Config) -> list[str]:

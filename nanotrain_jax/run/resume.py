@@ -130,7 +130,7 @@ def _continued(resumed: Resumed, where: str) -> Resumed:
     _, config, dataset, step = resumed.phases[0]
     summary = f"resumed from {where}"
     if meta.data.fingerprint != dataset.fingerprint or meta.seq_len != config.data.seq_len:
-        summary += "; the training data differ from the checkpoint's: sequences may repeat"
+        summary += "; the training data differ from the checkpoint's: sequences may repeat or be left out"
     notes = [*resumed.notes, summary]
     changed = ", ".join(compatibility.changes(meta, config))
     if changed:

@@ -40,7 +40,8 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
     ):
         watch.at("start", int(run.state.step))
         set_aside_damaged(run)
-        writer.say(banner.introduction(config, run.mesh, run.dataset, run.notes))
+        notes = [*banner.of_later_data(run.phases), *run.notes]
+        writer.say(banner.introduction(config, run.mesh, run.dataset, notes))
         if writer.active and int(run.state.step) == config.train.steps:
             writer.latest |= curves.last(folder / "metrics.jsonl", config.train.steps)
         first = int(run.state.step)

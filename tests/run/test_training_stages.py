@@ -55,6 +55,20 @@ def test_a_run_of_stages_resumes_bitwise_at_any_step(config_file, tmp_path, layo
     assert (meta.data.position, sorted(meta.data.read.values())) == ((4 + 3) * 8, [4 * 8, 5 * 8])
 
 
+def test_a_run_says_at_its_start_what_is_remarkable_of_later_data_and_what_never_acts(config_file, tmp_path, capsys):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.txt").write_text("a line of text\n" * 400)
+    (tmp_path / "other" / "b.bin").write_bytes(bytes(9))
+    stages = f"train.stages=[{{name: a, steps: 1}}, {{name: b, steps: 1, data: 'text:{tmp_path}/other'}}]"
+    batches = "train.batch_schedule=[{steps: 9, batch_size: 4}]", "parallel.data=2", "parallel.microbatches=2"
+    keys = "data.val_fraction=0", "train.eval_every=2", *batches
+    assert main(config_file, f"logging.dir={tmp_path}/run", stages, *keys) == 0
+    out = capsys.readouterr().out
+    assert f"text:{tmp_path}/other: warning: 1 files of the folder are no text and are left out" in out
+    assert "warning: the run, or a stage of it, ends before train.batch_schedule comes to data.batch_size" in out
+    assert "warning: nothing is held out, so train.eval_every has no effect; use data.val_fraction" in out
+
+
 def each_stage_began_as_a_run_of_its_own(folder, printed):
     """Warm-up, steps and frozen weights of each stage of STAGES, in what a run wrote and printed."""
     rates = [record["lr"] for record in records(folder)]
