@@ -152,6 +152,7 @@ def check_phases(config: Config, axes: Mapping[str, int]) -> None:
                 f"{key}: batch_size={size} is not a part of data.batch_size={whole} in parallel.microbatches={M} of "
                 f"{microbatch} sequences",
                 f"use {smaller}more parallel.microbatches",
+                f"{key}: its batches are not of whole microbatches",
             )
     *smaller, _ = phases(config, Span("", 0, config.train.steps))
     for span in [span for span in smaller if span.batch_size]:

@@ -153,10 +153,10 @@ def neutral(config: Config, vocab: int | None) -> Config:
     one = dict.fromkeys(config.parallel.axes, 1)
     on_device = {"offload_params": "none", "offload_activations": "none"}  # they require ZeRO 3 and a remat policy
     together = {"sync_every": 0, "compress": "none", "full_sync_steps": 0}  # they require several replicas
-    batches = {"noise_scale": False, "batch_schedule": (), "batch_growth": None}  # they require several microbatches
     plainest = config.replace("parallel", **plain, **together).replace("memory", remat="none", **on_device)
-    plainest = plainest.replace("train", **batches)
+    plainest = plainest.replace("train", **layouts.OF_MICROBATCHES)
     resolved = resolve(plainest.replace("model", loss_chunk=0), one, vocab)
     kept = {key: getattr(config.parallel, key) for key in (*together, "expert_exchange")}
     resolved = resolved.replace("parallel", **kept)
+    resolved = resolved.replace("train", **{key: getattr(config.train, key) for key in layouts.OF_MICROBATCHES})
     return resolved.replace("memory", **{key: getattr(config.memory, key) for key in on_device})

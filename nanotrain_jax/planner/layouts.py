@@ -21,6 +21,8 @@ from nanotrain_jax.costs import counts, hardware
 
 MOST_PADDING = 0.25  # rows of layers that are padding, over layers
 LONG = 8192  # fewest tokens of a sequence on a device, where context splits sequences
+# Keys of train that some numbers of microbatches suit -> value that all suit.
+OF_MICROBATCHES = {"noise_scale": False, "batch_schedule": (), "batch_growth": None}
 
 
 class Rejection(StrEnum):
@@ -98,10 +100,13 @@ def _with_attention(
     if axes["context"] > 1:
         kinds = options(fixed, "parallel.context_attention", (blockwise, "ulysses"))
     for kind in kinds:
+        plain = mesh.replace("parallel", context_attention=kind).replace("train", **OF_MICROBATCHES)
         try:
-            yield resolve(mesh.replace("parallel", context_attention=kind), mesh.parallel.axes)
+            resolved = resolve(plain, mesh.parallel.axes)
         except Misfit as error:
             rejected[error.reason] += 1
+            continue
+        yield resolved.replace("train", **{key: getattr(mesh.train, key) for key in OF_MICROBATCHES})
 
 
 def _axes(

@@ -30,8 +30,10 @@ def config_of(config: Config, name: str | None) -> Config:
 
 
 def _after_phases(config: Config, span: Span) -> Config:
+    """Return the config of a stage after its other phases; it keeps their batches, which a layout must suit too."""
     check_files_of_phases(config)
-    return of_phase(of_span(config, span), span)
+    batches = {key: getattr(config.train, key) for key in ("batch_schedule", "batch_growth")}
+    return of_phase(of_span(config, span), span).replace("train", **batches)
 
 
 def all_stages(config: Config, planned: Estimate) -> list[Staged]:

@@ -190,4 +190,16 @@ def test_without_a_fit_the_error_has_the_excess_and_remedies():
 def test_a_batch_that_grows_may_be_searched():
     keys = "train.noise_scale=true", "train.batch_growth={batch_size: 4, every: 25}", "data.batch_size=64"
     config = load.load(ROOT / "configs/gpt2_124m.yaml", keys)
-    assert search.search(choice.neutral(config, 50304), "h100", 8).best
+    best = search.search(choice.neutral(config, 50304), "h100", 8).best
+    assert best
+    for found in best:  # what train would take
+        resolve(load.parse(found.config.to_dict()), found.config.parallel.axes, 50304)
+        assert 4 % (found.config.data.batch_size // found.config.parallel.microbatches) == 0
+
+
+@pytest.mark.parametrize("keys", [["train.noise_scale=true"], ["train.batch_schedule=[{steps: 5, batch_size: 16}]"]])
+def test_a_layout_suits_the_batches_of_a_run(keys):
+    config = load.load(ROOT / "configs/gpt2_124m.yaml", [*keys, "data.batch_size=64"])
+    for found in search.search(choice.neutral(config, 50304), "h100", 1).best:
+        resolve(load.parse(found.config.to_dict()), found.config.parallel.axes, 50304)
+        assert found.config.parallel.microbatches > 1
