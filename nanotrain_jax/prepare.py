@@ -44,7 +44,7 @@ from nanotrain_jax.data.preparation import Asked, Plan, Task
 from nanotrain_jax.data.shards import DOCUMENTS, TOKENS, Finished
 from nanotrain_jax.data.text_files import Field
 from nanotrain_jax.data.token_folder import Header
-from nanotrain_jax.data.tokenizer import END_OF_TEXT, TOKENIZER, Tokenizer, of_files
+from nanotrain_jax.data.tokenizer import END_OF_TEXT, NO_BEGIN, TOKENIZER, Tokenizer, begin_apart, of_files
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.run import shell
 
@@ -92,6 +92,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "repository",
     )
     parser.add_argument("--end-token", help="ends each document (default: as of data.end_token)")
+    parser.add_argument("--begin-token", help="begins each document; none: no token (default: as of data.begin_token)")
     parser.add_argument("--field", default="text", help="key or column that holds the text (default: text)")
     parser.add_argument("--skip-bad", action="store_true", help="skip and count bad lines of .jsonl")
     parser.add_argument(
@@ -169,12 +170,12 @@ def open_folder(asked: argparse.Namespace, out: Path) -> Header | None:
 def tokenizer_for(asked: argparse.Namespace, out: Path, before: Header | None) -> Tokenizer:
     """Return the tokenizer that is asked for, or that of a folder to append to. Raises ValueError or OSError."""
     name, is_trained = asked.tokenizer or "bytes", (out / TOKENIZER).exists()  # when the folder was begun
-    if asked.append and asked.tokenizer is None and asked.end_token is None:
-        return tokenizer_in(out)
+    if asked.append and (asked.tokenizer, asked.end_token, asked.begin_token) == (None, None, None):
+        return tokenizer_of_shards(out, before)
     if name.startswith(TRAIN) and is_trained and not asked.append:
         return tokenizer_in(out)
     if not name.startswith(TRAIN):
-        found = load_tokenizer(name, asked.end_token, "--tokenizer", "bytes, train-bpe:SIZE")
+        found = load_tokenizer(name, asked.end_token, asked.begin_token, "--tokenizer", "bytes, train-bpe:SIZE")
     elif asked.part != (0, 1) or asked.append:
         raise ValueError(
             f"--tokenizer={name} with --{'append' if asked.append else 'part'}: every shard needs the same tokenizer; "
@@ -187,8 +188,19 @@ def tokenizer_for(asked: argparse.Namespace, out: Path, before: Header | None) -
         found = train_bpe(shown, name.removeprefix(TRAIN))
     if asked.append and before and found.name != before.tokenizer:
         raise ValueError(
-            f"--tokenizer={name}: --out={out} has another tokenizer ({before.tokenizer}); leave --tokenizer and "
-            "--end-token out"
+            f"--tokenizer={name}: --out={out} has another tokenizer ({before.tokenizer}); leave --tokenizer, "
+            "--end-token and --begin-token out"
+        )
+    return found
+
+
+def tokenizer_of_shards(out: Path, before: Header | None) -> Tokenizer:
+    """Return the tokenizer of a folder to append to. Raises ValueError, also if its begin token is new, or OSError."""
+    found = tokenizer_in(out)
+    if before and begin_apart(found.name, before.tokenizer):
+        raise ValueError(
+            f"--append: --out={out} was prepared without the begin token that its tokenizer adds ({found.name}); "
+            f"prepare its text again, or add --tokenizer {out} --begin-token {NO_BEGIN} to go on without"
         )
     return found
 
@@ -298,7 +310,8 @@ def verify(folder: Path, readers: int) -> int:
     header = token_folder.read_header(folder, f"--verify={folder}")
     found = header.places(folder)
     sizes = [place.size(TOKENS, counts) + place.size(DOCUMENTS, counts) for place, counts in found]
-    bad, has_tokenizer = 0, tokenizer_in(folder).name == header.tokenizer
+    own = tokenizer_in(folder).name
+    bad, has_tokenizer = 0, own == header.tokenizer or begin_apart(own, header.tokenizer) == NO_BEGIN  # of older ones
     if not has_tokenizer:
         told = f"{folder / TOKENIZER} is not the tokenizer of the shards ({header.tokenizer}): it was modified"
         print(f"error: {told}; copy it again", file=sys.stderr)

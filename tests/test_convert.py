@@ -10,6 +10,7 @@ import hugging_face_folders as folders
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from conftest import exit_code
 from hugging_face_folders import GOLDEN
 from safetensors.numpy import save_file
@@ -275,11 +276,14 @@ def test_the_model_without_its_head_has_names_without_a_prefix(tmp_path):
     np.testing.assert_allclose(conversion.logits(source.model, source.read, tokens), expected, rtol=0, atol=1e-5)
 
 
-def test_a_run_that_did_not_start_from_a_folder_says_where_its_text_ends(tmp_path):
+@pytest.mark.parametrize("begin", [None, 1])
+def test_a_run_that_did_not_start_from_a_folder_says_where_its_text_begins_and_ends(begin, tmp_path):
     model, run, back = (tmp_path / name for name in ("model", "run", "back"))
     folders.folder(model)
-    tokenizer = (model / "tokenizer.json").read_text().replace('w3"', '</s>"')
-    (model / "tokenizer.json").write_text(tokenizer)
+    tokenizer = tokenizers.Tokenizer.from_str((model / "tokenizer.json").read_text().replace('w3"', '</s>"'))
+    if begin:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing("w1 $A", special_tokens=[("w1", begin)])
+    tokenizer.save(str(model / "tokenizer.json"))
     folders.write_json(model / "tokenizer_config.json", {"eos_token": "</s>"})
     assert convert.main(["--from", str(model), "--out", str(run), "--no-check"]) == 0
     (run / "config.json").unlink()
@@ -287,7 +291,8 @@ def test_a_run_that_did_not_start_from_a_folder_says_where_its_text_ends(tmp_pat
     assert convert.main(["--run", str(run), "--to", str(back), "--no-check"]) == 0
     for name in ("config.json", "generation_config.json"):
         written = json.loads((back / name).read_text())
-        assert (written["eos_token_id"], written["bos_token_id"], written["pad_token_id"]) == (3, None, None)
-    assert json.loads((back / "tokenizer_config.json").read_text())["eos_token"] == "</s>"
+        assert (written["eos_token_id"], written["bos_token_id"], written["pad_token_id"]) == (3, begin, None)
+    written = json.loads((back / "tokenizer_config.json").read_text())
+    assert (written["eos_token"], written.get("bos_token", "none")) == ("</s>", "w1" if begin else "none")
     assert hugging_face.opened(back).model == hugging_face.opened(model).model
     folders.assert_same_bits(folders.read(back), folders.tensors("llama"))

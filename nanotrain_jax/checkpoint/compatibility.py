@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from nanotrain_jax.config.experts import fixed
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.data.tokenizer import begin_apart
 
 Plain = dict[str, dict[str, Any]]  # section -> key -> value, from `Config.to_dict`
 # Model keys that do not change the result, but for rounding.
@@ -140,9 +141,10 @@ def check(meta: Meta, requested: Config, config: Config, tokenizer: str | None) 
     remedy = "or start again in another logging.dir"
     is_unknown = meta.weights_only and None in (tokenizer, meta.tokenizer)  # synthetic data; a model without one
     if tokenizer != meta.tokenizer and not is_unknown:
+        begin = begin_apart(tokenizer, meta.tokenizer)
         raise ValueError(
             f"the data's tokenizer is {tokenizer} but the checkpoint was trained with {meta.tokenizer}; "
-            f"resume with the same tokenizer, {remedy}"
+            f"resume with the same tokenizer{f' (data.begin_token: {begin})' if begin else ''}, {remedy}"
         )
     model, then = config.to_dict()["model"], meta.config
     for key in _must_match(meta, config):

@@ -13,8 +13,8 @@ from nanotrain_jax.config.values import Path, Seed, Sequences, Tokens, Verify, i
 
 
 class Data(Section):
-    """Training and validation data. Documents are concatenated, each followed by an end token, and split into sequences
-    of seq_len tokens."""
+    """Training and validation data. Documents are concatenated, each between the begin and end tokens of the tokenizer,
+    and split into sequences of seq_len tokens."""
 
     source: Sources = key(
         "stdlib",
@@ -33,6 +33,11 @@ class Data(Section):
         None,
         "token that ends each document; null: the one that the files beside tokenizer.json name (eos_token, "
         "eos_token_id), else <|endoftext|>, <|end_of_text|> or </s>",
+    )
+    begin_token: str | None = key(
+        None,
+        "token that begins each document, and each plain prompt and text later; none: no token; null: what the "
+        "tokenizer's files say (add_bos_token of tokenizer_config.json, else the post-processor of tokenizer.json)",
     )
     field: str = key("text", "text:GLOB: key of .jsonl and column of .parquet with the text")
     batch_size: Sequences = key(32, "global batch size, in sequences per step")

@@ -85,7 +85,7 @@ def first_words(dataset: Dataset, config: Data, count: int = 3) -> str:
         return ""
     tokenizer = tokenizer_of(config)
     tokens = side[0][side.document_starts(0) == 0][:256].tolist()
-    text = tokenizers.text_decoder(tokenizer)([token for token in tokens if token != tokenizer.end])
+    text = tokenizers.text_decoder(tokenizer)([i for i in tokens if i not in (tokenizer.end, *tokenizer.begin)])
     lines = [line.split() for line in text.splitlines()]
     return next((" ".join(words[:count]) for words in lines if words), "")
 

@@ -136,11 +136,12 @@ def matching(pattern: str, key: str) -> list[str]:
 
 
 def encoded(documents: Iterable[bytes], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Yield (token ids and end token, hash of the text, number of U+FFFD replacements) of each non-empty document."""
+    """Yield (token ids between begin and end token, hash of the text, number of U+FFFD replacements) of each non-empty
+    document."""
     end = np.array([] if tokenizer.end is None else [tokenizer.end], np.uint32)
     for texts in at_once(d for d in documents if d):
         for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
-            ids = np.append(ids, end).astype(tokenizer.dtype)
+            ids = np.append(tokenizer.begun(ids), end).astype(tokenizer.dtype)
             yield ids, text_key(text), 0 if tokenizer.is_bytes else replaced(text)
 
 

@@ -184,17 +184,23 @@ def check_tokenizers(found: Sequence[Opened]) -> None:
 
 def check_tokenizer(config: Data, name: str, folder: Path) -> None:
     """Raise ValueError unless the file in a token folder is the tokenizer that it was made with, and so are
-    data.tokenizer and data.end_token, if set. name: of that tokenizer."""
-    if stored.exists(folder / tokenizers.TOKENIZER) and tokenizers.load(str(folder)).name != name:
+    data.tokenizer, data.end_token and data.begin_token, if set. name: of that tokenizer."""
+    own = tokenizers.load(str(folder)).name if stored.exists(folder / tokenizers.TOKENIZER) else name
+    is_older = tokenizers.begin_apart(own, name) == tokenizers.NO_BEGIN
+    if is_older and config.begin_token != tokenizers.NO_BEGIN:
+        raise ValueError(
+            f"data.source={config.source!r} was prepared without the begin token that its tokenizer adds ({own}); "
+            f"prepare it again, or set data.begin_token={tokenizers.NO_BEGIN} to train without"
+        )
+    if own != name and not is_older:
         raise ValueError(
             f"{folder / tokenizers.TOKENIZER} or a file beside it is not of the tokenizer of {config.source!r} (which "
             f"is {name}): it was modified; copy the folder again, or create it with python -m nanotrain_jax.prepare"
         )
-    if (config.tokenizer or config.end_token) and tokenizer_of(config).name != name:
-        raise ValueError(
-            f"data.tokenizer={config.tokenizer!r} with data.end_token={config.end_token!r} is not the tokenizer of "
-            f"{config.source!r} (which is {name}); remove both keys"
-        )
+    keys = {key: getattr(config, key) for key in ("tokenizer", "end_token", "begin_token")}
+    given = " with ".join(f"data.{key}={value!r}" for key, value in keys.items() if value)
+    if given and tokenizer_of(config).name != name:
+        raise ValueError(f"{given} is not the tokenizer of {config.source!r} (which is {name}); remove the keys")
 
 
 def fingerprint(opened: Sequence[Opened], config: Data, told: Sequence[str]) -> str:
@@ -230,7 +236,7 @@ def tokenizer_of(config: Data) -> tokenizers.Tokenizer:
     sources = [part.source for part in config.parts] or [config.source]
     folders = [where for kind, _, where in (source.partition(":") for source in sources) if kind == "tokens"]
     found = next((where for where in folders if stored.exists(stored.folder_at(where) / tokenizers.TOKENIZER)), "bytes")
-    return tokenizers.load(config.tokenizer or found, config.end_token)
+    return tokenizers.load(config.tokenizer or found, config.end_token, config.begin_token)
 
 
 def corpus_of(config: Data) -> Corpus:

@@ -3,12 +3,16 @@
 Which token ends a document: `data.end_token`; else `eos_token` of tokenizer_config.json; else the first `eos_token_id`
 of generation_config.json or config.json; else a usual name that the vocabulary has. Generated text stops at any token
 that one of them names.
+
+What begins a text: `data.begin_token`; else, where tokenizer_config.json has `add_bos_token`, its `bos_token` or
+nothing; else what the post-processor of tokenizer.json puts before a text, which often is nothing.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +25,18 @@ from nanotrain_jax.data import stored
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # usual names of the end-of-document token, by preference
 TOKENIZER = "tokenizer.json"
 NAMES_END = "tokenizer_config.json"  # eos_token: a string, or an object with it as `content`
+ADDS_BEGIN, NAMES_BEGIN = "add_bos_token", "bos_token"  # in the same file: true or false, and a token
+NO_BEGIN = "none"  # of data.begin_token
 NAMES_IDS = "generation_config.json", "config.json"  # eos_token_id: a number or a list
 CHAT_TEMPLATE = "chat_template.jinja"  # of newer folders; older ones have it in tokenizer_config.json
+BEGIN = " begin "  # before its id in the name of a tokenizer
 FILES = TOKENIZER, NAMES_END, *NAMES_IDS, CHAT_TEMPLATE
 
 
 class Tokenizer(NamedTuple):
     """name: identifies it (a hash for files); encode: texts -> token ids of each; end: id of the token that ends
-    documents; stops: ids at which generated text stops; files: name -> text of the files that give it; none for bytes.
+    documents; stops: ids at which generated text stops; files: name -> text of the files that give it; none for bytes;
+    begin: ids that come before each text which no chat template wrote.
     """
 
     name: str
@@ -37,6 +45,7 @@ class Tokenizer(NamedTuple):
     end: int | None
     stops: frozenset[int]
     files: Mapping[str, str]
+    begin: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> np.dtype:
@@ -48,6 +57,11 @@ class Tokenizer(NamedTuple):
         """True for the byte tokenizer."""
         return not self.files
 
+    def begun(self, ids: np.ndarray) -> np.ndarray:
+        """Return the tokens of a text behind those of `begin`, unless they begin with them."""
+        begin = np.asarray(self.begin, ids.dtype)
+        return ids if np.array_equal(ids[: len(begin)], begin) else np.concatenate([begin, ids])
+
 
 class Encoded(NamedTuple):
     """A text as tokens. starts, stops: the characters of each token, first and last + 1; tokens of one character have
@@ -58,23 +72,33 @@ class Encoded(NamedTuple):
     stops: np.ndarray
 
 
-def load(path: str, end_token: str | None = None, key: str = "data.tokenizer", others: str = "bytes") -> Tokenizer:
+def load(
+    path: str,
+    end_token: str | None = None,
+    begin_token: str | None = None,
+    key: str = "data.tokenizer",
+    others: str = "bytes",
+) -> Tokenizer:
     """Load a tokenizer: `bytes`, a tokenizer.json, a folder with one, or a token folder in a store. Raises ValueError
     or OSError that name the key.
 
-    end_token: ends documents instead of the one that the files name. others: values the key accepts besides a path, for
-    messages.
+    end_token, begin_token: end documents and begin texts instead of what the files say (data.end_token,
+    data.begin_token). others: values the key accepts besides a path, for messages.
     """
     if path == "bytes":
         if end_token is not None:
             raise ValueError(
                 f"the end token {end_token!r} is not one of bytes, where id 256 ends a document; remove it"
             )
+        if begin_token not in (None, NO_BEGIN):
+            raise ValueError(
+                f"the begin token {begin_token!r} is not one of bytes, where none begins a document; remove it"
+            )
         return of_bytes()
     if is_remote(path):
         paths = [stored.folder_at(path) / name for name in FILES]
         files = {path.name: stored.content(path).decode() for path in paths if stored.exists(path)}
-        return of_files(files, path, end_token)
+        return of_files(files, path, end_token, begin_token)
     remedy = f"give {others}, or the path of a tokenizer.json or of its folder (as in Hugging Face model repositories)"
     file = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
     try:
@@ -86,7 +110,7 @@ def load(path: str, end_token: str | None = None, key: str = "data.tokenizer", o
     for name in FILES[1:]:
         if (file.parent / name).is_file():
             files[name] = (file.parent / name).read_text(encoding="utf-8", errors="replace")
-    return of_files(files, str(file), end_token)
+    return of_files(files, str(file), end_token, begin_token)
 
 
 def of_bytes() -> Tokenizer:
@@ -96,6 +120,12 @@ def of_bytes() -> Tokenizer:
 
 def check_name(tokenizer: Tokenizer, trained_with: str | None, folder: Path) -> None:
     """Raise ValueError unless the tokenizer in a folder is that of a checkpoint. trained_with: None: it has none."""
+    if begin_apart(tokenizer.name, trained_with) == NO_BEGIN:
+        raise ValueError(
+            f"{folder / TOKENIZER} with the files beside it is {tokenizer.name}, but the checkpoint was trained with "
+            f'{trained_with}: no begin token came before its texts; write "{ADDS_BEGIN}": false into '
+            f"{folder / NAMES_END}, or train it again"
+        )
     if trained_with not in (None, tokenizer.name):
         raise ValueError(
             f"{folder / TOKENIZER} with the files beside it is {tokenizer.name}, but the checkpoint was trained with "
@@ -103,10 +133,25 @@ def check_name(tokenizer: Tokenizer, trained_with: str | None, folder: Path) -> 
         )
 
 
-def of_files(files: Mapping[str, str], origin: str, end_token: str | None = None) -> Tokenizer:
+def begin_of(name: str) -> str:
+    """Return the begin token that the name of a tokenizer tells, an id; "" if it tells none."""
+    return name.partition(BEGIN)[2]
+
+
+def begin_apart(now: str | None, then: str | None) -> str:
+    """Return which data.begin_token makes the first of two tokenizers the second, in words; "" if they are the same, or
+    differ in more. now, then: their names."""
+    if None in (now, then) or now == then or now.partition(BEGIN)[0] != then.partition(BEGIN)[0]:
+        return ""
+    return f"the token of id {begin_of(then)}" if begin_of(then) else NO_BEGIN
+
+
+def of_files(
+    files: Mapping[str, str], origin: str, end_token: str | None = None, begin_token: str | None = None
+) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json (`tokenizers` library) and the files beside it. Raises ValueError.
 
-    files: name -> text. origin: where they come from, for messages.
+    files: name -> text. origin: where they come from, for messages. end_token, begin_token: as of `load`.
     """
     text = files[TOKENIZER]
     try:
@@ -124,6 +169,13 @@ def of_files(files: Mapping[str, str], origin: str, end_token: str | None = None
             f"the end token {named[0]!r} is not a token of {origin!r}; set data.end_token to one (<|endoftext|>, say)"
         )
     stops = frozenset({_id(token, model) for token in named} | {end}) - {None}
+    begins = _begins(files, model, origin, begin_token)
+    begin = tuple(_id(token, model) for token in begins)
+    if None in begin:
+        raise ValueError(
+            f"the begin token {begins[begin.index(None)]!r} is not a token of {origin!r}; set data.begin_token to one, "
+            f"or to {NO_BEGIN}"
+        )
 
     def encode(texts: Sequence[bytes]) -> list[np.ndarray]:
         decoded = [t.decode("utf-8", errors="replace") for t in texts]
@@ -132,8 +184,16 @@ def of_files(files: Mapping[str, str], origin: str, end_token: str | None = None
     name = "sha256:" + hashlib.sha256(text.encode()).hexdigest()[:16]
     if end != _end([], model):
         name += f" end {end}"
+    if begin:
+        name += BEGIN + " ".join(map(str, begin))
     vocab_size = max(model.get_vocab().values(), default=0) + 1
-    return Tokenizer(name, vocab_size, encode, end, stops, _described(files, end, stops, model))
+    described = _described(files, end, stops, model)
+    if [_id(token, model) for token in _begins(described, model, origin)] != [
+        *begin
+    ]:  # data.begin_token has none or one
+        named = {NAMES_BEGIN: model.id_to_token(begin[0])} if begin else {}
+        _add(described, NAMES_END, {ADDS_BEGIN: bool(begin)} | named)
+    return Tokenizer(name, vocab_size, encode, end, stops, described, begin)
 
 
 def _id(token: str | int, model: tokenizers.Tokenizer) -> int | None:
@@ -164,6 +224,37 @@ def _named(files: Mapping[str, str], origin: str) -> list[str | int]:
     return found
 
 
+def _begins(
+    files: Mapping[str, str], model: tokenizers.Tokenizer, origin: str, asked: str | None = None
+) -> list[str | int]:
+    """Return the tokens or ids that come before a text. asked: data.begin_token. Raises ValueError."""
+    if asked is not None:
+        return [] if asked == NO_BEGIN else [asked]
+    config = parse_json(files, NAMES_END, origin)
+    adds, token = config.get(ADDS_BEGIN), config.get(NAMES_BEGIN)
+    if adds is None or (adds and token is None):
+        return [] if model.post_processor is None else _added(json.loads(model.post_processor.__getstate__()))
+    token = token.get("content") if isinstance(token, dict) else token
+    if type(adds) is not bool or (adds and not isinstance(token, str)):
+        raise ValueError(
+            f"{ADDS_BEGIN}={adds!r} with {NAMES_BEGIN}={token!r} of {NAMES_END} beside {origin!r} is not true or false "
+            "with a token; mend or remove the file"
+        )
+    return [token] if adds else []
+
+
+def _added(processor: Mapping[str, Any]) -> list[str | int]:
+    """Return the tokens or ids that a post-processor, as tokenizer.json has it, puts before a text."""
+    kind = processor["type"]
+    if kind == "Sequence":
+        return [token for one in processor["processors"] for token in _added(one)]
+    if kind == "TemplateProcessing":
+        pieces = takewhile(lambda piece: "SpecialToken" in piece, processor["single"])
+        names, ids = [piece["SpecialToken"]["id"] for piece in pieces], processor["special_tokens"]
+        return [token for name in names for token in (ids[name]["ids"] if name in ids else [name])]
+    return [processor["cls"][1]] if kind in ("BertProcessing", "RobertaProcessing") else []
+
+
 def parse_json(files: Mapping[str, str], name: str, origin: str) -> dict[str, Any]:
     """Return the content of a JSON file; {} if there is none. Raises ValueError."""
     try:
@@ -180,16 +271,17 @@ def _described(
 ) -> dict[str, str]:
     """Return the files that give the same tokenizer in another folder: as they came, with what they lack added."""
     out = {name: text for name, text in files.items() if name != "config.json"}  # which is the model's
-
-    def adds(name: str, key: str, value: Any) -> None:
-        out[name] = json.dumps(parse_json(out, name, "") | {key: value}, indent=2) + "\n"
-
     if _end(_named(out, ""), model) != end:
-        adds(NAMES_END, "eos_token", model.id_to_token(end))
+        _add(out, NAMES_END, {"eos_token": model.id_to_token(end)})
     named = {_id(token, model) for token in _named(out, "")}
     if len(stops) > 1 and not stops <= named:
-        adds("generation_config.json", "eos_token_id", sorted(stops))
+        _add(out, "generation_config.json", {"eos_token_id": sorted(stops)})
     return out
+
+
+def _add(files: dict[str, str], name: str, keys: Mapping[str, Any]) -> None:
+    """Write keys into a JSON file, in place."""
+    files[name] = json.dumps(parse_json(files, name, "") | keys, indent=2) + "\n"
 
 
 def text_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

@@ -143,7 +143,7 @@ def vocabulary(config: Config) -> int | None:
         return corpus.read(folder, verify=False).vocab_size
     if kind not in ("stdlib", "text", "chat", "pairs"):
         return None
-    return tokenizer.load(config.data.tokenizer or "bytes", config.data.end_token).vocab_size
+    return tokenizer.load(config.data.tokenizer or "bytes", config.data.end_token, config.data.begin_token).vocab_size
 
 
 def neutral(config: Config, vocab: int | None) -> Config:

@@ -27,7 +27,7 @@ from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.config.schema import Config, Model
 from nanotrain_jax.config.values import with_message
 from nanotrain_jax.data import corpus
-from nanotrain_jax.data.tokenizer import Tokenizer, check_name
+from nanotrain_jax.data.tokenizer import NAMES_BEGIN, Tokenizer, check_name
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.models import decoder, hugging_face, hugging_face_config
 from nanotrain_jax.models.hugging_face import Stored
@@ -210,10 +210,13 @@ class Export:
             others = sorted(tokenizer.stops - {tokenizer.end})
             ids["eos_token_id"] = [tokenizer.end, *others] if others else tokenizer.end
             known = tokenizers.Tokenizer.from_str(tokenizer.files[TOKENIZER])
-            end = {} if tokenizer.end is None else {"eos_token": known.id_to_token(tokenizer.end)}
+            named = {} if tokenizer.end is None else {"eos_token": known.id_to_token(tokenizer.end)}
+            if tokenizer.begin:
+                ids["bos_token_id"] = tokenizer.begin[0]
+                named[NAMES_BEGIN] = known.id_to_token(tokenizer.begin[0])
             keys = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": self.model.max_seq_len}
             if not (folder / TOKENIZER_CONFIG).exists():
-                safetensors.write_json(folder / TOKENIZER_CONFIG, keys | end)
+                safetensors.write_json(folder / TOKENIZER_CONFIG, keys | named)
         return ids
 
 

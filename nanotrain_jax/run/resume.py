@@ -20,6 +20,7 @@ from nanotrain_jax.config.training_stages import rate_of_batch
 from nanotrain_jax.config.values import HUGGING_FACE
 from nanotrain_jax.costs import counts
 from nanotrain_jax.data.batches import Dataset
+from nanotrain_jax.data.tokenizer import begin_apart
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.distributed.processes import on_all_processes
 from nanotrain_jax.parallel.collectives import Tree
@@ -181,8 +182,10 @@ def _base_for(base: Base, config: Config, dataset: Dataset) -> Source:
     check_model(config.model.model_dump(), source.model, folder)
     theirs = source.meta.tokenizer
     if None not in (dataset.tokenizer, theirs) and dataset.tokenizer != theirs:
+        begin = begin_apart(dataset.tokenizer, theirs)
         raise ValueError(
             f"the data's tokenizer is {dataset.tokenizer}, but {base.name} was trained with {theirs}; use that one"
+            + (f" (data.begin_token: {begin})" if begin else "")
         )
     return source
 
@@ -196,11 +199,12 @@ def _matching(path: Path, config: Config, dataset: Dataset) -> hugging_face.Fold
     source = hugging_face.opened(path)
     check_model(config.model.model_dump(), source.model, path)
     file = path / TOKENIZER
-    is_known = dataset.tokenizer and file.is_file()
-    if is_known and load_tokenizer(str(file), config.data.end_token).name != dataset.tokenizer:
-        raise ValueError(
-            f"the data's tokenizer is {dataset.tokenizer}, but the model's is {file}; use data.tokenizer={file}"
-        )
+    keys, is_known = config.data, dataset.tokenizer and file.is_file()
+    theirs = load_tokenizer(str(file), keys.end_token, keys.begin_token).name if is_known else None
+    if is_known and theirs != dataset.tokenizer:
+        begin = begin_apart(theirs, dataset.tokenizer)
+        remedy = f"set data.begin_token: {begin}, or prepare the data again" if begin else f"use data.tokenizer={file}"
+        raise ValueError(f"the data's tokenizer is {dataset.tokenizer}, but the model's is {file} ({theirs}); {remedy}")
     if config.memory.offload_optimizer == "nvme":
         raise ValueError(
             f"memory.offload_optimizer=nvme with checkpoint.resume={HUGGING_FACE}{path}: the files are made of a "

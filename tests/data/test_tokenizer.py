@@ -138,5 +138,5 @@ def test_a_token_folder_keeps_its_end_token(folder):
     assert batches.tokenizer_of(request.parse({"data": keys}).data).end == TURN
     dataset = batches.load(request.parse({"data": keys | {"tokenizer": str(path), "end_token": "<turn>"}}).data)
     assert TURN in dataset.train[0]
-    with pytest.raises(ValueError, match=r"data.end_token='<eos>' is not the tokenizer of .*; remove both keys"):
+    with pytest.raises(ValueError, match=r"data.end_token='<eos>' is not the tokenizer of .*; remove the keys"):
         batches.load(request.parse({"data": keys | {"tokenizer": str(path), "end_token": "<eos>"}}).data)

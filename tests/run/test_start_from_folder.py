@@ -177,6 +177,14 @@ def test_the_tokenizer_of_the_data_must_be_the_models(tmp_path):
     other.write_text(other.read_text().replace("w60", "w61"))
     with pytest.raises(ValueError, match=r"tokenizer is sha256:.*, but the model's is .*; use data.tokenizer="):
         started(tmp_path, model, {}, data=text | {"tokenizer": str(other)})
+    folders.write_json(model / "tokenizer_config.json", {"eos_token": "w3", "add_bos_token": True, "bos_token": "w1"})
+    folders.write_json(other.parent / "tokenizer_config.json", {"eos_token": "w3"})
+    other.write_text((model / "tokenizer.json").read_text())
+    text |= {"tokenizer": str(other)}
+    with pytest.raises(ValueError, match=r", but the model's is .* begin 1\); set data.begin_token: none, or prepare"):
+        started(tmp_path, model, {}, data=text)
+    for token in "none", "w1":
+        started(tmp_path, model, {}, data=text | {"begin_token": token})
 
 
 def test_a_sharded_folder_is_read_once_and_by_each_device_its_own(tmp_path, monkeypatch):
