@@ -25,15 +25,15 @@ MAX_SHOWN = 60  # characters of a line in an error message
 class Example(NamedTuple):
     """A text of which spans are learned.
 
-    appends: the end token follows. trims: a span has what the template writes behind the answer; what follows the end
-    token there is not learned. place: file and line, for messages. key: examples with the same one are all held out for
-    validation or none is; None: the text.
+    is_plain: no template wrote it, so the tokenizer's begin and end tokens go around it. trims: a span has what the
+    template writes behind the answer; what follows the end token there is not learned. place: file and line, for
+    messages. key: examples with the same one are all held out for validation or none is; None: the text.
     """
 
     text: str
     spans: Sequence[Span]
     place: str
-    appends: bool = False
+    is_plain: bool = False
     trims: bool = False
     key: str | None = None
 
@@ -99,7 +99,7 @@ def _example(row: dict[str, Any], template: Template | None, loss_on: str) -> Ex
     if isinstance(row.get("text"), str):
         if not row["text"]:
             raise ValueError("text is empty; leave the line out")
-        return Example(_clean(row["text"], "text"), [(0, len(row["text"]))], "", appends=True)
+        return Example(_clean(row["text"], "text"), [(0, len(row["text"]))], "", is_plain=True)
     raise ValueError(f"a row with the keys {', '.join(map(repr, [*row][:20])) or 'of no name'}; write {ROW}")
 
 
@@ -108,7 +108,7 @@ def completed(prompt: str, completion: str, learns_all: bool = False) -> Example
     if not completion.strip():
         raise ValueError("completion is empty: there is nothing to learn; leave the line out")
     text = _clean(prompt, "prompt") + _clean(completion, "completion")
-    return Example(text, [(0 if learns_all else len(prompt), len(text))], "", appends=True)
+    return Example(text, [(0 if learns_all else len(prompt), len(text))], "", is_plain=True)
 
 
 def checked(messages: Any, key: str, before: Sequence[Message] = ()) -> list[Message]:

@@ -117,7 +117,7 @@ class Masker:
     """Tells which tokens of an example are learned, and counts on the way: see `Counts`. ends: that were found."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.end, self.special = tokenizer.end, special_tokens(tokenizer)
+        self.end, self.begun, self.special = tokenizer.end, tokenizer.begun, special_tokens(tokenizer)
         self.is_special = np.zeros(tokenizer.vocab_size, bool)
         self.is_special[list(self.special)] = True
         self.endless = self.straddling = 0
@@ -136,9 +136,12 @@ class Masker:
                 stop = len(example.text[:last].rstrip()) if at is None else text.starts[at] + 1
                 mine &= text.starts < stop
             learned |= mine
-        if example.appends and not (len(ids) and ids[-1] == self.end):
+        if example.is_plain and not (len(ids) and ids[-1] == self.end):
             end = np.array([] if self.end is None else [self.end], np.int64)
             ids, learned, lacks_end = np.append(ids, end), np.append(learned, end >= 0), self.end is None
+        if example.is_plain:
+            ids = self.begun(ids)
+            learned = np.concatenate([np.zeros(len(ids) - len(learned), bool), learned])
         learned[:1] = False
         self.endless += bool(lacks_end)
         self.straddling += straddles
