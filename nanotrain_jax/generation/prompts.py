@@ -45,13 +45,14 @@ def _prompt(place: str, line: str, loaded: Loaded) -> Prompt:
         return encode(row["prompt"], loaded, place, row)
     messages = row.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-        return encode(chat_template.of_folder(loaded.folder).render(messages), loaded, place, row)
+        return encode(chat_template.of_folder(loaded.folder).render(messages), loaded, place, row, is_rendered=True)
     raise ValueError(f'{place}: {line[:MAX_SHOWN]!r} has neither a text "prompt" nor "messages"; write one')
 
 
-def encode(text: str, loaded: Loaded, place: str, given: dict[str, Any]) -> Prompt:
-    """Return the tokens of a prompt. place: for messages. Raises ValueError if there are none, or too many."""
-    ids = tokens(text, loaded)
+def encode(text: str, loaded: Loaded, place: str, given: dict[str, Any], is_rendered: bool = False) -> Prompt:
+    """Return the tokens of a prompt. place: for messages; is_rendered: by a chat template, which writes the begin token
+    itself if it wants one. Raises ValueError if there are none, or too many."""
+    ids = tokens(text, loaded, is_rendered)
     if not ids:
         raise ValueError(f"{place} gives no tokens with this model's tokenizer; give some text")
     if len(ids) >= loaded.context:
@@ -61,10 +62,10 @@ def encode(text: str, loaded: Loaded, place: str, given: dict[str, Any]) -> Prom
     return Prompt(ids, given)
 
 
-def tokens(text: str, loaded: Loaded) -> list[int]:
-    """Return the tokens of a text."""
+def tokens(text: str, loaded: Loaded, is_rendered: bool) -> list[int]:
+    """Return the tokens of a text. is_rendered: as of `encode`."""
     (ids,) = loaded.tokenizer.encode([text.encode("utf-8", "surrogateescape")])
-    return ids.tolist()
+    return (ids if is_rendered else loaded.tokenizer.begun(ids)).tolist()
 
 
 class Conversation:
@@ -86,10 +87,10 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": line}]
         text = self.template.render(self.system + messages)
         forgotten = 0
-        while len(tokens(text, self.loaded)) >= self.loaded.context and len(messages) > 2:
+        while len(tokens(text, self.loaded, is_rendered=True)) >= self.loaded.context and len(messages) > 2:
             messages, forgotten = messages[2:], forgotten + 1
             text = self.template.render(self.system + messages)
-        prompt = encode(text, self.loaded, "the message", {"prompt": text})
+        prompt = encode(text, self.loaded, "the message", {"prompt": text}, is_rendered=True)
         self.messages, self.forgotten = messages, self.forgotten + forgotten
         return prompt
 

@@ -13,7 +13,8 @@ INCOMPLETE = "\ufffd"  # at the end of a text: part of a multi-byte character
 class Text:
     """The text after a prompt. It ends at a token that ends texts, or before the first of the stop texts.
 
-    ids: tokens after the prompt, without one that ended it. text: after the prompt. is_ended: nothing more comes.
+    ids: tokens after the prompt, without one that ended it, and without those that begin texts. text: after the prompt.
+    is_ended: nothing more comes.
     """
 
     def __init__(self, prompt: Sequence[int], tokenizer: Tokenizer, stops: Sequence[str] = ()):
@@ -33,7 +34,8 @@ class Text:
         for token in tokens:
             if token == ENDED or token in self.tokenizer.stops:
                 return self.close()
-            self.ids.append(token)
+            if token not in self.tokenizer.begin:  # what begins texts is none
+                self.ids.append(token)
         self.text = self._whole()[self.start :].rstrip(INCOMPLETE)
         found = [at for at in map(self.text.find, self.stops) if at >= 0]
         if found:
