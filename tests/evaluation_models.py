@@ -15,19 +15,22 @@ WORDS = 61  # w0 to w60, each a token; w3 ends documents
 END = 3
 
 
-def tokenizer_files(end="w3"):
-    """tokenizer.json and the file beside it, as text."""
+def tokenizer_files(end="w3", begin=None):
+    """tokenizer.json and the file beside it, as text. begin: a word that comes before each text."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(WORDS)}, "w0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    if begin:
+        special = [(begin, int(begin[1:]))]
+        words.post_processor = tokenizers.processors.TemplateProcessing(single=f"{begin} $A", special_tokens=special)
     return {TOKENIZER: words.to_str(), NAMES_END: json.dumps({"eos_token": end} if end else {})}
 
 
-def loaded(weights, data=1, tensor=1, end="w3"):
-    """A model on so many devices, of what `generation_models.weights` returns."""
+def loaded(weights, data=1, tensor=1, end="w3", begin=None):
+    """A model on so many devices, of what `generation_models.weights` returns. end, begin: as of `tokenizer_files`."""
     model, _ = weights
     config, *_ = load.build(model.model_dump(), Placement(1), jax.devices()[:1])
     engine = generation_models.engine(*weights, data, tensor)
-    return Loaded(engine, of_files(tokenizer_files(end), "tokenizer.json"), config, None)
+    return Loaded(engine, of_files(tokenizer_files(end, begin), "tokenizer.json"), config, None)
 
 
 def text(count, seed=0):

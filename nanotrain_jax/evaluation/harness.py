@@ -53,7 +53,8 @@ class Adapter(LM):
         """Score whole texts, of any length, in windows that move on by the context."""
         context = self.loaded.context
         texts = self.loaded.tokenizer.encode([scoring.as_bytes(one.args[0]) for one in requests])
-        rows = [text.windows(text.with_end(ids.tolist(), self.loaded), context, context) for ids in texts]
+        found = [text.after_first(ids, self.loaded) for ids in texts]
+        rows = [text.windows(tokens, context, context, given) for tokens, given in found]
         scores = iter(self._scores([one for own in rows for one in own]))
         return [math.fsum(next(scores).log for _ in own) for own in rows]
 
@@ -77,7 +78,7 @@ class Adapter(LM):
         session = Session(loaded.engine, Choice(sampling(how), tuple(loaded.tokenizer.stops)), loaded.context)
         encoded = loaded.tokenizer.encode([scoring.as_bytes(context) for context in contexts])
         end = [] if loaded.tokenizer.end is None else [loaded.tokenizer.end]
-        given = [Prompt(ids.tolist()[limit - loaded.context :] or end, {}) for ids in encoded]
+        given = [Prompt(loaded.tokenizer.begun(ids).tolist()[limit - loaded.context :] or end, {}) for ids in encoded]
         found = {}
         for rows in prompts.batches(given, self.rows):
             stop_texts = [stops] if isinstance(stops, str) else list(stops)

@@ -48,13 +48,14 @@ def encoded(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[tupl
     """Return the tokens of each context, and of the text that continues it, as lm-evaluation-harness has them.
 
     Both are encoded as one text and cut after as many tokens as the context alone has; spaces that end a context belong
-    to the continuation. An empty context is the token that ends documents (`TemplateLM` of lm_eval/api/model.py).
+    to the continuation. Both begin with the begin token, if the tokenizer has one. An empty context is that token, else
+    the one that ends documents (`TemplateLM` of lm_eval/api/model.py, `HFLM.tok_encode`).
     """
     cut = [(context.rstrip(), context[len(context.rstrip()) :] + text) for context, text in pairs]
     wholes = tokenizer.encode([as_bytes(context + text) for context, text in cut])
     contexts = tokenizer.encode([as_bytes(context) for context, _ in cut])
     found = []
-    for whole, before in zip(wholes, contexts, strict=True):
+    for whole, before in zip(map(tokenizer.begun, wholes), map(tokenizer.begun, contexts), strict=True):
         ids, count = whole.tolist(), len(before)
         if not count and tokenizer.end is not None and ids[:1] != [tokenizer.end]:
             ids.insert(0, tokenizer.end)

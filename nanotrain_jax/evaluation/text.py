@@ -2,7 +2,8 @@
 
 Each token is scored once. A window has as many tokens as the context, and moves on by `stride`: in all but the first,
 only the last `stride` tokens are scored, so that each has at least context - stride tokens before it. The first token
-of a text is scored after the token that ends documents; with a tokenizer that has none it is not scored.
+of a text is scored after the tokenizer's begin token, else after the token that ends documents; with a tokenizer that
+has neither it is not scored.
 """
 
 from __future__ import annotations
@@ -41,30 +42,34 @@ def _sample(path: Path, loaded: Loaded, stride: int) -> Sample:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); give text files") from None
     (ids,) = loaded.tokenizer.encode([text])
-    tokens = with_end(ids.tolist(), loaded)
-    if len(tokens) < 2:
+    tokens, given = after_first(ids, loaded)
+    if len(tokens) <= given:
         raise ValueError(f"{path} has fewer than two tokens: none follows another; give a longer text")
     asks = f"text {hashlib.sha256(text).hexdigest()} {stride}"
-    counts = {"tokens": len(tokens) - 1, "bytes": len(text)}
+    counts = {"tokens": len(tokens) - given, "bytes": len(text)}
     return Sample(
         str(path),
         asks,
-        windows(tokens, loaded.context, stride),
+        windows(tokens, loaded.context, stride, given),
         lambda scores: {"nats": -math.fsum(score.log for score in scores)} | counts,
     )
 
 
-def with_end(ids: list[int], loaded: Loaded) -> list[int]:
-    """Return the tokens of a text after the token that ends documents, if there is one."""
-    return ids if loaded.tokenizer.end is None else [loaded.tokenizer.end, *ids]
+def after_first(ids: np.ndarray, loaded: Loaded) -> tuple[list[int], int]:
+    """Return the tokens of a text after the begin token, else after the one that ends documents, if there is one; and
+    how many of them are not scored."""
+    begin, end = loaded.tokenizer.begin, loaded.tokenizer.end
+    if begin or end is None:
+        return loaded.tokenizer.begun(ids).tolist(), max(len(begin), 1)
+    return [end, *ids.tolist()], 1
 
 
-def windows(tokens: Sequence[int], context: int, stride: int) -> list[Request]:
-    """Return requests that score each token but the first once. stride: at most the context."""
+def windows(tokens: Sequence[int], context: int, stride: int, given: int = 1) -> list[Request]:
+    """Return requests that score each token but the first `given` ones once. stride: at most the context."""
     ends = [min(context + 1, len(tokens))]
     while ends[-1] < len(tokens):
         ends.append(min(ends[-1] + stride, len(tokens)))
-    starts = [1, *ends]
+    starts = [given, *ends]
     pairs = zip(starts, ends, strict=False)
     return [Request(tokens[max(0, end - context - 1) : end], end - start) for start, end in pairs]
 

@@ -120,3 +120,24 @@ def until_end(ids):
 def until(ids, stop):
     found = until_end(ids)
     return found[: found.index(stop)] if stop in found else found
+
+
+def test_requests_of_the_harness_begin_with_the_begin_token(own):
+    from lm_eval.api.instance import Instance
+
+    from nanotrain_jax.evaluation import harness
+
+    oracle, adapter = models.Oracle(*own), harness.Adapter(models.loaded(own, begin="w1"), 2, begin)
+    asked = {
+        "loglikelihood": [("w7 w8", " w9"), ("", "w9"), ("w1 w7", " w9")],
+        "loglikelihood_rolling": [("w7 w8 w9",)],
+        "generate_until": [("w7 w8", {"max_gen_toks": 3}), ("", {"max_gen_toks": 3})],
+    }
+    of = {kind: [Instance(kind, {}, args, i) for i, args in enumerate(rows)] for kind, rows in asked.items()}
+    found = [*(log for log, _ in adapter.loglikelihood(of["loglikelihood"]))]
+    found += adapter.loglikelihood_rolling(of["loglikelihood_rolling"])
+    expected = [oracle.log(tokens)[0] for tokens in ([1, 7, 8, 9], [1, 9], [1, 7, 9])]
+    np.testing.assert_allclose(found, [*expected, oracle.log([1, 7, 8, 9], 3)[0]], rtol=1e-5)
+    answers = adapter.generate_until(of["generate_until"])
+    greedy = [until_end(oracle.greedy(prompt, 3)) for prompt in ([1, 7, 8], [1])]
+    assert [words(answer) for answer in answers] == [[word for word in own if word != "w1"] for own in greedy]

@@ -1,5 +1,7 @@
 """Log-likelihoods of rows of tokens: equal to the oracle in float64, on any mesh."""
 
+import json
+
 import evaluation_models as models
 import numpy as np
 import pytest
@@ -7,7 +9,8 @@ from conftest import cover
 from generation_models import weights
 
 from nanotrain_jax.data.tokenizer import of_files
-from nanotrain_jax.evaluation import scoring, text
+from nanotrain_jax.evaluation import samples, scoring, tasks, text
+from nanotrain_jax.evaluation.samples import Kept
 from nanotrain_jax.evaluation.scoring import Request
 
 CONTEXT = 70  # no multiple of a chunk
@@ -82,3 +85,21 @@ def test_an_encoded_pair_is_cut_where_its_context_ends():
         ([models.END], [8]),
         ([models.END], [8]),
     ]
+
+
+def test_texts_and_choices_behind_a_begin_token_equal_the_oracle(tmp_path):
+    own = weights("llama", CONTEXT)
+    oracle, loaded = models.Oracle(*own), models.loaded(own, begin="w1")
+    (tmp_path / "a.txt").write_text(models.text(CONTEXT - 1))
+    tokens = [1, *(int(word[1:]) for word in models.text(CONTEXT - 1).split())]
+    choices = [models.text(3, seed) for seed in (1, 2)]
+    rows = [{"context": context, "choices": choices, "answer": 0} for context in ("w7 w8", "")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = text.samples(f"{tmp_path}/a.txt", loaded, None, None)
+    asked += tasks.samples(tasks.read(tmp_path / "rows.jsonl"), loaded)
+    scored, with_context, without = samples.run(loaded.engine, asked, Kept(None, loaded), 4, list)
+    assert scored["tokens"] == len(tokens) - 1
+    np.testing.assert_allclose(scored["nats"], -oracle.log(tokens, len(tokens) - 1)[0], rtol=1e-5)
+    for found, context in (with_context, [1, 7, 8]), (without, [1]):
+        expected = [oracle.log([*context, *(int(w[1:]) for w in choice.split())], 3)[0] for choice in choices]
+        np.testing.assert_allclose(found["log_likelihoods"], expected, rtol=1e-5)
