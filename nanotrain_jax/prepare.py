@@ -21,11 +21,10 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-import tokenizers
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -39,39 +38,18 @@ from rich.progress import (
 
 from nanotrain_jax.config.load import Parser, one_line, path_argument, refuse
 from nanotrain_jax.config.values import is_remote, with_message
-from nanotrain_jax.data import corpus, preparation, shard_checks, spans, stored, token_folder
+from nanotrain_jax.data import bpe, corpus, preparation, shard_checks, spans, stored, token_folder
 from nanotrain_jax.data.preparation import Asked, Plan, Task
 from nanotrain_jax.data.shards import DOCUMENTS, TOKENS, Finished
 from nanotrain_jax.data.text_files import Field
 from nanotrain_jax.data.token_folder import Header
-from nanotrain_jax.data.tokenizer import END_OF_TEXT, NO_BEGIN, TOKENIZER, Tokenizer, begin_apart, of_files
+from nanotrain_jax.data.tokenizer import NO_BEGIN, TOKENIZER, Tokenizer, begin_apart
 from nanotrain_jax.data.tokenizer import load as load_tokenizer
 from nanotrain_jax.run import shell
 
 KINDS = ".txt", ".jsonl", ".jsonl.gz", ".parquet"
 TRAIN = "train-bpe:"
 VAL_FRACTION = 0.05
-
-
-def train_bpe(texts: Iterator[bytes], size: str) -> Tokenizer:
-    """Train a byte-level BPE (as GPT-2) of `size` ids on the texts. Raises ValueError."""
-    end = END_OF_TEXT[0]
-    if not re.fullmatch(r"\d{1,7}", size, re.ASCII) or int(size) < 257:
-        raise ValueError(
-            f"--tokenizer=train-bpe:{size}: the size must be at least 257 (256 bytes and {end}); "
-            "use e.g. train-bpe:32000"
-        )
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=int(size),
-        special_tokens=[end],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator((t.decode("utf-8", errors="replace") for t in texts), trainer)
-    return of_files({TOKENIZER: model.to_str()}, "the BPE just trained")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -185,7 +163,7 @@ def tokenizer_for(asked: argparse.Namespace, out: Path, before: Header | None) -
         everything = [*chain.from_iterable(spans.shards_of([Path(file) for file in asked.files]))]
         texts = spans.documents(everything, field_of(asked), Counter() if asked.skip_bad else None)
         shown = track(texts, "training the tokenizer", disable=not sys.stderr.isatty())
-        found = train_bpe(shown, name.removeprefix(TRAIN))
+        found = bpe.trained(shown, name.removeprefix(TRAIN))
     if asked.append and before and found.name != before.tokenizer:
         raise ValueError(
             f"--tokenizer={name}: --out={out} has another tokenizer ({before.tokenizer}); leave --tokenizer, "
@@ -289,6 +267,11 @@ def lines_of(out: Path, header: Header, found: list[Finished]) -> list[str]:
         f"held out for validation: {held_out:,} tokens in {header.total('held_out_documents'):,} documents "
         f"({held_out / tokens:.1%}), those with the smallest hashes",
     ]
+    if not header.val_fraction / 2 <= held_out / tokens <= 2 * header.val_fraction:
+        lines.append(
+            f"warning: that is far from --val-fraction={header.val_fraction:g}: the first files, which decide it, have "
+            "few documents, or long ones; prepare all files in a new folder, with more or shorter documents"
+        )
     skipped = sum((Counter(one.skipped) for one in found), Counter())
     lines += [f"skipped {count:,} lines: {kind}" for kind, count in sorted(skipped.items())]
     if header.end is None:

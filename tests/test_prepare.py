@@ -71,6 +71,21 @@ def test_all_file_kinds_give_the_same_token_folder(tmp_path):
         assert isinstance(shard.tokens.base, np.memmap)
 
 
+def test_a_split_that_is_far_from_the_asked_one_is_told(tmp_path):
+    def lines(name, sizes):
+        texts = (f"{name} {i} " + "word " * size for i, size in enumerate(sizes))
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return tmp_path / name
+
+    many = lines("many.jsonl", [30] * 900)
+    assert "warning" not in prepare(many, "--out", tmp_path / "out").stdout
+    one = lines("one.jsonl", [30])
+    assert "(0.0%)" in prepare(one, "--out", tmp_path / "one").stdout
+    appended = prepare(many, "--out", tmp_path / "one", "--append").stdout
+    assert "(0.0%)" in appended and "warning: that is far from --val-fraction=0.05: the first files" in appended
+    assert "warning" not in prepare(one, "--out", tmp_path / "none", "--val-fraction", 0).stdout
+
+
 def test_a_bpe_tokenizer_trained_by_the_command_is_reusable_and_lossless(tmp_path):
     import tokenizers
 

@@ -106,7 +106,17 @@ class NothingToHoldOut(ValueError):
 
 def text_key(text: bytes) -> int:
     """Return the 64-bit hash of a text."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return as_key(hash_of_text(text))
+
+
+def hash_of_text(text: bytes = b"") -> hashlib.blake2b:
+    """Return the hash of a text, of which more may follow."""
+    return hashlib.blake2b(text, digest_size=8)
+
+
+def as_key(content: hashlib.blake2b) -> int:
+    """Return a hash as an integer."""
+    return int.from_bytes(content.digest(), "little")
 
 
 def stdlib_documents() -> Iterator[bytes]:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from nanotrain_jax.data import corpus, shards, spans, token_folder
+from nanotrain_jax.data import corpus, shards, spans, text_files, token_folder
 from nanotrain_jax.data import tokenizer as tokenizers
 from nanotrain_jax.data.shards import Finished, Place
 from nanotrain_jax.data.spans import Span
@@ -46,6 +46,11 @@ class Plan(BaseModel):
     val_fraction: float
     held_out_below: int | None
     shards: list[list[Span]]
+
+    @property
+    def cut(self) -> set[Path]:
+        """Files whose text is cut into documents."""
+        return {Path(span.path) for shard in self.shards for span in shard if span.piece}
 
     @property
     def numbers(self) -> range:
@@ -216,6 +221,7 @@ def finish(
         held_out_below=found[0].held_out_below,
         preparations=[*(before.preparations if before else []), plan.preparation],
         shards=[*(before.shards if before else []), *counts],
+        wholes=sorted({*(before.wholes if before else []), *map(text_files.key_of, plan.cut)}),
     )
     token_folder.write_header(folder, header)
     (folder / PLAN).unlink(missing_ok=True)

@@ -90,8 +90,20 @@ def documents(paths: Sequence[Path], field: Field, skipped: Counter[str] | None 
 
 
 def whole_of_pieces(paths: Sequence[Path]) -> bytes | None:
-    """Return the text of which all documents are pieces; None if they are whole. Raises ValueError or OSError."""
-    return text(paths[0]) if len(paths) == 1 and kind(paths[0]) not in RECORDS else None
+    """Return the text of which the first documents are `pieces`; None if all are whole. Raises ValueError or
+    OSError."""
+    plain = [path for path in paths if kind(path) not in RECORDS]
+    return text(plain[0]) if len(plain) == 1 else None
+
+
+def key_of(path: Path) -> int:
+    """Return the hash of a file's text (`corpus.text_key`), reading a part at a time. Raises ValueError or OSError."""
+    content = corpus.hash_of_text()
+    with opened(path) as file:
+        content.update(file.read(1 << 20).removeprefix(codecs.BOM_UTF8))
+        while part := file.read(1 << 20):
+            content.update(part)
+    return corpus.as_key(content)
 
 
 def pieces(whole: bytes) -> Iterator[bytes]:

@@ -262,4 +262,8 @@ def of_texts(config: Data, where: str) -> Corpus:
     texts = text_files.documents(files.paths, text_files.Field(config.field, "data.field"))
     corpus = corpora.build(texts, tokenizer_of(config))._replace(left_out=tuple(map(str, files.binary)))
     whole = text_files.whole_of_pieces(files.paths)
-    return corpus if whole is None else corpus._replace(of_texts=np.full_like(corpus.keys, corpora.text_key(whole)))
+    if not whole:
+        return corpus
+    of_texts = corpus.keys.copy()
+    of_texts[: sum(1 for _ in text_files.pieces(whole))] = corpora.text_key(whole)
+    return corpus._replace(of_texts=of_texts)

@@ -37,7 +37,8 @@ SAMPLED = 32  # shards whose checksums are sampled, a block of each file
 
 class Header(BaseModel):
     """header.json. end: id of the end token; held_out_below: texts with a smaller hash are held out, about
-    val_fraction of the tokens; preparations: that wrote shards, in order."""
+    val_fraction of the tokens; preparations: that wrote shards, in order; wholes: hashes of texts of which documents
+    are pieces (not in older folders)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     format: Literal["nanotrain_jax tokens 2"] = FORMAT
@@ -49,6 +50,7 @@ class Header(BaseModel):
     held_out_below: int = Field(ge=0, le=shards.KEYS)
     preparations: list[str]
     shards: list[Counts]
+    wholes: list[int] = []
 
     def total(self, name: str) -> int:
         """Return a count over all shards."""
@@ -67,7 +69,7 @@ class Header(BaseModel):
     @property
     def fingerprint(self) -> str:
         """Identify the shards, their order and the tokenizer."""
-        return _sum(self.model_dump())[:16]
+        return _sum(self.model_dump(exclude={"wholes"}))[:16]
 
     def places(self, folder: Path) -> list[tuple[Place, Counts]]:
         """Return where each shard is, and its counts."""

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from nanotrain_jax import prepare
 from nanotrain_jax.config.load import Parser, at_least, folder_argument
-from nanotrain_jax.data import corpus
+from nanotrain_jax.data import bpe, corpus
 from nanotrain_jax.data.tokenizer import TOKENIZER
 
 AT_ONCE = 1000  # texts, as datasets.map has them
@@ -163,7 +163,7 @@ def trained(folder: Path) -> Path:
     if not (folder / TOKENIZER).exists():
         texts = documents()
         size = len(list(corpus.stdlib_documents()))
-        found = prepare.train_bpe((next(texts).encode() for _ in range(size)), str(IDS))
+        found = bpe.trained((next(texts).encode() for _ in range(size)), str(IDS))
         (folder / TOKENIZER).write_text(found.files[TOKENIZER])
     return folder / TOKENIZER
 

@@ -184,6 +184,29 @@ def test_what_a_folder_of_shards_holds_out_is_trained_on_nowhere_and_its_own_row
         load(folder, validation=pair(lines=f"text:{tmp_path}/shards.jsonl"))
 
 
+def test_a_text_that_two_readers_cut_apart_is_on_one_side(tmp_path):
+    whole = ["".join(texts(f"whole{i}", 90)) for i in range(3)]
+    for name, kept in ("few", whole), ("more", whole[:1]), ("last", whole[2:]):
+        (tmp_path / name).mkdir()
+        for i, text in enumerate(kept):
+            (tmp_path / name / f"{i}.txt").write_text(text)
+    for name in "more", "last":
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts(name, 40))
+        (tmp_path / name / "lines.jsonl").write_text(lines)
+    few = [str(path) for path in sorted((tmp_path / "few").glob("*"))]
+    assert prepare.main([*few, "--out", str(tmp_path / "tokens"), "--workers", "1", "--val-fraction", "0.2"]) == 0
+    folder, text, more, last = (f"tokens:{tmp_path}/tokens", *(f"text:{tmp_path}/{n}" for n in ("few", "more", "last")))
+    pieces = r"the token folder (data\.source|folder) trains on pieces of 3 texts"
+    with pytest.raises(ValueError, match=pieces):
+        load(folder, validation=[{"name": "text", "source": text}])
+    with pytest.raises(ValueError, match=pieces):
+        load([{"name": "folder", "source": folder}, {"name": "text", "source": text}], val_fraction=0.2)
+    with pytest.raises(ValueError, match=r"of data\.source 0 tokens are left to train on"):
+        load(text, validation=[{"name": "folder", "source": folder}])
+    for source, other in (more, folder), (more, text), (text, more), (last, text):  # one text is in both
+        check_apart(load(source, validation=[{"name": "other", "source": other}]))
+
+
 def test_a_plain_dataset_has_one_validation_set_or_none():
     keys = {"seq_len": 16}
     dataset = data.load(request.parse({"data": {"source": "synthetic"} | keys}).data, 300)
