@@ -286,8 +286,11 @@ def _shown(value: Any) -> str:
 
 
 def _suggest(key: str) -> str:
-    """Return the remedy for an unknown key: the key of the same name in another section, or the closest one."""
+    """Return the remedy for an unknown key: one of its section that is almost it, the key of the same name in another
+    section, or the closest one."""
     known = [f"{s}.{k.alias or n}" for s, keys in Config.sections().items() for n, k in keys.model_fields.items()]
     same_leaf = [k for k in known if k.split(".")[1] == key.split(".")[-1]]
-    closest = same_leaf or difflib.get_close_matches(key, known + list(Config.model_fields), n=1, cutoff=0.5)
+    beside = [k for k in known if k.split(".")[0] == key.split(".")[0]]
+    closest = difflib.get_close_matches(key, beside, n=1, cutoff=0.9) or same_leaf
+    closest = closest or difflib.get_close_matches(key, known + list(Config.model_fields), n=1, cutoff=0.5)
     return f"; did you mean {closest[0]}?" if closest else "; --help lists every key"

@@ -45,6 +45,15 @@ def _expanded_source(source: str) -> str:
     return f"{kind}:{expanded(where)}" if kind in ("text", "tokens", "arrays", "chat", "pairs") else source
 
 
+def _no_mapping(source: Any) -> Any:
+    if isinstance(source, dict) and len(source) == 1:
+        kind = next(iter(source))
+        raise ValueError(
+            f"YAML reads a colon before a space or the end as a mapping; write {kind}:WHERE, without a space"
+        )
+    return source
+
+
 def is_chat(source: Any) -> bool:
     """True if a value of data.source is conversations and completions, or pairs of them."""
     return isinstance(source, str) and source.startswith(("chat:", "pairs:"))
@@ -98,7 +107,9 @@ Path = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(expan
 Service = Annotated[bool | str, BeforeValidator(_service)]  # name of a project, or on or off
 Factory = Annotated[str, AfterValidator(_factory)]  # builds a model
 Resume = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_expanded_resume)]
-Source = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_expanded_source)]
+Source = Annotated[
+    str, Field(min_length=1, max_length=4096), BeforeValidator(_no_mapping), AfterValidator(_expanded_source)
+]
 
 
 class Remat(NamedTuple):

@@ -16,6 +16,9 @@ EXPERTS = ["model.d_ff=null", "model.experts={{num: 4, top_k: 2, d_ff: 16}}"]
 BAD = [
     (["model.num_layer=3"], "unknown key model.num_layer; did you mean model.num_layers?"),
     (["train.lr=1"], "did you mean optimizer.lr?"),
+    (["train.step=1"], "did you mean train.steps?"),
+    (["data.source=text:"], "as a mapping; write text:WHERE, without a space"),
+    (["data.source=text: a"], "as a mapping; write text:WHERE, without a space"),
     (["optimizer.lr=fast"], "optimizer.lr='fast': input should be a valid number"),
     (["model.family=bert"], "'llama', 'gpt2', 'mistral', 'qwen2', 'qwen3' or 'gemma3'"),
     (["train.steps"], "must be section.key=value"),
