@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from nanotrain_jax.data.tokenizer import Tokenizer, text_decoder
 from nanotrain_jax.generation.engine import ENDED
@@ -31,17 +32,21 @@ class Text:
         """Add tokens -> what can be shown now: no part of a character or of a stop text."""
         if self.is_ended:
             return ""
-        for token in tokens:
-            if token == ENDED or token in self.tokenizer.stops:
-                return self.close()
-            if token not in self.tokenizer.begin:  # what begins texts is none
-                self.ids.append(token)
+        tokens = [*tokens]
+        kept = [*takewhile(self._continues, tokens)]
+        self.ids += [token for token in kept if token not in self.tokenizer.begin]  # what begins texts is none
         self.text = self._whole()[self.start :].rstrip(INCOMPLETE)
-        found = [at for at in map(self.text.find, self.stops) if at >= 0]
+        found = [(at + len(stop), at) for stop in self.stops if (at := self.text.find(stop)) >= 0]
         if found:
-            self.text, self.is_ended = self.text[: min(found)], True
-            return self._show(len(self.text))
+            _, at = min(found)  # the one that is complete first, whichever tokens came together
+            self.text, self.is_ended = self.text[:at], True
+            return self._show(at)
+        if len(kept) < len(tokens):
+            return self.close()
         return self._show(len(self.text) - max((_overlap(self.text, stop) for stop in self.stops), default=0))
+
+    def _continues(self, token: int) -> bool:
+        return token != ENDED and token not in self.tokenizer.stops
 
     def close(self) -> str:
         """End the text -> the rest of it."""

@@ -40,6 +40,18 @@ def test_a_stop_text_ends_before_it_and_no_part_of_it_is_shown():
     assert pieces(b"abcabd", stops=["abd", "cab"])[1].text == "ab"
 
 
+@pytest.mark.parametrize("stops", [["c"], ["bcd", "c"], ["abd", "cab"], ["\u20ac"], ["zz"], []])
+@pytest.mark.parametrize("end", [[256], [ENDED, ENDED], []])
+def test_a_text_is_the_same_whichever_tokens_come_together(stops, end):
+    tokens = [*"abcabd \u20acz".encode(), *end, *b"zcd" * bool(end)]
+    _, alone = pieces(tokens, stops)
+    for size in range(2, len(tokens) + 1):
+        text = Text(b"x", of_bytes(), stops)
+        shown = [text.add(tokens[at : at + size]) for at in range(0, len(tokens), size)] + [text.close()]
+        assert "".join(shown) == text.text == alone.text
+        assert text.is_ended == alone.is_ended
+
+
 def folder(path, config, template=None):
     path.mkdir(exist_ok=True)
     write_json(path / "tokenizer_config.json", config)
