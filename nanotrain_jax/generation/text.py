@@ -14,8 +14,8 @@ INCOMPLETE = "\ufffd"  # at the end of a text: part of a multi-byte character
 class Text:
     """The text after a prompt. It ends at a token that ends texts, or before the first of the stop texts.
 
-    ids: tokens after the prompt, without one that ended it, and without those that begin texts. text: after the prompt.
-    is_ended: nothing more comes.
+    ids: tokens after the prompt, without those that begin texts and the one that ended it, up to the one that completes
+    a stop text. text: after the prompt. is_ended: nothing more comes.
     """
 
     def __init__(self, prompt: Sequence[int], tokenizer: Tokenizer, stops: Sequence[str] = ()):
@@ -25,20 +25,26 @@ class Text:
         self.start = len(self._whole().rstrip(INCOMPLETE))
         self.text, self.shown, self.is_ended = "", 0, False
 
-    def _whole(self) -> str:
-        return self.decode([*self.prompt, *self.ids])
+    def _whole(self, count: int | None = None) -> str:
+        return self.decode([*self.prompt, *self.ids[:count]])
+
+    def _complete(self, count: int | None = None) -> str:
+        """Return the text of the first count tokens after the prompt, without part of a character at its end."""
+        return self._whole(count)[self.start :].rstrip(INCOMPLETE)
 
     def add(self, tokens: Iterable[int]) -> str:
         """Add tokens -> what can be shown now: no part of a character or of a stop text."""
         if self.is_ended:
             return ""
-        tokens = [*tokens]
+        before, tokens = len(self.ids), [*tokens]
         kept = [*takewhile(self._continues, tokens)]
         self.ids += [token for token in kept if token not in self.tokenizer.begin]  # what begins texts is none
-        self.text = self._whole()[self.start :].rstrip(INCOMPLETE)
+        self.text = self._complete()
         found = [(at + len(stop), at) for stop in self.stops if (at := self.text.find(stop)) >= 0]
         if found:
-            _, at = min(found)  # the one that is complete first, whichever tokens came together
+            end, at = min(found)  # the one that is complete first, whichever tokens came together
+            counts = range(before + 1, len(self.ids) + 1)
+            self.ids = self.ids[: next(count for count in counts if len(self._complete(count)) >= end)]
             self.text, self.is_ended = self.text[:at], True
             return self._show(at)
         if len(kept) < len(tokens):

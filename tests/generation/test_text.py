@@ -49,7 +49,7 @@ def test_a_text_is_the_same_whichever_tokens_come_together(stops, end):
         text = Text(b"x", of_bytes(), stops)
         shown = [text.add(tokens[at : at + size]) for at in range(0, len(tokens), size)] + [text.close()]
         assert "".join(shown) == text.text == alone.text
-        assert text.is_ended == alone.is_ended
+        assert (text.is_ended, text.ids) == (alone.is_ended, alone.ids)
 
 
 def folder(path, config, template=None):
