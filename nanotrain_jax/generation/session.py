@@ -111,7 +111,7 @@ class Session:
             yield new_Bn
             if is_last or has_ended_B.all():
                 return
-            pending = after or self._shift()
+            pending = after or self._shift(has_ended_B)
 
     def _dispatch(self) -> list:
         """Start to compute the next tokens, as many as the context has room for; [] if it is full."""
@@ -123,10 +123,16 @@ class Session:
         self.slot += room
         return tokens[:room]
 
-    def _shift(self) -> list:
-        """Continue with the last half of each text, and choose the next token."""
-        self.shifted = True
-        self.feed([text[-max(1, self.context // 2) :] for text in self.texts])
+    def _shift(self, has_ended_B: np.ndarray) -> list:
+        """Take in all texts again, those that are beyond the context by their last half, and choose the next tokens.
+
+        Each row's own length decides, so that no row depends on the others. Of rows that have ended a token stays.
+        """
+        texts = [text[-1:] if has_ended else text for text, has_ended in zip(self.texts, has_ended_B, strict=True)]
+        is_beyond = [len(text) > self.context for text in texts]
+        self.shifted |= any(is_beyond)
+        half = max(1, self.context // 2)
+        self.feed([text[-half:] if is_long else text for text, is_long in zip(texts, is_beyond, strict=True)])
         return [self.rows.token_B]
 
 

@@ -103,6 +103,20 @@ def test_a_text_that_fills_the_context_goes_on_with_its_last_half(llama):
     assert session.shifted
 
 
+@pytest.mark.parametrize("has_stop", [False, True])
+def test_rows_go_on_beyond_the_context_as_each_alone(llama, has_stop):
+    engine, oracle = llama
+    prompts = [[3, 1, 4, 1, 5], [2, 7], [1, 8, 2, 8, 1, 8, 2, 8, 4]]
+    expected = [oracle.greedy(prompt, 40, context=20) for prompt in prompts]
+    stop = expected[2][10]  # in the longest alone, which it ends as it fills the context
+    session = Session(engine, GREEDY._replace(stops=(stop,) if has_stop else ()), 20)
+    session.feed(prompts)
+    for found, whole in zip(continued(session, 40), expected, strict=True):
+        end = whole.index(stop) + 1 if has_stop and stop in whole else len(whole)
+        assert found == whole[:end] + [-1] * (len(found) - end)
+    assert session.shifted
+
+
 def test_rows_of_different_lengths_end_by_themselves(llama):
     engine, oracle = llama
     prompts = [[3, 1, 4, 1, 5], [2, 7], [1, 8, 2, 8, 1, 8, 2, 8, 4]]
