@@ -49,12 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = options.hf or options.run
         saved = models.generation_config(folder)
         how = sampling(options, saved)
-        options.tokens = options.tokens or tokens_of(saved)
+        options.tokens, options.stop = options.tokens or tokens_of(saved), options.stop or stops_of(saved)
         template = chat_template.of_folder(folder) if options.chat else None
         loaded = load(options)
         given = [] if options.chat else prompts_of(options, loaded)
     except (ValueError, OSError) as error:
         return refuse(error)
+    if ignored := models.not_computed(saved):
+        print(f"not computed: {ignored} of {folder / models.GENERATION}", file=sys.stderr)
     sys.stdout.reconfigure(errors="replace")  # the terminal encoding may lack a character
     session = Session(loaded.engine, Choice(how, tuple(loaded.tokenizer.stops)), loaded.context)
     if template:
@@ -161,6 +163,15 @@ def tokens_of(saved: dict[str, Any]) -> int:
     if count is not None and (type(count) is not int or count < 1):
         raise ValueError(f"{models.GENERATION} says max_new_tokens={count!r}, not a number from 1; mend it")
     return count or TOKENS
+
+
+def stops_of(saved: dict[str, Any]) -> list[str]:
+    """Return the texts at which generation_config.json ends texts. Raises ValueError."""
+    given = saved.get("stop_strings") or []
+    stops = [given] if isinstance(given, str) else given
+    if not (isinstance(stops, list) and all(isinstance(stop, str) for stop in stops)):
+        raise ValueError(f"{models.GENERATION} says stop_strings={given!r}, not a list of texts; mend it")
+    return stops
 
 
 def prompts_of(options: argparse.Namespace, loaded: Loaded) -> list[Prompt]:

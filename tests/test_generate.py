@@ -200,6 +200,31 @@ def test_prompts_of_a_file_are_answered_in_order_as_each_alone(model_folder, cap
     assert several == [texts[0] + alone[0]["text"], texts[1] + alone[1]["text"]]
 
 
+def test_the_folder_says_where_texts_end_and_what_is_not_computed(model_folder, capsys, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(model_folder, copy)
+    known = {"do_sample": False, "eos_token_id": 3, "num_beams": 1, "bad_words_ids": [], "typical_p": 1.0}
+    same = "--hf", copy, "--tokens", 12, "--prompt", "w5 w6", "--json"
+    write_json(copy / "generation_config.json", known)
+    capsys.readouterr()
+    assert generate.main([str(a) for a in same]) == 0
+    out, err = capsys.readouterr()
+    assert "not computed" not in err
+    text = json.loads(out)["text"]
+    first, second = text.split()[0], next(word for word in text.split() if word not in text.split()[0])
+    write_json(copy / "generation_config.json", known | {"stop_strings": second, "no_repeat_ngram_size": 3})
+    assert generate.main([str(a) for a in same]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["text"] == text[: text.index(second)]
+    assert [line for line in err.splitlines() if "not computed" in line] == [
+        f"not computed: no_repeat_ngram_size=3 of {copy}/generation_config.json"
+    ]
+    assert json.loads(printed(capsys, *same, "--stop", first))["text"] == text[: text.index(first)]
+    write_json(copy / "generation_config.json", {"stop_strings": [5]})
+    assert generate.main([str(a) for a in same]) == 2
+    assert "says stop_strings=[5], not a list of texts" in capsys.readouterr().err
+
+
 def test_a_conversation_lasts_until_the_end_of_input(model_folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("w5 w6\n\nw7\n"))
     capsys.readouterr()

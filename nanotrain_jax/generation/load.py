@@ -33,6 +33,14 @@ from nanotrain_jax.step.plan import specs_over_pipe_and_tensor
 from nanotrain_jax.step.state import State
 
 GENERATION = "generation_config.json"
+NOT_COMPUTED = {  # keys of that file that change the text -> the value at which they do not, besides none
+    "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0, "penalty_alpha": 0, "dola_layers": None,
+    "repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "guidance_scale": 1,
+    "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None, "min_length": 0, "min_new_tokens": 0,
+    "bad_words_ids": None, "force_words_ids": None, "constraints": None, "sequence_bias": None, "token_healing": False,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "forced_decoder_ids": None, "exponential_decay_length_penalty": None, "watermarking_config": None,
+}  # fmt: skip
 
 
 class Placement(NamedTuple):
@@ -199,3 +207,10 @@ def generation_config(folder: Path) -> dict[str, Any]:
     """Return the content of generation_config.json; {} if there is none. Raises ValueError or OSError."""
     path = folder / GENERATION
     return read_json(path) if path.is_file() else {}
+
+
+def not_computed(saved: Mapping[str, Any]) -> str:
+    """Return the keys of generation_config.json that would change the text, with values, as text."""
+    none = None, [], {}
+    active = {key: saved.get(key) for key, value in NOT_COMPUTED.items() if saved.get(key) not in (*none, value)}
+    return ", ".join(f"{key}={value!r}" for key, value in active.items())
