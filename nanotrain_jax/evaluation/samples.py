@@ -1,6 +1,7 @@
 """Samples that are scored once: each is a few requests and a record of their scores, which a file keeps.
 
-A record is found again by its key, a hash of the model's weights, its tokenizer and context, and what the sample asks.
+A record is found again by its key, a hash of the model's weights, its config and dtype, its tokenizer, what the sample
+asks, and the tokens that are scored.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from nanotrain_jax.checkpoint.compatibility import SAME_RESULT
 from nanotrain_jax.evaluation.scoring import Request, Score, scores
 from nanotrain_jax.generation.engine import Engine
 from nanotrain_jax.generation.load import Loaded
@@ -43,8 +45,9 @@ class Kept:
         self.path, self.found, self.model = path, {}, ""
         if path is None:
             return
-        known = loaded.tokenizer.name, loaded.context, fingerprint(loaded.engine.params)
-        self.model = "\n".join(map(str, known))
+        section = loaded.config.model.model_dump(mode="json", exclude=SAME_RESULT)
+        known = loaded.tokenizer.name, json.dumps(section, sort_keys=True), loaded.config.precision.compute
+        self.model = "\n".join([*known, fingerprint(loaded.engine.params)])
         if path.exists():
             self.found = {record["key"]: record for record in _records(path)}
             sinks.trim(path)
@@ -53,7 +56,8 @@ class Kept:
 
     def key(self, sample: Sample) -> str:
         """Return the key of a sample."""
-        return hashlib.sha256(f"{self.model}\n{sample.asks}".encode("utf-8", "replace")).hexdigest()[:32]
+        tokens = [(request.count, *request.tokens) for request in sample.requests]
+        return hashlib.sha256(f"{self.model}\n{sample.asks}\n{tokens}".encode("utf-8", "replace")).hexdigest()[:32]
 
     def add(self, sample: Sample, record: Record) -> Record:
         """Keep a record -> as it is kept."""

@@ -125,6 +125,22 @@ def test_a_file_of_samples_is_resumed_by_the_same_model_alone(own, loaded, tmp_p
     assert others[0]["log_likelihoods"] != found[0]["log_likelihoods"]
 
 
+def test_samples_are_scored_again_where_the_model_or_its_dtype_is_another(loaded, tmp_path):
+    (asked,) = tasks.samples(tasks.read(write(tmp_path / "t.jsonl", questions(1))), loaded)
+
+    def key(config, sample=asked):
+        return Kept(tmp_path / "samples.jsonl", loaded._replace(config=config)).key(sample)
+
+    config, longer = loaded.config, asked.requests[0]._replace(tokens=[models.END, *asked.requests[0].tokens])
+    others = [config.replace("model", **change) for change in (
+        {"rope_theta": 777.0}, {"norm_eps": 3e-3}, {"sliding_window": 4}, {"num_kv_heads": 1}, {"max_seq_len": 39},
+    )]  # fmt: skip
+    others += [config.replace("precision", compute="bfloat16")]
+    keys = [key(config), *map(key, others), key(config, asked._replace(requests=[longer, *asked.requests[1:]]))]
+    assert len({*keys}) == len(keys)
+    assert key(config.replace("model", attention="cudnn")) == key(config.replace("model", loss_chunk=7)) == keys[0]
+
+
 def test_one_question_has_no_standard_error(loaded, tmp_path):
     asked = tasks.samples(tasks.read(write(tmp_path / "t.jsonl", questions(2)), limit=1), loaded)
     summary = tasks.summary(scored(loaded, asked)[0])
