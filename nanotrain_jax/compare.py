@@ -27,7 +27,7 @@ from rich.table import Table
 from nanotrain_jax.config.load import Parser, flat, path_argument, refuse
 from nanotrain_jax.config.load import read as read_config
 from nanotrain_jax.config.schema import Config
-from nanotrain_jax.config.values import with_message
+from nanotrain_jax.config.values import naming
 from nanotrain_jax.run import curves, goodput, shell
 
 PLACES = ("logging.dir", "checkpoint.dir", "checkpoint.local_dir")  # keys that differ between any two runs
@@ -123,10 +123,8 @@ def draw(runs: Sequence[Run], metric: str, against: str, picture: Path) -> None:
     curves.draw_lines(axes, lines)
     axes.set(xlabel=curves.AGAINST[against][1])
     axes.set_ylabel(NATS.get(metric, metric), parse_math=False)
-    try:
+    with naming(f"--out={str(picture)!r} cannot be written", "give another file"):
         figure.savefig(picture, dpi=120)
-    except OSError as error:
-        raise with_message(error, f"--out={str(picture)!r} cannot be written ({error.strerror})") from None
 
 
 def table(runs: Sequence[Run]) -> Table:

@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nanotrain_jax.config.load import Parser, at_least, folder_argument, path_argument, refuse
+from nanotrain_jax.config.values import naming
 from nanotrain_jax.evaluation import samples, tasks, text
 from nanotrain_jax.evaluation.samples import Kept, Sample
 from nanotrain_jax.generate import add_model, check_model, load
@@ -42,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     meshes.pin()
     try:
-        if options.json and not options.json.parent.is_dir():
-            raise ValueError(f"--json={str(options.json)!r}: its folder does not exist; create it")
+        if options.json:
+            check_output(options.json)
         names = [path.stem for path in options.tasks or []]
         if len({*names}) < len(names):
             raise ValueError(f"--tasks: two files have one name, of {', '.join(names)}; rename one")
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = measure(options, loaded, questions, begin)
         found = {"model": described(loaded)} | found
         if options.json:
-            options.json.write_text(json.dumps(found, indent=2, default=str) + "\n")
+            write(options.json, found)
     except (ValueError, OSError) as error:
         return refuse(error)
     show(found)
@@ -94,6 +95,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def check_output(path: Path) -> None:
+    """Raise ValueError, before anything is computed, if --json cannot be a file."""
+    if not path.parent.is_dir():
+        raise ValueError(f"--json={str(path)!r}: its folder does not exist; create it")
+    if path.is_dir():
+        raise ValueError(f"--json={str(path)!r} is a folder; give a file")
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    """Write the results. Raises OSError."""
+    with naming(f"--json={str(path)!r} cannot be written", "give another file"):
+        path.write_text(json.dumps(found, indent=2, default=str) + "\n")
+
+
 def measure(options: argparse.Namespace, loaded: Loaded, questions: dict[Path, list], begin: Begin) -> dict[str, Any]:
     """Return the scores that the options ask for, by kind. Raises ValueError or OSError."""
     if options.harness:
@@ -118,6 +133,8 @@ def measure(options: argparse.Namespace, loaded: Loaded, questions: dict[Path, l
 
 def in_harness(options: argparse.Namespace, loaded: Loaded, begin: Begin) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness. Raises ValueError, also if it is not installed."""
+    if options.include and not options.include.is_dir():
+        raise ValueError(f"--include={str(options.include)!r} is no folder; give one with tasks of the harness")
     try:
         from nanotrain_jax.evaluation import harness
     except ImportError as error:

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from nanotrain_jax.config.load import Parser, at_least, path_argument, refuse
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.values import naming
 from nanotrain_jax.distributed import ranks
 from nanotrain_jax.distributed.agent import Agent
 from nanotrain_jax.distributed.coordinator import LOOPBACK, Coordinator, RestartPolicy
@@ -161,7 +162,8 @@ def read_token(file: str | None, hosts: int) -> bytes:
     origin, token = TOKEN, os.environ.get(TOKEN, "").encode()
     if file is not None:
         origin = f"--token-file={file!r}"
-        with Path(file).open("rb") as opened:
+        remedy = "give a file with the secret: openssl rand -hex 32"
+        with naming(f"{origin} cannot be read", remedy), Path(file).open("rb") as opened:
             if os.fstat(opened.fileno()).st_mode & 0o077:
                 raise ValueError(f"{origin} can be read by others than its owner; chmod 600")
             token = opened.read(MAX_TOKEN + 1)

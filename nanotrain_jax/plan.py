@@ -31,6 +31,7 @@ from rich.console import Console
 from nanotrain_jax.audit import topology
 from nanotrain_jax.config.load import Parser, finish, nested, path_argument, refuse
 from nanotrain_jax.config.schema import Config
+from nanotrain_jax.config.values import naming
 from nanotrain_jax.costs import counts, hardware
 from nanotrain_jax.parallel import mesh as meshes
 from nanotrain_jax.planner import choice, explain, formula, search, training_stages
@@ -242,18 +243,25 @@ def write(
 ) -> None:
     """Write the requested files. Raises OSError."""
     if options.write:
-        Path(options.write).write_text(export.config_text(tree, planned.estimate, options.config))
+        text = export.config_text(tree, planned.estimate, options.config)
+        with naming(f"--write={options.write!r} cannot be written", "give another file"):
+            Path(options.write).write_text(text)
         console.print(f"wrote {options.write}")
     if options.report:
-        Path(options.report).mkdir(parents=True, exist_ok=True)
         file = Path(options.report, "index.html")
         origin = page.Origin(options.config, options.command, page.versions())
         text = page.html(planned.estimate, explained, planned.found, planned.compiled, origin)
-        file.write_text(text, encoding="utf-8")
+        with naming(f"--report={options.report!r} cannot be written", "give another folder"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
         console.print(f"wrote {file}")
     if options.json:
         text = json.dumps(export.as_json(planned), indent=1) + "\n"
-        sys.stdout.write(text) if options.json == "-" else Path(options.json).write_text(text)
+        if options.json == "-":
+            sys.stdout.write(text)
+            return
+        with naming(f"--json={options.json!r} cannot be written", "give another file, or -"):
+            Path(options.json).write_text(text)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from rich.progress import (
 )
 
 from nanotrain_jax.config.load import Parser, one_line, path_argument, refuse
-from nanotrain_jax.config.values import is_remote, with_message
+from nanotrain_jax.config.values import is_remote, naming, with_message
 from nanotrain_jax.data import bpe, corpus, preparation, shard_checks, spans, stored, token_folder
 from nanotrain_jax.data.preparation import Asked, Plan, Task
 from nanotrain_jax.data.shards import DOCUMENTS, TOKENS, Finished
@@ -129,7 +129,8 @@ def check(files: list[Path]) -> None:
             raise ValueError(f"{path}: must be one of {', '.join(KINDS)}; rename or convert it")
         if path.is_dir():
             raise ValueError(f"{path}: is a folder; give the files in it")
-        path.stat()
+        with naming(f"{path} cannot be read", "give files that are there"):
+            path.stat()
 
 
 def open_folder(asked: argparse.Namespace, out: Path) -> Header | None:
@@ -213,7 +214,8 @@ def prepare(asked: argparse.Namespace) -> list[str]:
 
 def carry_out(asked: argparse.Namespace, out: Path, plan: Plan, request: Asked) -> list[str]:
     """Write the shards of this part, and the header if they are the last -> lines that tell what the folder has."""
-    preparation.begin(out, plan, request.tokenizer)
+    with naming(f"--out={out} cannot be written", "make room, or choose another folder"):
+        preparation.begin(out, plan, request.tokenizer)
     with preparation.alone(out, asked.part):
         tasks = preparation.tasks(out, plan, request.tokenizer, field_of(asked), asked.skip_bad)
         try:

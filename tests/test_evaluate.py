@@ -24,7 +24,8 @@ def model(tmp_path_factory):
     path = folder(tmp_path_factory.mktemp("evaluate") / "model")
     for name, content in models.tokenizer_files().items():
         (path / name).write_text(content)
-    (path.parent / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    rows = "".join(json.dumps(row) + "\n" for row in ROWS)
+    (path.parent / "task.jsonl").write_text(rows, encoding="utf-8-sig")  # with a byte order mark
     for name in ("a", "b"):
         (path.parent / f"{name}.txt").write_text(models.text(20, seed=ord(name)))
     return path
@@ -65,6 +66,7 @@ BAD_FILES = [
     ("tasks", task(context="both"), ":1: "),
     ("tasks", task(choices=["w5", " "]), ":1: a choice is empty: ['w5', ' ']"),
     ("tasks", task(choices=["w5"]), ':1: "choices" must be two or more texts'),
+    ("tasks", task(question="w5 \ud800"), ":1: half of a surrogate pair (\\ud800 to \\udfff) is no text"),
     ("tasks", task(answer=3), ':1: "answer" is 3, not one of the 3 choices'),
     ("tasks", task(answer=-1), ':1: "answer" is -1, not one'),
     ("tasks", task(answer=True), ':1: "answer" is True, not one'),
@@ -107,11 +109,14 @@ BAD_OPTIONS = [
     (["--text", "{folder}/none*.txt"], "matches no file"),
     (["--text", "{folder}/a.txt", "--stride", "25"], "--stride=25 is more than the model's context of 24"),
     (["--text", "{folder}/a.txt", "--stride", "0"], "--stride: '0' must be a number from 1"),
-    (["--tasks", "{folder}/none.jsonl"], "none.jsonl"),
+    (["--tasks", "{folder}/none.jsonl"], "none.jsonl' cannot be read (No such file or directory); give a file with"),
     (["--tasks", "{folder}/task.jsonl", "--tasks", "{folder}/task.jsonl"], "two files have one name, of task, task"),
     (["--tasks", "{folder}/task.jsonl", "--stride", "2"], "--stride is for --text; remove it"),
     (["--tasks", "{folder}/task.jsonl", "--json", "{folder}/no/out.json"], "its folder does not exist"),
     (["--tasks", "{folder}/task.jsonl", "--samples", "{folder}/a.txt"], "line 1 is no record of a sample"),
+    (["--tasks", "{folder}/task.jsonl", "--samples", "{folder}/no/kept"], "no/kept' cannot be read and written"),
+    (["--tasks", "{folder}/task.jsonl", "--json", "{folder}"], "is a folder; give a file"),
+    (["--harness", "arc_easy", "--include", "{folder}/a.txt"], "a.txt' is no folder; give one with tasks"),
     ([], "one of the arguments --text --tasks --harness is required"),
 ]
 
@@ -184,7 +189,7 @@ OFFLOAD = ["memory.offload_params=host", "memory.offload_optimizer=host"]
 BAD_RUNS = [
     (["data.source=synthetic"], "train.tasks with data.source=synthetic, which has no tokenizer"),
     (["train.eval_every=0"], "train.tasks without evaluations; set train.eval_every"),
-    (["train.tasks=[none.jsonl]"], "none.jsonl"),
+    (["train.tasks=[none.jsonl]"], "train.tasks='none.jsonl' cannot be read (No such file or directory); give a file"),
     (["parallel.zero=3", *OFFLOAD], "train.tasks with memory.offload_params=host"),
     (["model.factory=plain_model:build"], "gives a model without decode"),
 ]

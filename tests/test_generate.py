@@ -169,7 +169,8 @@ def test_a_run_without_checkpoint_or_text_is_reported_in_one_line(runs, capsys, 
 def model_folder(tmp_path_factory):
     """A model folder with words as tokens, a chat template, and a generation_config.json."""
     path = folder(tmp_path_factory.mktemp("hf") / "llama")
-    template = "{% for m in messages %}w1 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
+    template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    template += "w1 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(61)}, "w0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(path / "tokenizer.json"))
@@ -186,7 +187,8 @@ def test_prompts_of_a_file_are_answered_in_order_as_each_alone(model_folder, cap
         {"messages": [{"role": "user", "content": "w9 w10"}]},
         {"prompt": "w9 w10 w11"},
     ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n")
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n"
+    (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8-sig")
     same = "--hf", model_folder, "--tokens", 5, "--stop", "w33"
     out = printed(capsys, *same, "--prompts", tmp_path / "rows.jsonl", "--batch", 3)
     answers = list(map(json.loads, out.rstrip("\n").split("\n")))
@@ -243,8 +245,10 @@ BAD_OF_FOLDERS = [
     (["--prompt", "w5", "--top-p", "0"], "--top-p: '0' must be a number above 0, at most 1"),
     (["--prompt", "w5", "--min-p", "nan"], "--min-p: 'nan' must be a number above 0, at most 1"),
     (["--prompt", " ".join(["w5"] * 64)], "has 64 tokens, but the model's context is"),
-    (["--prompts", "{tmp}/empty.jsonl"], "is empty; give rows"),
-    (["--prompts", "{tmp}/gone.jsonl"], "gone.jsonl"),
+    (["--prompts", "{tmp}/empty.jsonl"], "is empty; write rows"),
+    (["--prompts", "{tmp}/gone.jsonl"], "gone.jsonl' cannot be read (No such file or directory); give a file"),
+    (["--prompts", "{tmp}/half.jsonl"], "half.jsonl:2: half of a surrogate pair (\\ud800 to \\udfff) is no text"),
+    (["--prompts", "{tmp}/odd.jsonl"], "refuses the conversation: no tools"),
     (["--prompts", "{tmp}/bad.jsonl"], "bad.jsonl:2: '[1]' is not a JSON object"),
     (["--prompts", "{tmp}/other.jsonl"], "has neither a text"),
     (["--prompts", "{tmp}/latin.jsonl"], "is not UTF-8 text; give a file of JSON lines"),
@@ -262,6 +266,8 @@ def test_an_invalid_request_of_a_model_folder_is_reported_in_one_line(
 ):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "w5"}\n[1]\n')
+    (tmp_path / "half.jsonl").write_text('{"prompt": "w5"}\n{"prompt": "w5 \\ud800"}\n')
+    (tmp_path / "odd.jsonl").write_text('{"messages": [{"role": "user", "content": "w5"}, {"role": "tool"}]}\n')
     (tmp_path / "other.jsonl").write_text('{"text": "w5"}\n')
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
     code = exit_code(generate.main, ["--hf", str(model_folder), *(a.format(tmp=tmp_path) for a in arguments)])

@@ -377,6 +377,10 @@ RUN_OPTIONS = ["--", "--config", "x.yaml"]
         ),
         (["--hosts", "2", "--host", "2", "--leader", "a:1", *RUN_OPTIONS], "process index=2: must be in [0, 2)"),
         (["--hosts", "2", "--host", "1", "--leader", "node", *RUN_OPTIONS], "must be host:port"),
+        (
+            ["--token-file", "none", *RUN_OPTIONS],
+            "--token-file='none' cannot be read (No such file or directory); give",
+        ),
         (["--processes", "2"], "the following arguments are required: --config"),
     ],
 )

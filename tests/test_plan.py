@@ -213,7 +213,9 @@ def test_a_layout_that_does_not_fit_exits_with_1_and_prints_the_excess(capsys):
             ["--choose", "--gpus", 8, "--gpu", "a100-40", "model.d_model=8192", "data.batch_size=8"],
             "no layout of 8 x a100-40 fits: the smallest (",
         ),
-        (["--write", "/proc/none"], "/proc/none"),
+        (["--write", "/proc/none"], "--write='/proc/none' cannot be written (No such file or directory); give another"),
+        (["--json", "/proc/none"], "--json='/proc/none' cannot be written (No such file or directory); give another"),
+        (["--report", "/proc/none"], "--report='/proc/none' cannot be written (No such file or directory); give"),
     ],
 )
 def test_a_request_error_is_one_line(arguments, message, capsys):

@@ -203,7 +203,7 @@ def test_a_missing_tokenizer_is_reported_with_the_valid_values():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing.txt"], "missing.txt"),
+        (["missing.txt"], "missing.txt cannot be read (No such file or directory); give files that are there"),
         (["book.pdf"], "must be one of .txt"),
         (["a.txt", "--tokenizer", "train-bpe:9"], "at least 257"),
         (
@@ -213,6 +213,7 @@ def test_a_missing_tokenizer_is_reported_with_the_valid_values():
         (["a.txt", "--tokenizer", "a.txt"], "not a tokenizer.json"),
         (["empty.txt"], "no text"),
         (["a.txt", "--out", "taken"], "already exists"),
+        (["a.txt", "--out", "a.txt/out"], "--out=a.txt/out cannot be written (Not a directory); make room, or choose"),
     ],
 )
 def test_an_invalid_request_is_reported_in_one_line(arguments, message, tmp_path, monkeypatch):

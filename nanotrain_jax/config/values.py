@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import isqrt
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -36,6 +38,15 @@ def with_message(error: OSError, text: str) -> OSError:
     other = OSError(text)
     other.errno = error.errno
     return other
+
+
+@contextmanager
+def naming(problem: str, remedy: str) -> Iterator[None]:
+    """Say in an OSError of a file which key or option names it, and what to do: "PROBLEM (reason); REMEDY"."""
+    try:
+        yield
+    except OSError as error:
+        raise with_message(error, f"{problem} ({error.strerror or error}); {remedy}") from None
 
 
 def _expanded_source(source: str) -> str:

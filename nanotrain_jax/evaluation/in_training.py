@@ -42,7 +42,7 @@ class Tasks:
         self.loaded = Loaded(Engine(model, apart, {}, dtype), tokenizer, resolved, Path(config.logging.dir))
         self.of_task: dict[str, list[Sample]] = {}
         for path in config.train.tasks:
-            self.of_task[Path(path).stem] = tasks.samples(tasks.read(path), self.loaded)
+            self.of_task[Path(path).stem] = tasks.samples(tasks.read(path, key=KEY), self.loaded)
 
     def scores(self, params: Tree) -> dict[str, float]:
         """Return acc as task/NAME and acc_norm as task/NAME_norm. params: stacked layers in model order."""

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from nanotrain_jax.checkpoint.compatibility import SAME_RESULT
+from nanotrain_jax.config.values import naming
 from nanotrain_jax.evaluation.scoring import Request, Score, scores
 from nanotrain_jax.generation.engine import Engine
 from nanotrain_jax.generation.load import Loaded
@@ -48,11 +49,10 @@ class Kept:
         section = loaded.config.model.model_dump(mode="json", exclude=SAME_RESULT)
         known = loaded.tokenizer.name, json.dumps(section, sort_keys=True), loaded.config.precision.compute
         self.model = "\n".join([*known, fingerprint(loaded.engine.params)])
-        if path.exists():
+        with naming(f"--samples={str(path)!r} cannot be read and written", "give a file in a folder that exists"):
+            path.touch()
             self.found = {record["key"]: record for record in _records(path)}
             sinks.trim(path)
-        else:
-            path.touch()
 
     def key(self, sample: Sample) -> str:
         """Return the key of a sample."""

@@ -16,17 +16,19 @@ import json
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanotrain_jax.data import json_lines
+from nanotrain_jax.data.json_lines import Row
 from nanotrain_jax.evaluation.samples import Record, Sample
 from nanotrain_jax.evaluation.scoring import Score, as_bytes, encoded, request
 from nanotrain_jax.generation.load import Loaded
 
 METRICS = "acc", "acc_norm", "acc_bytes"
-MAX_SHOWN = 60  # characters of a row in an error message
 ROW = '{"question": "text", "choices": ["a", "b"], "answer": 0}'
 
 
@@ -45,26 +47,17 @@ class Question(NamedTuple):
         return [(self.context, choice if is_apart or choice[0].isspace() else f" {choice}") for choice in self.choices]
 
 
-def read(path: str | Path, limit: int | None = None) -> list[Question]:
-    """Read the questions of a file, at most `limit`. Raises ValueError or OSError."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not UTF-8 text; give a file of JSON lines") from None
-    rows = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise ValueError(f"{path} is empty; write rows of {ROW}")
-    return [_question(f"{path}:{number}", line) for number, line in rows[:limit]]
+def read(path: str | Path, limit: int | None = None, key: str = "--tasks") -> list[Question]:
+    """Read the questions of a file, at most `limit`. key: the option or key that names it. Raises ValueError or
+    OSError."""
+    return [_question(row) for row in islice(json_lines.read(path, key, ROW), limit)]
 
 
-def _question(place: str, line: str) -> Question:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    named = [key for key in ("question", "context") if isinstance(row, dict) and isinstance(row.get(key), str)]
+def _question(given: Row) -> Question:
+    place, shown, row = given
+    named = [key for key in ("question", "context") if row is not None and isinstance(row.get(key), str)]
     if len(named) != 1:
-        raise ValueError(f'{place}: {line[:MAX_SHOWN]!r} has not one text "question" or "context"; write {ROW}')
+        raise ValueError(f'{place}: {shown} has not one text "question" or "context"; write {ROW}')
     text, choices = row[named[0]], row.get("choices")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
         raise ValueError(f'{place}: "choices" must be two or more texts; write {ROW}')

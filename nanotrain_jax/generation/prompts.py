@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanotrain_jax.data import chat_template
+from nanotrain_jax.data import chat_template, json_lines
+from nanotrain_jax.data.json_lines import Row
 from nanotrain_jax.generation.load import Loaded
 from nanotrain_jax.generation.session import Session
 from nanotrain_jax.generation.text import Text
 
-MAX_SHOWN = 60  # characters of a row in an error message
+KINDS = '{"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}'
 
 
 class Prompt(NamedTuple):
@@ -24,29 +24,23 @@ class Prompt(NamedTuple):
 
 def read(path: Path, loaded: Loaded) -> list[Prompt]:
     """Read a JSONL file of {"prompt": text} or {"messages": conversation}. Raises ValueError or OSError."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # other line ends may be inside of JSON
-    except UnicodeDecodeError:
-        raise ValueError(f"--prompts={str(path)!r} is not UTF-8 text; give a file of JSON lines") from None
-    rows = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise ValueError(f'--prompts={str(path)!r} is empty; give rows of {{"prompt": "text"}}')
-    return [_prompt(f"{path}:{number}", line, loaded) for number, line in rows]
+    return [_prompt(row, loaded) for row in json_lines.read(path, "--prompts", KINDS)]
 
 
-def _prompt(place: str, line: str, loaded: Loaded) -> Prompt:
+def _prompt(row: Row, loaded: Loaded) -> Prompt:
+    place, shown, given = row
+    if given is None:
+        raise ValueError(f"{place}: {shown} is not a JSON object; write {KINDS}")
+    if isinstance(given.get("prompt"), str):
+        return encode(given["prompt"], loaded, place, given)
+    messages = given.get("messages")
+    if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
+        raise ValueError(f'{place}: {shown} has neither a text "prompt" nor "messages"; write {KINDS}')
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise ValueError(f'{place}: {line[:MAX_SHOWN]!r} is not a JSON object; write {{"prompt": "text"}}')
-    if isinstance(row.get("prompt"), str):
-        return encode(row["prompt"], loaded, place, row)
-    messages = row.get("messages")
-    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-        return encode(chat_template.of_folder(loaded.folder).render(messages), loaded, place, row, is_rendered=True)
-    raise ValueError(f'{place}: {line[:MAX_SHOWN]!r} has neither a text "prompt" nor "messages"; write one')
+        text = chat_template.of_folder(loaded.folder).render(messages)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+    return encode(text, loaded, place, given, is_rendered=True)
 
 
 def encode(text: str, loaded: Loaded, place: str, given: dict[str, Any], is_rendered: bool = False) -> Prompt:
