@@ -251,6 +251,7 @@ BAD_OF_FOLDERS = [
     (["--prompts", "{tmp}/odd.jsonl"], "refuses the conversation: no tools"),
     (["--prompts", "{tmp}/bad.jsonl"], "bad.jsonl:2: '[1]' is not a JSON object"),
     (["--prompts", "{tmp}/other.jsonl"], "has neither a text"),
+    (["--prompts", "{tmp}/taken.jsonl"], "taken.jsonl:1: 'tokens' is a key of the answer, which would overwrite it"),
     (["--prompts", "{tmp}/latin.jsonl"], "is not UTF-8 text; give a file of JSON lines"),
     (["--prompt", "w5", "--system", "w6"], "--system is for --chat"),
     (["--prompt", "w5", "--step", "1"], "--step is for --run"),
@@ -269,6 +270,7 @@ def test_an_invalid_request_of_a_model_folder_is_reported_in_one_line(
     (tmp_path / "half.jsonl").write_text('{"prompt": "w5"}\n{"prompt": "w5 \\ud800"}\n')
     (tmp_path / "odd.jsonl").write_text('{"messages": [{"role": "user", "content": "w5"}, {"role": "tool"}]}\n')
     (tmp_path / "other.jsonl").write_text('{"text": "w5"}\n')
+    (tmp_path / "taken.jsonl").write_text('{"prompt": "w5", "tokens": 3}\n')
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}\n'.encode("latin-1"))
     code = exit_code(generate.main, ["--hf", str(model_folder), *(a.format(tmp=tmp_path) for a in arguments)])
     out, err = capsys.readouterr()

@@ -31,16 +31,22 @@ def _prompt(row: Row, loaded: Loaded) -> Prompt:
     place, shown, given = row
     if given is None:
         raise ValueError(f"{place}: {shown} is not a JSON object; write {KINDS}")
-    if isinstance(given.get("prompt"), str):
-        return encode(given["prompt"], loaded, place, given)
-    messages = given.get("messages")
-    if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
+    text, messages = given.get("prompt"), given.get("messages")
+    is_talk = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
+    if not isinstance(text, str) and not is_talk:
         raise ValueError(f'{place}: {shown} has neither a text "prompt" nor "messages"; write {KINDS}')
+    if taken := [key for key in Answer._fields if key in given]:
+        raise ValueError(f"{place}: {taken[0]!r} is a key of the answer, which would overwrite it; rename it")
+    if isinstance(text, str):
+        return encode(text, loaded, place, given)
+    return encode(_rendered(place, messages, loaded), loaded, place, given, is_rendered=True)
+
+
+def _rendered(place: str, messages: list[dict], loaded: Loaded) -> str:
     try:
-        text = chat_template.of_folder(loaded.folder).render(messages)
+        return chat_template.of_folder(loaded.folder).render(messages)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
-    return encode(text, loaded, place, given, is_rendered=True)
 
 
 def encode(text: str, loaded: Loaded, place: str, given: dict[str, Any], is_rendered: bool = False) -> Prompt:
