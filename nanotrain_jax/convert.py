@@ -38,16 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.source:
             lines = conversion.to_run(hugging_face.opened(options.source), options.out, options.check)
         else:
-            checkpoint = conversion.checkpoint_of(options.run, options.step)
-            is_adapter = restore.read_meta(*checkpoint).base is not None and not options.merge
-            kind = Adapters if is_adapter else conversion.Export
-            export = kind(*checkpoint, options.run, options.dtype)
+            export = export_of(options)
             lines = conversion.to_folder(export, options.to, options.check)
         for line in lines:
             print(line, flush=True)
     except (ValueError, OSError) as error:
         return refuse(error)
     return 0
+
+
+def export_of(options: argparse.Namespace) -> conversion.Written:
+    """Return what is to be written of a run. Raises ValueError or OSError."""
+    checkpoint = conversion.checkpoint_of(options.run, options.step)
+    has_adapters = restore.read_meta(*checkpoint).base is not None
+    if options.merge and not has_adapters:
+        raise ValueError(f"--merge: {options.run} trained no adapters (train.lora); leave it out")
+    kind = Adapters if has_adapters and not options.merge else conversion.Export
+    return kind(*checkpoint, options.run, options.dtype)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

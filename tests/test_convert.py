@@ -249,6 +249,8 @@ def test_a_folder_may_have_no_tokenizer_buffers_and_a_copy_of_the_embedding(tmp_
     assert convert.main(["--run", str(tmp_path / "run"), "--to", str(tmp_path / "back")]) == 0
     assert "has no tokenizer.json: the folder has none" in capsys.readouterr().out
     folders.assert_same_bits(folders.read(tmp_path / "back"), folders.tensors("llama_tied"))
+    assert convert.main(["--run", str(tmp_path / "run"), "--to", str(tmp_path / "merged"), "--merge"]) == 2
+    assert f"--merge: {tmp_path}/run trained no adapters (train.lora); leave it out\n" in capsys.readouterr().err
 
 
 def test_a_written_folder_is_refused_once_a_bit_of_it_changed(tmp_path, capsys):
