@@ -253,6 +253,18 @@ def test_a_folder_may_have_no_tokenizer_buffers_and_a_copy_of_the_embedding(tmp_
     assert f"--merge: {tmp_path}/run trained no adapters (train.lora); leave it out\n" in capsys.readouterr().err
 
 
+def test_a_tied_head_that_is_no_copy_is_refused_wherever_its_folder_is_opened(tmp_path, capsys):
+    model = folders.folder(tmp_path / "model", "llama_tied")
+    change_tensors(model, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
+    hugging_face.opened(model)
+    change_tensors(model, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + np.eye(61, 1)[::-1]}))
+    assert generate.main(["--hf", str(model), "--prompt", "w5"]) == 2
+    assert f"{model}: lm_head.weight is not model.embed_tokens.weight, but config.json" in capsys.readouterr().err
+    change_tensors(model, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"][:-1]}))
+    with pytest.raises(ValueError, match=r"lm_head.weight is not model.embed_tokens.weight"):
+        hugging_face.opened(model)
+
+
 def test_a_written_folder_is_refused_once_a_bit_of_it_changed(tmp_path, capsys):
     model = folders.folder(tmp_path / "model", "llama")
     assert convert.main(["--from", str(model), "--out", str(tmp_path / "run"), "--no-check"]) == 0

@@ -70,7 +70,6 @@ def to_run(source: Folder, run: Path, checks: bool) -> Iterator[str]:
         folder = partial / CHECKPOINTS
         folder.mkdir()
         by_layer.create(folder, 0, source.shapes, source.dtype, meta.model_dump())
-        _check_copy(source)
         weights = by_layer.Weights(folder, 0)
         for path, layer in source.paths:
             weights.write(path, layer, source.read(path, layer))
@@ -105,21 +104,6 @@ def _plain(config: Config) -> dict[str, Any]:
     tree = config.to_dict()
     del tree["parallel"]
     return tree
-
-
-def _check_copy(source: Folder) -> None:
-    """Raise ValueError unless the copy of a tied embedding that a folder may hold is one."""
-    if source.copy is None:
-        return
-    embedding = next(x.name for (path, _), x in source.stored.items() if path == hugging_face.ours.EMBEDDING)
-    rows = 1 << 12
-    for start in range(0, source.model.vocab_size, rows):
-        index = slice(start, min(start + rows, source.model.vocab_size)), slice(None)
-        first, second = (source.tensors.read(name, index) for name in (embedding, source.copy))
-        if not _same_bits(first, second):
-            raise ValueError(
-                f"{source.path}: {source.copy} is not {embedding}, but config.json says tie_word_embeddings; correct it"
-            )
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:

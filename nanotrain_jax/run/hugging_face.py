@@ -18,13 +18,15 @@ from nanotrain_jax.models import hugging_face, hugging_face_config
 from nanotrain_jax.models.hugging_face import Stored
 from nanotrain_jax.run.model_config import CONFIG, resolved_model
 
+ROWS = 1 << 12  # of an embedding that are compared at a time
+
 
 @dataclass(frozen=True)
 class Folder:
     """A model folder whose headers are read and match its config.json.
 
     stored: the tensor of each of our arrays, by path and layer (None: outside layers); constants: arrays that are not
-    stored; copy: the name of a copy of the tied embedding, if there is one.
+    stored.
     """
 
     path: Path
@@ -34,7 +36,6 @@ class Folder:
     tensors: Tensors
     stored: Mapping[tuple[str, int | None], Stored]
     constants: Mapping[tuple[str, int | None], np.ndarray]
-    copy: str | None
     dtype: np.dtype
 
     def read(self, path: str, layer: int | None, index: Sequence[slice] | None = None) -> np.ndarray:
@@ -61,6 +62,8 @@ class Folder:
 def opened(path: Path) -> Folder:
     """Read and check the headers of a folder, and of one that we wrote this process's share of its checksums.
 
+    The first process also reads the copy of a tied embedding that a folder may hold.
+
     Raises ValueError or OSError in one line.
     """
     checksums.check(path, jax.process_index(), jax.process_count())
@@ -71,4 +74,19 @@ def opened(path: Path) -> Folder:
     dtype = tensors.dtype([name for x in found for name in x.pieces], hugging_face_config.dtype_of(config))
     stored = {(name, x.layer): x for x in found for name in x.paths}
     constants = {place: x.astype(dtype) for place, x in hugging_face.constants(model).items()}
-    return Folder(path, config, kind, model, tensors, stored, constants, copy, dtype)
+    embedding = stored[hugging_face.ours.EMBEDDING, None].name
+    if copy and jax.process_index() == 0 and not are_equal(tensors, embedding, copy):
+        raise ValueError(
+            f"{path}: {copy} is not {embedding}, but config.json says tie_word_embeddings; set that to false, or save "
+            "the model again"
+        )
+    return Folder(path, config, kind, model, tensors, stored, constants, dtype)
+
+
+def are_equal(tensors: Tensors, first: str, second: str) -> bool:
+    """True if two matrices of a folder are the same, bit for bit. Reads some rows at a time."""
+    if (tensors.shapes[first], tensors.dtypes[first]) != (tensors.shapes[second], tensors.dtypes[second]):
+        return False
+    count, _ = tensors.shapes[first]
+    parts = [(slice(start, min(start + ROWS, count)), slice(None)) for start in range(0, count, ROWS)]
+    return all(tensors.read(first, rows).tobytes() == tensors.read(second, rows).tobytes() for rows in parts)
