@@ -18,6 +18,11 @@ def of(folder: Path, step: int | None) -> Base:
     return Base(folder=str(folder.absolute()), step=step, files={name: [*sums[name]] for name in sorted(names)})
 
 
+def moved(base: Base, folder: Path) -> Base:
+    """Return a base in the folder where it is now."""
+    return base.model_copy(update={"folder": str(folder.absolute())})
+
+
 def check(base: Base, folder: Path) -> None:
     """Raise ValueError unless the files of a base are in a folder as they were, or OSError."""
     names = _names(folder, base.step)

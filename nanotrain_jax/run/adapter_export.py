@@ -9,6 +9,7 @@ import numpy as np
 
 from nanotrain_jax.checkpoint import by_layer, safetensors
 from nanotrain_jax.checkpoint import read as restore
+from nanotrain_jax.checkpoint.compatibility import Base
 from nanotrain_jax.config import load as configs
 from nanotrain_jax.models import hugging_face, peft
 from nanotrain_jax.run.conversion import copy_tokenizer
@@ -16,15 +17,18 @@ from nanotrain_jax.run.model_config import CONFIG
 
 
 class Adapters:
-    """The adapters of a checkpoint as tensors of a folder of PEFT. dtype: None: float32, as PEFT stores them."""
+    """The adapters of a checkpoint as tensors of a folder of PEFT.
 
-    def __init__(self, checkpoints: Path, step: int, run: Path, dtype: str | None = None):
+    dtype: None: float32, as PEFT stores them. base: where it is now; None: where the checkpoint says.
+    """
+
+    def __init__(self, checkpoints: Path, step: int, run: Path, dtype: str | None = None, base: Base | None = None):
         meta = restore.read_meta(checkpoints, step)
         self.tokenizer = meta.tokenizer
         self.run, self.model, self.dtype = run, configs.parse(meta.config).model, jnp.dtype(dtype or "float32")
-        base = safetensors.read_json(run / CONFIG) if (run / CONFIG).is_file() else {}
-        self.kind = hugging_face.kind_of(self.model, base.get("model_type"))
-        self.base, self.adapters = meta.base, peft.inventory(self.kind, self.model)
+        known = safetensors.read_json(run / CONFIG) if (run / CONFIG).is_file() else {}
+        self.kind = hugging_face.kind_of(self.model, known.get("model_type"))
+        self.base, self.adapters = base or meta.base, peft.inventory(self.kind, self.model)
         self.weights = by_layer.Weights(checkpoints, step, is_exact=self.dtype == jnp.float32)
 
     @property

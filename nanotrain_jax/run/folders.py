@@ -9,6 +9,7 @@ import jax
 import yaml
 
 from nanotrain_jax.checkpoint import durable, local
+from nanotrain_jax.checkpoint.compatibility import Base
 from nanotrain_jax.checkpoint.directory import CHECKPOINTS
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import of_run
@@ -72,10 +73,15 @@ def model_folders(run: Run) -> list[Path]:
     return [source] if is_other else []
 
 
-def save_model(folder: Path, config: Config, number: int) -> str:
-    """Write <folder>/hf from the checkpoint of step `number`, in process 0; -> a line about it. Raises OSError."""
+def save_model(folder: Path, config: Config, number: int, base: Base | None) -> str:
+    """Write <folder>/hf from the checkpoint of step `number`, in process 0; -> a line about it. base: of adapters.
+
+    Raises OSError.
+    """
     if jax.process_index() == 0:
-        kind = Adapters if config.train.lora else conversion.Export
-        conversion.replace(kind(Path(config.checkpoint.dir), number, folder), folder / MODEL)
+        saved = Path(config.checkpoint.dir)
+        adapters = Adapters(saved, number, folder, base=base) if config.train.lora else None
+        export = adapters or conversion.Export(saved, number, folder)
+        conversion.replace(export, folder / MODEL)
     what = "adapters, as PEFT reads them" if config.train.lora else "a model folder of Hugging Face"
     return f"wrote {folder / MODEL}: {what}"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import ValidationError
 
+from nanotrain_jax.checkpoint import base as bases
 from nanotrain_jax.checkpoint import compatibility, conversions, directory, local_read, starting_point
 from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.compatibility import Base, Meta
@@ -60,7 +61,8 @@ def resume(folder: Path, requested: Config, phases: list[Phase]) -> Resumed:
         meta = restore.read_meta(folder, number)
         if takes_weights_alone(meta, requested, folder):
             meta = meta.of_weights()
-        return meta, _checked_state(meta, requested, phases, restore.Saved(folder, number, meta.weights_only))
+        state = _checked_state(meta, requested, phases, restore.Saved(folder, number, meta.weights_only))
+        return _with_base(meta, requested), state
 
     steps = starting_point.candidates(folder, requested.checkpoint)
     number, (meta, state), damaged = restore.newest(folder, requested.checkpoint.verify, read, steps)
@@ -106,7 +108,7 @@ def resume_local(checkpoints: Path | None, requested: Config, phases: list[Phase
         meta, start = copies.meta(), (Path(keys.dir), copies.step)
         state = _checked_state(meta, requested, phases, copies)
         mine = phases[index_at(phases, copies.step, meta.batch_size) :]
-        return Resumed(mine, state, 0, meta.tokens_seen, [], start, meta, {}, saved)
+        return Resumed(mine, state, 0, meta.tokens_seen, [], start, _with_base(meta, requested), {}, saved)
 
     resumed, warnings = local_read.newest(keys, saved, read)
     if resumed is None:
@@ -146,6 +148,13 @@ def base_of(base: Base, requested: Config) -> Source:
     OSError, on all processes."""
     folder = folder_of(requested.checkpoint.resume)
     return on_all_processes(lambda: sources.of_base(base, folder))
+
+
+def _with_base(meta: Meta, requested: Config) -> Meta:
+    """Return what of a checkpoint holds from now on: the base of adapters is where `base_of` opened it."""
+    folder = folder_of(requested.checkpoint.resume)
+    is_moved = folder and meta.base and meta.base.step is None
+    return meta.model_copy(update={"base": bases.moved(meta.base, folder)}) if is_moved else meta
 
 
 def start_from(path: Path, phases: list[Phase]) -> tuple[State, list[str]]:

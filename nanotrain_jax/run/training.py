@@ -58,7 +58,7 @@ def train(run: Run, folder: Path, files: Store | None, stopped: Callable[[int], 
         watch.at("end", number)
         is_new = number > first or not (folder / MODEL).exists()
         if config.train.save_hf and number == config.train.steps and is_new:
-            writer.say(on_all_processes(lambda: save_model(folder, config, number)))
+            writer.say(on_all_processes(lambda: save_model(folder, config, number, run.base)))
         bigram = None
         if "val_loss" in writer.latest:  # computed on all processes, so that none waits for another at the end
             most = config.train.eval_steps * config.data.batch_size

@@ -16,6 +16,7 @@ from test_start_from_folder import loss
 from tokenizers import Tokenizer, pre_tokenizers
 
 from nanotrain_jax import convert, evaluate, generate, train
+from nanotrain_jax.checkpoint import read as restore
 from nanotrain_jax.checkpoint.directory import path_name
 from nanotrain_jax.run import conversion, model_config, sources
 
@@ -233,6 +234,23 @@ def test_two_processes_train_adapters_and_resume_them(words, tmp_path):
     _, alone = trained(tmp_path, words, "llama", "alone")
     for step, values in losses(alone).items():
         np.testing.assert_allclose(losses(tmp_path / "run")[step][0], values[0], rtol=1e-5)
+
+
+@pytest.mark.long
+def test_where_the_base_has_moved_to_is_kept(words, tmp_path, capsys):
+    model, run = trained(tmp_path, words, train={"steps": 2})
+    new = model.rename(tmp_path / "moved")
+    file = config_file(tmp_path, words, f"hf:{new}", train={"steps": 3, "save_hf": True}, checkpoint={"every": 1})
+    assert train.main(["--config", file, f"logging.dir={run}"]) == 0
+    for step in (2, 3):
+        assert restore.read_meta(run / "checkpoints", step).base.folder == str({2: model, 3: new}[step])
+    assert json.loads((run / "hf" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(new)
+    assert convert.main(["--run", str(run), "--to", str(tmp_path / "merged"), "--merge", "--no-check"]) == 0
+    shutil.rmtree(run / "hf")
+    last = new.rename(tmp_path / "again")  # no step is left, and so no checkpoint is written
+    file = config_file(tmp_path, words, f"hf:{last}", train={"steps": 3, "save_hf": True})
+    assert train.main(["--config", file, f"logging.dir={run}"]) == 0
+    assert json.loads((run / "hf" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(last)
 
 
 def changed(model):
