@@ -4,7 +4,7 @@ A model is a stack of identical layers, with a computation before and one after 
 
     batch = batch | encode(ends, batch, run)            optional: an encoder of images, ...
     x = first(ends, batch, run)                         embedding
-    x = layer(weights[i], x, batch) for i in 0 .. L-1   x keeps its shape and dtype; it may be a tree of arrays
+    x = layer(weights[i], x, batch) for i in 0 .. L-1   x keeps its shapes and dtypes, a tree of floats
     sum of losses, count = last(ends, x, batch)         norm, head, loss
 
 The functions run inside `shard_map` (check_vma=True) on this device's shards and one of its microbatches, in the dtype

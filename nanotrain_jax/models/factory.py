@@ -27,7 +27,12 @@ def make(config: Config, mesh: Mesh) -> Model:
         raise ValueError(
             f"model.factory={config.model.factory} returned {type(model).__name__}; return a nanotrain_jax.Model"
         )
-    return dpo.build(model, config) if config.train.objective else model
+    return with_objective(model, config)
+
+
+def with_objective(model: Model, config: Config) -> Model:
+    """Return a model with train.objective, unless it has it. Raises ValueError if it cannot have it."""
+    return dpo.build(model, config) if config.train.objective and model.of_rows is None else model
 
 
 def load_function(name: str, key: str) -> Callable:
@@ -69,6 +74,16 @@ def check(model: Model, config: Config) -> None:
         )
 
 
+def check_tensor(specs: Tree, config: Config) -> None:
+    """Raise ValueError if parallel.tensor would share out no weight. specs: PartitionSpecs of a model's weights."""
+    size = config.parallel.tensor
+    if size > 1 and not any("tensor" in spec for spec in jax.tree.leaves(specs)):
+        raise ValueError(
+            f"parallel.tensor={size}, but {config.model.factory or 'the model'} shards no weight over tensor; "
+            "write /tensor behind a dim in rules, or use parallel.tensor=1"
+        )
+
+
 def _problems(model: Model, num_layers: int) -> Iterator[str]:
     """Yield the problems of a model. Later checks assume that earlier ones passed."""
     shapes = model.shapes
@@ -79,7 +94,10 @@ def _problems(model: Model, num_layers: int) -> Iterator[str]:
         return
     for path, x in leaves:
         if not all(isinstance(key, jax.tree_util.DictKey) for key in path):
-            yield f"the weight {path_name(path)} is not in nested dicts; use dicts instead of lists"
+            yield (
+                f"the weight {path_name(path)} is not in nested dicts; use dicts: of an nnx.State nnx.to_pure_dict, "
+                "instead of lists numbered layers"
+            )
         if x.dtype != jnp.float32:
             yield f"the weight {path_name(path)} is {x.dtype}; use float32, the step casts weights to precision.compute"
     for stack in stacks:

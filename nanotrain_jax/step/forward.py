@@ -78,7 +78,7 @@ def loss(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple:
 
 def trained(model: Model, ends: Tree, x: Tree, batch: Tree) -> tuple:
     """Return what `Model.last` does. The gradient of the sum of losses is that of its sum with `Model.penalty`."""
-    loss, count, *measures = in_float32(model.last(ends, x, batch))
+    loss, count, *measures = checked(model, model.last(ends, x, batch))
     if model.penalty:
         penalty = model.penalty(x, count)
         axes = sorted(varying_axes(loss) | varying_axes(penalty))
@@ -95,7 +95,7 @@ def scores(plan: Plan, read: Read, weights: Weights, batch: Tree) -> Tree:
 def measure(model: Model, ends: Tree, x: Tree, batch: Tree) -> tuple:
     """Return the sum of losses and the number of targets; if the model has them, also how many are right, or further
     sums by name."""
-    sums = in_float32(model.last(ends, x, batch))
+    sums = checked(model, model.last(ends, x, batch))
     return (*sums, model.correct(ends, x, batch)) if model.correct else sums
 
 
@@ -107,21 +107,46 @@ def outputs(plan: Plan, zero: Zero, weights: Weights, batch: Tree) -> tuple[Tree
     run = partial(run_stack, plan, zero, weights)
     if model.encode:
         batch = batch | model.encode(model.used_by_encode(ends), batch, run)
-    x = model.first(model.used_by_first(ends), batch, run)
+    x = as_varying(model.first(model.used_by_first(ends), batch, run), BATCH_AXES)
     return model.used_by_last(ends), run(LAYERS, partial(layer_of, model, batch), x), batch
 
 
 @jax.named_scope("layer")
 def layer_of(model: Model, batch: Tree, weights: Tree, x: Tree) -> Tree:
-    """Run a layer of the model on a microbatch."""
-    return model.layer(weights, x, batch)
+    """Run a layer of the model on a microbatch. Raises ValueError unless x keeps its structure, shapes and dtypes."""
+    y = model.layer(weights, x, batch)
+    before, after = (jax.tree.map(lambda leaf: f"{leaf.dtype}{[*leaf.shape]}", tree) for tree in (x, y))
+    if before != after:
+        raise ValueError(
+            f"the model's layer returned {after} for x of {before}; return x with the same shapes and dtypes"
+        )
+    for name, leaf in jax.tree_util.tree_leaves_with_path(x):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"x{jax.tree_util.keystr(name)} is {leaf.dtype}: layers take floats; put it into the batch"
+            )
+    differ = [jax.tree.map(lambda leaf: "tensor" in varying_axes(leaf), tree) for tree in (x, y)]
+    if any(jax.tree.leaves(differ[1])) and not any(jax.tree.leaves(differ[0])):
+        raise ValueError(
+            "the model's layer returned x that differs along tensor, of x that does not; end with leave or row, and "
+            "with sequence_parallel=False for an x of whole rows"
+        )
+    return y
 
 
-def in_float32(sums: tuple) -> tuple:
-    """Return what `Model.last` returned. Raises ValueError unless the sum of losses is a float32 scalar."""
+def checked(model: Model, sums: tuple) -> tuple:
+    """Return what `Model.last` returned. Raises ValueError unless it is what the step needs."""
+    needed = "the sum of losses and the number of targets" + ", and measures" * bool(model.measures)
+    if not isinstance(sums, tuple) or len(sums) != 2 + bool(model.measures):
+        raise ValueError(f"the model's last returned {jax.tree.map(jax.typeof, sums)}; return {needed}")
     kind = jax.typeof(sums[0])
     if (kind.shape, kind.dtype) != ((), jnp.float32):
         raise ValueError(f"the model's last returned {kind} as sum of losses; make it a float32 scalar")
+    shapes = {name: x.shape for name, x in sums[2].items()} if model.measures else {}
+    if shapes != {name: tuple(shape) for name, shape in (model.measures or {}).items()}:
+        raise ValueError(
+            f"the model's last returned measures {shapes}; return those of Model.measures: {model.measures}"
+        )
     return sums
 
 
@@ -193,7 +218,7 @@ def layered(plan: Plan, params: Tree, read: Read | None = None) -> LayeredModel:
 
     def first(inputs: Tree, batch: Tree) -> Tree:
         run = partial(run_stack, plan, zero, Weights(stored_ends, inputs))
-        return model.first(gathered(inputs, model.used_by_first), batch, run)
+        return as_varying(model.first(gathered(inputs, model.used_by_first), batch, run), plan.loss_axes)
 
     def last(inputs: Tree, x: Tree, batch: Tree) -> tuple:
         ends = gathered(inputs, model.used_by_last)

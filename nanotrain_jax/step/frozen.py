@@ -15,8 +15,8 @@ from nanotrain_jax.parallel.collectives import Tree
 from nanotrain_jax.parallel.sharding import path_name
 
 
-def trainable(patterns: Sequence[str], shapes: Tree) -> Tree:
-    """Return False for each weight in whose path ("layers/attention/query_DNH") a pattern of train.freeze is found.
+def trainable(patterns: Sequence[str], shapes: Tree, key: str = "train.freeze") -> Tree:
+    """Return False for each weight in whose path ("layers/attention/query_DNH") a pattern is found. key: has them.
 
     Raises ValueError if a pattern is found in no path, or nothing is left to train.
     """
@@ -24,12 +24,12 @@ def trainable(patterns: Sequence[str], shapes: Tree) -> Tree:
     for pattern in patterns:
         if not any(re.search(pattern, path) for path in paths):
             folders = ", ".join(dict.fromkeys(path.rpartition("/")[0] for path in paths))
-            raise ValueError(f"train.freeze: no weight has {pattern!r} in its path; use parts of these: {folders}")
+            raise ValueError(f"{key}: no weight has {pattern!r} in its path; use parts of these: {folders}")
 
     def is_trainable(path: tuple, _: Any) -> bool:
         return not any(re.search(pattern, path_name(path)) for pattern in patterns)
 
     result = tree_map_with_path(is_trainable, shapes)
     if not any(jax.tree.leaves(result)):
-        raise ValueError(f"train.freeze={list(patterns)} freezes all weights; leave something to train")
+        raise ValueError(f"{key}={list(patterns)} freezes all weights; leave something to train")
     return result

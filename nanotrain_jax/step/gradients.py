@@ -133,7 +133,9 @@ def offloaded(plan: Plan, params: Tree, microbatches: Tree, scale: jax.Array | f
 
 
 def added(first: Tree, second: Tree) -> Tree:
-    """Merge two nested dicts; add the leaves that are in both (tied embeddings)."""
+    """Merge two nested dicts; add the leaves that are in both (tied embeddings). Frozen ones are None."""
+    if first is None:
+        return second
     if not isinstance(first, dict):
         return host_offload.add(first, second)
     return first | {key: added(first[key], part) if key in first else part for key, part in second.items()}

@@ -175,16 +175,18 @@ def make(config: Config, mesh: Mesh, model: Model | None = None) -> Plan:
     """Make the plan of a resolved config. model: used instead of the config's model. Computes and allocates nothing."""
     p, o = config.parallel, config.optimizer
     is_decoder = model is None and config.is_decoder
-    model = model or factory.make(config, mesh)
+    model = factory.with_objective(model, config) if model else factory.make(config, mesh)
     if not is_decoder:
         factory.check(model, config)
     order = layers_of_rows(config)
     shapes = with_rows(model.shapes, len(order))
     pipe_tensor_specs = specs_over_pipe_and_tensor(model, mesh)
+    if not is_decoder:
+        factory.check_tensor(pipe_tensor_specs, config)
     stacks = LAYERS, *model.stacks
     sizes = {axis: mesh.shape[axis] for axis in ZERO_AXES} if p.zero else {}
     cuts = choose_cuts(shapes, sizes, p.persist_below, stacks, pipe_tensor_specs)
-    may_shard = frozen.trainable(model.constants, shapes)
+    may_shard = frozen.trainable(model.constants, shapes, "Model.constants")
     cuts = jax.tree.map(lambda cut, may_shard: cut if may_shard else UNSHARDED, cuts, may_shard)
     reduce = config.precision.grad_reduce
     communication = Communication(

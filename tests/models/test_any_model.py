@@ -1,6 +1,7 @@
 """User models trained by the command with model.factory: Flax NNX, Flax Linen, plain functions."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,12 @@ import plain_model
 import pytest
 import yaml
 from command import main
-from conftest import cover, records
+from conftest import cover, on_devices, random_tokens, records
 from planning import ROOT
 
-from nanotrain_jax import generate, load_params, plan
+from nanotrain_jax import Rules, build, generate, load_params, plan
+from nanotrain_jax.config import load
+from nanotrain_jax.config.resolve import resolve
 from nanotrain_jax.parallel import mesh
 
 pytestmark = pytest.mark.usefixtures("no_cache_of_programs")
@@ -205,3 +208,94 @@ def test_a_model_with_decode_generates_what_it_computes_without_a_cache(config_f
         text.append(int((x_1TD[0, -1] @ params["ends"]["head_VD"].T).argmax()))
     assert capsys.readouterr().out == bytes(text).decode() + "\n"
     assert len(set(text[2:])) > 1
+
+
+def plain(config_file, *overrides, **changes):
+    """Return a config of the plain model on devices, its mesh, and the model with other functions."""
+    config = load.load(config_file, ["model.factory=plain_model:build", "parallel.data=2", *overrides])
+    devices = mesh.make(**config.parallel.axes, devices=jax.devices()[: math.prod(config.parallel.axes.values())])
+    config = resolve(config, devices.shape, 257)
+    model = plain_model.build(config, devices)
+    return config, devices, dataclasses.replace(model, **{key: change(model) for key, change in changes.items()})
+
+
+def with_count(model):
+    """Return `first` that also gives x a count, which is the same on all devices."""
+    return lambda w, batch, run: {"x": model.first(w, batch, run), "count": jnp.zeros(())}
+
+
+def counting(model):
+    return lambda w, x, batch: {"x": model.layer(w, x["x"], batch), "count": x["count"] + 1.0}
+
+
+@pytest.mark.parametrize("keys", [[], ["parallel.zero=3", *HOST, "memory.remat=full", "parallel.persist_below=0"]])
+def test_x_may_be_a_tree_with_a_constant(keys, config_file):
+    changes = {"first": with_count, "layer": counting, "last": lambda model: lambda w, x, b: model.last(w, x["x"], b)}
+    config, devices, model = plain(config_file, *keys, **changes)
+    step, plainly = (build(config, devices, model=one) for one in (model, plain_model.build(config, devices)))
+    batch = on_devices(random_tokens(config, count=1)[0], step)
+    (_, found, _), (_, expected, _) = (one.train(one.init(), batch) for one in (step, plainly))
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-6)
+    np.testing.assert_allclose(found["grad_norm"], expected["grad_norm"], rtol=1e-6)
+
+
+def other(function):
+    """Return a change of `layer` to function(what it returns)."""
+    return lambda model: lambda w, x, batch: function(model.layer(w, x, batch))
+
+
+WRONG = {
+    "a pair": ({"layer": other(lambda x: (x, x))}, [], "the model's layer returned .* for x of float32"),
+    "a dtype": (
+        {"layer": other(lambda x: x.astype(jnp.bfloat16))},
+        [],
+        r"returned bfloat16\[8, 16, 32\] for x of float32",
+    ),
+    "a shape": (
+        {"layer": other(lambda x: x[:, :-1])},
+        [],
+        r"returned float32\[8, 15, 32\] for x of float32\[8, 16, 32\]",
+    ),
+    "partial sums": (
+        {"layer": other(lambda x: jax.lax.pcast(x, ("tensor",), to="varying"))},
+        ["parallel.tensor=2"],
+        "x that differs along tensor, of x that does not; end with leave or row",
+    ),
+    "integers": (
+        {
+            "first": lambda model: lambda w, batch, run: (model.first(w, batch, run), batch["inputs"]),
+            "layer": lambda model: lambda w, x, batch: (model.layer(w, x[0], batch), x[1]),
+        },
+        [],
+        r"x\[1\] is int32: layers take floats",
+    ),
+    "a loss alone": (
+        {"last": lambda model: lambda w, x, b: model.last(w, x, b)[0]},
+        [],
+        "return the sum of losses and",
+    ),
+    "a third": ({"last": lambda model: lambda w, x, b: (*model.last(w, x, b), 0)}, [], "return the sum of losses and"),
+    "no rule": (
+        {"rules": lambda _: Rules([("in_DF", "L D F"), ("out_FD", "L F D"), ("gain_D", "L D"), (".*_VD", "V D")])},
+        ["parallel.tensor=2"],
+        r"parallel\.tensor=2, but plain_model:build shards no weight over tensor; write /tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_functions_that_do_not_fit_are_refused_by_name(wrong, config_file):
+    changes, keys, message = WRONG[wrong]
+    with pytest.raises(ValueError, match=message):
+        step = build(*plain(config_file, *keys, **changes)[:2], model=plain(config_file, *keys, **changes)[2])
+        step.train.lower(step.state, step.batch)
+
+
+def test_a_model_that_is_given_has_the_objective_too(config_file, tmp_path):
+    (tmp_path / "pairs.jsonl").write_text("")
+    keys = f"data.source=pairs:{tmp_path}/pairs.jsonl", "train.objective={kind: dpo}"
+    with pytest.raises(ValueError, match="does not give the losses of tokens; set token_losses"):
+        build(*plain(config_file, *keys)[:2], model=plain(config_file, *keys)[2])
+    losses = {"splits_documents": lambda _: True, "token_losses": lambda _: lambda w, x, batch: x.sum(-1)}
+    config, devices, model = plain(config_file, *keys, **losses)
+    assert "reference" in build(config, devices, model=model).batch

@@ -71,10 +71,12 @@ def test_a_frozen_part_is_as_one_with_a_learning_rate_of_zero(layout_and_pattern
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # one array for embedding and head
 @pytest.mark.parametrize("pattern", [LAYERS, MLP, ENDS])
-def test_frozen_parts_in_host_memory(pattern):
-    layout = case("data 2", zero=3, persist_below=100, microbatches=2).tree(train={"seed": 3, "freeze": [pattern]})
-    equals_a_zero_learning_rate(built(layout | {"memory": ALL | {"remat": "full"}}), pattern)
+def test_frozen_parts_in_host_memory(pattern, family):
+    layout = case("data 2", family, zero=3, persist_below=100, microbatches=2)
+    tree = layout.tree(train={"seed": 3, "freeze": [pattern]})
+    equals_a_zero_learning_rate(built(tree | {"memory": ALL | {"remat": "full"}}), pattern)
 
 
 def equals_a_zero_learning_rate(step, pattern):

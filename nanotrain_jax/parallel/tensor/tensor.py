@@ -48,10 +48,11 @@ def enter(x_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool
 
         x[B T D] = all_gather(x)                            (t-1)/t B T D elements
     Backward: g[B T/tensor D] = reduce_scatter(g[B T D] {sum tensor}), the same; without sequence_parallel an
-    all-reduce, twice that.
+    all-reduce, twice that. Raises ValueError in a `shard_map` with check_vma=False, where gradients would be wrong.
     """
     if axis is None:
         return x_BTD
+    _check_types(x_BTD, axis)
     return all_gather([x_BTD], axis, [1])[0] if sequence_parallel else as_varying(x_BTD, (axis,))
 
 
@@ -60,14 +61,28 @@ def leave(y_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool
 
         y[B T/tensor D] = reduce_scatter(y)                 (t-1)/t B T D elements
         y[B T D] = all_reduce(y)                            2 (t-1)/t B T D elements
-    Backward: an all-gather; without sequence_parallel nothing. Raises ValueError if t does not divide T.
+    Backward: an all-gather; without sequence_parallel nothing. Raises ValueError if t does not divide T, and if y is
+    the same on all devices, whose sum would be t y.
     """
     if axis is None:
         return y_BTD
+    _check_types(y_BTD, axis)
+    if axis not in varying_axes(y_BTD):
+        raise ValueError(
+            f"y is the same on all devices along {axis}, so its sum would be {lax.axis_size(axis)} y; shard the weight "
+            "of the matmul before it, or leave this out"
+        )
     if not sequence_parallel:
         return all_reduce(y_BTD, (axis,))
     _check_rows(y_BTD, axis)
     return reduce_scatter([y_BTD], axis, [1])[0]
+
+
+def _check_types(x: jax.Array, axis: str) -> None:
+    if axis not in varying_axes(as_varying(x, (axis,))):
+        raise ValueError(
+            "shard_map with check_vma=False: JAX would sum gradients more than once or not at all; leave check_vma out"
+        )
 
 
 def _check_rows(y_BTD: jax.Array, axis: str) -> None:

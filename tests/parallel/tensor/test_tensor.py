@@ -75,6 +75,19 @@ def test_column_and_row_equal_two_matmuls_and_their_gradients(size, options, seq
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
 
+def test_what_would_give_wrong_sums_is_refused():
+    mesh, x_BTD = meshes.make(data=1, tensor=2, devices=jax.devices()[:2]), ARGUMENTS[0]
+    for sequence_parallel in (True, False):
+        with pytest.raises(
+            ValueError, match="y is the same on all devices along tensor, so its sum would be 2 y; shard"
+        ):
+            on(mesh, lambda x, kind=sequence_parallel: tensor.leave(x, "tensor", kind), P(), P())(x_BTD)
+    for function in (tensor.enter, tensor.leave):
+        unchecked = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        with pytest.raises(ValueError, match=r"shard_map with check_vma=False: .*; leave check_vma out"):
+            jax.jit(unchecked)(x_BTD)
+
+
 @pytest.mark.parametrize(("x_dtype", "w_dtype"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)])
 def test_gradients_have_the_dtypes_of_their_arrays(x_dtype, w_dtype):
     mesh, spec = (
