@@ -23,7 +23,7 @@ COMMANDS = {  # name -> what it does, what to type after it
 
 def main() -> int:
     """Print each command with one line."""
-    if sys.argv[1:]:
+    if sys.argv[1:] not in ([], ["-h"], ["--help"]):
         names = ", ".join(COMMANDS)
         print(f"error: {sys.argv[1]!r}: write python -m nanotrain_jax.COMMAND with one of {names}", file=sys.stderr)
         return 2

@@ -13,7 +13,7 @@ from nanotrain_jax.config import load
 def test_every_command_is_listed():
     files = {path.stem for path in (ROOT / "nanotrain_jax").glob("[a-z]*.py")}
     assert set(commands.COMMANDS) == files
-    done = subprocess.run([sys.executable, "-m", "nanotrain_jax"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "nanotrain_jax", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert all(f"python -m nanotrain_jax.{name} " in done.stdout for name in files)
 
