@@ -13,7 +13,6 @@ import jax
 from nanotrain_jax.audit import hlo
 from nanotrain_jax.checkpoint import local
 from nanotrain_jax.checkpoint import write as checkpoint
-from nanotrain_jax.checkpoint.read import Saved
 from nanotrain_jax.costs import flops
 from nanotrain_jax.data import batches as data
 from nanotrain_jax.data.mixture import Mixture
@@ -216,8 +215,7 @@ class Loop:
         run, files = self.run, self.files
         if files:
             self.at("restore")
-            start = run.start and Saved(*run.start, run.meta.weights_only)
-            origin = checkpointing.restore(files, run.step, start, run.meta.nvme_digests if run.meta else [])
+            origin = checkpointing.restore(files, run.step, run.restored, run.meta.nvme_digests if run.meta else [])
             self.writer.say(f"master weights and moments: {files.nbytes / 1e9:.3g} GB in {files.folder}, {origin}")
 
     def take_step(self, batches: Iterator[Any], profile: Profile) -> None:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from nanotrain_jax.checkpoint import compatibility, directory, local, starting_point
 from nanotrain_jax.checkpoint.compatibility import Base
+from nanotrain_jax.checkpoint.read import Saved
 from nanotrain_jax.config.schema import Config
 from nanotrain_jax.config.training_stages import Span
 from nanotrain_jax.data import batches as data
@@ -78,6 +79,11 @@ class Run(NamedTuple):
     def step(self) -> steps.Step:
         """The step of the current phase."""
         return self.phases[0].step
+
+    @property
+    def restored(self) -> Saved | None:
+        """The checkpoint that it resumed from."""
+        return Saved(*self.start, self.meta.weights_only) if self.start else None
 
     @property
     def is_unsaved(self) -> bool:

@@ -218,7 +218,7 @@ def step_of(run: train.Run, files: Store | None) -> Callable:
     """Return the function that takes a step; with NVMe files restore them."""
     if files is None:
         return run.step.train
-    checkpointing.restore(files, run.step, run.start, [])
+    checkpointing.restore(files, run.step, run.restored, [])
     return checkpointing.train(files, run.step, run.step.train.lower(run.step.state, run.step.batch).compile())
 
 
