@@ -179,7 +179,7 @@ def tokenizer_of_shards(out: Path, before: Header | None) -> Tokenizer:
     if before and begin_apart(found.name, before.tokenizer):
         raise ValueError(
             f"--append: --out={out} was prepared without the begin token that its tokenizer adds ({found.name}); "
-            f"prepare its text again, or add --tokenizer {out} --begin-token {NO_BEGIN} to go on without"
+            f"prepare its text again, or add --tokenizer {out} --begin-token {NO_BEGIN} to continue without"
         )
     return found
 

@@ -71,7 +71,7 @@ def test_all_file_kinds_give_the_same_token_folder(tmp_path):
         assert isinstance(shard.tokens.base, np.memmap)
 
 
-def test_a_split_that_is_far_from_the_asked_one_is_told(tmp_path):
+def test_a_split_far_from_the_asked_one_gives_a_warning(tmp_path):
     def lines(name, sizes):
         texts = (f"{name} {i} " + "word " * size for i, size in enumerate(sizes))
         (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -175,7 +175,7 @@ class Checkpoint(Section):
     )
     resume: Resume = key(
         "auto",
-        "auto: from the newest checkpoint in dir, if any | never | PATH of another run, which goes on here | "
+        "auto: from the newest checkpoint in dir, if any | never | PATH of another run, which continues here | "
         "weights:PATH: its weights alone, at step 0 | hf:FOLDER: those of a model folder of Hugging Face",
     )
     step: Positive | None = key(

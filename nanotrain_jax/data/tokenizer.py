@@ -188,8 +188,8 @@ def of_files(
         name += BEGIN + " ".join(map(str, begin))
     vocab_size = max(model.get_vocab().values(), default=0) + 1
     described = _described(files, end, stops, model)
-    told = tuple(_id(token, model) for token in _begins(described, model, origin))
-    if told != begin:  # data.begin_token has none or one
+    in_files = tuple(_id(token, model) for token in _begins(described, model, origin))
+    if in_files != begin:  # data.begin_token has none or one
         named = {NAMES_BEGIN: model.id_to_token(begin[0])} if begin else {}
         _add(described, NAMES_END, {ADDS_BEGIN: bool(begin)} | named)
     return Tokenizer(name, vocab_size, encode, end, stops, described, begin)

@@ -62,8 +62,8 @@ def _of_newest(folder: Path, config: Config) -> Progress:
 def steps(config: Config, dataset: Dataset, done: Progress) -> int:
     """Return train.steps of a run whose data decide it, at least those done. config: before `resolve`.
 
-    train.epochs: the fewest steps that take so many rows, as batches go on into the next epoch. data.exhausted=end: at
-    most train.steps, and those in which no source is read twice. Raises ValueError.
+    train.epochs: the fewest steps that take so many rows, as batches continue into the next epoch. data.exhausted=end:
+    at most train.steps, and those in which no source is read twice. Raises ValueError.
     """
     train, epochs = dataset.train, config.train.epochs
     if epochs is not None:

@@ -57,7 +57,7 @@ def test_a_run_starts_with_the_exact_weights_of_another(case, config_file, tmp_p
     same(found, weights(tmp_path / "a"))
 
 
-def test_a_run_that_another_is_beyond_is_told_to_take_the_weights(config_file, tmp_path, capsys):
+def test_continuing_a_run_beyond_the_own_end_is_refused_with_the_remedy(config_file, tmp_path, capsys):
     assert main(config_file, f"logging.dir={tmp_path}/a", "train.steps=2", "train.eval_every=0") == 0
     new = f"logging.dir={tmp_path}/b", "train.eval_every=0", f"checkpoint.resume={tmp_path}/a"
     capsys.readouterr()

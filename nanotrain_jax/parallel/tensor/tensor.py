@@ -48,7 +48,7 @@ def enter(x_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool
 
         x[B T D] = all_gather(x)                            (t-1)/t B T D elements
     Backward: g[B T/tensor D] = reduce_scatter(g[B T D] {sum tensor}), the same; without sequence_parallel an
-    all-reduce, twice that. Raises ValueError in a `shard_map` with check_vma=False, where gradients would be wrong.
+    all-reduce, twice that. Raises ValueError in a `shard_map` without check_vma, where gradients would be wrong.
     """
     if axis is None:
         return x_BTD
@@ -81,7 +81,7 @@ def leave(y_BTD: jax.Array, axis: str | None = "tensor", sequence_parallel: bool
 def _check_types(x: jax.Array, axis: str) -> None:
     if axis not in varying_axes(as_varying(x, (axis,))):
         raise ValueError(
-            "shard_map with check_vma=False: JAX would sum gradients more than once or not at all; leave check_vma out"
+            "shard_map without check_vma: JAX would sum gradients more than once or not at all; use check_vma=True"
         )
 
 
